@@ -39,16 +39,16 @@ def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
         raise kind(f"{message}: {error}") from None
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """Return a file's bytes. Raises ModelRejected if it can't be read or has more than `most` bytes."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Return a file's bytes. Raises ModelRejected if it can't be read or has more than `max_bytes` bytes."""
     try:
         with open_regular(path) as file:
             # Read one byte more than allowed instead of trusting the file's size, which may change.
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except OSError as error:
         raise ModelRejected(f"{path}: {error.strerror}") from None
-    if len(data) > most:
-        raise ModelRejected(f"{path}: more than {most:,} bytes, the most that such a file may have")
+    if len(data) > max_bytes:
+        raise ModelRejected(f"{path}: more than {max_bytes:,} bytes, the most that such a file may have")
     return data
 
 
@@ -113,10 +113,10 @@ class Members:
     def tokens(self, key: str) -> tuple[int, ...]:
         """Return token ids, which a file may write as one number or as a list; () if there are none."""
         value = self.values.get(key)
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in values):
             raise self._wrong(key, value, "a token id")
-        return tuple(found)
+        return tuple(values)
 
     def items(self, key: str) -> list[Any]:
         """Return a list; [] if it is missing or null."""

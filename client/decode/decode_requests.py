@@ -119,8 +119,8 @@ class SamplingParameters:
         if not _is_number(self.temperature):
             raise RequestRejected(f"temperature must be a number, not {self.temperature!r}")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
-            most = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-            raise RequestRejected(f"temperature must be 0 (the likeliest token) or {most}, not {self.temperature!r}")
+            allowed = f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            raise RequestRejected(f"temperature must be 0 (the likeliest token) or {allowed}, not {self.temperature!r}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise RequestRejected(f"top_p must be a number above 0, up to 1 (all tokens), not {self.top_p!r}")
         _check_integer("top_k", self.top_k, 0, MAX_TOP_K)
@@ -147,8 +147,8 @@ class SamplingParameters:
         if len(self.bad_words) > MAX_BAD_SEQUENCES or not all(
             0 < len(word) <= MAX_BAD_SEQUENCE for word in self.bad_words
         ):
-            most = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_SEQUENCE} tokens"
-            raise RequestRejected(f"bad_words must be {most}")
+            allowed = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_SEQUENCE} tokens"
+            raise RequestRejected(f"bad_words must be {allowed}")
         _check_tokens("bad_words", tuple(chain(*self.bad_words)), MAX_BAD_SEQUENCES * MAX_BAD_SEQUENCE)
         # The grammar alone says which tokens may come next, and when it ends.
         others = self.min_tokens, self.stop_token_ids, self.ignores_end, self.filters_tokens
@@ -285,8 +285,8 @@ class PromptRequest:
     def __post_init__(self) -> None:
         # A replay's id is the caller's with a suffix, so it may be a little longer.
         if not self.continues and not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARACTERS:
-            most = f"1 to {MAX_REQUEST_ID_CHARACTERS} characters"
-            raise RequestRejected(f"the request's id must have {most}, not {len(self.request_id)} of them")
+            allowed = f"1 to {MAX_REQUEST_ID_CHARACTERS} characters"
+            raise RequestRejected(f"the request's id must have {allowed}, not {len(self.request_id)} of them")
         if not self.token_ids:
             raise RequestRejected("the prompt must have at least one token")
         _check_integer("max_emitted_tokens", self.max_emitted_tokens, 1, MAX_POSITIONS)
@@ -295,8 +295,8 @@ class PromptRequest:
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         _check_integer("ranks", self.ranks, 0, MAX_RANKS)
         if len(self.cache_salt) > MAX_SALT_CHARACTERS:
-            most = f"at most {MAX_SALT_CHARACTERS} characters"
-            raise RequestRejected(f"cache_salt must have {most}, not {len(self.cache_salt)}")
+            allowed = f"at most {MAX_SALT_CHARACTERS} characters"
+            raise RequestRejected(f"cache_salt must have {allowed}, not {len(self.cache_salt)}")
 
     @property
     def has_guidance(self) -> bool:
@@ -438,14 +438,14 @@ def _is_number(value: object) -> bool:
     )
 
 
-def _check_range(name: str, value: object, least: float, most: float) -> None:
-    if not _is_number(value) or not least <= value <= most:  # type: ignore[operator]
-        raise RequestRejected(f"{name} must be a number from {least:g} to {most:g}, not {value!r}")
+def _check_range(name: str, value: object, minimum: float, maximum: float) -> None:
+    if not _is_number(value) or not minimum <= value <= maximum:  # type: ignore[operator]
+        raise RequestRejected(f"{name} must be a number from {minimum:g} to {maximum:g}, not {value!r}")
 
 
-def _check_integer(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise RequestRejected(f"{name} must be an integer from {least} to {most}, not {value!r}")
+def _check_integer(name: str, value: object, minimum: int, maximum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise RequestRejected(f"{name} must be an integer from {minimum} to {maximum}, not {value!r}")
 
 
 def _check_tokens(name: str, tokens: tuple[int, ...], most: int) -> None:

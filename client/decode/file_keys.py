@@ -85,31 +85,31 @@ def no_effect(*keys: str) -> dict[str, FileKey]:
     return dict.fromkeys(keys, FileKey(Effect.NONE))
 
 
-def judged(said: Members, table: KeyTable) -> Members:
+def used_members(members: Members, table: KeyTable) -> Members:
     """Return the members that the table marks as used.
 
     Logs once, in a line each, the keys that are not in the table and the advice that is not neutral. Raises
     ModelRejected for a key that requires something that the engine does not compute.
     """
-    kept: dict[str, Any] = {}
+    used: dict[str, Any] = {}
     unknown, advised = [], []
-    for name, value in said.values.items():
+    for name, value in members.values.items():
         key = find_key(name, table)
         if key is None:
             # Unknown keys are ignored, as the reference does, but logged: they may come from a newer version of it.
             unknown.append(name)
         elif key.effect is Effect.USED:
             # Only these reach the loader, so it can't depend on a key that the table does not have.
-            kept[name] = value
+            used[name] = value
         elif key.effect is Effect.REFUSED and not key.is_neutral(value):
-            raise ModelRejected(f"{said.where}: {name} is {quoted_value(value)}; {key.why}")
+            raise ModelRejected(f"{members.where}: {name} is {quoted_value(value)}; {key.why}")
         elif key.effect is Effect.ADVICE and not key.is_neutral(value):
             advised.append(f"{name} {quoted_value(value)}")
     if unknown:
-        _log_once(f"{said.where}: keys that are not known are left out: {_listed(map(quoted, unknown))}")
+        _log_once(f"{members.where}: keys that are not known are left out: {_listed(map(quoted, unknown))}")
     if advised:
-        _log_once(f"{said.where}: sampling is each request's own; this advice is left out: {_listed(advised)}")
-    return Members(kept, said.where)
+        _log_once(f"{members.where}: sampling is each request's own; this advice is left out: {_listed(advised)}")
+    return Members(used, members.where)
 
 
 def find_key(name: str, table: KeyTable) -> FileKey | None:

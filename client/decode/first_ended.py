@@ -12,9 +12,9 @@ async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return [task if task in ended else None for task in tasks]
+    return [task if task in done else None for task in tasks]

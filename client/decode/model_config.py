@@ -230,9 +230,9 @@ def check_config(config: ModelConfig, where: str) -> None:
         "context": (config.context, MAX_CONTEXT),
     }
     # Sizes first: the checks below divide by them.
-    for name, (value, most) in sizes.items():
-        if not 1 <= value <= most:
-            raise ModelRejected(f"{where}: {name} must be 1 to {most}, not {value}")
+    for name, (value, maximum) in sizes.items():
+        if not 1 <= value <= maximum:
+            raise ModelRejected(f"{where}: {name} must be 1 to {maximum}, not {value}")
     # Attention's kernels are compiled for these widths, and for up to MAX_SHARE query heads per key head.
     if config.head_width not in HEAD_WIDTHS:
         widths = ", ".join(map(str, HEAD_WIDTHS))
@@ -246,8 +246,8 @@ def check_config(config: ModelConfig, where: str) -> None:
         if not 1 <= experts.count <= MAX_EXPERTS:
             raise ModelRejected(f"{where}: experts must be 1 to {MAX_EXPERTS}, not {experts.count}")
         if not 1 <= experts.chosen <= min(experts.count, MAX_CHOSEN):
-            most = min(experts.count, MAX_CHOSEN)
-            raise ModelRejected(f"{where}: experts of a row must be 1 to {most}, not {experts.chosen}")
+            maximum = min(experts.count, MAX_CHOSEN)
+            raise ModelRejected(f"{where}: experts of a row must be 1 to {maximum}, not {experts.chosen}")
         if not 1 <= experts.width <= MAX_SIZE:
             raise ModelRejected(f"{where}: experts' inner size must be 1 to {MAX_SIZE}, not {experts.width}")
     for name, columns in columns_of.items():

@@ -113,7 +113,7 @@ def log_probabilities(results: Results, logits: "NDArray[np.float32] | None" = N
         others: NDArray[np.float64] = logits.astype(np.float64) - tops - np.log(totals.astype(np.float64))
         return others
     # log(e^(logit - top) / total). In f64, as f32 would lose digits where the difference is large.
-    found: NDArray[np.float64] = (
+    log_probs: NDArray[np.float64] = (
         results["logit"].astype(np.float64) - results["top_logit"] - np.log(results["total"].astype(np.float64))
     )
-    return found
+    return log_probs

@@ -7,7 +7,7 @@ from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES, GGUF_KEYS
 from gpulease.client.decode.checkpoint.tensors import gemma_embedding_scale
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.file_keys import used_members
 from gpulease.client.decode.model_config import (
     MAX_LAYERS,
     Experts,
@@ -41,7 +41,7 @@ def gguf_config(metadata: Members, vocabulary: int, is_tied: bool) -> ModelConfi
         raise ModelRejected(f"{metadata.where}: {allowed}, not {quoted(name)}")
     family = GGUF_FAMILIES[name]
     # From here on only keys that the table declares as used are visible.
-    metadata = judged(metadata, GGUF_KEYS[family])
+    metadata = used_members(metadata, GGUF_KEYS[family])
     at = f"{name}."
     width, heads = metadata.whole(f"{at}embedding_length"), metadata.whole(f"{at}attention.head_count")
     if f"{at}attention.key_length" not in metadata.values and (heads < 1 or width % heads):

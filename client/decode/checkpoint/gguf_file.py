@@ -26,7 +26,7 @@ from gpulease.client.decode.checkpoint.rotary import MIN_DIVISOR, Rotation, rota
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, reordered_heads, row_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.file_keys import used_members
 from gpulease.client.decode.model_config import Family
 from gpulease.client.decode.text.gguf_text import gguf_tokenizer
 from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class GgufFile:
 
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Raises ModelRejected if it is missing or of an unsupported kind."""
-        return gguf_tokenizer(judged(self._metadata, GGUF_KEYS[self.config.family]), self.config.begin_token)
+        return gguf_tokenizer(used_members(self._metadata, GGUF_KEYS[self.config.family]), self.config.begin_token)
 
     def close(self) -> None:
         """Close the file: no tensor can be read any more."""

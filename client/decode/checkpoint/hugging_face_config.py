@@ -7,7 +7,7 @@ from gpulease.client.decode.checkpoint.hugging_face_keys import CONFIG_KEYS, GEN
 from gpulease.client.decode.checkpoint.hugging_face_rotary import FULL, SLIDING, layered_rotary_of, rotary_of
 from gpulease.client.decode.checkpoint.tensors import gemma_embedding_scale
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.file_keys import used_members
 from gpulease.client.decode.model_config import MAX_LAYERS, Experts, Family, Gate, ModelConfig, check_config
 from gpulease.client.texts import quoted
 
@@ -75,7 +75,7 @@ def hugging_face_config(members: Members, generation: Members | None, begin_toke
     if kind == GEMMA3_IMAGES:
         members, kind = _text_config(members), GEMMA3_TEXT
     family = TYPES[kind][0]
-    members = judged(members, CONFIG_KEYS[kind])
+    members = used_members(members, CONFIG_KEYS[kind])
     # The head width: named, or else the class's default, which for Llama and Qwen2 is the width over the heads.
     width, heads = members.whole("hidden_size"), members.whole("num_attention_heads")
     head_width = members.whole("head_dim", HEAD_WIDTHS.get(family, width // max(heads, 1)))
@@ -91,7 +91,7 @@ def hugging_face_config(members: Members, generation: Members | None, begin_toke
     rotary = layered_rotary_of(members) if is_gemma else rotary_of(members, head_width, is_phi3=family is Family.PHI3)
     layers = members.whole("num_hidden_layers")
     # The precedence of transformers' generate(): the end tokens of generation_config.json, if any, else config.json's.
-    end_tokens = judged(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
+    end_tokens = used_members(generation, GENERATION_KEYS).tokens("eos_token_id") if generation else ()
     end_tokens = end_tokens or members.tokens("eos_token_id")
     if is_gemma and not end_tokens and "eos_token_id" not in members.values:
         end_tokens = (GEMMA3_END_TOKEN,)
@@ -130,7 +130,7 @@ def hugging_face_config(members: Members, generation: Members | None, begin_toke
 
 def _text_config(members: Members) -> Members:
     """Return the members that describe the text part of a Gemma 3 with images, in the form of a GEMMA3_TEXT."""
-    members = judged(members, IMAGE_MODEL_KEYS)
+    members = used_members(members, IMAGE_MODEL_KEYS)
     text = members.object("text_config")
     if text is None:
         raise ModelRejected(f"{members.where}: text_config is missing")

@@ -7,7 +7,7 @@ from gpulease.client.decode.checked_file import Members, quoted_value
 from gpulease.client.decode.checkpoint.hugging_face_keys import LAYERED_ROPE_KEYS, PHI3_ROPE_KEYS, ROPE_KEYS
 from gpulease.client.decode.checkpoint.rotary import MIN_DIVISOR, long_attention_factor, yarn_attention_factor
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.file_keys import used_members
 from gpulease.client.decode.model_config import AnyScaling, LinearScaling, LongScaling, RopeScaling, YarnScaling
 from gpulease.client.texts import quoted
 
@@ -61,7 +61,7 @@ def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
         raise ModelRejected(
             f"{inner.where}: {quoted(nested[0])} is an object; the engine turns all layers' heads alike"
         )
-    inner = judged(inner, PHI3_ROPE_KEYS if is_phi3 else ROPE_KEYS)
+    inner = used_members(inner, PHI3_ROPE_KEYS if is_phi3 else ROPE_KEYS)
     theta = inner.number("rope_theta", members.number("rope_theta", DEFAULT_ROPE_THETA))
     share = inner.number("partial_rotary_factor", members.number("partial_rotary_factor", 1.0))
     if not 0 < share <= 1:
@@ -87,7 +87,7 @@ def layered_rotary_of(members: Members) -> Rotary:
         inner = parameters.object(kind) or Members({}, parameters.where)
         if kind == FULL and scaling is not None:
             inner = Members(inner.values | scaling.values, scaling.where)
-        kinds.append(judged(inner, LAYERED_ROPE_KEYS))
+        kinds.append(used_members(inner, LAYERED_ROPE_KEYS))
     full, local = kinds
     local_kind = local.text("rope_type", local.text("type", "default"))
     if local_kind != "default":

@@ -117,7 +117,7 @@ def jobs() -> dict[str, Job]:
     scanned = "bests:f tokens:w totals:f"
     norm = "weight:f splits stride D eps:fp32"
     # Kernels that are independent of the model's shape: one file each.
-    found = {
+    compiled = {
         "embed": Job(s.embed, _types("h:f table:b rows:w results:w tables:w D table_blocks"), {"BLOCK_D": 1024}),
         "embed_scaled": Job(
             s.embed,
@@ -165,10 +165,10 @@ def jobs() -> dict[str, Job]:
     }
     # One function gives several files, one per tile. A file's name is the kernel's name in the manifest.
     for block, warps in NORM_BLOCKS.items():
-        found[f"add_rmsnorm_{block}"] = Job(
+        compiled[f"add_rmsnorm_{block}"] = Job(
             s.add_rmsnorm, _types(f"x:b h:f parts:f {norm}"), {"BLOCK_D": block}, warps, divisible=("stride", "D")
         )
-        found[f"norm_add_rmsnorm_{block}"] = Job(
+        compiled[f"norm_add_rmsnorm_{block}"] = Job(
             s.norm_add_rmsnorm,
             _types(f"x:b h:f parts:f outer:f {norm}"),
             {"BLOCK_D": block},
@@ -181,27 +181,27 @@ def jobs() -> dict[str, Job]:
         ("sm_90a", LINEAR_TILES_SM_90A, LINEAR_SILU_TILES_SM_90A),
     ):
         suffix = "" if target == "sm_80" else f"_{target}"
-        found |= {
+        compiled |= {
             f"linear_bf16_{name}{suffix}": _linear(s.linear_bf16, "w:b", tile, target) for name, tile in linear.items()
         }
         for name, tile in silu.items():
-            found[f"linear_silu_bf16_{name}{suffix}"] = _linear_gated(s.linear_silu_bf16, tile, target)
-            found[f"linear_gelu_bf16_{name}{suffix}"] = _linear_gated(s.linear_gelu_bf16, tile, target)
+            compiled[f"linear_silu_bf16_{name}{suffix}"] = _linear_gated(s.linear_silu_bf16, tile, target)
+            compiled[f"linear_gelu_bf16_{name}{suffix}"] = _linear_gated(s.linear_gelu_bf16, tile, target)
     for name, tile in QUANTISED_TILES.items():
-        found[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
-        found[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
-        found[f"linear_fp8_{name}"] = _linear(s.linear_fp8, "w:u scales:f", tile, "sm_80")
-        found[f"linear_awq_{name}"] = _linear(s.linear_awq, "w:u scales:h zeros:u", tile, "sm_80")
+        compiled[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
+        compiled[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
+        compiled[f"linear_fp8_{name}"] = _linear(s.linear_fp8, "w:u scales:f", tile, "sm_80")
+        compiled[f"linear_awq_{name}"] = _linear(s.linear_awq, "w:u scales:h zeros:u", tile, "sm_80")
     for name in EXPERT_TILES:
-        found[f"experts_silu_bf16_{name}"] = _experts(
+        compiled[f"experts_silu_bf16_{name}"] = _experts(
             s.experts_silu_bf16, "y:b x:b w:b pairs:w tiles:w R F K C", ("F", "K"), LINEAR_SILU_TILES[name]
         )
-        found[f"experts_bf16_{name}"] = _experts(
+        compiled[f"experts_bf16_{name}"] = _experts(
             s.experts_bf16, "parts:f y:b w:b shares:f pairs:w tiles:w R N K C", ("N", "K"), LINEAR_TILES[name]
         )
     for width in HEAD_WIDTHS:
-        found |= _attention_jobs(width)
-    return found
+        compiled |= _attention_jobs(width)
+    return compiled
 
 
 def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
@@ -230,7 +230,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     norms = "bias:f q_norm:f k_norm:f cosines:f sines:f"
     splits, read = "totals:f tops:f sums:f", f"q:b rows:w tables:w {cache} table_blocks H G"
     read_rows = f"q:b rows:w tables:w {cache} table_blocks R H G"
-    found = {
+    compiled = {
         f"rope_append_{width}": Job(
             s.rope_append,
             _types(f"q:b parts:f {norms} rows:w splits stride {cache} H G has_bias has_norm eps:fp32"),
@@ -241,7 +241,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     }
     # Each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
-        found |= {
+        compiled |= {
             f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),
             f"attend_whole_{name}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32{window}")),
             f"attend_prompt_{name}": _attend_prompt(width, _types(f"x:b {read_rows} scale:fp32{window}")),
@@ -252,7 +252,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
                 warps=1,
             ),
         }
-    return found
+    return compiled
 
 
 def _attend(function: Any, width: int, types: dict[str, str]) -> Job:

@@ -41,16 +41,16 @@ class AnswerForm:
         return json_rule(self.schema or {}) if self.choices is None else choice_rule(self.choices)
 
 
-def form_of(said: Mapping[str, Any], *, is_chat: bool) -> AnswerForm | None:
+def form_of(parameters: Mapping[str, Any], *, is_chat: bool) -> AnswerForm | None:
     """Return the form of a request's answer; None for any text. Raises ApiError for a form that is wrong, or a second.
 
     The names in the body were checked before.
     """
-    found = [form for name, read in _FORMS.items() if (form := read(name, said.get(name), is_chat)) is not None]
-    if len(found) > 1:
-        first, second = (form.parameter for form in found[:2])
+    forms = [form for name, read in _FORMS.items() if (form := read(name, parameters.get(name), is_chat)) is not None]
+    if len(forms) > 1:
+        first, second = (form.parameter for form in forms[:2])
         raise invalid(f"{first} and {second} can't be combined: an answer has one form", second)
-    return found[0] if found else None
+    return forms[0] if forms else None
 
 
 def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
@@ -62,8 +62,8 @@ def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
     if kind not in ("json_object", "json_schema"):
         raise invalid("response_format must have the type text, json_object or json_schema", name)
     # OpenAI's place for a schema, and llama.cpp's, which is also next to json_object.
-    said = value.get("json_schema") if kind == "json_schema" else None
-    schema = said.get("schema") if isinstance(said, dict) else value.get("schema")
+    schema_object = value.get("json_schema") if kind == "json_schema" else None
+    schema = schema_object.get("schema") if isinstance(schema_object, dict) else value.get("schema")
     if kind == "json_object" and schema is None:
         return AnswerForm(name, {"type": "object"})
     if not isinstance(schema, dict):

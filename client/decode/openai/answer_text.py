@@ -92,7 +92,7 @@ class AnswerText:
         self._includes_stop = includes_stop
         # Tokens with text that is not given out yet, each with the end of its text in the answer.
         self._waiting: list[tuple[TokenText, int]] = []
-        self._decoded = self._given = 0
+        self._decoded = self._emitted = 0
         self._replays = 0
 
     @property
@@ -120,23 +120,23 @@ class AnswerText:
     def end(self, finish: str) -> AnswerPiece:
         """End the answer. Returns the rest of the text, with the finish reason."""
         # An incomplete character at the end becomes U+FFFD; the filter may still find a stop with it.
-        rest = "" if self.is_stopped else self._filter.add(self._stream.end())
-        piece = self._piece(rest + self._filter.end(), is_last=True)
+        text = "" if self.is_stopped else self._filter.add(self._stream.end())
+        piece = self._piece(text + self._filter.end(), is_last=True)
         piece.finish = "stop" if self.is_stopped else finish
         return piece
 
     def _piece(self, text: str, *, is_last: bool) -> AnswerPiece:
-        self._given += len(text)
+        self._emitted += len(text)
         waiting = self._waiting
         # At the end without a stop, everything that was held back is part of the answer.
         if is_last and not self.is_stopped:
             count = len(waiting)
         elif is_last:
             # After a stop, tokens that begin before it belong to the answer: part of their text does.
-            count = sum(token.begin < self._offset + self._given for token, _ in waiting)
+            count = sum(token.begin < self._offset + self._emitted for token, _ in waiting)
         else:
             # In between, give a token out once all of its text is. After a stop, wait for `end`.
-            count = next((number for number, (_, end) in enumerate(waiting) if end > self._given), len(waiting))
+            count = next((number for number, (_, end) in enumerate(waiting) if end > self._emitted), len(waiting))
             if self.is_stopped:
                 count = 0
         tokens = [token for token, _ in waiting[:count]]

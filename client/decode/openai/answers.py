@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpulease.client.decode.openai.answer_text import AnswerPiece, AnswerText, echo, pieces, prompt_logprobs
 from gpulease.client.decode.openai.completion_request import CompletionRequest
-from gpulease.client.decode.openai.tool_formats import ToolCallParser, format_named
+from gpulease.client.decode.openai.tool_formats import ToolCallParser, tool_format_of
 from gpulease.client.decode.supervisor.generation import Generation
 
 if TYPE_CHECKING:
@@ -23,25 +23,25 @@ class CompletionAnswer:
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", asked: CompletionRequest, end_tokens: frozenset[int], generation: Generation
+        self, tokenizer: "Tokenizer", request: CompletionRequest, end_tokens: frozenset[int], generation: Generation
     ) -> None:
         self.whole = AnswerPiece()
-        self._tokenizer, self._asked, self._end_tokens = tokenizer, asked, end_tokens
+        self._tokenizer, self._request, self._end_tokens = tokenizer, request, end_tokens
         self._calls: ToolCallParser | None = None
         shown: dict[int, bytes] = {}
-        if asked.tool_format:
+        if request.tool_format:
             # Where the trigger is a special token, it has no text elsewhere.
-            written = format_named(asked.tool_format)
+            written = tool_format_of(request.tool_format)
             self._calls = ToolCallParser(written)
             trigger = written.trigger
             shown = {token: trigger.encode() for token, name in tokenizer.special_tokens.items() if name == trigger}
         self._generation = generation
-        self._text = AnswerText(tokenizer, asked.stops, end_tokens, shown=shown, includes_stop=asked.includes_stop)
+        self._text = AnswerText(tokenizer, request.stops, end_tokens, shown=shown, includes_stop=request.includes_stop)
         self._prompt = generation.request.token_ids
 
     @property
     def completion_tokens(self) -> int:
-        return 0 if self._asked.max_tokens == 0 else self._text.completion_tokens
+        return 0 if self._request.max_tokens == 0 else self._text.completion_tokens
 
     @property
     def likelihood(self) -> float:
@@ -52,7 +52,7 @@ class CompletionAnswer:
 
         Raises what `answer_text.pieces` raises.
         """
-        if not self._asked.is_echo:
+        if not self._request.is_echo:
             async for piece in pieces(self._generation, self._text):
                 if self._calls is None:
                     yield piece
@@ -69,16 +69,16 @@ class CompletionAnswer:
         # The prompt's scores are complete when the first token comes, so the echo is sent with it.
         offset = len(echo(self._tokenizer, self._prompt, ()).text)
         self._text = AnswerText(
-            self._tokenizer, self._asked.stops, self._end_tokens, offset, includes_stop=self._asked.includes_stop
+            self._tokenizer, self._request.stops, self._end_tokens, offset, includes_stop=self._request.includes_stop
         )
         is_first = True
         async for piece in pieces(self._generation, self._text):
             if is_first:
                 before = echo(self._tokenizer, self._prompt, self._generation.prompt_scores)
-                before.finish = "length" if self._asked.max_tokens == 0 else ""
+                before.finish = "length" if self._request.max_tokens == 0 else ""
                 yield before
             is_first = False
-            if self._asked.max_tokens != 0:
+            if self._request.max_tokens != 0:
                 yield piece
 
     async def collect(self) -> None:
@@ -101,7 +101,7 @@ def best_of(answers: Sequence[CompletionAnswer], count: int) -> Sequence[Complet
     return sorted(answers, key=lambda answer: -answer.likelihood)[:count]
 
 
-async def together(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def gather_or_cancel(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines at the same time. The first error ends the others, and is raised."""
     first, *others = parts
     # A task for one alone would only cost time.

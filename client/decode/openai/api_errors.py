@@ -177,15 +177,15 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 def too_long(limit: int, prompt_tokens: int, answer_tokens: int, *, is_chat: bool) -> ApiError:
     """Return the error of a prompt and an answer that exceed the limit together."""
-    total, where = prompt_tokens + answer_tokens, _prompt_member(is_chat)
-    detail = f"you requested {total} tokens ({prompt_tokens} in the {where}, {answer_tokens} in the completion)"
-    return _over_limit(limit, detail, where, f"{where} or completion")
+    total, member = prompt_tokens + answer_tokens, _prompt_member(is_chat)
+    detail = f"you requested {total} tokens ({prompt_tokens} in the {member}, {answer_tokens} in the completion)"
+    return _over_limit(limit, detail, member, f"{member} or completion")
 
 
 def prompt_too_long(limit: int, detail: str, *, is_chat: bool) -> ApiError:
     """Return the error of a prompt that exceeds the limit by itself. `detail` is the end of a sentence."""
-    where = _prompt_member(is_chat)
-    return _over_limit(limit, detail, where, where)
+    member = _prompt_member(is_chat)
+    return _over_limit(limit, detail, member, member)
 
 
 def _prompt_member(is_chat: bool) -> str:
@@ -218,9 +218,11 @@ def api_error_of(error: Exception) -> ApiError | None:
         return None
     reply = reply_to(error)
     # Errors that know when room comes say so; for others a short wait is as good as any.
-    again_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
+    retry_after_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
     param = (error.parameter or None) if isinstance(error, RequestRejected) else None
-    return ApiError(reply.status, reply.code, reply.message or str(error), param, again_s if reply.is_retried else None)
+    return ApiError(
+        reply.status, reply.code, reply.message or str(error), param, retry_after_s if reply.is_retried else None
+    )
 
 
 def reply_to(error: GpuLeaseError) -> ReplyTo:

@@ -23,14 +23,14 @@ class ApiKeys:
 
     def tenant(self, authorization: str) -> str | None:
         """Return the tenant of the key in a header `Authorization: Bearer KEY`; None for an unknown key."""
-        given, found = bearer_digest(authorization), None
-        if given is None:
+        sent_digest, match = bearer_digest(authorization), None
+        if sent_digest is None:
             return None
         # Compare with every key, so that the time does not reveal which one matched.
         for digest, tenant in self._tenant_of.items():
-            if hmac.compare_digest(digest, given):
-                found = tenant
-        return found
+            if hmac.compare_digest(digest, sent_digest):
+                match = tenant
+        return match
 
 
 def key_digest(key: str) -> bytes:
@@ -46,9 +46,9 @@ def bearer_digest(authorization: str) -> bytes | None:
 
     Returns None for a header without a key, or with one that is too long.
     """
-    scheme, _, said = authorization.partition(" ")
+    scheme, _, token = authorization.partition(" ")
     # Strip only HTTP's white space: in Latin-1, other white space may be part of a UTF-8 character.
-    key = said.strip(" \t").encode("latin-1")
+    key = token.strip(" \t").encode("latin-1")
     if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_BYTES:
         return None
     return hashlib.sha256(key).digest()

@@ -40,14 +40,14 @@ class Submitted:
 
     Attributes:
         model: The name of its model.
-        asked: The request, without its texts.
+        request: The request, without its texts.
         prompts: The tokens of its prompts.
         generations: Its sequences, prompt by prompt.
         end_tokens: The tokens that end them.
     """
 
     model: str
-    asked: CompletionRequest
+    request: CompletionRequest
     prompts: Sequence[tuple[int, ...]]
     generations: Sequence[Generation]
     end_tokens: frozenset[int]
@@ -109,7 +109,7 @@ class DecoderSource:
         """Return the texts of the tokenizer's special tokens, and the source of the chat template."""
         tokenizer, config = await self.tokenizer(), self._decoder.model_config
         names, template = tokenizer.special_tokens, tokenizer.chat_template
-        found: dict[str, Any] = {
+        info: dict[str, Any] = {
             "bos_token": None if config.begin_token is None else names.get(config.begin_token),
             "eos_token": names.get(config.end_tokens[0]) if config.end_tokens else None,
             "chat_template": None,
@@ -117,8 +117,8 @@ class DecoderSource:
         if template is not None:
             source, tokens, _ = template.arguments
             # What the tokenizer's file says comes first: a model may end with other tokens, too.
-            found |= tokens | {"chat_template": source}
-        return found
+            info |= tokens | {"chat_template": source}
+        return info
 
     def has_tenant(self, tenant: str) -> bool:
         return tenant in self._decoder.scheduler.tenants
@@ -152,11 +152,11 @@ class DecoderSource:
 
         Raises ApiError, and the error of a sequence that was refused at once: its reply has not begun.
         """
-        asked, prompts = completion_of(answer)
+        request, prompts = completion_of(answer)
         masks = None
-        if asked.sampling.grammar:
-            masks = await self._decoder.grammars.compile(tenant, asked.sampling.grammar)
-        generations = self._submit(tenant, request_id, asked, prompts, masks)
+        if request.sampling.grammar:
+            masks = await self._decoder.grammars.compile(tenant, request.sampling.grammar)
+        generations = self._submit(tenant, request_id, request, prompts, masks)
         for generation in generations:
             refused, its = generation.error, generation.request
             if refused is None:
@@ -167,7 +167,7 @@ class DecoderSource:
                 # In OpenAI's words, from which clients learn how much to shorten.
                 raise too_long(self.room(tenant), len(its.token_ids), its.max_emitted_tokens, is_chat=is_chat)
             raise refused
-        return Submitted(self.model, asked, prompts, generations, self._decoder.end_tokens(asked.sampling))
+        return Submitted(self.model, request, prompts, generations, self._decoder.end_tokens(request.sampling))
 
     async def embed(
         self, tenant: str, request_id: str, answer: dict[str, Any], generations: list[Generation]
@@ -217,7 +217,7 @@ class DecoderSource:
         self,
         tenant: str,
         request_id: str,
-        asked: CompletionRequest,
+        request: CompletionRequest,
         prompts: Sequence[tuple[int, ...]],
         masks: GrammarMasks | None,
     ) -> list[Generation]:
@@ -225,22 +225,22 @@ class DecoderSource:
         generations: list[Generation] = []
         try:
             for number, prompt in enumerate(prompts):
-                max_tokens = self._max_tokens(asked, len(prompt), tenant)
-                for choice in range(asked.tries):
-                    place = number * asked.tries + choice
-                    seed = (asked.sampling.seed + choice) % (MAX_SEED + 1)
+                max_tokens = self._max_tokens(request, len(prompt), tenant)
+                for choice in range(request.tries):
+                    place = number * request.tries + choice
+                    seed = (request.sampling.seed + choice) % (MAX_SEED + 1)
                     generation = self._decoder.submit(
                         prompt,
                         max_tokens=max_tokens,
-                        sampling=replace(asked.sampling, seed=seed),
+                        sampling=replace(request.sampling, seed=seed),
                         tenant_id=tenant,
                         wait_s=self._wait_s,
                         request_id=_name_of(tenant, request_id, place),
-                        priority=asked.priority,
-                        cache_salt=asked.cache_salt,
+                        priority=request.priority,
+                        cache_salt=request.cache_salt,
                         # The reply leaves out what was not requested of the prompt's or the answer's.
-                        ranks=max(asked.ranks, asked.prompt_ranks or 0),
-                        scores_prompt=asked.prompt_ranks is not None or (asked.is_echo and asked.has_logprobs),
+                        ranks=max(request.ranks, request.prompt_ranks or 0),
+                        scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),
                     )
                     generations.append(generation)
@@ -250,10 +250,10 @@ class DecoderSource:
             raise
         return generations
 
-    def _max_tokens(self, asked: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
-        if asked.max_tokens is not None:
+    def _max_tokens(self, request: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
+        if request.max_tokens is not None:
             # For an echo alone, one token is computed and not sent: its row is that of the prompt's last token.
-            return max(1, asked.max_tokens)
+            return max(1, request.max_tokens)
         # At least 1: the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
 
@@ -267,9 +267,9 @@ def _name_of(tenant: str, request_id: str, place: int) -> str:
 
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
     """Return the reply to an error. What the caller must not see is only logged."""
-    known = api_error_of(error)
+    api_error = api_error_of(error)
     # Log unexpected errors, and those with texts that the caller must not see.
-    if known is None or known.message != str(error):
+    if api_error is None or api_error.message != str(error):
         # The log is limited by tenant: a caller that retries at once can't fill the disk.
         log.failure("request_failed", error, tenant=tenant, request=request_id)
-    return known or ApiError(500, "internal_error", "The server failed; its log says more.")
+    return api_error or ApiError(500, "internal_error", "The server failed; its log says more.")

@@ -169,10 +169,10 @@ def _top_logprobs(token: TokenText, ranks: int) -> dict[str, float] | None:
     if token.log_probability is None:
         return None
     # Several tokens may have the same text, such as parts of characters: the likeliest one counts.
-    found: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for data, log in (*token.ranks[:ranks], (token.data, token.log_probability)):
-        found.setdefault(data.decode(errors="replace"), log)
-    return found
+        logprobs.setdefault(data.decode(errors="replace"), log)
+    return logprobs
 
 
 def usage(counts: TokenCounts) -> dict[str, Any]:

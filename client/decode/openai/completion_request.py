@@ -73,7 +73,7 @@ _SAMPLING_NAMES: Final = (
 )
 """The parameters of SamplingParameters with the same name and type."""
 
-_OWN_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
+_OPENAI_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
 """Attributes of SamplingParameters that a request has by another name."""
 
 _MESSAGE_MEMBERS: Final = ("role", "content", "name")
@@ -163,12 +163,12 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
 
     Raises ApiError for an invalid or unsupported parameter, which it names.
     """
-    said = parse_object(body)
+    parameters = parse_object(body)
     # Names first: an unknown or unsupported parameter is reported even if the others are wrong, too.
-    check_parameters(said, PARAMETERS, is_chat=is_chat)
-    seed = _integer(said, "seed")
-    options = said.get("stream_options")
-    is_stream = _flag(said, "stream")
+    check_parameters(parameters, PARAMETERS, is_chat=is_chat)
+    seed = _integer(parameters, "seed")
+    options = parameters.get("stream_options")
+    is_stream = _flag(parameters, "stream")
     if options is not None and (not is_stream or not isinstance(options, dict)):
         raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
     check_parameters(options or {}, STREAM_OPTIONS, is_chat=is_chat, where="stream_options.")
@@ -176,83 +176,83 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     if has_running_usage and not has_usage:
         text = "stream_options.continuous_usage_stats is taken with include_usage alone"
         raise invalid(text, "continuous_usage_stats")
-    prompts = () if is_chat else _prompts(said.get("prompt"))
-    choices, tries = _choices(said, len(prompts) or 1, is_stream=is_stream)
-    has_logprobs, ranks = _logprobs_of_chat(said) if is_chat else _logprobs_of_completion(said)
-    is_echo = _flag(said, "echo")
-    form = form_of(said, is_chat=is_chat)
-    tools, must_call = _tools(said)
-    messages, variables, continues = parse_chat_prompt(said) if is_chat else ((), {}, False)
-    stops = _stops(said.get("stop"))
-    _flag(said, "parallel_tool_calls")
+    prompts = () if is_chat else _prompts(parameters.get("prompt"))
+    choices, tries = _choices(parameters, len(prompts) or 1, is_stream=is_stream)
+    has_logprobs, ranks = _logprobs_of_chat(parameters) if is_chat else _logprobs_of_completion(parameters)
+    is_echo = _flag(parameters, "echo")
+    form = form_of(parameters, is_chat=is_chat)
+    tools, must_call = _tools(parameters)
+    messages, variables, continues = parse_chat_prompt(parameters) if is_chat else ((), {}, False)
+    stops = _stops(parameters.get("stop"))
+    _flag(parameters, "parallel_tool_calls")
     if form is not None or tools:
-        _check_ends(said, stops, form, has_tools=bool(tools))
+        _check_stops(parameters, stops, form, has_tools=bool(tools))
     return CompletionRequest(
         is_chat=is_chat,
-        model=_text(said, "model"),
+        model=_text(parameters, "model"),
         prompts=prompts,
         messages=messages,
         variables=variables,
         continues=continues,
-        begins=parse_begins(said),
-        cache_salt=_salt(said),
+        begins=parse_begins(parameters),
+        cache_salt=_salt(parameters),
         form=form,
         tools=tools,
         must_call=must_call,
         # A tool that is named is called once, as by OpenAI's servers: clients take its one call for the answer.
         is_parallel=bool(tools)
-        and said.get("parallel_tool_calls") is not False
-        and not isinstance(said.get("tool_choice"), dict),
+        and parameters.get("parallel_tool_calls") is not False
+        and not isinstance(parameters.get("tool_choice"), dict),
         tool_format="",
-        max_tokens=_max_tokens(said, 0 if is_echo else 1, is_chat=is_chat),
+        max_tokens=_max_tokens(parameters, 0 if is_echo else 1, is_chat=is_chat),
         choices=choices,
         tries=tries,
-        sampling=_sampling(said, fresh_seed if seed is None else seed % 2**64),
+        sampling=_sampling(parameters, fresh_seed if seed is None else seed % 2**64),
         is_seed_chosen=seed is None,
-        bad_words=_bad_words(said.get("bad_words")),
+        bad_words=_bad_words(parameters.get("bad_words")),
         stops=stops,
-        includes_stop=_flag(said, "include_stop_str_in_output"),
+        includes_stop=_flag(parameters, "include_stop_str_in_output"),
         has_logprobs=has_logprobs,
         ranks=ranks,
-        prompt_ranks=_prompt_ranks(said, is_stream=is_stream),
+        prompt_ranks=_prompt_ranks(parameters, is_stream=is_stream),
         is_echo=is_echo,
-        priority=_within(said, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
+        priority=_within(parameters, "priority", 0, -MAX_PRIORITY, MAX_PRIORITY),
         is_stream=is_stream,
         has_usage=has_usage,
         has_running_usage=has_running_usage,
     )
 
 
-def parse_chat_prompt(said: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any], bool]:
+def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any], bool]:
     """Return a chat's messages, its template's variables, and whether the last message is to be continued.
 
     Raises ApiError for invalid ones.
     """
-    tools, _ = _tools(said)
-    variables = _variables(said.get("chat_template_kwargs"))
-    if said.get("add_generation_prompt") is not None:
-        variables = {"add_generation_prompt": _flag(said, "add_generation_prompt")} | variables
+    tools, _ = _tools(parameters)
+    variables = _variables(parameters.get("chat_template_kwargs"))
+    if parameters.get("add_generation_prompt") is not None:
+        variables = {"add_generation_prompt": _flag(parameters, "add_generation_prompt")} | variables
     if tools:
-        variables["tools"] = said["tools"]
-    if (documents := said.get("documents")) is not None:
+        variables["tools"] = parameters["tools"]
+    if (documents := parameters.get("documents")) is not None:
         if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
             raise invalid("documents must be a list of objects", "documents")
         variables["documents"] = documents or None
-    continues = _flag(said, "continue_final_message")
+    continues = _flag(parameters, "continue_final_message")
     if continues and variables.get("add_generation_prompt"):
         text = "continue_final_message can't be combined with add_generation_prompt, which begins another message"
         raise invalid(text, "continue_final_message")
-    return _messages(said.get("messages")), variables, continues
+    return _messages(parameters.get("messages")), variables, continues
 
 
-def parse_begins(said: Mapping[str, Any]) -> bool | None:
+def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
     """Return a body's `add_special_tokens`; None if it leaves that out. Raises ApiError."""
-    return None if said.get("add_special_tokens") is None else _flag(said, "add_special_tokens")
+    return None if parameters.get("add_special_tokens") is None else _flag(parameters, "add_special_tokens")
 
 
-def _tools(said: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:
+def _tools(parameters: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:
     """Return the tools that an answer may call, and whether it must call one."""
-    value, choice = said.get("tools"), said.get("tool_choice")
+    value, choice = parameters.get("tools"), parameters.get("tool_choice")
     if value is None or value == []:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice is taken with tools alone", "tool_choice")
@@ -270,10 +270,10 @@ def _tools(said: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:
         return (), False
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    named = tuple(tool for tool in tools if tool.name == name)
-    if not named:
+    matches = tuple(tool for tool in tools if tool.name == name)
+    if not matches:
         raise invalid("tool_choice must be auto, none, required, or name one of the tools", "tool_choice")
-    return named, True
+    return matches, True
 
 
 def _tool(number: int, tool: Any) -> Tool:
@@ -291,71 +291,73 @@ def _tool(number: int, tool: Any) -> Tool:
     return Tool(name, parameters)
 
 
-def _check_ends(said: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None, *, has_tools: bool) -> None:
+def _check_stops(
+    parameters: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None, *, has_tools: bool
+) -> None:
     """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended.
 
     Nor may lists of tokens leave none that the form needs.
 
     `stop` may end an answer by a regular expression: that is what a caller means who sends both, as vLLM's examples do.
     """
-    what = "tools" if form is None else form.parameter
+    label = "tools" if form is None else form.parameter
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
         if name == "stop" and form is not None and form.regex is not None and not has_tools:
             continue
-        if stops if name == "stop" else said.get(name):
-            raise invalid(f"{name} can't be combined with {what}: that alone says what the answer is", name)
+        if stops if name == "stop" else parameters.get(name):
+            raise invalid(f"{name} can't be combined with {label}: that alone says what the answer is", name)
 
 
-def check_model(asked: str, names: Sequence[str]) -> None:
+def check_model(name: str, names: Sequence[str]) -> None:
     """Raise ApiError if a request names a model other than the served one, which has these names; "" means that one."""
-    if asked and asked not in names:
-        raise ApiError(404, "model_not_found", f"Model {quoted(asked)} is not served here; use {names[0]}.", "model")
+    if name and name not in names:
+        raise ApiError(404, "model_not_found", f"Model {quoted(name)} is not served here; use {names[0]}.", "model")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Return a body's JSON object. Raises ApiError if the body is not a JSON object."""
     try:
         # Python would also accept NaN and Infinity, which are not JSON.
-        said = json.loads(body, parse_constant=_no_number)
+        parameters = json.loads(body, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(said, dict):
+    if not isinstance(parameters, dict):
         raise invalid("the body is not a JSON object", code="invalid_json")
-    return said
+    return parameters
 
 
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _flag(said: Mapping[str, Any], name: str) -> bool:
-    value = said.get(name)
+def _flag(parameters: Mapping[str, Any], name: str) -> bool:
+    value = parameters.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
     raise invalid(f"{name} = {quoted(value)}; send true or false", name)
 
 
-def _integer(said: Mapping[str, Any], name: str) -> int | None:
-    value = said.get(name)
+def _integer(parameters: Mapping[str, Any], name: str) -> int | None:
+    value = parameters.get(name)
     # Exactly int: JSON's true would otherwise count as 1.
     if value is None or type(value) is int:
         return value
     raise invalid(f"{name} = {quoted(value)}; send an integer", name)
 
 
-def _within(said: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
-    value = _integer(said, name)
+def _within(parameters: Mapping[str, Any], name: str, default: int, minimum: int, maximum: int) -> int:
+    value = _integer(parameters, name)
     if value is None:
         return default
-    if not least <= value <= most:
-        raise invalid(f"{name} = {quoted(value)}; send an integer from {least} to {most}", name)
+    if not minimum <= value <= maximum:
+        raise invalid(f"{name} = {quoted(value)}; send an integer from {minimum} to {maximum}", name)
     return value
 
 
-def _choices(said: Mapping[str, Any], prompts: int, *, is_stream: bool) -> tuple[int, int]:
+def _choices(parameters: Mapping[str, Any], prompts: int, *, is_stream: bool) -> tuple[int, int]:
     """Return `n` and `best_of`: how many answers each prompt gets, and from how many sequences they are chosen."""
-    choices = _within(said, "n", 1, 1, MAX_CHOICES)
-    tries = _within(said, "best_of", choices, 1, MAX_CHOICES)
+    choices = _within(parameters, "n", 1, 1, MAX_CHOICES)
+    tries = _within(parameters, "best_of", choices, 1, MAX_CHOICES)
     if tries < choices:
         raise invalid(f"best_of = {tries} must be at least n = {choices}", "best_of")
     if tries > choices and is_stream:
@@ -382,27 +384,27 @@ def _variables(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _text(said: Mapping[str, Any], name: str) -> str:
-    value = said.get(name)
+def _text(parameters: Mapping[str, Any], name: str) -> str:
+    value = parameters.get(name)
     if value is None or isinstance(value, str):
         return value or ""
     raise invalid(f"{name} = {quoted(value)}; send a string", name)
 
 
-def _salt(said: Mapping[str, Any]) -> str:
-    salt = _text(said, "cache_salt")
+def _salt(parameters: Mapping[str, Any]) -> str:
+    salt = _text(parameters, "cache_salt")
     if len(salt) > MAX_SALT_CHARACTERS:
         raise invalid(f"cache_salt must have at most {MAX_SALT_CHARACTERS} characters, not {len(salt)}", "cache_salt")
     return salt
 
 
-def _max_tokens(said: Mapping[str, Any], least: int, *, is_chat: bool) -> int | None:
+def _max_tokens(parameters: Mapping[str, Any], least: int, *, is_chat: bool) -> int | None:
     names = ["max_tokens", *(["max_completion_tokens"] if is_chat else [])]
     # Chats have two names for the same limit. Both are accepted if they agree.
-    found = {name: value for name in names if (value := _integer(said, name)) is not None}
-    if len(set(found.values())) > 1:
+    values = {name: value for name in names if (value := _integer(parameters, name)) is not None}
+    if len(set(values.values())) > 1:
         raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
-    for name, value in found.items():
+    for name, value in values.items():
         if value < least:
             raise invalid(f"{name} = {quoted(value)}; send {least} or more", name)
         if value > MAX_POSITIONS:
@@ -412,25 +414,25 @@ def _max_tokens(said: Mapping[str, Any], least: int, *, is_chat: bool) -> int | 
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 
 
-def _sampling(said: Mapping[str, Any], seed: int) -> SamplingParameters:
+def _sampling(parameters: Mapping[str, Any], seed: int) -> SamplingParameters:
     # OpenAI's default temperature is 1, unlike this engine's.
     values: dict[str, Any] = {"temperature": 1.0}
-    values |= {name: value for name in _SAMPLING_NAMES if (value := said.get(name)) is not None}
-    values |= {"logit_bias": _biases(said.get("logit_bias")), "ignores_end": _flag(said, "ignore_eos")}
-    values |= {name: _tokens(said, name) for name in ("stop_token_ids", "allowed_token_ids")}
+    values |= {name: value for name in _SAMPLING_NAMES if (value := parameters.get(name)) is not None}
+    values |= {"logit_bias": _biases(parameters.get("logit_bias")), "ignores_end": _flag(parameters, "ignore_eos")}
+    values |= {name: _tokens(parameters, name) for name in ("stop_token_ids", "allowed_token_ids")}
     # Other servers write -1 for "all", where this engine has 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
     # Check each value separately first, so that the error can name its parameter.
     for name, value in values.items():
-        said_name = str(_OWN_NAMES.get(name, name))
-        _made(lambda name=name, value=value: SamplingParameters(**{name: value}), said_name)  # type: ignore[misc]
+        parameter = str(_OPENAI_NAMES.get(name, name))
+        _built(lambda name=name, value=value: SamplingParameters(**{name: value}), parameter)  # type: ignore[misc]
     return SamplingParameters(seed=seed, **values)
 
 
-def _made(make: Callable[[], SamplingParameters], name: str) -> None:
+def _built(build: Callable[[], SamplingParameters], name: str) -> None:
     try:
-        make()
+        build()
     except (RequestRejected, OverflowError) as error:
         raise invalid(str(error)[:MAX_REFUSAL_CHARACTERS], name) from None
 
@@ -447,8 +449,8 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple((int(token), bias) for token, bias in value.items())
 
 
-def _tokens(said: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    value = said.get(name)
+def _tokens(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = parameters.get(name)
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -456,21 +458,21 @@ def _tokens(said: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _logprobs_of_completion(said: Mapping[str, Any]) -> tuple[bool, int]:
+def _logprobs_of_completion(parameters: Mapping[str, Any]) -> tuple[bool, int]:
     """Return whether a completion has log-probabilities, and for how many of the likeliest tokens at each position."""
-    return said.get("logprobs") is not None, _within(said, "logprobs", 0, 0, MAX_RANKS)
+    return parameters.get("logprobs") is not None, _within(parameters, "logprobs", 0, 0, MAX_RANKS)
 
 
-def _prompt_ranks(said: Mapping[str, Any], *, is_stream: bool) -> int | None:
-    if said.get("prompt_logprobs") is None:
+def _prompt_ranks(parameters: Mapping[str, Any], *, is_stream: bool) -> int | None:
+    if parameters.get("prompt_logprobs") is None:
         return None
     if is_stream:
         raise invalid("prompt_logprobs is not sent in a stream", "prompt_logprobs")
-    return _within(said, "prompt_logprobs", 0, 0, MAX_RANKS)
+    return _within(parameters, "prompt_logprobs", 0, 0, MAX_RANKS)
 
 
-def _logprobs_of_chat(said: Mapping[str, Any]) -> tuple[bool, int]:
-    has_logprobs, ranks = _flag(said, "logprobs"), _within(said, "top_logprobs", 0, 0, MAX_RANKS)
+def _logprobs_of_chat(parameters: Mapping[str, Any]) -> tuple[bool, int]:
+    has_logprobs, ranks = _flag(parameters, "logprobs"), _within(parameters, "top_logprobs", 0, 0, MAX_RANKS)
     if ranks and not has_logprobs:
         raise invalid("top_logprobs requires logprobs = true", "top_logprobs")
     return has_logprobs, ranks
@@ -540,7 +542,7 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
     if role == "assistant" and calls:
         # A message with calls may have no content.
         text = "" if content is None else _content(where, content)
-        return {"role": role, "content": text, "tool_calls": _calls(where, calls)}
+        return {"role": role, "content": text, "tool_calls": _tool_calls(where, calls)}
     read = {"role": ROLES[role], "content": _content(where, content)}
     if role == "tool":
         for name in ("tool_call_id", "name"):
@@ -550,7 +552,7 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
     return read
 
 
-def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
     """Return an assistant's calls as templates expect them: with the arguments as an object."""
     if not isinstance(calls, list) or len(calls) > MAX_CALLS:
         raise invalid(f"{where}: tool_calls must be a list of at most {MAX_CALLS} calls", "messages")
@@ -568,8 +570,8 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
         if not isinstance(arguments, dict):
             raise invalid(f"{where}: the arguments of {quoted(name)} must be a JSON object in a string", "messages")
         call_id = call.get("id")
-        made = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        read.append(made | ({"id": call_id} if isinstance(call_id, str) else {}))
+        entry = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        read.append(entry | ({"id": call_id} if isinstance(call_id, str) else {}))
     return read
 
 

@@ -135,11 +135,11 @@ class TenantGauges(Collector):
         yield coming
         replaced = 0 if decoder is None else decoder.prompts.replaced
         yield GaugeMetricFamily("gpulease_decode_text_processes_replaced", "Readers of texts.", value=replaced)
-        live = sum(bool(state.live) for state in tenants.values())
-        yield GaugeMetricFamily("gpulease_decode_live_tenants", "Tenants with a live sequence.", value=live)
+        live_tenants = sum(bool(state.live) for state in tenants.values())
+        yield GaugeMetricFamily("gpulease_decode_live_tenants", "Tenants with a live sequence.", value=live_tenants)
         outage = None if decoder is None else decoder.outage
-        away_s = 0.0 if outage is None else self._clock() - outage.since
-        yield GaugeMetricFamily("gpulease_decode_without_engine_seconds", "Since the engine was lost.", value=away_s)
+        outage_s = 0.0 if outage is None else self._clock() - outage.since
+        yield GaugeMetricFamily("gpulease_decode_without_engine_seconds", "Since the engine was lost.", value=outage_s)
 
 
 class PrefixUses(Collector):
@@ -153,12 +153,12 @@ class PrefixUses(Collector):
         decoder, names = self._decoder(), ["prefix"]
         requests = CounterMetricFamily("gpulease_decode_prefix_requests", "Requests that began with it.", labels=names)
         reused = CounterMetricFamily("gpulease_decode_prefix_reused_tokens", "Tokens that it saved.", labels=names)
-        held = GaugeMetricFamily("gpulease_decode_prefix_bytes", "Memory of its region.", labels=names)
+        region_bytes = GaugeMetricFamily("gpulease_decode_prefix_bytes", "Memory of its region.", labels=names)
         for prefix in () if decoder is None else decoder.prefixes:
             requests.add_metric([prefix.name], prefix.requests)
             reused.add_metric([prefix.name], prefix.reused_tokens)
-            held.add_metric([prefix.name], prefix.region_bytes)
-        yield from (requests, reused, held)
+            region_bytes.add_metric([prefix.name], prefix.region_bytes)
+        yield from (requests, reused, region_bytes)
 
 
 class DecodeMetrics(ServerMetrics, DecoderObserver):
@@ -181,13 +181,13 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
         # When each sequence had its last token, by the caller's id of its request.
         self._last: dict[str, float] = {}
-        cached, one = self.registry, ("tenant",)
+        registry, one = self.registry, ("tenant",)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"gpulease_decode_{name}_seconds", about, labels, buckets=buckets, registry=cached)
+            return Histogram(f"gpulease_decode_{name}_seconds", about, labels, buckets=buckets, registry=registry)
 
         def counter(name: str, about: str, labels: tuple[str, ...]) -> Counter:
-            return Counter(f"gpulease_decode_{name}", about, labels, registry=cached)
+            return Counter(f"gpulease_decode_{name}", about, labels, registry=registry)
 
         tokens = counter("tokens", "Tokens computed.", ("tenant", "kind"))
         rows = counter("rows", "Rows of steps.", ("kind",))
@@ -208,11 +208,11 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._rebind = {(name, scope): rebind.labels(name, scope) for name in self._tenants for scope in scopes}
         self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
         self._gaps = GapHistogram(self._tenants)
-        cached.register(self._gaps)
+        registry.register(self._gaps)
         self._prefix_changes = counter("prefix_changes", "Loads and ends of prefixes.", ("prefix", "kind"))
         # Gauges are read at the scrape, so no event needs to update them.
-        cached.register(TenantGauges(decoder, clock))
-        cached.register(PrefixUses(decoder))
+        registry.register(TenantGauges(decoder, clock))
+        registry.register(PrefixUses(decoder))
 
     def on_step(self, report: StepReport) -> None:
         """Count a step's rows, and its tokens and the gaps before them by tenant."""

@@ -92,10 +92,10 @@ def _read_digest(value: Any) -> bytes:
     return bytes.fromhex(value)
 
 
-def _read_tables(value: Any, *, kind: str, most: int) -> Mapping[str, Any]:
-    """Return the tables `[kind.NAME]` by their names. Raises BadSetting for none, or for more than `most`."""
-    if not isinstance(value, dict) or not 0 < len(value) <= most:
-        raise BadSetting(f"{{}} must be 1 to {most} tables [{kind}.NAME]")
+def _read_tables(value: Any, *, kind: str, max_entries: int) -> Mapping[str, Any]:
+    """Return the tables `[kind.NAME]` by their names. Raises BadSetting for none, or for more than `max_entries`."""
+    if not isinstance(value, dict) or not 0 < len(value) <= max_entries:
+        raise BadSetting(f"{{}} must be 1 to {max_entries} tables [{kind}.NAME]")
     return value
 
 
@@ -293,7 +293,7 @@ class PrefixTable:
     ] = None
 
     def __post_init__(self) -> None:
-        if sum(bool(given) for given in (self.text, self.system, self.tokens)) != 1:
+        if sum(bool(member) for member in (self.text, self.system, self.tokens)) != 1:
             raise ValueError("set either text, system or tokens")
 
     def named(self, name: str) -> NamedPrefix:
@@ -524,13 +524,13 @@ def default_http_processes() -> int:
 def load_decode_settings(path: Path) -> DecodeSettings:
     """Read a settings file. Raises InvalidRequest, which names the line or the setting that is wrong."""
     # Unknown keys and wrong types are refused here, with the key's path.
-    said = read_file(path)
-    file = settings_of(path, ServerTable, said)
+    document = read_file(path)
+    file = settings_of(path, ServerTable, document)
     if (file.model is None) is (file.models is None):
-        given = (
+        tables = (
             "must be given, or tables [models.NAME]" if file.model is None else "and [models.NAME] can't both be given"
         )
-        raise InvalidRequest(f"{path}: model {given}")
+        raise InvalidRequest(f"{path}: model {tables}")
     if (file.models is None) is not (file.pool is None):
         raise InvalidRequest(f"{path}: [pool] must be given with [models.NAME], and only then")
     model, name = path.parent, ""
@@ -574,7 +574,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         operator_digest=None if file.operator is None else _digest(path, "operator", file.operator),
         http_processes=default_http_processes() if file.http_processes is None else file.http_processes,
         pool=file.pool,
-        models=_models(path, file.models or {}, said.get("engine", {}), tenants, permitted, prefixes),
+        models=_models(path, file.models or {}, document.get("engine", {}), tenants, permitted, prefixes),
         prefixes=tuple(prefix for prefix, _ in prefixes) if file.models is None else (),
         aliases=file.aliases,
     )
@@ -585,10 +585,10 @@ def _prefixes(
 ) -> list[tuple[NamedPrefix, Sequence[str]]]:
     """Return the shared prefixes, each with the models that have it."""
     prefixes: list[tuple[NamedPrefix, Sequence[str]]] = []
-    for name, said in tables.items():
+    for name, values in tables.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: a prefix's name must be {_NAME_TEXT}, not {name!r}")
-        table = settings_of(path, PrefixTable, said, "prefixes", name)
+        table = settings_of(path, PrefixTable, values, "prefixes", name)
         if table.models is not None and not table.models:
             # A table that shares nothing is rather a mistake than a wish.
             raise InvalidRequest(
@@ -598,7 +598,7 @@ def _prefixes(
             raise InvalidRequest(f"{path}: prefixes.{name}.models: there is no [models.{unknown[0]}]")
         prefixes.append((table.named(name), tuple(models or ()) if table.models is None else table.models))
     # In one order, however the file has them: only other prefixes are a reason to load a model again.
-    return sorted(prefixes, key=lambda having: having[0].name)
+    return sorted(prefixes, key=lambda entry: entry[0].name)
 
 
 def _models(
@@ -611,12 +611,12 @@ def _models(
 ) -> dict[str, ModelSpec]:
     """Return the models of many, each with the tenants that may use it."""
     models, names = {}, Counter(tables.keys())
-    for name, said in tables.items():
+    for name, values in tables.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: a model's name must be {_NAME_TEXT}, not {name!r}")
-        table = settings_of(path, PooledModelTable, said, "models", name)
+        table = settings_of(path, PooledModelTable, values, "models", name)
         # The model's own settings, and those of [engine] that it does not replace.
-        own = settings_of(path, EngineTable, {**engine, **table.engine}, "models", name, "engine")
+        engine_table = settings_of(path, EngineTable, {**engine, **table.engine}, "models", name, "engine")
         names.update(table.aliases)
         if twice := [alias for alias in table.aliases if names[alias] > 1]:
             raise InvalidRequest(f"{path}: models.{name}.aliases: {twice[0]} must be the name of one model alone")
@@ -626,10 +626,10 @@ def _models(
         models[name] = ModelSpec(
             path.parent / table.model,
             its,
-            own.decoder(),
-            own.wait_s,
-            own.chat_tokens,
-            tuple(prefix for prefix, having in prefixes if name in having),
+            engine_table.decoder(),
+            engine_table.wait_s,
+            engine_table.chat_tokens,
+            tuple(prefix for prefix, users in prefixes if name in users),
             table.aliases,
             is_preloaded=table.preload,
         )
@@ -649,8 +649,8 @@ def _read_key(where: str, file: Path) -> str:
     try:
         with open_regular(file) as opened:
             # Check the file that is open, not the path, which could be exchanged in between.
-            found = os.fstat(opened.fileno())
-            if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+            status = os.fstat(opened.fileno())
+            if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: key_file {file} is open to others", f"chmod 600 {file}")
             key = opened.read(MAX_KEY_BYTES + 2).decode("ascii").strip()
     except OSError as error:

@@ -30,19 +30,19 @@ FORMATS: Final = ("float", "base64")
 def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """The job of a body in a text process: checks it, and tokenizes its inputs. `inputs_of` unpacks the answer."""
     try:
-        said = parse_object(body)
-        for name, value in said.items():
+        parameters = parse_object(body)
+        for name, value in parameters.items():
             if name not in MEMBERS and value is not None:
                 text = f"{quoted(name)} is not a known parameter here; leave it out"
                 raise invalid(text, code="unknown_parameter")
-        check_model(said.get("model") or "", names)
-        written = said.get("encoding_format") or "float"
+        check_model(parameters.get("model") or "", names)
+        written = parameters.get("encoding_format") or "float"
         if written not in FORMATS:
             raise invalid(f"encoding_format must be float or base64, not {quoted(str(written))}", "encoding_format")
-        dimensions = said.get("dimensions")
+        dimensions = parameters.get("dimensions")
         if dimensions is not None and type(dimensions) is not int:
             raise invalid("dimensions must be an integer", "dimensions")
-        prompts = _inputs(said.get("input"))
+        prompts = _inputs(parameters.get("input"))
     except ApiError as error:
         return {"error": error.parts}
     tokens = [reader.checked(one) if isinstance(one, list) else reader.read_text(one) for one in prompts]

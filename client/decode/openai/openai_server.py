@@ -39,7 +39,7 @@ import gpulease
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.openai.answer_text import AnswerPiece
-from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, together
+from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, gather_or_cancel
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,
     FAILED,
@@ -163,12 +163,12 @@ def make_pool_application(
 
     async def show_ready(request: Request) -> Response:
         """Reply 200 if a request would be served: of the model in `?model=`, or else of any."""
-        found, asked = reports(), request.query_params.get("model")
-        model = None if asked is None else pool.name_of(asked)
-        if asked is not None and model not in found:
-            return refusal_of(ApiError(404, "model_not_found", str(unknown_model(asked)), "model"))
-        is_ready = any(one["ready"] for name, one in found.items() if model in (None, name))
-        return Response(json.dumps({"models": found}), 200 if is_ready else OVERLOADED, media_type=JSON)
+        states, requested = reports(), request.query_params.get("model")
+        model = None if requested is None else pool.name_of(requested)
+        if requested is not None and model not in states:
+            return refusal_of(ApiError(404, "model_not_found", str(unknown_model(requested)), "model"))
+        is_ready = any(one["ready"] for name, one in states.items() if model in (None, name))
+        return Response(json.dumps({"models": states}), 200 if is_ready else OVERLOADED, media_type=JSON)
 
     return _application(models, keys, show_health, show_ready, metrics, routes, cors_origins)
 
@@ -191,7 +191,7 @@ def _application(
     async def show_metrics(_: Request) -> Response:
         return Response(metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    own = [
+    own_routes = [
         *completion_routes(face),
         Route("/v1/responses", _Responses(models, keys), methods=["POST"]),
         Route("/v1/embeddings", _Embeddings(models, keys), methods=["POST"]),
@@ -207,7 +207,9 @@ def _application(
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
     # The server's own routes come first, so that further routes can't shadow them.
-    return Starlette(routes=[*own, *routes], exception_handlers=ERROR_REPLIES, middleware=browsers_of(cors_origins))
+    return Starlette(
+        routes=[*own_routes, *routes], exception_handlers=ERROR_REPLIES, middleware=browsers_of(cors_origins)
+    )
 
 
 def browsers_of(origins: Sequence[str]) -> list[Middleware]:
@@ -246,47 +248,47 @@ class OpenAiFace:
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
         # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
-        with _cancelled_on_failure() as begun:
+        with _cancelled_on_failure() as started:
             async with self._source.place(tenant) as place:
                 body = await reply.read(request)
                 # Step 2: submit. A request that is refused at once gets its own status, unless its stream has begun
                 # because its model was being loaded.
                 async with reply.loading() as on_loading:
                     beginning = place.begin(body, reply.request_id, is_chat=is_chat, on_loading=on_loading)
-                    submitted = await _unless_gone(beginning, request.receive)
-                    begun += submitted.generations
-        async with _ended_with(submitted.generations, request.receive):
+                    submitted = await _unless_disconnected(beginning, request.receive)
+                    started += submitted.generations
+        async with _cancelled_after(submitted.generations, request.receive):
             # Step 3: send the tokens. The generations end with this block, also if the caller disconnects.
             await self._answer(submitted, reply)
 
     async def _answer(self, submitted: Submitted, reply: "_Reply") -> None:
-        asked, generations = submitted.asked, submitted.generations
+        request, generations = submitted.request, submitted.generations
         head = ReplyHead(
             request_id=reply.request_id,
             model=submitted.model,
             created=int(time.time()),
-            is_chat=asked.is_chat,
-            has_logprobs=asked.has_logprobs,
-            ranks=asked.ranks,
-            has_usage=asked.has_usage,
-            seed=asked.sampling.seed if asked.is_seed_chosen else None,
+            is_chat=request.is_chat,
+            has_logprobs=request.has_logprobs,
+            ranks=request.ranks,
+            has_usage=request.has_usage,
+            seed=request.sampling.seed if request.is_seed_chosen else None,
         )
         tokenizer = await self._source.tokenizer(submitted.model)
-        answers = [CompletionAnswer(tokenizer, asked, submitted.end_tokens, one) for one in generations]
-        if not asked.is_stream:
+        answers = [CompletionAnswer(tokenizer, request, submitted.end_tokens, one) for one in generations]
+        if not request.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
-            await together(answer.collect() for answer in answers)
+            await gather_or_cancel(answer.collect() for answer in answers)
             wholes = [
                 answer.whole
-                for first in range(0, len(answers), asked.tries)
-                for answer in best_of(answers[first : first + asked.tries], asked.choices)
+                for first in range(0, len(answers), request.tries)
+                for answer in best_of(answers[first : first + request.tries], request.choices)
             ]
             await reply.whole(head.whole(wholes, counts_of(submitted, answers)))
             return
 
         def chunk(piece: AnswerPiece, index: int, *, is_first: bool) -> dict[str, Any]:
-            found = head.chunk(piece, index, is_first=is_first)
-            return found | {"usage": usage(counts_of(submitted, answers))} if asked.has_running_usage else found
+            body = head.chunk(piece, index, is_first=is_first)
+            return body | {"usage": usage(counts_of(submitted, answers))} if request.has_running_usage else body
 
         async def send(index: int, answer: CompletionAnswer) -> None:
             is_first = True
@@ -299,15 +301,15 @@ class OpenAiFace:
                 await reply.event(chunk(piece, index, is_first=is_first))
                 is_first = False
 
-        def give_up() -> None:
+        def abort() -> None:
             for generation in generations:
                 generation.cancel()
 
         # The head and comments are sent while the request waits; a caller that takes none of them ends it.
-        async with reply.stream(give_up):
-            await together(send(index, answer) for index, answer in enumerate(answers))
+        async with reply.stream(abort):
+            await gather_or_cancel(send(index, answer) for index, answer in enumerate(answers))
             # OpenAI sends the token counts in a last object without choices.
-            if asked.has_usage:
+            if request.has_usage:
                 await reply.event(head.usage_chunk(counts_of(submitted, answers)))
         await reply.end(DONE)
 
@@ -315,7 +317,7 @@ class OpenAiFace:
 def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
     """Return the token counts of a request after all its answers."""
     # A prompt counts once, however many answers it has: the first one's sequence began with what was there before.
-    firsts = submitted.generations[:: submitted.asked.tries]
+    firsts = submitted.generations[:: submitted.request.tries]
     return TokenCounts(
         sum(map(len, submitted.prompts)),
         sum(answer.completion_tokens for answer in answers),
@@ -340,13 +342,13 @@ class _Models:
 
     async def show(self, request: Request) -> Response:
         def describe(tenant: str) -> dict[str, Any]:
-            described, asked = self._described(tenant), request.path_params["model"]
+            described, requested = self._described(tenant), request.path_params["model"]
             for one in described:
-                if one["id"] == asked:
+                if one["id"] == requested:
                     return one
-            text = f"Model {quoted(asked)} is not served here"
-            only = f"; use {described[0]['id']}." if len(described) == 1 else "; GET /v1/models lists those that are."
-            raise ApiError(404, "model_not_found", text + only, "model")
+            text = f"Model {quoted(requested)} is not served here"
+            hint = f"; use {described[0]['id']}." if len(described) == 1 else "; GET /v1/models lists those that are."
+            raise ApiError(404, "model_not_found", text + hint, "model")
 
         return self._reply_for(request, describe)
 
@@ -376,30 +378,30 @@ class _Texts:
     async def tokenize(self, request: Request) -> Response:
         """Reply with the tokens of a prompt or a chat, as the model gets them."""
 
-        async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+        async def run(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
             tokens = tokens_of(await source.do(tenant, read_tokens, body))
             return {"count": len(tokens), "max_model_len": source.room(tenant), "tokens": tokens}
 
-        return await self._reply(request, done)
+        return await self._reply(request, run)
 
     async def detokenize(self, request: Request) -> Response:
-        async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+        async def run(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
             return {"prompt": text_of(await source.do(tenant, read_back, body))}
 
-        return await self._reply(request, done)
+        return await self._reply(request, run)
 
     async def show_tokenizer(self, request: Request) -> Response:
         """Reply with what programs need that put chats into the template themselves, in vLLM's members.
 
         The model is the one in `?model=`.
         """
-        asked = request.query_params.get("model", "")
+        model = request.query_params.get("model", "")
 
-        async def done(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
-            check_model(asked, source.names)
+        async def run(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+            check_model(model, source.names)
             return await source.tokenizer_info()
 
-        return await self._reply(request, done, json.dumps({"model": asked}).encode())
+        return await self._reply(request, run, json.dumps({"model": model}).encode())
 
     async def _reply(
         self,
@@ -417,7 +419,7 @@ class _Texts:
             async with self._models.place(tenant) as place:
                 if body is None:
                     body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-                source = await _unless_gone(place.source(body), request.receive)
+                source = await _unless_disconnected(place.source(body), request.receive)
                 return Response(json.dumps(await done(source, tenant, body)), 200, headers, JSON)
         except ClientDisconnect:
             raise
@@ -451,25 +453,25 @@ class _Responses(_EngineEndpoint):
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        with _cancelled_on_failure() as begun:
+        with _cancelled_on_failure() as started:
             async with self._models.place(tenant) as place:
                 body = await reply.read(request)
                 async with reply.loading() as on_loading:
-                    source = await _unless_gone(place.source(body, on_loading), request.receive)
+                    source = await _unless_disconnected(place.source(body, on_loading), request.receive)
                     answer = await source.read(tenant, body, is_chat=True, job=read_response)
                     submitted = await source.submit(tenant, reply.request_id, answer, is_chat=True)
-                    begun += submitted.generations
+                    started += submitted.generations
                     place.hold(submitted.generations)
-        async with _ended_with(submitted.generations, request.receive):
+        async with _cancelled_after(submitted.generations, request.receive):
             await self._answer(submitted, answer["response"], reply)
 
-    async def _answer(self, submitted: Submitted, said: Mapping[str, Any], reply: "_Reply") -> None:
-        asked = submitted.asked
-        seed = asked.sampling.seed if asked.is_seed_chosen else None
-        events = ResponseEvents(reply.request_id, submitted.model, int(time.time()), said, seed)
+    async def _answer(self, submitted: Submitted, parameters: Mapping[str, Any], reply: "_Reply") -> None:
+        request = submitted.request
+        seed = request.sampling.seed if request.is_seed_chosen else None
+        events = ResponseEvents(reply.request_id, submitted.model, int(time.time()), parameters, seed)
         tokenizer = await self._models.tokenizer(submitted.model)
-        answer = CompletionAnswer(tokenizer, asked, submitted.end_tokens, submitted.generations[0])
-        if not asked.is_stream:
+        answer = CompletionAnswer(tokenizer, request, submitted.end_tokens, submitted.generations[0])
+        if not request.is_stream:
             await answer.collect()
             for _ in events.add(answer.whole):
                 pass
@@ -487,7 +489,7 @@ class _Responses(_EngineEndpoint):
                 raise
             except Exception as error:
                 # The head was sent, so the error is an event, in the form of this API.
-                event = events.fail(_known(self._models.log, reply, error))
+                event = events.fail(_api_error(self._models.log, reply, error))
                 await reply.end(named_event(event["type"], event))
                 return
             for event in events.end(finish, counts_of(submitted, [answer])):
@@ -503,12 +505,12 @@ class _Embeddings(_EngineEndpoint):
         # The request keeps its place for as long as it has inputs that are not submitted.
         async with self._models.place(tenant) as place:
             body = await reply.read(request)
-            source = await _unless_gone(place.source(body), request.receive)
+            source = await _unless_disconnected(place.source(body), request.receive)
             answer = await source.do(tenant, read_inputs, body)
             generations: list[Generation] = []
-            async with _ended_with(generations, request.receive):
-                whole = await source.embed(tenant, reply.request_id, answer, generations)
-        await reply.whole(whole)
+            async with _cancelled_after(generations, request.receive):
+                reply_body = await source.embed(tenant, reply.request_id, answer, generations)
+        await reply.whole(reply_body)
 
 
 def tenant_of(keys: ApiKeys, request: Request) -> str:
@@ -547,12 +549,12 @@ async def _served(log: DecodeLog, reply: "_Reply", serving: Coroutine[Any, Any, 
         except TimeoutError:
             raise
         except Exception as error:
-            await reply.refuse(_known(log, reply, error))
+            await reply.refuse(_api_error(log, reply, error))
     except TimeoutError:
         log.warning("caller_took_nothing", tenant=reply.tenant, request=reply.request_id, after_s=SEND_LIMIT_S)
 
 
-def _known(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
+def _api_error(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
     """Return the reply to an error. What the caller must not see is only logged."""
     if isinstance(error, ClientDisconnect):
         return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
@@ -566,12 +568,12 @@ class _Reply:
         request_id: The request's id.
         tenant: The tenant's id; "" until the key is known.
         is_body_read: Whether the request's body was read. If not, the connection can't be reused.
-        is_begun: Whether the head was sent. From then on, an error can only be an event of the stream.
+        is_started: Whether the head was sent. From then on, an error can only be an event of the stream.
     """
 
     def __init__(self, send: Send, request_id: str) -> None:
         self.request_id, self.tenant = request_id, ""
-        self.is_body_read = self.is_begun = False
+        self.is_body_read = self.is_started = False
         self._send = send
         self._is_silent = False
 
@@ -588,13 +590,13 @@ class _Reply:
         await self._put(data, is_last=True)
 
     @asynccontextmanager
-    async def stream(self, give_up: Callable[[], None]) -> AsyncIterator[None]:
+    async def stream(self, abort: Callable[[], None]) -> AsyncIterator[None]:
         """Begin a stream at once. While the block sends no event for a while, send comments.
 
         Args:
-            give_up: Called if the caller does not receive a comment in time; it must make the block end.
+            abort: Called if the caller does not receive a comment in time; it must make the block end.
         """
-        if not self.is_begun:
+        if not self.is_started:
             await self._begin(200, _STREAM_HEADERS)
             await self._put(COMMENT)
 
@@ -606,7 +608,7 @@ class _Reply:
                     await asyncio.sleep(SILENCE_S)
                     if self._is_silent:
                         await self._put(COMMENT)
-            give_up()
+            abort()
 
         # In its own task, because the block is busy waiting for tokens.
         commenting = asyncio.create_task(comment())
@@ -645,7 +647,7 @@ class _Reply:
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error: as the reply, or if the head was sent, as the last event of the stream."""
-        if self.is_begun:
+        if self.is_started:
             await self.end(json_event(error.event_body()))
             return
         data = json.dumps(error.body()).encode()
@@ -655,7 +657,7 @@ class _Reply:
         await self._put(data, is_last=True)
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_begun = True
+        self.is_started = True
         sent = {"X-Request-Id": self.request_id, **headers}
         # ASGI's headers are pairs of bytes with names in lower case.
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()]
@@ -669,7 +671,7 @@ class _Reply:
             await self._send(message)
 
 
-async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     """Return the result of `work`. If the caller disconnects first, cancels it and raises ClientDisconnect."""
     working, _ = await first_ended(work, disconnected(receive))
     if working is None:
@@ -684,17 +686,17 @@ def _cancelled_on_failure() -> Iterator[list[Generation]]:
 
     A caller that takes nothing while its model is loaded is only refused after its sequences are submitted.
     """
-    begun: list[Generation] = []
+    started: list[Generation] = []
     try:
-        yield begun
+        yield started
     except BaseException:
-        for generation in begun:
+        for generation in started:
             generation.cancel()
         raise
 
 
 @asynccontextmanager
-async def _ended_with(generations: Sequence[Generation], receive: Receive) -> AsyncIterator[None]:
+async def _cancelled_after(generations: Sequence[Generation], receive: Receive) -> AsyncIterator[None]:
     """Cancel the generations at the end of the block, or as soon as their caller disconnects."""
 
     def cancel() -> None:
@@ -716,8 +718,8 @@ async def _ended_with(generations: Sequence[Generation], receive: Receive) -> As
 
 def request_id_of(request: Request) -> str:
     """Return the caller's X-Request-Id if it has the accepted form, otherwise a new id."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if SANE_ID.fullmatch(given) else secrets.token_hex(12)
+    request_id = request.headers.get("X-Request-Id", "")
+    return request_id if SANE_ID.fullmatch(request_id) else secrets.token_hex(12)
 
 
 def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

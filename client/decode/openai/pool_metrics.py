@@ -72,9 +72,9 @@ class _ByModel(Collector):
         families: dict[str, Metric] = {}
         for model, metrics in self._models().items():
             for family in metrics.registry.collect():
-                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                family_of_all = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
-                    whole.add_sample(sample.name, {"model": model, **sample.labels}, sample.value)
+                    family_of_all.add_sample(sample.name, {"model": model, **sample.labels}, sample.value)
         yield from families.values()
 
 

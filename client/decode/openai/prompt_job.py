@@ -29,56 +29,58 @@ def read_completion(
     """
     try:
         # Check everything about the request before its texts are tokenized.
-        asked = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
-        check_model(asked.model, names)
-        asked = with_tokens(reader, with_grammar(reader, asked))
+        request = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
+        check_model(request.model, names)
+        request = with_tokens(reader, with_grammar(reader, request))
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": error.parts}
-    prompts = read_prompts(reader, asked)
+    prompts = read_prompts(reader, request)
     # Only the tokens are needed from here on, so the texts are not sent back.
-    short = replace(asked, prompts=(), messages=(), variables={}, form=None, tools=(), bad_words=())
+    short = replace(request, prompts=(), messages=(), variables={}, form=None, tools=(), bad_words=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
 
 
-def read_prompts(reader: "PromptReader", asked: CompletionRequest) -> list[list[int]]:
+def read_prompts(reader: "PromptReader", request: CompletionRequest) -> list[list[int]]:
     """Return the tokens of each of a request's prompts. Raises what the reader raises."""
-    if asked.is_chat:
-        return [reader.read_chat(asked.messages, asked.variables, begins=asked.begins, continues=asked.continues)]
+    if request.is_chat:
+        return [
+            reader.read_chat(request.messages, request.variables, begins=request.begins, continues=request.continues)
+        ]
     return [
         reader.checked(prompt)
         if isinstance(prompt, tuple)
-        else reader.read_text(prompt, begins=asked.begins is not False)
-        for prompt in asked.prompts
+        else reader.read_text(prompt, begins=request.begins is not False)
+        for prompt in request.prompts
     ]
 
 
-def with_tokens(reader: "PromptReader", asked: CompletionRequest) -> CompletionRequest:
+def with_tokens(reader: "PromptReader", request: CompletionRequest) -> CompletionRequest:
     """Return a request with its bad words as tokens. Raises ApiError if those can't be followed."""
-    if not asked.bad_words:
-        return asked
-    words = [sequence for word in asked.bad_words for sequence in reader.read_word(word)]
+    if not request.bad_words:
+        return request
+    words = [sequence for word in request.bad_words for sequence in reader.read_word(word)]
     try:
-        return replace(asked, sampling=replace(asked.sampling, bad_words=tuple(words)))
+        return replace(request, sampling=replace(request.sampling, bad_words=tuple(words)))
     except RequestRejected as error:
         raise invalid(error.message, "bad_words") from None
 
 
-def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> CompletionRequest:
+def with_grammar(reader: "PromptReader", request: CompletionRequest) -> CompletionRequest:
     """Return a request with the grammar of its form or its tools. Raises ApiError if that can't be followed."""
-    form, written = asked.form, None
-    if form is None and not asked.tools:
-        return asked
-    if asked.tools:
+    form, written = request.form, None
+    if form is None and not request.tools:
+        return request
+    if request.tools:
         written = format_of(reader.template)
         if written is None:
             text = "the model's chat template has no format of tools that is known"
             raise invalid(text, "tools", "unsupported_parameter")
         grammar = tool_grammar(
             written,
-            asked.tools,
-            is_required=asked.must_call,
-            is_parallel=asked.is_parallel,
+            request.tools,
+            is_required=request.must_call,
+            is_parallel=request.is_parallel,
             trigger_token=reader.special_token(written.trigger),
             answer="" if form is None else form.rule(),
         )
@@ -88,23 +90,23 @@ def with_grammar(reader: "PromptReader", asked: CompletionRequest) -> Completion
         check_grammar(grammar)
     except GrammarRefused as error:
         raise invalid(error.message, "tools" if form is None else form.parameter, "grammar_refused") from None
-    sampling = replace(asked.sampling, grammar=grammar)
-    return replace(asked, sampling=sampling, tool_format=written.name if written else "")
+    sampling = replace(request.sampling, grammar=grammar)
+    return replace(request, sampling=sampling, tool_format=written.name if written else "")
 
 
 def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
     """Return the request without its texts, and each prompt's tokens. Raises ApiError for an invalid request."""
     if "error" in answer:
         raise ApiError(*answer["error"])
-    asked = answer["asked"]
+    fields = answer["asked"]
     # msgpack has no tuples and no dataclasses, so rebuild them.
-    said = asked["sampling"]
+    sampling = fields["sampling"]
     lists = {
-        "logit_bias": tuple((token, bias) for token, bias in said["logit_bias"]),
-        "stop_token_ids": tuple(said["stop_token_ids"]),
-        "allowed_token_ids": tuple(said["allowed_token_ids"]),
-        "bad_words": tuple(map(tuple, said["bad_words"])),
+        "logit_bias": tuple((token, bias) for token, bias in sampling["logit_bias"]),
+        "stop_token_ids": tuple(sampling["stop_token_ids"]),
+        "allowed_token_ids": tuple(sampling["allowed_token_ids"]),
+        "bad_words": tuple(map(tuple, sampling["bad_words"])),
     }
-    made = {"messages": (), "prompts": (), "tools": (), "bad_words": (), "stops": tuple(asked["stops"])}
-    request = CompletionRequest(**asked | made | {"sampling": SamplingParameters(**said | lists)})
+    values = {"messages": (), "prompts": (), "tools": (), "bad_words": (), "stops": tuple(fields["stops"])}
+    request = CompletionRequest(**fields | values | {"sampling": SamplingParameters(**sampling | lists)})
     return request, [unpacked_tokens(tokens) for tokens in answer["prompts"]]

@@ -153,19 +153,19 @@ STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
 
 
 def check_parameters(
-    said: Mapping[str, Any], known: Mapping[str, RequestParameter], *, is_chat: bool, where: str = ""
+    parameters: Mapping[str, Any], known: Mapping[str, RequestParameter], *, is_chat: bool, where: str = ""
 ) -> None:
     """Check the names of a request's parameters, and the values of those that are not used.
 
     Args:
-        said: The request's parameters.
+        parameters: The request's parameters.
         known: The known parameters.
         is_chat: Whether the request is a chat.
         where: A prefix for names in errors.
 
     Raises ApiError, which names the first parameter that is wrong.
     """
-    for name, value in said.items():
+    for name, value in parameters.items():
         # null means "not set", for every parameter.
         if value is None:
             continue

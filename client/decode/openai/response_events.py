@@ -35,18 +35,26 @@ class ResponseEvents:
         output: The items that are complete.
     """
 
-    def __init__(self, request_id: str, model: str, created: int, said: Mapping[str, Any], seed: int | None) -> None:
+    def __init__(
+        self, request_id: str, model: str, created: int, parameters: Mapping[str, Any], seed: int | None
+    ) -> None:
         """Begin a response.
 
         Args:
             request_id: The request's id, of which all ids are made.
             model: The model's name.
             created: Seconds since 1970.
-            said: The request's parameters that the reply repeats (`response_request.ECHOED`).
+            parameters: The request's parameters that the reply repeats (`response_request.ECHOED`).
             seed: The seed of its sampling.
         """
         self.output: list[dict[str, Any]] = []
-        self._id, self._model, self._created, self._said, self._seed = request_id, model, created, said, seed
+        self._id, self._model, self._created, self._parameters, self._seed = (
+            request_id,
+            model,
+            created,
+            parameters,
+            seed,
+        )
         self._number = 0
         # The item that grows now; None between items.
         self._item: dict[str, Any] | None = None
@@ -84,8 +92,8 @@ class ResponseEvents:
 
     def fail(self, error: ApiError) -> Event:
         """Return the last event of a stream that fails."""
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        return self._event("error", **told, **{EXTENSION: error.event_body()[EXTENSION]})
+        error_body = {"code": error.code, "message": error.message, "param": error.param}
+        return self._event("error", **error_body, **{EXTENSION: error.event_body()[EXTENSION]})
 
     # --- items ---
 
@@ -166,7 +174,7 @@ class ResponseEvents:
 
     def _response(self, status: str, counts: TokenCounts | None = None) -> dict[str, Any]:
         reason = {"reason": "max_output_tokens"} if status == INCOMPLETE else None
-        members = {name: self._said.get(name, default) for name, default in _DEFAULTS.items()}
+        members = {name: self._parameters.get(name, default) for name, default in _DEFAULTS.items()}
         extension = {} if self._seed is None else {"seed": self._seed}
         extension |= {} if self._replays is None else {"replays": self._replays}
         return {

@@ -94,35 +94,35 @@ def read_response(
         names: The names of the model that is served.
     """
     try:
-        said = parse_object(body)
-        check_parameters(said, PARAMETERS, is_chat=True)
-        chat = chat_of(said)
+        parameters = parse_object(body)
+        check_parameters(parameters, PARAMETERS, is_chat=True)
+        chat = chat_of(parameters)
     except ApiError as error:
         return {"error": error.parts}
     answer = read_completion(reader, json.dumps(chat).encode(), is_chat, fresh_seed, names)
     if "error" in answer:
         status, code, message, param, retry_after_s = answer["error"]
         return {"error": (status, code, message, _NAMES.get(param or "", param), retry_after_s)}
-    return answer | {"response": {name: said[name] for name in ECHOED if said.get(name) is not None}}
+    return answer | {"response": {name: parameters[name] for name in ECHOED if parameters.get(name) is not None}}
 
 
-def chat_of(said: Mapping[str, Any]) -> dict[str, Any]:
+def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of the chat that a response's body means. Raises ApiError."""
-    chat = {name: said[name] for name in _SAME_NAMES if said.get(name) is not None}
-    if said.get("max_output_tokens") is not None:
-        chat["max_tokens"] = said["max_output_tokens"]
-    messages = _messages(said.get("input"))
-    instructions = said.get("instructions")
+    chat = {name: parameters[name] for name in _SAME_NAMES if parameters.get(name) is not None}
+    if parameters.get("max_output_tokens") is not None:
+        chat["max_tokens"] = parameters["max_output_tokens"]
+    messages = _messages(parameters.get("input"))
+    instructions = parameters.get("instructions")
     if instructions is not None:
         if not isinstance(instructions, str):
             raise invalid("instructions must be a string", "instructions")
         messages.insert(0, {"role": "system", "content": instructions})
     chat["messages"] = messages
-    if (written := _response_format(said.get("text"))) is not None:
+    if (written := _response_format(parameters.get("text"))) is not None:
         chat["response_format"] = written
-    if said.get("tools") is not None:
-        chat["tools"] = _tools(said["tools"])
-    choice = said.get("tool_choice")
+    if parameters.get("tools") is not None:
+        chat["tools"] = _tools(parameters["tools"])
+    choice = parameters.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     if choice is not None:
@@ -145,8 +145,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             case "message":
                 messages.append(_message(where, item))
             case "function_call":
-                called = {"name": item.get("name"), "arguments": item.get("arguments")}
-                call = {"id": item.get("call_id"), "type": "function", "function": called}
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
                 # Calls are part of the assistant's message before them.
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
@@ -195,11 +195,11 @@ def _tools(tools: Any) -> Any:
     """Return the chat's tools. The chat checks names and schemas."""
     if not isinstance(tools, list):
         return tools
-    found = []
+    functions = []
     for number, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise invalid(f"tools[{number}] must have the type function; the server has no tools of its own", "tools")
         members = ("name", "description", "parameters")
         function = {name: tool[name] for name in members if tool.get(name) is not None}
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions

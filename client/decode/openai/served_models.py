@@ -92,7 +92,7 @@ class OneModel:
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[RequestPlace]:
         with self._source.place(tenant):
-            yield _OnlyPlace(self._source, self._path)
+            yield _SingleModelPlace(self._source, self._path)
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
         return _by_names(self._source.names, {"max_model_len": self._source.room(tenant)})
@@ -101,7 +101,7 @@ class OneModel:
         return await self._decoder.tokenizer()
 
 
-class _OnlyPlace:
+class _SingleModelPlace:
     def __init__(self, source: DecoderSource, path: str) -> None:
         self._source, self._path = source, path
 
@@ -151,16 +151,16 @@ class ManyModels:
             detail = f"tenant {tenant}: {self.coming[tenant]} of its requests wait already; send it later"
             raise AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
 
-        def leave() -> None:
+        def release() -> None:
             nonlocal is_counted
             self.coming[tenant] -= is_counted
             is_counted = False
 
         self.coming[tenant] += 1
         try:
-            yield leave
+            yield release
         finally:
-            leave()
+            release()
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
         return [
@@ -189,10 +189,10 @@ class ManyModels:
 
 class _RoutedPlace:
     def __init__(
-        self, pool: ModelPool, tenant: str, wait_s: float, stack: AsyncExitStack, leave: Callable[[], None]
+        self, pool: ModelPool, tenant: str, wait_s: float, stack: AsyncExitStack, release: Callable[[], None]
     ) -> None:
         self._pool, self._tenant, self._wait_s = pool, tenant, wait_s
-        self._stack, self._leave = stack, leave
+        self._stack, self._release = stack, release
         self._use: ModelUse | None = None
 
     async def source(
@@ -217,7 +217,7 @@ class _RoutedPlace:
         source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens, (route.model,))
         # From here on, the decoder counts it.
         self._stack.enter_context(source.place(self._tenant))
-        self._leave()
+        self._release()
         return source
 
     def hold(self, generations: Sequence[Generation]) -> None:

@@ -19,17 +19,17 @@ MEMBERS: Final = (
 def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """Tokenize the prompt or the chat of a body; `tokens_of` unpacks the answer."""
     try:
-        said = parse_object(body)
-        for name, value in said.items():
+        parameters = parse_object(body)
+        for name, value in parameters.items():
             if name not in MEMBERS and value is not None:
                 raise invalid(f"{name} is not a known parameter here; leave it out", code="unknown_parameter")
-        check_model(said.get("model") or "", names)
-        begins = parse_begins(said)
-        if said.get("messages") is not None:
-            messages, variables, continues = parse_chat_prompt(said)
+        check_model(parameters.get("model") or "", names)
+        begins = parse_begins(parameters)
+        if parameters.get("messages") is not None:
+            messages, variables, continues = parse_chat_prompt(parameters)
             tokens = reader.read_chat(messages, variables, begins=begins, continues=continues)
             return {"tokens": packed_tokens(tokens)}
-        prompt = said.get("prompt")
+        prompt = parameters.get("prompt")
         if not isinstance(prompt, str):
             raise invalid("prompt must be a string", "prompt")
     except ApiError as error:
@@ -47,9 +47,9 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 def read_back(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """Return the text of a body's tokens; `text_of` unpacks the answer."""
     try:
-        said = parse_object(body)
-        check_model(said.get("model") or "", names)
-        tokens = said.get("tokens")
+        parameters = parse_object(body)
+        check_model(parameters.get("model") or "", names)
+        tokens = parameters.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise invalid("tokens must be a list of integers", "tokens")
     except ApiError as error:

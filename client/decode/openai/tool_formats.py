@@ -73,7 +73,7 @@ def format_of(template: str) -> ToolFormat | None:
     return next((one for one in FORMATS if one.mark in template), None)
 
 
-def format_named(name: str) -> ToolFormat:
+def tool_format_of(name: str) -> ToolFormat:
     return next(one for one in FORMATS if one.name == name)
 
 
@@ -103,10 +103,10 @@ def tool_grammar(
         for number, tool in enumerate(tools)
     ]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    more = f" ({quote(written.between)} call)*" if is_parallel else ""
+    repetition = f" ({quote(written.between)} call)*" if is_parallel else ""
     first = f"{quote(written.first)} " if written.first else ""
     last = f" {quote(written.last)}" if written.last else ""
-    rules.append(f"calls: {first}call{more}{last}")
+    rules.append(f"calls: {first}call{repetition}{last}")
     begin = f"{trigger} " if trigger else ""
     if is_required:
         rules.append(f"start: {begin}calls")
@@ -150,63 +150,63 @@ class ToolCallParser:
         self.calls = 0
         self._written = written
         self._head = re.compile(rf'\{{"name": "({NAME.pattern})", "{written.arguments}": ')
-        self._rest = ""
+        self._buffer = ""
         # What the parser is in: "text", "between" calls, or a call's "arguments".
         self._state = "text"
         self._depth, self._in_text, self._is_escaped = 0, False, False
 
     def add(self, text: str) -> tuple[str, list[CallPart]]:
         """Add text of the answer. Returns the answer's own text in it, and pieces of calls."""
-        self._rest += text
+        self._buffer += text
         shown, parts = "", list[CallPart]()
-        while self._rest:
-            before = self._state, len(self._rest)
+        while self._buffer:
+            before = self._state, len(self._buffer)
             if self._state == "text":
-                shown += self._take_text()
+                shown += self._read_text()
             elif self._state == "between":
-                self._begin_call(parts)
+                self._read_call_head(parts)
             else:
-                parts.append(CallPart(self.calls - 1, "", self._take_arguments()))
+                parts.append(CallPart(self.calls - 1, "", self._read_arguments()))
             # Nothing moved: more text is needed.
-            if before == (self._state, len(self._rest)):
+            if before == (self._state, len(self._buffer)):
                 break
         return shown, [part for part in parts if part.name or part.arguments]
 
     def end(self) -> str:
         """End the answer. Returns the text that was held back because it could have begun a call."""
-        rest, self._rest = self._rest, ""
-        return rest if self._state == "text" else ""
+        text, self._buffer = self._buffer, ""
+        return text if self._state == "text" else ""
 
-    def _take_text(self) -> str:
+    def _read_text(self) -> str:
         trigger = self._written.trigger
         if not trigger:
             # The first character decides.
-            if self._rest.startswith("{"):
+            if self._buffer.startswith("{"):
                 self._state = "between"
                 return ""
-            self._written = _TEXT_ALONE
-            return self._take_text()
-        at = self._rest.find(trigger)
+            self._written = _TEXT_ONLY
+            return self._read_text()
+        at = self._buffer.find(trigger)
         if at >= 0:
             self._state = "between"
-            shown, self._rest = self._rest[:at], self._rest[at + len(trigger) :]
+            shown, self._buffer = self._buffer[:at], self._buffer[at + len(trigger) :]
             return shown
         # Hold back what may be the beginning of the trigger.
-        kept = next(size for size in range(len(trigger) - 1, -1, -1) if self._rest.endswith(trigger[:size]))
-        shown, self._rest = self._rest[: len(self._rest) - kept], self._rest[len(self._rest) - kept :]
+        overlap = next(size for size in range(len(trigger) - 1, -1, -1) if self._buffer.endswith(trigger[:size]))
+        shown, self._buffer = self._buffer[: len(self._buffer) - overlap], self._buffer[len(self._buffer) - overlap :]
         return shown
 
-    def _begin_call(self, parts: list[CallPart]) -> None:
+    def _read_call_head(self, parts: list[CallPart]) -> None:
         """Skip what is between calls, and take the head of the next one once it is complete."""
-        if (found := self._head.search(self._rest)) is not None:
-            parts.append(CallPart(self.calls, found[1], ""))
+        if (match := self._head.search(self._buffer)) is not None:
+            parts.append(CallPart(self.calls, match[1], ""))
             self.calls += 1
-            self._rest = self._rest[found.end() :]
+            self._buffer = self._buffer[match.end() :]
             self._state, self._depth, self._in_text, self._is_escaped = "arguments", 0, False, False
 
-    def _take_arguments(self) -> str:
+    def _read_arguments(self) -> str:
         """Take the arguments' JSON text up to its end: the bracket that closes the object of the call."""
-        for place, letter in enumerate(self._rest):
+        for place, letter in enumerate(self._buffer):
             if self._in_text:
                 self._in_text = self._is_escaped or letter != '"'
                 self._is_escaped = letter == "\\" and not self._is_escaped
@@ -217,12 +217,12 @@ class ToolCallParser:
             elif letter in "]}":
                 self._depth -= 1
                 if self._depth < 0:
-                    taken, self._rest = self._rest[:place], self._rest[place + 1 :]
+                    arguments, self._buffer = self._buffer[:place], self._buffer[place + 1 :]
                     self._state = "between"
-                    return taken
-        taken, self._rest = self._rest, ""
-        return taken
+                    return arguments
+        arguments, self._buffer = self._buffer, ""
+        return arguments
 
 
-_TEXT_ALONE: Final = ToolFormat("text", "", "\x00\x00", "", "", "", "")
+_TEXT_ONLY: Final = ToolFormat("text", "", "\x00\x00", "", "", "", "")
 """A format with a trigger that never occurs: for an answer that turned out to be text."""

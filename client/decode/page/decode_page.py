@@ -204,8 +204,8 @@ class PageFeed(DecoderObserver):
         for tenant_id, states in list(tenants.items())[:MAX_TENANTS]:
             text = texts.get(tenant_id)
             # Only the demonstration's texts: those of other requests are their callers'.
-            own = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
-            shown.append(self._tenant(tenant_id, states, rates.get(tenant_id, 0.0)) | own)
+            counters = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
+            shown.append(self._tenant(tenant_id, states, rates.get(tenant_id, 0.0)) | counters)
         return {
             "model": self._model,
             "host": self._host,
@@ -233,12 +233,12 @@ class PageFeed(DecoderObserver):
 
     def _prefixes(self) -> list[dict[str, Any]]:
         """Return the shared prefixes of all models that are open."""
-        found = [
+        prefixes = [
             {"model": model, **asdict(prefix)}
             for model, decoder in self._decoders_by_model().items()
             for prefix in decoder.prefixes
         ]
-        return found[:MAX_PREFIXES]
+        return prefixes[:MAX_PREFIXES]
 
     def _tenant(self, tenant_id: str, states: Sequence[TenantState], rate: float) -> dict[str, Any]:
         latency_s = self._latency_s.get(tenant_id)
@@ -390,13 +390,13 @@ class DecodePage:
         except GpuLeaseError as error:
             return _problem(409, f"Not revoked: {error}")
         self.observer.revoked_here(tenant_id)
-        found = ", ".join(f"{pool.region.lease_id:032x}" for pool in pools)
-        return JSONResponse({"tenant": tenant_id, "region": found}, headers=HEADERS)
+        lease_ids = ", ".join(f"{pool.region.lease_id:032x}" for pool in pools)
+        return JSONResponse({"tenant": tenant_id, "region": lease_ids}, headers=HEADERS)
 
     def _refused(self, request: Request) -> Response | None:
-        found = bearer_digest(request.headers.get("authorization", ""))
+        digest = bearer_digest(request.headers.get("authorization", ""))
         # Digests are compared in constant time, like tenants' keys.
-        if found is not None and hmac.compare_digest(found, self._digest):
+        if digest is not None and hmac.compare_digest(digest, self._digest):
             return None
         return _problem(401, "This requires the operator's key.", {"WWW-Authenticate": "Bearer"})
 

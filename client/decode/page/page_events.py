@@ -55,25 +55,25 @@ class PageEvent:
     @property
     def text(self) -> str:
         """The sentence for the page, which follows the tenant's name."""
-        took, n = duration(self.seconds), self.count
+        elapsed, n = duration(self.seconds), self.count
         times = "" if n == 1 else f" {n:,} times"
         match self.kind:
             case EventKind.REVOKED_HERE:
                 return "Its region was revoked on this page."
             case EventKind.STEP_REFUSED:
-                behind = f", {took} after the region's end" if self.seconds else ""
-                return f"Its region has ended: a step that needed it was stopped before it began{behind}."
+                delay = f", {elapsed} after the region's end" if self.seconds else ""
+                return f"Its region has ended: a step that needed it was stopped before it began{delay}."
             case EventKind.REPLAYED:
-                who = "A request continues" if n == 1 else f"{n:,} requests continue"
-                late = f"{took} after the loss of {self.detail}{' at most' * (n > 1)}"
-                return f"{who}, {late}. Tokens computed again: {self.tokens:,}."
+                subject = "A request continues" if n == 1 else f"{n:,} requests continue"
+                late = f"{elapsed} after the loss of {self.detail}{' at most' * (n > 1)}"
+                return f"{subject}, {late}. Tokens computed again: {self.tokens:,}."
             case EventKind.REFUSED:
-                who = "A request was refused" if n == 1 else f"{n:,} requests were refused, the last one"
-                return f"{who}: {self.detail}"
+                subject = "A request was refused" if n == 1 else f"{n:,} requests were refused, the last one"
+                return f"{subject}: {self.detail}"
             case EventKind.ENGINE_MOVED:
                 return "All requests were moved to another engine, which serves now."
             case EventKind.ENGINE_LOST:
-                return f"The engine was lost; another one serves after {took}. Why it was lost: {self.detail}"
+                return f"The engine was lost; another one serves after {elapsed}. Why it was lost: {self.detail}"
             case EventKind.PREFIX_REBUILT:
                 return f"This shared prefix was computed again{times}, for another engine."
             case EventKind.PREFIX_ENDED:

@@ -53,9 +53,9 @@ class PageHistory:
         # The current slot is left out, because it is not complete.
         last = int(now // SLOT_S) - 1
         first = max(last - round(span_s / SLOT_S) + 1, int(self._began_at // SLOT_S))
-        known = {slot.number: slot for slot in self._slots}
+        by_number = {slot.number: slot for slot in self._slots}
         # Slots in which nothing happened were never created.
-        slots = [known.get(number) or _Slot(number) for number in range(first, last + 1)]
+        slots = [by_number.get(number) or _Slot(number) for number in range(first, last + 1)]
         return {
             "span_s": round(span_s),
             "age_s": [round(now - (slot.number + 1) * SLOT_S, 1) for slot in slots],

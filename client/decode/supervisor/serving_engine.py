@@ -225,8 +225,8 @@ class ServingEngine:
             except TimeoutError:
                 continue
             except Disconnected as error:
-                # The daemon is down. A restart is over within DAEMON_RESTART_S; after that, leave the node. The error is
-                # kept without its traceback, because its frames would keep this engine alive.
+                # The daemon is down. A restart is over within DAEMON_RESTART_S; after that, leave the node. Keep
+                # the error without its traceback: its frames would keep this engine alive.
                 now = time.monotonic()
                 unreachable_since = now if unreachable_since is None else unreachable_since
                 warning = error.with_traceback(None) if now - unreachable_since >= DAEMON_RESTART_S else None

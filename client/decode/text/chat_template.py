@@ -28,7 +28,7 @@ MAX_PROMPT_CHARACTERS: Final = 16 << 20
 MAX_REPEATED_CHARACTERS: Final = 1 << 20
 """Longest text or list that a product in a template may produce, for the same reason."""
 
-MAX_SAID_CHARACTERS: Final = 1000
+MAX_ERROR_CHARACTERS: Final = 1000
 """Most characters of a template's own error message, so that it can't return a whole message to the caller."""
 
 
@@ -84,15 +84,15 @@ class ChatTemplate:
         it does not show as it is.
         """
         # The names that Hugging Face's templates expect; the caller's variables take precedence.
-        given: dict[str, Any] = {"add_generation_prompt": not continues, "tools": None, "documents": None}
-        given |= {**self._tokens, **variables, "messages": list(messages)}
+        context: dict[str, Any] = {"add_generation_prompt": not continues, "tools": None, "documents": None}
+        context |= {**self._tokens, **variables, "messages": list(messages)}
         if continues:
             *before, last = messages
-            given["messages"] = [*before, {**last, "content": f"{last['content']}{_END_MARK}"}]
+            context["messages"] = [*before, {**last, "content": f"{last['content']}{_END_MARK}"}]
         # Rendered piece by piece, so that a template that never ends is stopped at the limit instead of filling memory.
         pieces, size = [], 0
         try:
-            for piece in self._template.generate(given):
+            for piece in self._template.generate(context):
                 size += len(piece)
                 if size > MAX_PROMPT_CHARACTERS:
                     raise RequestRejected(f"the chat is a prompt of more than {MAX_PROMPT_CHARACTERS:,} characters")
@@ -100,8 +100,8 @@ class ChatTemplate:
         except (RequestRejected, MemoryError):
             raise
         except Exception as error:  # a template can fail in any way that Python can
-            said = str(error)[:MAX_SAID_CHARACTERS]
-            raise RequestRejected(f"the model's chat template does not take these messages: {said}") from None
+            reason = str(error)[:MAX_ERROR_CHARACTERS]
+            raise RequestRejected(f"the model's chat template does not take these messages: {reason}") from None
         text = "".join(pieces)
         return _up_to_mark(text, messages[-1]["content"]) if continues else text
 

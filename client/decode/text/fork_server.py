@@ -39,14 +39,14 @@ class ForkedWorker:
 
     Attributes:
         number: Its number in packets of the fork server.
-        begun: Done once it is forked; has an error if it can't be.
+        started: Done once it is forked; has an error if it can't be.
         ended: Once it has ended, its status from waitpid; None if the fork server ended, too.
     """
 
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.number = number
         loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[None] = loop.create_future()
+        self.started: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[int | None] = loop.create_future()
         self._reader, self._writer = reader, writer
 
@@ -80,7 +80,7 @@ class ForkServer:
         self._numbers = 0
         self.is_alive = True
         # Packets arrive at any time, so the loop's reader handles them, without a task.
-        self._loop.add_reader(control, self._take)
+        self._loop.add_reader(control, self._receive)
 
     @classmethod
     async def start(cls, tokenizer_fd: int) -> Self:
@@ -90,16 +90,16 @@ class ForkServer:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Reopened rather than duplicated: a duplicate would share the file offset with earlier fork servers.
-        again = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
+        tokenizer_copy = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
             # Popen returns after exec, which is too short to block the loop noticeably.
             with hangups_held():
                 process = subprocess.Popen(  # noqa: ASYNC220
                     # -P: the current folder must not provide modules of the program.
-                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(again)],
+                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(tokenizer_copy)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), again),
+                    pass_fds=(theirs.fileno(), tokenizer_copy),
                     env=os.environ | _ENVIRONMENT,
                 )
         except BaseException:
@@ -107,7 +107,7 @@ class ForkServer:
             raise
         finally:
             theirs.close()
-            os.close(again)
+            os.close(tokenizer_copy)
         ours.setblocking(False)
         server = cls(process, ours)
         try:
@@ -144,7 +144,7 @@ class ForkServer:
             theirs.close()
         try:
             # Answered by "forked" or "failed", or by the loss of the fork server.
-            await worker.begun
+            await worker.started
         except BaseException:
             self.kill(worker)
             raise
@@ -172,7 +172,7 @@ class ForkServer:
         except OSError:
             self._lose()
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         """Handle one packet of the fork server: ready, rejected, forked, failed or ended."""
         try:
             packet = self._control.recv(MAX_PACKET_BYTES)
@@ -184,24 +184,24 @@ class ForkServer:
         if not packet:
             self._lose()
             return
-        said = json.loads(packet)
+        message = json.loads(packet)
         # All three packets about workers have the worker's number.
-        worker = self._workers.get(said.get("forked") or said.get("failed") or said.get("ended") or 0)
-        if "ready" in said and not self._is_ready.done():
+        worker = self._workers.get(message.get("forked") or message.get("failed") or message.get("ended") or 0)
+        if "ready" in message and not self._is_ready.done():
             self._is_ready.set_result(None)
-        elif "rejected" in said and not self._is_ready.done():
-            self._is_ready.set_exception(ModelRejected(said["rejected"]))
-        elif worker is not None and "forked" in said:
-            if not worker.begun.done():  # It is done if the task that waited for it was cancelled.
-                worker.begun.set_result(None)
+        elif "rejected" in message and not self._is_ready.done():
+            self._is_ready.set_exception(ModelRejected(message["rejected"]))
+        elif worker is not None and "forked" in message:
+            if not worker.started.done():  # It is done if the task that waited for it was cancelled.
+                worker.started.set_result(None)
         elif worker is not None:
-            self._end(worker, said.get("status"), said.get("why", "it ended"))
+            self._end(worker, message.get("status"), message.get("why", "it ended"))
 
-    def _end(self, worker: ForkedWorker, status: int | None, why: str) -> None:
+    def _end(self, worker: ForkedWorker, status: int | None, reason: str) -> None:
         # Whoever waits for its begin or its end must wake, whatever happened.
         self._workers.pop(worker.number, None)
-        if not worker.begun.done():
-            worker.begun.set_exception(TextProcessesFailed(f"no process that reads texts can be forked: {why}"))
+        if not worker.started.done():
+            worker.started.set_exception(TextProcessesFailed(f"no process that reads texts can be forked: {reason}"))
         if not worker.ended.done():
             worker.ended.set_result(status)
 

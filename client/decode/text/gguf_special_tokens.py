@@ -70,52 +70,52 @@ CONTROL_TEXTS: Final = END_TEXTS.union(*FILL_TEXTS.values())
 """Tokens of these texts are control tokens, whatever type the file gives them."""
 
 
-def control_tokens(said: Members) -> list[int]:
+def control_tokens(metadata: Members) -> list[int]:
     """Return the ids of tokens that are not text: by their type in the file, or by a known text."""
-    texts, kinds = said.items(f"{AT}tokens"), said.items(f"{AT}token_type")
+    texts, kinds = metadata.items(f"{AT}tokens"), metadata.items(f"{AT}token_type")
     # Converters often give these tokens a wrong type, so known texts count, too.
-    found = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
-    found.update(token for token, kind in enumerate(kinds[: len(texts)]) if kind == CONTROL)
-    return sorted(found)
+    tokens = {token for token, text in enumerate(texts) if text in CONTROL_TEXTS}
+    tokens.update(token for token, kind in enumerate(kinds[: len(texts)]) if kind == CONTROL)
+    return sorted(tokens)
 
 
-def begin_token(said: Members) -> int | None:
+def begin_token(metadata: Members) -> int | None:
     """Return the begin token; None if prompts have none. Raises ModelRejected if they have one that no key names."""
     # SentencePiece vocabularies begin prompts with a token by default; others only for some pre-tokenizers.
-    default = said.text(f"{AT}model", "") == "llama" or said.text(f"{AT}pre", "") in BEGINS
-    if not said.flag(f"{AT}add_bos_token", default):
+    default = metadata.text(f"{AT}model", "") == "llama" or metadata.text(f"{AT}pre", "") in BEGINS
+    if not metadata.flag(f"{AT}add_bos_token", default):
         return None
-    return _required(said, "bos")
+    return _required(metadata, "bos")
 
 
-def end_tokens(said: Members) -> tuple[int, ...]:
+def end_tokens(metadata: Members) -> tuple[int, ...]:
     """Return the tokens that end a sequence. Raises ModelRejected for a vocabulary without an eos key."""
-    texts = said.items(f"{AT}tokens")
+    texts = metadata.items(f"{AT}tokens")
     # A file without a vocabulary has no texts to search, and need not name an end token.
-    find = _required if texts else special_token
-    ends = [find(said, "eos"), special_token(said, "eot"), special_token(said, "eom")]
+    lookup = _required if texts else special_token
+    ends = [lookup(metadata, "eos"), special_token(metadata, "eot"), special_token(metadata, "eom")]
     # A key names a fill token, or else all of its known texts count.
-    found = set(END_TEXTS)
+    end_texts = set(END_TEXTS)
     for name in FILL_ENDS:
-        if (named := special_token(said, name)) is not None:
-            ends.append(named)
+        if (named_token := special_token(metadata, name)) is not None:
+            ends.append(named_token)
         else:
-            found.update(FILL_TEXTS[name])
-    ends += [token for token, text in enumerate(texts) if text in found]
+            end_texts.update(FILL_TEXTS[name])
+    ends += [token for token, text in enumerate(texts) if text in end_texts]
     return tuple(dict.fromkeys(token for token in ends if token is not None))
 
 
-def special_token(said: Members, name: str) -> int | None:
+def special_token(metadata: Members, name: str) -> int | None:
     """Return the token that a key names, or else the default of the vocabulary's kind; None if there is none."""
     key = f"{AT}{name}_token_id"
-    if said.values.get(key) is not None:
-        return said.whole(key)
-    default = DEFAULTS.get(name) if said.text(f"{AT}model", "") == "llama" else None
-    return default if default is not None and default < len(said.items(f"{AT}tokens")) else None
+    if metadata.values.get(key) is not None:
+        return metadata.whole(key)
+    default = DEFAULTS.get(name) if metadata.text(f"{AT}model", "") == "llama" else None
+    return default if default is not None and default < len(metadata.items(f"{AT}tokens")) else None
 
 
-def _required(said: Members, name: str) -> int:
-    token = special_token(said, name)
+def _required(metadata: Members, name: str) -> int:
+    token = special_token(metadata, name)
     if token is None:
-        raise ModelRejected(f"{said.where}: {AT}{name}_token_id is missing")
+        raise ModelRejected(f"{metadata.where}: {AT}{name}_token_id is missing")
     return token

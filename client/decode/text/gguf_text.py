@@ -31,45 +31,45 @@ QWEN_2: Final = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 """The same of Qwen 2, where each digit is a word."""
 
 
-def gguf_tokenizer(said: Members, begin_token: int | None) -> Tokenizer:
+def gguf_tokenizer(metadata: Members, begin_token: int | None) -> Tokenizer:
     """Build the tokenizer that a file's metadata describes.
 
     Args:
-        said: The metadata.
+        metadata: The metadata.
         begin_token: Id of the token that begins each prompt; None without one.
 
     Raises ModelRejected if a key is missing, malformed or not supported.
     """
-    kind = said.text(f"{AT}model")
+    kind = metadata.text(f"{AT}model")
     # The two kinds of vocabularies that the supported families have.
     makers: dict[str, Callable[[Members, list[str]], LibraryTokenizer]] = {"gpt2": _byte_pairs, "llama": _pieces}
     if kind not in makers:
-        raise ModelRejected(f"{said.where}: {AT}model must be one of {', '.join(makers)}, not {quoted(kind)}")
+        raise ModelRejected(f"{metadata.where}: {AT}model must be one of {', '.join(makers)}, not {quoted(kind)}")
     # Tokens with an empty text get a made-up one, as in llama.cpp.
-    tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(said, "tokens"))]
+    tokens = [text or f"[EMPTY_{token}]" for token, text in enumerate(_texts(metadata, "tokens"))]
     if len(set(tokens)) < len(tokens):
         ((twice, _),) = Counter(tokens).most_common(1)
-        raise ModelRejected(f"{said.where}: {AT}tokens has {quoted(twice)} twice")
-    with rejected(ModelRejected, f"{said.where}: not a valid tokenizer"):
-        library = makers[kind](said, tokens)
-        _add_special(library, said, tokens)
-    return Tokenizer(library, begin_token, _chat_template(said, tokens), said.where)
+        raise ModelRejected(f"{metadata.where}: {AT}tokens has {quoted(twice)} twice")
+    with rejected(ModelRejected, f"{metadata.where}: not a valid tokenizer"):
+        library = makers[kind](metadata, tokens)
+        _add_special(library, metadata, tokens)
+    return Tokenizer(library, begin_token, _chat_template(metadata, tokens), metadata.where)
 
 
-def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
+def _byte_pairs(metadata: Members, tokens: list[str]) -> LibraryTokenizer:
     """Build a tokenizer of GPT-2's kind: bytes are written as letters, and pairs merge in the order of `merges`."""
-    kind = said.text(f"{AT}pre")
+    kind = metadata.text(f"{AT}pre")
     merges = []
-    for text in _texts(said, "merges"):
+    for text in _texts(metadata, "merges"):
         # A merge is two texts with a space between them; GPT-2's letters for bytes contain no space.
         left, _, right = text.partition(" ")
         if not left or not right:
             raise ModelRejected(
-                f"{said.where}: {AT}merges has {quoted(text)}, which must be two texts with a space between"
+                f"{metadata.where}: {AT}merges has {quoted(text)}, which must be two texts with a space between"
             )
         merges.append((left, right))
     if kind not in CUTS:
-        raise ModelRejected(f"{said.where}: {AT}pre must be one of {', '.join(CUTS)}, not {quoted(kind)}")
+        raise ModelRejected(f"{metadata.where}: {AT}pre must be one of {', '.join(CUTS)}, not {quoted(kind)}")
     numbers = {text: token for token, text in enumerate(tokens)}
     # Llama 3 does not merge a word that is a token as a whole.
     library = LibraryTokenizer(models.BPE(numbers, merges, ignore_merges=CUTS[kind] is _llama_3))
@@ -81,11 +81,11 @@ def _byte_pairs(said: Members, tokens: list[str]) -> LibraryTokenizer:
     return library
 
 
-def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
+def _pieces(metadata: Members, tokens: list[str]) -> LibraryTokenizer:
     """Build a tokenizer of SentencePiece's kind, like transformers' LlamaConverter: pieces merge by their scores."""
-    scores = said.items(f"{AT}scores")
+    scores = metadata.items(f"{AT}scores")
     if len(scores) != len(tokens):
-        raise ModelRejected(f"{said.where}: {AT}scores are {len(scores)}, tokens {len(tokens)}")
+        raise ModelRejected(f"{metadata.where}: {AT}scores are {len(scores)}, tokens {len(tokens)}")
     numbers = {text: token for token, text in enumerate(tokens)}
     # GGUF has no merges for this kind: every cut of a token into two tokens is one, ranked by the token's score.
     merges = [
@@ -98,45 +98,47 @@ def _pieces(said: Members, tokens: list[str]) -> LibraryTokenizer:
     merges.sort(key=lambda merge: (-merge[0], numbers[merge[1]], numbers[merge[2]]))
     # The file marks the unknown token by its type.
     unknown = next(
-        (text for text, kind in zip(tokens, said.items(f"{AT}token_type"), strict=False) if kind == UNKNOWN), None
+        (text for text, kind in zip(tokens, metadata.items(f"{AT}token_type"), strict=False) if kind == UNKNOWN), None
     )
     pairs = [(left, right) for _, left, right in merges]
     library = LibraryTokenizer(models.BPE(numbers, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     # A space is written as ▁, and texts begin with one unless the file says otherwise. Decoding reverses both.
-    begins_with_space = said.flag(f"{AT}add_space_prefix", True)
+    begins_with_space = metadata.flag(f"{AT}add_space_prefix", True)
     steps: list[Any] = [normalizers.Prepend("▁")] if begins_with_space else []
     library.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    decoder_tail: list[Any] = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *decoder_tail]
+    )
     return library
 
 
-def _add_special(library: LibraryTokenizer, said: Members, tokens: list[str]) -> None:
+def _add_special(library: LibraryTokenizer, metadata: Members, tokens: list[str]) -> None:
     """Register control tokens and user-defined tokens, so that their names in a text become those tokens."""
-    control = control_tokens(said)
-    kinds = said.items(f"{AT}token_type")[: len(tokens)]
+    control = control_tokens(metadata)
+    kinds = metadata.items(f"{AT}token_type")[: len(tokens)]
     # Tokens that a user added are text, but are matched as a whole before the model splits words.
     by_user = {token for token, kind in enumerate(kinds) if kind == USER_DEFINED}.difference(control)
     library.add_special_tokens([AddedToken(tokens[token], special=True, normalized=False) for token in control])
     library.add_tokens([AddedToken(tokens[token], special=False, normalized=False) for token in sorted(by_user)])
 
 
-def _chat_template(said: Members, tokens: list[str]) -> ChatTemplate | None:
-    source = said.text("tokenizer.chat_template", "")
+def _chat_template(metadata: Members, tokens: list[str]) -> ChatTemplate | None:
+    source = metadata.text("tokenizer.chat_template", "")
     if not source:
         return None
     # The template may refer to special tokens by name: bos_token and so on.
-    named = {}
+    templates = {}
     for name in ("bos", "eos", "unk", "pad"):
-        token = special_token(said, {"unk": "unknown", "pad": "padding"}.get(name, name))
-        named[f"{name}_token"] = tokens[token] if token is not None and 0 <= token < len(tokens) else ""
-    return ChatTemplate(source, named, said.where)
+        token = special_token(metadata, {"unk": "unknown", "pad": "padding"}.get(name, name))
+        templates[f"{name}_token"] = tokens[token] if token is not None and 0 <= token < len(tokens) else ""
+    return ChatTemplate(source, templates, metadata.where)
 
 
-def _texts(said: Members, key: str) -> list[str]:
-    texts = said.items(f"{AT}{key}")
+def _texts(metadata: Members, key: str) -> list[str]:
+    texts = metadata.items(f"{AT}{key}")
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise ModelRejected(f"{said.where}: {AT}{key} must be a list of texts")
+        raise ModelRejected(f"{metadata.where}: {AT}{key} must be a list of texts")
     return texts
 
 

@@ -43,7 +43,7 @@ GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
 }
 """llguidance's limits: of a grammar's compilation, of one mask, and of a grammar's states, of some 2 kB each."""
 
-MAX_WRITTEN_OUT: Final = 100_000
+MAX_EXPANDED_ITEMS: Final = 100_000
 """Most characters of a grammar's regular expressions, with their repetitions written out, and of its `minLength`s.
 
 Where only one text can follow, the library computes all of it for a mask, which its limits do not bound: without this
@@ -78,7 +78,7 @@ _COMBINING: Final = frozenset(
 _OF_MEMBERS: Final = frozenset({"anyOf", "patternProperties", "minProperties", "propertyNames", "dependentRequired"})
 """Keywords that, next to `properties`, are about members that it may not list."""
 
-_BESIDE_REF: Final = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
+_REF_SIBLINGS: Final = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
 """Keywords that add nothing to a `$ref`."""
 
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -102,20 +102,20 @@ _REGEX_PART: Final = re.compile(
 _VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
 """The flag by which a regular expression has comments, in which brackets mean nothing."""
 
-MAX_SAID_CHARACTERS: Final = 300
+MAX_ERROR_CHARACTERS: Final = 300
 """Most characters of the library's own message in an error."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return a grammar's rule for the JSON texts that a schema allows, with its objects closed (`closed`)."""
-    own = {name: value for name, value in closed(schema).items() if name != "x-guidance"}
-    return "%json " + json.dumps(own | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
+    members = {name: value for name, value in closed(schema).items() if name != "x-guidance"}
+    return "%json " + json.dumps(members | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def regex_rule(regex: str) -> str:
     """Return a grammar's rule for the texts that a regular expression matches as a whole, in the syntax of Rust's."""
     # Between slashes, a slash must be escaped, and a line ends the rule.
-    body = re.sub(r"\\[\s\S]|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), regex)
+    body = re.sub(r"\\[\s\S]|/|\n", lambda match: _ESCAPED.get(match[0], match[0]), regex)
     return f"/{body}/"
 
 
@@ -133,17 +133,17 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     a schema with keywords for which that would not hold is returned as it is.
     """
     # A copy: the template may show the same schema.
-    whole = json.loads(json.dumps(schema))
-    found: list[dict[str, Any]] = []
+    document = json.loads(json.dumps(schema))
+    objects: list[dict[str, Any]] = []
     # By a list and not by recursion: a tenant's schema may be nested deeply.
-    rest: list[Any] = [whole]
-    while rest:
-        part = rest.pop()
+    pending: list[Any] = [document]
+    while pending:
+        part = pending.pop()
         # true and false are schemas, too.
         if not isinstance(part, dict):
             continue
         listed = part.get("properties")
-        if part.keys() & _COMBINING or ("$ref" in part and part.keys() - _BESIDE_REF):
+        if part.keys() & _COMBINING or ("$ref" in part and part.keys() - _REF_SIBLINGS):
             return schema
         if isinstance(listed, dict) and "additionalProperties" not in part:
             required = part.get("required", [])
@@ -151,17 +151,17 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
                 return schema
             if not all(isinstance(name, str) and name in listed for name in required):
                 return schema
-            found.append(part)
+            objects.append(part)
         for name, value in part.items():
             if name in _MAPS and isinstance(value, dict):
-                rest += value.values()
+                pending += value.values()
             elif name in _LISTS and isinstance(value, list):
-                rest += value
+                pending += value
             elif name in _SCHEMAS:
-                rest.append(value)
-    for part in found:
+                pending.append(value)
+    for part in objects:
         part["additionalProperties"] = False
-    return dict(whole)
+    return dict(document)
 
 
 def check_grammar(text: str) -> None:
@@ -173,9 +173,9 @@ def check_grammar(text: str) -> None:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
     _check_work(text)
     library = _library()
-    said = library.LLMatcher.validate_grammar(text, None, limits=_limits())
-    if said and not said.startswith("WARNING"):
-        raise _refused(said)
+    error = library.LLMatcher.validate_grammar(text, None, limits=_limits())
+    if error and not error.startswith("WARNING"):
+        raise _refused(error)
 
 
 def grammar_digest(text: str) -> str:
@@ -253,9 +253,9 @@ class Grammars:
         model without a tokenizer.
         """
         key = tenant_id, text
-        if (known := self._compiled.get(key)) is not None:
+        if (grammar := self._compiled.get(key)) is not None:
             self._compiled.move_to_end(key)
-            return known.fork()
+            return grammar.fork()
         if self._library is None or (self._library.done() and self._library.exception() is not None):
             self._library = asyncio.create_task(self._load())
         # One load serves all callers, so a caller that is cancelled must not cancel it.
@@ -318,29 +318,29 @@ class Grammars:
 
 def _check_work(text: str) -> None:
     """Raise GrammarRefused for a grammar whose work llguidance's own limits would not bound."""
-    written_out: float = sum(_written_out(found[1]) for found in _REGEX_LINE.finditer(text))
+    expanded: float = sum(_expanded_items(match[1]) for match in _REGEX_LINE.finditer(text))
     remainders, multiple = 0, 1
     decoder = json.JSONDecoder()
-    for found in _SCHEMA.finditer(text):
+    for match in _SCHEMA.finditer(text):
         try:
-            rest: list[Any] = [decoder.raw_decode(text, found.end())[0]]
+            pending: list[Any] = [decoder.raw_decode(text, match.end())[0]]
         except (ValueError, RecursionError):
             # A part of a text that is no schema, or a schema that the library refuses.
             continue
         # All values, of whatever keyword: a `$ref` may refer to each of them.
-        while rest:
-            part = rest.pop()
+        while pending:
+            part = pending.pop()
             if isinstance(part, list):
-                rest += part
+                pending += part
             if not isinstance(part, dict):
                 continue
-            rest += part.values()
+            pending += part.values()
             expressions = [part.get("pattern")]
             if isinstance(listed := part.get("patternProperties"), dict):
                 expressions += listed
-            written_out += sum(_written_out(one) for one in expressions if isinstance(one, str))
+            expanded += sum(_expanded_items(one) for one in expressions if isinstance(one, str))
             if isinstance(length := part.get("minLength"), int | float):
-                written_out += max(length, 0)
+                expanded += max(length, 0)
             divisor = part.get("multipleOf")
             # A boolean is a number to Python, and the library refuses it.
             if isinstance(divisor, int | float) and not isinstance(divisor, bool) and 0 < abs(divisor) < inf:
@@ -352,14 +352,14 @@ def _check_work(text: str) -> None:
                     "the sum and the least common multiple of all multipleOf, without decimal points, must be at most "
                     f"{MAX_REMAINDERS:,}"
                 )
-    if written_out > MAX_WRITTEN_OUT:
+    if expanded > MAX_EXPANDED_ITEMS:
         raise _refused(
             "regular expressions with their repetitions written out, and minLength, must have at most "
-            f"{MAX_WRITTEN_OUT:,} characters in all"
+            f"{MAX_EXPANDED_ITEMS:,} characters in all"
         )
 
 
-def _written_out(regex: str) -> float:
+def _expanded_items(regex: str) -> float:
     """Return the number of characters of a regular expression with its repetitions written out; inf beyond the limit.
 
     The syntax is that of Rust's crate regex. An expression that is wrong has any number: the library refuses it.
@@ -370,8 +370,8 @@ def _written_out(regex: str) -> float:
     # `last` are of the part that a repetition would repeat.
     outer: list[int] = []
     total = last = depth = 0
-    for found in _REGEX_PART.finditer(regex):
-        part = found[0]
+    for match in _REGEX_PART.finditer(regex):
+        part = match[0]
         if part[0] == "[":
             depth += 1
         elif depth:
@@ -385,15 +385,15 @@ def _written_out(regex: str) -> float:
             total = last = 0
         elif part == ")" and outer:
             total, last = outer.pop() + total, total
-        elif found[1] or found[2]:
-            times = found[2] or found[1]
-            if len(times.lstrip("0")) > len(str(MAX_WRITTEN_OUT)):
+        elif match[1] or match[2]:
+            times = match[2] or match[1]
+            if len(times.lstrip("0")) > len(str(MAX_EXPANDED_ITEMS)):
                 return inf
-            more = last * (max(int(times), 1) - 1)
-            total, last = total + more, last + more
+            extra = last * (max(int(times), 1) - 1)
+            total, last = total + extra, last + extra
         elif part not in "*+?":
             total, last = total + 1, 1
-        if total > MAX_WRITTEN_OUT:
+        if total > MAX_EXPANDED_ITEMS:
             return inf
     return total + sum(outer)
 
@@ -426,8 +426,8 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes | str) -> list[int]:
-        said = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(said, begins=False)
+        decoded = text.decode(errors="replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(decoded, begins=False)
 
 
 def _next_mask(matcher: Any, token: int, words: int) -> NDArray[np.uint32]:
@@ -447,8 +447,8 @@ def _mask(matcher: Any, words: int) -> NDArray[np.uint32]:
     return mask
 
 
-def _refused(said: str) -> GrammarRefused:
-    text = " ".join(said.replace("<non-verbose/>", "").split())[:MAX_SAID_CHARACTERS]
+def _refused(reason: str) -> GrammarRefused:
+    text = " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARACTERS]
     return GrammarRefused(f"the schema or grammar can't be followed: {text}")
 
 

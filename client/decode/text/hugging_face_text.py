@@ -14,7 +14,7 @@ from gpulease.client.decode.checked_file import (
     rejected,
 )
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.file_keys import judged
+from gpulease.client.decode.file_keys import used_members
 from gpulease.client.decode.text.chat_template import ChatTemplate
 from gpulease.client.decode.text.tokenizer import Tokenizer, library_tokenizer
 from gpulease.client.decode.text.tokenizer_keys import MODEL_KEYS, SETTINGS_KEYS, TOKENIZER_KEYS
@@ -62,27 +62,27 @@ def folder_begin_token(folder: Path) -> int | None:
     path = folder / TOKENIZER
     if not path.exists():
         return None
-    said = judged(Members(json_object(read_bytes(path, MAX_TOKENIZER_BYTES), path), str(path)), TOKENIZER_KEYS)
-    if (model := said.object("model")) is not None:
-        judged(model, MODEL_KEYS)
+    members = used_members(Members(json_object(read_bytes(path, MAX_TOKENIZER_BYTES), path), str(path)), TOKENIZER_KEYS)
+    if (model := members.object("model")) is not None:
+        used_members(model, MODEL_KEYS)
     settings = _settings(folder)
-    _check_prefix_space(said, settings)
+    _check_prefix_space(members, settings)
     # The setting wins only for the classes that rebuild the post-processor.
     obeys = settings.text("tokenizer_class", "") in BEGINNING_CLASSES
     if settings.values.get("add_bos_token") is None or not obeys:
-        return _processor_token(said)
+        return _processor_token(members)
     if not settings.flag("add_bos_token", False):
         return None
     text = _token_text(settings.values.get("bos_token"))
     # The settings name a text; the vocabulary has its id.
-    token = _find_token(said, text)
+    token = _find_token(members, text)
     if token is None:
         raise ModelRejected(f"{settings.where}: add_bos_token is true, but bos_token {quoted(text)} is not a token")
     return token
 
 
-def _processor_token(said: Members) -> int | None:
-    step = said.object("post_processor")
+def _processor_token(members: Members) -> int | None:
+    step = members.object("post_processor")
     if step is None:
         return None
     steps = [step]
@@ -104,8 +104,13 @@ def _template_token(template: Members) -> int | None:
     pieces = template.items("single")
     names = [piece["SpecialToken"].get("id") for piece in pieces if _has_object(piece, "SpecialToken")]
     is_behind = bool(pieces) and _has_object(pieces[-1], "SpecialToken")
-    known = template.object("special_tokens")
-    ids = [token for name in names if (one := known and known.object(str(name))) for token in one.tokens("ids")]
+    special_tokens = template.object("special_tokens")
+    ids = [
+        token
+        for name in names
+        if (one := special_tokens and special_tokens.object(str(name)))
+        for token in one.tokens("ids")
+    ]
     if len(pieces) != len(names) + 1 or is_behind or len(ids) != len(names) or len(ids) > 1:
         raise ModelRejected(
             f"{template.where}: single is {quoted_value(pieces)}; the engine puts at most one token before a text, "
@@ -118,35 +123,35 @@ def _has_object(piece: Any, key: str) -> bool:
     return isinstance(piece, dict) and isinstance(piece.get(key), dict)
 
 
-def _find_token(said: Members, text: str) -> int | None:
-    added = [one for one in said.items("added_tokens") if isinstance(one, dict) and one.get("content") == text]
-    model = said.object("model")
+def _find_token(members: Members, text: str) -> int | None:
+    added = [one for one in members.items("added_tokens") if isinstance(one, dict) and one.get("content") == text]
+    model = members.object("model")
     vocabulary = model.values.get("vocab") if model else None
-    found = added[0].get("id") if added else vocabulary.get(text) if isinstance(vocabulary, dict) else None
-    return found if isinstance(found, int) else None
+    token = added[0].get("id") if added else vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return token if isinstance(token, int) else None
 
 
-def _check_prefix_space(said: Members, settings: Members) -> None:
+def _check_prefix_space(members: Members, settings: Members) -> None:
     """Raise ModelRejected if the settings and tokenizer.json disagree on a space before a text."""
-    wanted = settings.values.get("add_prefix_space")
-    if wanted is None:
+    expected = settings.values.get("add_prefix_space")
+    if expected is None:
         return
     # Search the nested sequences of steps for one that prepends a space. Three kinds of steps can.
-    left, puts = [said.values.get("pre_tokenizer"), said.values.get("normalizer")], False
-    while left:
+    pending, adds_space = [members.values.get("pre_tokenizer"), members.values.get("normalizer")], False
+    while pending:
         # A work list instead of recursion: files may nest steps deeply.
-        match left.pop():
+        match pending.pop():
             case list(items):
-                left += items
+                pending += items
             case {"type": "Metaspace", **rest}:
-                puts |= rest.get("prepend_scheme", "always") != "never"
+                adds_space |= rest.get("prepend_scheme", "always") != "never"
             case {"type": "Prepend", "prepend": "▁"} | {"type": "ByteLevel", "add_prefix_space": True}:
-                puts = True
+                adds_space = True
             case dict(step):
-                left += step.values()
-    if settings.flag("add_prefix_space", puts) is not puts:
+                pending += step.values()
+    if settings.flag("add_prefix_space", adds_space) is not adds_space:
         raise ModelRejected(
-            f"{settings.where}: add_prefix_space is {wanted}, but {said.where} differs",
+            f"{settings.where}: add_prefix_space is {expected}, but {members.where} differs",
             "Save the tokenizer again: tokenizer.save_pretrained",
         )
 
@@ -157,9 +162,9 @@ def _settings(folder: Path) -> Members:
     values = json_object(read_bytes(path, MAX_JSON_BYTES), path) if path.exists() else {}
     legacy = folder / SPECIAL_TOKENS
     if "added_tokens_decoder" not in values and legacy.exists():
-        said = {key: value for key, value in values.items() if value is not None}
-        values = json_object(read_bytes(legacy, MAX_JSON_BYTES), legacy) | said
-    return judged(Members(values, str(path)), SETTINGS_KEYS)
+        members = {key: value for key, value in values.items() if value is not None}
+        values = json_object(read_bytes(legacy, MAX_JSON_BYTES), legacy) | members
+    return used_members(Members(values, str(path)), SETTINGS_KEYS)
 
 
 def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
@@ -168,21 +173,21 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
     # match.
     entries = settings.object("added_tokens_decoder")
     numbered = sorted((int(number), one) for number, one in (entries.values if entries else {}).items())
-    known = {repr(token) for token in library.get_added_tokens_decoder().values()}
+    added = {repr(token) for token in library.get_added_tokens_decoder().values()}
     for number, one in numbered:
         token = _added_token(one)
-        if repr(token) not in known:
+        if repr(token) not in added:
             library.add_special_tokens([token]) if token.special else library.add_tokens([token])
         if library.token_to_id(token.content) != number:
             where = f"{settings.where}: added_tokens_decoder"
             raise ModelRejected(f"{where} has {quoted(token.content)} as {number}, but tokenizer.json differs")
     # Then those without a number: bos_token and so on, and the lists of additional ones.
-    named = [value for key, value in settings.values.items() if key.endswith("_token") and _token_text(value)]
+    special = [value for key, value in settings.values.items() if key.endswith("_token") and _token_text(value)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = settings.values.get(key) or []
-        named += more.values() if isinstance(more, dict) else more
-    there = {token.content for token in library.get_added_tokens_decoder().values()}
-    missing = [_added_token(value) for value in named if _token_text(value) not in there]
+        additional = settings.values.get(key) or []
+        special += additional.values() if isinstance(additional, dict) else additional
+    contents = {token.content for token in library.get_added_tokens_decoder().values()}
+    missing = [_added_token(value) for value in special if _token_text(value) not in contents]
     library.add_special_tokens(missing)
 
 
@@ -193,22 +198,22 @@ def _added_token(value: Any) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(value["content"], **flags)
 
 
-def _chat_template(folder: Path, said: Members) -> ChatTemplate | None:
-    path, source = folder / TEMPLATE, said.values.get("chat_template")
+def _chat_template(folder: Path, members: Members) -> ChatTemplate | None:
+    path, source = folder / TEMPLATE, members.values.get("chat_template")
     if path.exists():
         source = _text(read_bytes(path, MAX_JSON_BYTES), path)
     elif isinstance(source, list):
         # Several named templates; a plain chat uses the default one.
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        path, source = folder / SETTINGS, named.get("default")
+        templates = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        path, source = folder / SETTINGS, templates.get("default")
     if source is None:
         return None
     if not isinstance(source, str):
-        raise ModelRejected(f"{said.where}: chat_template must be a string")
+        raise ModelRejected(f"{members.where}: chat_template must be a string")
     tokens = {
-        key: text for key, value in said.values.items() if key.endswith("_token") and (text := _token_text(value))
+        key: text for key, value in members.values.items() if key.endswith("_token") and (text := _token_text(value))
     }
-    return ChatTemplate(source, tokens, str(path if path.exists() else said.where))
+    return ChatTemplate(source, tokens, str(path if path.exists() else members.where))
 
 
 def _token_text(value: Any) -> str:

@@ -34,22 +34,22 @@ class NamedPrefix:
     token_ids: tuple[int, ...] = ()
 
 
-def shared_prefixes(named: Iterable[NamedPrefix], tokenizer: "Tokenizer", context: int) -> tuple[SharedPrefix, ...]:
+def shared_prefixes(prefixes: Iterable[NamedPrefix], tokenizer: "Tokenizer", context: int) -> tuple[SharedPrefix, ...]:
     """Return the prefixes with their tokens, read as prompts of a model with `context` positions are.
 
     Raises ModelRejected, which names the prefix, for one that is too short or too long, or that the model's template
     refuses.
     """
     reader = PromptReader(tokenizer, context)
-    found = []
-    for prefix in named:
+    shared = []
+    for prefix in prefixes:
         try:
-            found.append(SharedPrefix(prefix.name, tuple(_tokens(prefix, reader))))
+            shared.append(SharedPrefix(prefix.name, tuple(_tokens(prefix, reader))))
         except ValueError as error:
             raise ModelRejected(str(error)) from None
         except RequestRejected as error:
             raise ModelRejected(f"prefix {prefix.name}: {error}") from None
-    return tuple(found)
+    return tuple(shared)
 
 
 def _tokens(prefix: NamedPrefix, reader: PromptReader) -> Sequence[int]:

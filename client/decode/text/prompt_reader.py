@@ -29,8 +29,10 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         """Prepare to read. Args: context: Positions of a sequence."""
         # The proven limit if the tokenizer has one, otherwise only the general limit applies.
-        most = tokenizer.most_bytes_per_token
-        self.max_text_bytes = MAX_TEXT_BYTES if most is None else min(MAX_TEXT_BYTES, context * most)
+        bytes_per_token = tokenizer.most_bytes_per_token
+        self.max_text_bytes = (
+            MAX_TEXT_BYTES if bytes_per_token is None else min(MAX_TEXT_BYTES, context * bytes_per_token)
+        )
         self._tokenizer, self._context = tokenizer, context
 
     @property
@@ -95,10 +97,10 @@ class PromptReader:
             raise _too_large(f"the prompt has {len(tokens)} tokens; the model's context has {self._context}")
         return list(tokens)
 
-    def _check_bytes(self, size: int, what: str) -> None:
+    def _check_bytes(self, size: int, label: str) -> None:
         if size > self.max_text_bytes:
             raise _too_large(
-                f"{what} has {size:,} bytes of text; the model's context of {self._context:,} tokens has"
+                f"{label} has {size:,} bytes of text; the model's context of {self._context:,} tokens has"
                 f" {self.max_text_bytes:,} at most"
             )
 

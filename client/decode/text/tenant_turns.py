@@ -12,9 +12,9 @@ class TenantTurns(Generic[Job]):
     The number of jobs of a tenant that are under way is limited. At the limit, other tenants get its turns.
     """
 
-    def __init__(self, most_at_once: int) -> None:
+    def __init__(self, max_concurrent: int) -> None:
         """Args: most_at_once: Most jobs of one tenant that are under way at the same time."""
-        self._most_at_once = most_at_once
+        self._max_concurrent = max_concurrent
         self._queues: dict[str, deque[Job]] = {}
         self._under_way: Counter[str] = Counter()
 
@@ -35,7 +35,7 @@ class TenantTurns(Generic[Job]):
         """Remove and return the next job, which is then under way; None if no tenant may have another."""
         # In the order of the round: the first tenant that is below its limit has the turn.
         for tenant_id, queue in self._queues.items():
-            if self._under_way[tenant_id] < self._most_at_once:
+            if self._under_way[tenant_id] < self._max_concurrent:
                 job = queue.popleft()
                 # The tenant goes to the end of the round. A dict keeps its keys in the order of insertion.
                 del self._queues[tenant_id]

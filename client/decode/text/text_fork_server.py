@@ -35,7 +35,7 @@ from gpulease.client.decode.text.tokenizer import Tokenizer
 MAX_PACKET_BYTES: Final = 4096
 """Most bytes of a packet that CONTROL receives."""
 
-MAX_SAID_CHARACTERS: Final = 600
+MAX_ERROR_CHARACTERS: Final = 600
 """Most characters of an error in a packet, where JSON may take 6 bytes for each."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
@@ -65,7 +65,7 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
     try:
         reader = PromptReader(Tokenizer.of_values(values), context)
     except ModelRejected as error:
-        control.send(json.dumps({"rejected": str(error)[:MAX_SAID_CHARACTERS]}).encode())
+        control.send(json.dumps({"rejected": str(error)[:MAX_ERROR_CHARACTERS]}).encode())
         return
     del values
     # Exempt all existing objects from collection: a collection would write to their pages, and end their sharing with
@@ -97,7 +97,7 @@ class _ForkServer:
                 with contextlib.suppress(BlockingIOError):
                     bell.recv(MAX_PACKET_BYTES)
                 self._report_ends()
-            if self._control in ready and not self._obey([selector, bell, ring]):
+            if self._control in ready and not self._handle([selector, bell, ring]):
                 break
         # CONTROL is closed: the decode server has ended, or no longer needs the workers.
         for pid in self._numbers:
@@ -108,21 +108,21 @@ class _ForkServer:
     def _report_ends(self) -> None:
         for pid, number in list(self._numbers.items()):
             # One signal may stand for several workers, so check all of them.
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
                 del self._numbers[pid]
-                self._tell(ended=number, status=status)
+                self._send(ended=number, status=status)
 
-    def _obey(self, own: list[Any]) -> bool:
+    def _handle(self, own_fds: list[Any]) -> bool:
         """Obey one packet. Returns False when CONTROL is closed."""
         # An empty packet is the end of the socket: the decode server never sends one.
         packet, sockets, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
         if not packet:
             return False
-        asked = json.loads(packet)
-        if "kill" in asked:
+        request = json.loads(packet)
+        if "kill" in request:
             # The pid can't belong to another process: it is free for reuse only after waitpid, which removes it here.
-            for pid in [pid for pid, number in self._numbers.items() if number == asked["kill"]]:
+            for pid in [pid for pid, number in self._numbers.items() if number == request["kill"]]:
                 os.kill(pid, signal.SIGKILL)
             return True
         # Taken before the fork, so that the worker can recognise whether its parent is still this process.
@@ -131,19 +131,19 @@ class _ForkServer:
             pid = os.fork()
         except OSError as error:
             os.close(sockets[0])
-            self._tell(failed=asked["fork"], why=str(error))
+            self._send(failed=request["fork"], why=str(error))
             return True
         # In the worker: close the fork server's descriptors, and never return to its loop.
         if not pid:
-            for thing in (*own, self._control):
+            for thing in (*own_fds, self._control):
                 thing.close()
             _work(socket.socket(fileno=sockets[0]), self._reader, self._limits, server)
         os.close(sockets[0])
-        self._numbers[pid] = asked["fork"]
-        self._tell(forked=asked["fork"])
+        self._numbers[pid] = request["fork"]
+        self._send(forked=request["fork"])
         return True
 
-    def _tell(self, **packet: Any) -> None:
+    def _send(self, **packet: Any) -> None:
         self._control.send(json.dumps(packet).encode())
 
 
@@ -158,7 +158,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:
             # Limits apply before the first byte of a tenant is read.
-            kept = _confine(limits)
+            limits_set = _confine(limits)
             while job := _receive(jobs):
                 # Each job gets its own time, however much earlier ones have used.
                 _give_processor_time(limits)
@@ -166,7 +166,7 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
                 del job
                 # After a failure, or with too much memory kept, the worker's state is in doubt: a new one takes its
                 # place.
-                is_last = "failed" in answer or _memory_bytes() > kept
+                is_last = "failed" in answer or _memory_bytes() > limits_set
                 jobs.sendall(framed(answer | {"is_last": is_last}))
                 if is_last:
                     break
@@ -234,12 +234,12 @@ def _receive(jobs: socket.socket) -> bytes:
 def _exactly(jobs: socket.socket, size: int) -> bytes:
     # The frame's size is bounded by the server, which made it.
     data = bytearray(size)
-    view, got = memoryview(data), 0
-    while got < size:
-        count = jobs.recv_into(view[got:])
+    view, received = memoryview(data), 0
+    while received < size:
+        count = jobs.recv_into(view[received:])
         if not count:
             return b""
-        got += count
+        received += count
     return bytes(data)
 
 

@@ -204,11 +204,11 @@ class TextProcesses:
             self._log.error("text_failed", tenant=job.tenant_id, cause=str(answer["failed"]))
             _fail(job, TextProcessesFailed("a text could not be read; the server's log says more"))
         else:
-            await self._take_end(worker, job)
+            await self._on_worker_end(worker, job)
         self._replace(worker)
         return None
 
-    async def _take_end(self, worker: ForkedWorker, job: _Job) -> None:
+    async def _on_worker_end(self, worker: ForkedWorker, job: _Job) -> None:
         """Find out why a worker ended during a job: refuse the job, or queue it again."""
         if self._server is not None:
             self._server.kill(worker)
@@ -229,9 +229,9 @@ class TextProcesses:
         else:
             self._refuse(job, f"ended the process that read it, {job.tries} times", "process")
 
-    def _refuse(self, job: _Job, why: str, limit: str) -> None:
-        self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {why}")
-        _fail(job, TextNotRead(f"the prompt can't be read: it {why}", limit))
+    def _refuse(self, job: _Job, reason: str, limit: str) -> None:
+        self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {reason}")
+        _fail(job, TextNotRead(f"the prompt can't be read: it {reason}", limit))
 
     def _replace(self, worker: ForkedWorker | None) -> None:
         self.replaced += 1
@@ -244,11 +244,11 @@ class TextProcesses:
     async def _fork(self) -> ForkedWorker:
         """Fork a worker, from a new fork server if the last one has ended. Raises TextProcessesFailed."""
         try:
-            return await (await self._server_now()).fork()
+            return await (await self._running_server()).fork()
         except OSError as error:
             raise TextProcessesFailed(f"the processes that read texts can't be started: {error}") from None
 
-    async def _server_now(self) -> ForkServer:
+    async def _running_server(self) -> ForkServer:
         async with self._starting:
             if self._server is None or not self._server.is_alive:
                 if self._server is not None:

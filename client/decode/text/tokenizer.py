@@ -116,10 +116,10 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for; b"" for a special one and for one outside of `vocabulary`."""
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._find_bytes(token)
-        return known
+        cached = self._bytes.get(token)
+        if cached is None:
+            cached = self._bytes[token] = self._find_bytes(token)
+        return cached
 
     @property
     def special_tokens(self) -> dict[int, str]:
@@ -208,6 +208,6 @@ def _decoder_steps(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     """Return the steps of the library's decoder, with a sequence flattened."""
     if library.decoder is None:
         return []
-    said = json.loads(library.decoder.__getstate__())
-    steps: list[dict[str, Any]] = said.get("decoders", [said])
+    decoder = json.loads(library.decoder.__getstate__())
+    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
     return steps

@@ -277,10 +277,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_500, help=f"steps of {BATCH} rows of {CONTEXT} tokens")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after these, before all steps")
     parser.add_argument("--to", type=Path, default=Path(__file__).parent, help="the folder to write")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     texts = topics()
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-    print(f"python {platform.python_version()}, jax {jax.__version__}, steps {asked.steps:,} of {BATCH} x {CONTEXT}")
+    print(
+        f"python {platform.python_version()}, jax {jax.__version__}, steps {arguments.steps:,} of {BATCH} x {CONTEXT}"
+    )
     print(f"text: {len(texts)} topics, {sum(map(len, texts)):,} characters, sha256 {digest}")
     # The last texts are for validation, so neither the tokenizer nor the weights see them.
     ends = np.cumsum([len(text) for text in texts])
@@ -289,10 +291,10 @@ def main() -> None:
     training, validation = tokens_of(tokenizer, texts[:cut]), tokens_of(tokenizer, texts[cut:])
     characters = sum(map(len, texts[cut:])) / len(validation)
     print(f"tokens: {len(training):,} to train on, {len(validation):,} to validate, {characters:.2f} characters each")
-    weights = train(training, validation, asked.steps, asked.seconds)
+    weights = train(training, validation, arguments.steps, arguments.seconds)
     # Report the loss of the weights that are written, which bf16 has rounded.
     rounded = {name: weight.astype(jnp.bfloat16) for name, weight in weights.items()}
-    write(asked.to, rounded, tokenizer)
+    write(arguments.to, rounded, tokenizer)
     last = mean_loss({name: weight.astype(jnp.float32) for name, weight in rounded.items()}, validation)
     print(f"validation loss of the weights in bf16 {last:.4f} ({last / math.log(2) / characters:.3f} bits a character)")
 

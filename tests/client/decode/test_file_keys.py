@@ -26,7 +26,7 @@ from gpulease.client.decode.checkpoint.hugging_face_keys import (
 )
 from gpulease.client.decode.checkpoint.quantized_weights import quantization_of
 from gpulease.client.decode.decode_errors import ModelRejected
-from gpulease.client.decode.file_keys import Effect, KeyTable, find_key, judged
+from gpulease.client.decode.file_keys import Effect, KeyTable, find_key, used_members
 from gpulease.client.decode.model_config import Family
 from gpulease.client.decode.text.gguf_special_tokens import CONTROL
 from gpulease.client.decode.text.gguf_text import gguf_tokenizer
@@ -377,7 +377,7 @@ PIECES: Final = {
 def load_gguf(said: Said) -> Any:
     members = Members({key: value for key, value in said.items() if value is not None}, "a.gguf")
     config = gguf_config(members, 1000, is_tied=True)
-    return config, load_text(gguf_tokenizer(judged(members, GGUF_KEYS[Family.QWEN3]), config.begin_token))
+    return config, load_text(gguf_tokenizer(used_members(members, GGUF_KEYS[Family.QWEN3]), config.begin_token))
 
 
 def architecture(**said: Any) -> tuple[Said, Said]:
@@ -493,7 +493,7 @@ def test_an_unknown_key_is_logged_and_changes_nothing(name: str, caplog: pytest.
 def test_a_file_s_unknown_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gpulease.decode"):
         for _ in range(2):
-            judged(Members({"odd": 7}, "generation_config.json of this test"), GENERATION_KEYS)
+            used_members(Members({"odd": 7}, "generation_config.json of this test"), GENERATION_KEYS)
     assert len(caplog.records) == 1
 
 
@@ -501,14 +501,14 @@ def test_advice_is_logged_once_with_its_value(caplog: pytest.LogCaptureFixture) 
     said = {"temperature": 1.0, "top_k": 20, "repetition_penalty": 1.05}
     with caplog.at_level(logging.WARNING, "gpulease.decode"):
         for _ in range(2):
-            judged(Members(said, "generation_config.json of this test"), GENERATION_KEYS)
+            used_members(Members(said, "generation_config.json of this test"), GENERATION_KEYS)
     (record,) = caplog.records
     assert record.getMessage().endswith("this advice is left out: top_k '20', repetition_penalty '1.05'")
 
 
 def test_a_file_of_many_unknown_keys_makes_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gpulease.decode"):
-        judged(Members({f"{'x' * 500}{n}": n for n in range(500)}, "many keys"), GENERATION_KEYS)
+        used_members(Members({f"{'x' * 500}{n}": n for n in range(500)}, "many keys"), GENERATION_KEYS)
     (record,) = caplog.records
     assert len(record.getMessage()) < 4000
     assert record.getMessage().endswith(" and 480 more")

@@ -39,7 +39,7 @@ class FrontProtocolError(GpuLeaseError):
     default_hint = "Restart the server: its processes are of different versions, or a front was taken over"
 
 
-class TakePlace(msgspec.Struct, tag="take_place", frozen=True):
+class PlaceRequest(msgspec.Struct, tag="take_place", frozen=True):
     """A tenant's request begins, before its body is read."""
 
     number: int
@@ -86,7 +86,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """What a front needs to know.
 
     Attributes:
-        model_path: The only model, for its tokenizer; "" on a server of many, where `Begun` has it.
+        model_path: The only model, for its tokenizer; "" on a server of many, where `RequestSubmitted` has it.
         tenant_keys: The sha256 of each tenant's key, by tenant.
         host_names: Further names of the server.
         cors_origins: Origins of pages that may call it from a browser.
@@ -135,7 +135,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: int
 
 
-class Begun(msgspec.Struct, tag="begun", frozen=True):
+class RequestSubmitted(msgspec.Struct, tag="begun", frozen=True):
     """A request was submitted.
 
     Attributes:
@@ -189,8 +189,8 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     ends: list[End]
 
 
-FromFront = TakePlace | Begin | Cancel | Drop | FrontReady
-ToFront = Welcome | Placed | Loading | FrontRefused | Begun | Step
+FromFront = PlaceRequest | Begin | Cancel | Drop | FrontReady
+ToFront = Welcome | Placed | Loading | FrontRefused | RequestSubmitted | Step
 
 Message = TypeVar("Message")
 _ENCODER: Final = msgspec.msgpack.Encoder()

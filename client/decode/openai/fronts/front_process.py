@@ -77,8 +77,8 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     source = FrontSource(reader, writer, tokenizers.of, has_many=not welcome.model_path)
     face = OpenAiFace(source, distinct_keys(welcome.tenant_keys))
     # All else is the decoder's process's: the page, metrics, health, the model's description.
-    own = [*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))]
-    app = Starlette(routes=own, exception_handlers=ERROR_REPLIES, middleware=browsers_of(welcome.cors_origins))
+    routes = [*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))]
+    app = Starlette(routes=routes, exception_handlers=ERROR_REPLIES, middleware=browsers_of(welcome.cors_origins))
 
     def on_begin(_: object) -> None:
         writer.write(frame(FrontReady()))
@@ -89,9 +89,9 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
         os._exit(LOST)
 
     receiving = asyncio.create_task(receive())
-    known = known_hosts(listening, welcome.host_names, welcome.cors_origins)
+    hosts = known_hosts(listening, welcome.host_names, welcome.cors_origins)
     await serve_within(
-        app, listening, hosts=known, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
+        app, listening, hosts=hosts, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
     )
     # The streams are over. The task must not see the end of the connection, which would be a failure.
     receiving.cancel()

@@ -21,7 +21,6 @@ from gpulease.client.decode.held_hangups import hangups_held
 from gpulease.client.decode.openai.completion_intake import Submitted, reply_to_error
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
-    Begun,
     Cancel,
     Drop,
     End,
@@ -31,11 +30,12 @@ from gpulease.client.decode.openai.fronts.front_messages import (
     FrontRefused,
     Loading,
     Placed,
+    PlaceRequest,
+    RequestSubmitted,
     Reuse,
     Sequence,
     SequenceTokens,
     Step,
-    TakePlace,
     ToFront,
     Welcome,
     frame,
@@ -96,8 +96,8 @@ class FrontConnection:
 
     async def receive(self, message: FromFront) -> None:
         """Act on a message. Raises FrontProtocolError for one that a front never sends."""
-        if isinstance(message, TakePlace):
-            await self._take_place(message)
+        if isinstance(message, PlaceRequest):
+            await self._acquire_place(message)
         elif isinstance(message, Begin):
             request = self._requests.get(message.number)
             # Only once, and only with a place.
@@ -118,7 +118,7 @@ class FrontConnection:
         for number in list(self._requests):
             await self._drop(number)
 
-    async def _take_place(self, message: TakePlace) -> None:
+    async def _acquire_place(self, message: PlaceRequest) -> None:
         # Numbers rise, so one message can't take over another request's state.
         if message.number <= self._last_number or not self._models.has_tenant(message.tenant):
             raise FrontProtocolError(f"request {message.number} of {message.tenant!r} can't begin")
@@ -127,11 +127,11 @@ class FrontConnection:
         self._last_number = message.number
         place = AsyncExitStack()
         try:
-            taken = await place.enter_async_context(self._models.place(message.tenant))
+            request_place = await place.enter_async_context(self._models.place(message.tenant))
         except Exception as error:
             self._refuse(message.number, error, message.tenant, "")
             return
-        self._requests[message.number] = _FrontRequest(message.tenant, place, taken)
+        self._requests[message.number] = _FrontRequest(message.tenant, place, request_place)
         self._send(Placed(message.number))
 
     async def _begin(self, request: _FrontRequest, message: Begin) -> None:
@@ -148,7 +148,7 @@ class FrontConnection:
             self._refuse(message.number, error, request.tenant, message.request_id)
             return
         request.generations = dict(enumerate(submitted.generations))
-        self._send(_begun(message.number, packed(answer), submitted, request.taken.path()))
+        self._send(_submitted_message(message.number, packed(answer), submitted, request.taken.path()))
         # Behind Begun: some may have tokens already.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
@@ -173,17 +173,17 @@ class FrontConnection:
             request = self._requests.get(number)
             if request is None:
                 continue
-            taken = generation.take()
+            emitted = generation.take()
             # A prompt's scores are complete when its first token comes, and are sent with it.
-            if taken and len(taken) == len(generation.tokens):
+            if emitted and len(emitted) == len(generation.tokens):
                 if generation.reused_tokens:
                     reuses.append(Reuse(number, sequence, generation.reused_tokens))
                 if generation.prompt_scores:
                     scores.append(
                         SequenceTokens(number, sequence, [scored.parts for scored in generation.prompt_scores])
                     )
-            if taken:
-                tokens.append(SequenceTokens(number, sequence, taken))
+            if emitted:
+                tokens.append(SequenceTokens(number, sequence, emitted))
             if generation.is_ended:
                 ends.append(self._end(number, sequence, request, generation))
         self._send(Step(reuses, scores, tokens, ends))
@@ -195,8 +195,8 @@ class FrontConnection:
         reason = None if generation.reason is None else generation.reason.value
         if generation.error is None:
             return End(number, sequence, reason, None)
-        known = reply_to_error(generation.error, self._models.log, request.tenant, request.request_id)
-        return End(number, sequence, reason, known.parts)
+        reply = reply_to_error(generation.error, self._models.log, request.tenant, request.request_id)
+        return End(number, sequence, reason, reply.parts)
 
     async def _drop(self, number: int) -> None:
         request = self._requests.pop(number, None)
@@ -211,17 +211,17 @@ class FrontConnection:
             generation.cancel()
 
     def _refuse(self, number: int, error: Exception, tenant: str, request_id: str) -> None:
-        known = reply_to_error(error, self._models.log, tenant, request_id)
-        self._send(FrontRefused(number, known.parts))
+        reply = reply_to_error(error, self._models.log, tenant, request_id)
+        self._send(FrontRefused(number, reply.parts))
 
 
-def _begun(number: int, answer: bytes, submitted: Submitted, path: str) -> Begun:
+def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: str) -> RequestSubmitted:
     # The sequences are in the order of their prompts, as many for each.
     sequences = tuple(
-        Sequence(place // submitted.asked.tries, its.sampling.seed, its.max_emitted_tokens)
+        Sequence(place // submitted.request.tries, its.sampling.seed, its.max_emitted_tokens)
         for place, its in enumerate(generation.request for generation in submitted.generations)
     )
-    return Begun(number, answer, sequences, tuple(submitted.end_tokens), submitted.model, path)
+    return RequestSubmitted(number, answer, sequences, tuple(submitted.end_tokens), submitted.model, path)
 
 
 # --- the processes ---

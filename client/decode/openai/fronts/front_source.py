@@ -13,15 +13,15 @@ from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_intake import QueuePlace, Submitted
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
-    Begun,
     Cancel,
     Drop,
     FrontProtocolError,
     FrontRefused,
     Loading,
     Placed,
+    PlaceRequest,
+    RequestSubmitted,
     Step,
-    TakePlace,
     ToFront,
     frame,
     read_to_front,
@@ -75,7 +75,7 @@ class FrontSource:
         self._number += 1
         number = self._number
         try:
-            await self._request(number, TakePlace(number, tenant))
+            await self._request(number, PlaceRequest(number, tenant))
             yield _FrontPlace(self, number, tenant)
         except BaseException:
             # Refused, or its caller is gone: the other side forgets it, if it has not done so.
@@ -98,13 +98,13 @@ class FrontSource:
         self._tenants[number], self._on_loading[number] = (tenant, request_id), on_loading
         message = Begin(number, body, is_chat, request_id, route.model or "", bool(route.stream))
         try:
-            begun = await self._request(number, message)
+            submitted = await self._request(number, message)
         finally:
             self._tenants.pop(number, None)
             self._on_loading.pop(number, None)
-        if not isinstance(begun, Submitted):
+        if not isinstance(submitted, Submitted):
             raise FrontProtocolError(f"request {number} got a place twice")
-        return begun
+        return submitted
 
     async def run(self) -> None:
         """Receive messages until the decoder's process closes the connection."""
@@ -137,20 +137,20 @@ class FrontSource:
             waiter = self._waiters.pop(message.number, None)
             if waiter is not None and not waiter.done():
                 waiter.set_exception(ApiError(*message.reply))
-        elif isinstance(message, Placed | Begun):
+        elif isinstance(message, Placed | RequestSubmitted):
             waiter = self._waiters.pop(message.number, None)
             # Without a waiter, its caller is gone, and Drop is on its way. The generations exist before the waiter
             # runs, because their tokens, and even their ends, may be in the next message.
             if waiter is not None and not waiter.done():
-                waiter.set_result(self._open(message) if isinstance(message, Begun) else message)
+                waiter.set_result(self._open(message) if isinstance(message, RequestSubmitted) else message)
 
-    def _open(self, begun: Begun) -> Submitted:
-        tenant, request_id = self._tenants[begun.number]
-        asked, prompts = completion_of(unpacked(begun.answer))
+    def _open(self, message: RequestSubmitted) -> Submitted:
+        tenant, request_id = self._tenants[message.number]
+        completion, prompts = completion_of(unpacked(message.answer))
         generations = []
-        for place, sequence in enumerate(begun.sequences):
-            key = begun.number, place
-            sampling = replace(asked.sampling, seed=sequence.seed)
+        for place, sequence in enumerate(message.sequences):
+            key = message.number, place
+            sampling = replace(completion.sampling, seed=sequence.seed)
             request = PromptRequest(tenant, request_id, prompts[sequence.prompt], sampling, sequence.max_tokens, 0.0)
 
             def cancel(generation: Generation, key: tuple[int, int] = key) -> None:
@@ -161,10 +161,10 @@ class FrontSource:
 
             generation = self._generations[key] = Generation(request, cancel)
             generations.append(generation)
-        self._paths[begun.model] = begun.model_path
-        return Submitted(begun.model, asked, prompts, generations, frozenset(begun.end_tokens))
+        self._paths[message.model] = message.model_path
+        return Submitted(message.model, completion, prompts, generations, frozenset(message.end_tokens))
 
-    async def _request(self, number: int, message: TakePlace | Begin) -> Placed | Submitted:
+    async def _request(self, number: int, message: PlaceRequest | Begin) -> Placed | Submitted:
         waiter: asyncio.Future[Placed | Submitted] = asyncio.get_running_loop().create_future()
         self._waiters[number] = waiter
         try:
@@ -173,14 +173,14 @@ class FrontSource:
         except asyncio.CancelledError:
             # The caller has gone in the turn in which its sequences came: nothing else knows them, or would end them.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                found = waiter.result()
-                for generation in found.generations if isinstance(found, Submitted) else ():
+                reply = waiter.result()
+                for generation in reply.generations if isinstance(reply, Submitted) else ():
                     generation.cancel()
             raise
         finally:
             self._waiters.pop(number, None)
 
-    def _send(self, message: TakePlace | Begin | Cancel | Drop) -> None:
+    def _send(self, message: PlaceRequest | Begin | Cancel | Drop) -> None:
         self._writer.write(frame(message))
 
 

@@ -82,9 +82,9 @@ class InnerProxy:
                 connection.receive_data(await reader.read(PIECE_BYTES))
             elif isinstance(part, h11.Response):
                 # The front adds a Date of its own.
-                left_out = _HOP_BY_HOP | {b"date"}
-                kept = [(bytes(name), bytes(value)) for name, value in part.headers if name not in left_out]
-                await send({"type": "http.response.start", "status": part.status_code, "headers": kept})
+                excluded = _HOP_BY_HOP | {b"date"}
+                forwarded = [(bytes(name), bytes(value)) for name, value in part.headers if name not in excluded]
+                await send({"type": "http.response.start", "status": part.status_code, "headers": forwarded})
             elif isinstance(part, h11.Data):
                 await send({"type": "http.response.body", "body": bytes(part.data), "more_body": True})
             elif isinstance(part, h11.EndOfMessage):

@@ -26,13 +26,13 @@ from gpulease.client.decode.openai.fronts import front_server
 from gpulease.client.decode.openai.fronts.front_messages import (
     MAX_FRAME_BYTES,
     Begin,
-    Begun,
     Cancel,
     Drop,
     FromFront,
     FrontProtocolError,
     FrontReady,
-    TakePlace,
+    PlaceRequest,
+    RequestSubmitted,
     frame,
     read_from_front,
     read_to_front,
@@ -48,7 +48,7 @@ from helpers.waiting import wait_until
 PROMPT = "Changed in version"
 
 MESSAGES = st.one_of(
-    st.builds(TakePlace, st.integers(0, 2**63), st.text()),
+    st.builds(PlaceRequest, st.integers(0, 2**63), st.text()),
     st.builds(Begin, st.integers(0, 2**63), st.binary(), st.booleans(), st.text()),
     st.builds(Cancel, st.integers(0, 2**63), st.integers(0, 2**31)),
     st.builds(Drop, st.integers(0, 2**63)),
@@ -150,10 +150,10 @@ def test_a_front_that_reads_nothing_is_ended(shared_daemon: Daemon, monkeypatch:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([TakePlace(1, "nobody")], "can't begin"),
-        ([TakePlace(1, "ann"), TakePlace(1, "ann")], "can't begin"),
+        ([PlaceRequest(1, "nobody")], "can't begin"),
+        ([PlaceRequest(1, "ann"), PlaceRequest(1, "ann")], "can't begin"),
         ([Begin(1, b"{}", False, "x")], "no place"),
-        ([TakePlace(1, "ann"), Begin(1, b"{}", False, "x"), Begin(1, b"{}", False, "x")], "no place"),
+        ([PlaceRequest(1, "ann"), Begin(1, b"{}", False, "x"), Begin(1, b"{}", False, "x")], "no place"),
     ],
 )
 def test_what_a_front_never_sends_ends_its_connection(
@@ -179,7 +179,7 @@ def test_messages_about_requests_that_are_over_do_nothing(fronted: OpenAiRig) ->
     async def receive() -> None:
         models = OneModel(fronted.decoder, DecoderSource(fronted.decoder, MODEL, 0.0, 8))
         connection = front_server.FrontConnection(models, lambda _: None)
-        for message in (Cancel(9, 0), Drop(9), TakePlace(1, "ann"), Drop(1), Cancel(1, 0), Drop(1)):
+        for message in (Cancel(9, 0), Drop(9), PlaceRequest(1, "ann"), Drop(1), Cancel(1, 0), Drop(1)):
             await connection.receive(message)
 
     fronted.wait_for(receive())
@@ -203,7 +203,7 @@ def test_a_caller_that_goes_as_its_sequences_come_leaves_nothing_in_the_front(fr
                 await connection.receive(message)
 
         asking, passing = asyncio.create_task(ask()), asyncio.create_task(pass_on())
-        while not isinstance(message := await read_to_front(reader), Begun):
+        while not isinstance(message := await read_to_front(reader), RequestSubmitted):
             assert message is not None
             source._receive(message)
         source._receive(message)

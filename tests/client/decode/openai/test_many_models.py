@@ -17,7 +17,7 @@ from gpulease.client.decode import TenantConfig, open_model
 from gpulease.client.decode.decode_errors import AdmissionRefused, UnknownModel
 from gpulease.client.decode.openai import openai_server
 from gpulease.client.decode.openai.api_keys import distinct_keys, key_digest
-from gpulease.client.decode.openai.fronts.front_messages import Begin, Begun, TakePlace, ToFront
+from gpulease.client.decode.openai.fronts.front_messages import Begin, PlaceRequest, RequestSubmitted, ToFront
 from gpulease.client.decode.openai.fronts.front_server import FrontConnection
 from gpulease.client.decode.openai.openai_server import make_pool_application
 from gpulease.client.decode.openai.served_models import ManyModels
@@ -347,7 +347,7 @@ async def remove_while_read(rig: PoolRig) -> None:
     """Have a reload remove a model while the text of a front's request is read: the request is served."""
     sent: list[ToFront] = []
     connection = FrontConnection(rig.models, sent.append)
-    await connection.receive(TakePlace(1, "ann"))
+    await connection.receive(PlaceRequest(1, "ann"))
     await connection.receive(Begin(1, json.dumps(asked("a")).encode(), False, "one", "a"))
     while not rig.pool.residency.models["a"].in_use:  # noqa: ASYNC110  # the pool has no event for it
         await asyncio.sleep(0)
@@ -355,7 +355,7 @@ async def remove_while_read(rig: PoolRig) -> None:
     async with asyncio.timeout(30):
         while len(sent) < 2:  # noqa: ASYNC110  # the connection has no event for it
             await asyncio.sleep(0.01)
-    assert isinstance(sent[1], Begun), sent[1]
+    assert isinstance(sent[1], RequestSubmitted), sent[1]
     await connection.close()
 
 

@@ -20,16 +20,16 @@ def test_tenants_take_turns_and_a_tenant_s_jobs_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("most_at_once", [1, 3])
-def test_a_tenant_has_no_more_under_way_than_it_may(most_at_once: int) -> None:
-    turns = TenantTurns[str](most_at_once)
+def test_a_tenant_has_no_more_under_way_than_it_may(max_concurrent: int) -> None:
+    turns = TenantTurns[str](max_concurrent)
     for number in range(5):
         turns.add("a", f"a{number}")
-    assert [turns.take() for _ in range(most_at_once)] == [f"a{number}" for number in range(most_at_once)]
+    assert [turns.take() for _ in range(max_concurrent)] == [f"a{number}" for number in range(max_concurrent)]
     assert turns.take() is None
     turns.add("b", "b0")
     assert turns.take() == "b0"
     turns.done("a")
-    assert turns.take() == f"a{most_at_once}"
+    assert turns.take() == f"a{max_concurrent}"
     assert turns.take() is None
 
 
