@@ -13,7 +13,7 @@ class TenantTurns(Generic[Job]):
     """
 
     def __init__(self, max_concurrent: int) -> None:
-        """Args: most_at_once: Most jobs of one tenant that are under way at the same time."""
+        """Args: max_concurrent: Most jobs of one tenant that are under way at the same time."""
         self._max_concurrent = max_concurrent
         self._queues: dict[str, deque[Job]] = {}
         self._under_way: Counter[str] = Counter()

@@ -6,8 +6,8 @@ is decoded by its declaration or refused as a whole.
     front                                   decoder's process
       <- Welcome                              what a front needs to know
       -> FrontReady                           it accepts connections
-      -> TakePlace(number, tenant)            <- Placed | FrontRefused
-      -> Begin(number, body, ...)             <- [Loading] Begun | FrontRefused
+      -> PlaceRequest(number, tenant)         <- Placed | FrontRefused
+      -> Begin(number, body, ...)             <- [Loading] RequestSubmitted | FrontRefused
                                               <- Step(...)    tokens and ends, one message a step
       -> Cancel(number, sequence), Drop(number)
 

@@ -149,7 +149,7 @@ class FrontConnection:
             return
         request.generations = dict(enumerate(submitted.generations))
         self._send(_submitted_message(message.number, packed(answer), submitted, request.taken.path()))
-        # Behind Begun: some may have tokens already.
+        # After RequestSubmitted: some may have tokens already.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
 

@@ -19,7 +19,7 @@ def test_tenants_take_turns_and_a_tenant_s_jobs_keep_their_order() -> None:
     assert taken(turns) == ["a1", "b1", "c1", "a2", "c2", "a3"]
 
 
-@pytest.mark.parametrize("most_at_once", [1, 3])
+@pytest.mark.parametrize("max_concurrent", [1, 3])
 def test_a_tenant_has_no_more_under_way_than_it_may(max_concurrent: int) -> None:
     turns = TenantTurns[str](max_concurrent)
     for number in range(5):
