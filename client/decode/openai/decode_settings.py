@@ -449,7 +449,7 @@ class ServerTable:
         Setting(
             "Many models, by their names in requests.",
             what="tables",
-            read=partial(_read_tables, kind="models", most=MAX_MODELS),
+            read=partial(_read_tables, kind="models", max_entries=MAX_MODELS),
         ),
     ] = None
     prefixes: Annotated[
@@ -458,7 +458,7 @@ class ServerTable:
             "Prefixes of prompts that all tenants share, by their names. Their blocks are computed when the model is"
             " loaded.",
             what="tables",
-            read=partial(_read_tables, kind="prefixes", most=MAX_PREFIXES),
+            read=partial(_read_tables, kind="prefixes", max_entries=MAX_PREFIXES),
         ),
     ] = None
     tenants: Annotated[
@@ -466,7 +466,7 @@ class ServerTable:
         Setting(
             "The tenants, by their names.",
             what="tables",
-            read=partial(_read_tables, kind="tenants", most=MAX_TENANTS),
+            read=partial(_read_tables, kind="tenants", max_entries=MAX_TENANTS),
         ),
     ]
 
