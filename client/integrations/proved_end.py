@@ -13,7 +13,7 @@ from gpulease.protocol.messages import LeaseRef
 REVOKED: Final = "revoked"
 """The cause in the report of a lease that an operator revoked."""
 
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 
 class NotProvedFree(GpuLeaseError):
@@ -61,4 +61,4 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         # A fenced lease needs an operator, so waiting longer is useless.
         if state == "fenced" or time.monotonic() > until_s:
             raise NotProvedFree(f"the lease {lease_id} is {state}, its memory not proved free")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -89,7 +89,7 @@ def serve(
     # In a pod, the cluster provides the server's address, the token and the CA.
     cluster = KubernetesCluster.of_pod() if api_server is None else KubernetesCluster(api_server, api_token, api_ca)
     files = NodeFiles(folder / "state", cdi)
-    claims = ClaimLeases(address, node, files, cluster, _say, lease_s=lease_secs, shares_users=share_users)
+    claims = ClaimLeases(address, node, files, cluster, _write_status, lease_s=lease_secs, shares_users=share_users)
     # Before the kubelet can ask: containers may be started again at any time. Then the leases, which may be about to
     # end.
     claims.restore()
@@ -98,36 +98,38 @@ def serve(
 
     def listening() -> KubeletPlugin:
         try:
-            return KubeletPlugin(DRIVER, claims, lambda: cards.health(node), registry, folder, _say, instance=pod_uid)
+            return KubeletPlugin(
+                DRIVER, claims, lambda: cards.health(node), registry, folder, _write_status, instance=pod_uid
+            )
         except OSError as error:
             raise MissingPrerequisite(f"can't listen for the kubelet: {error}. End what listens there") from None
 
     plugin = listening()
     # Published only once the driver listens: a slice is an offer.
-    publisher = SlicePublisher(cluster, node, lambda: list(map(device_of, cards.read())), _say)
-    _say(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
+    publisher = SlicePublisher(cluster, node, lambda: list(map(device_of, cards.read())), _write_status)
+    _write_status(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
     # Three attempts in a lease's time, if it is short.
     renew_s = min(RENEW_S, lease_secs / 3)
     try:
-        keep_at = time.monotonic() + LOOK_S
+        next_renewal = time.monotonic() + LOOK_S
         # The kubelet's requests run in gRPC's threads. This loop renews leases, and recreates removed sockets.
         while not stopped.wait(min(LOOK_S, renew_s)):
-            if time.monotonic() >= keep_at or claims.has_news.is_set():
+            if time.monotonic() >= next_renewal or claims.has_news.is_set():
                 claims.keep()
-                keep_at = time.monotonic() + renew_s
+                next_renewal = time.monotonic() + renew_s
             # A driver that does not publish any more is useless; its pod's next start is not.
             if not publisher.is_alive:
                 raise MissingPrerequisite("the ResourceSlices are not published any more: the log says why")
             # Restarting the kubelet or cleaning its folder may remove them.
             if lost := plugin.lost_sockets():
-                _say(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
+                _write_status(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
                 plugin.close()
                 plugin = listening()
     finally:
         publisher.stop()
         plugin.close()
         cluster.close()
-    _say("has stopped; prepared claims keep their leases")
+    _write_status("has stopped; prepared claims keep their leases")
 
 
 @main.command()
@@ -142,7 +144,7 @@ def probe(kubelet: Path, pod_uid: str) -> None:
         raise MissingPrerequisite(problem)
 
 
-def _say(text: str) -> None:
+def _write_status(text: str) -> None:
     click.echo(f"gpulease-dra: {text}", err=True)
 
 

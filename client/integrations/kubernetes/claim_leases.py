@@ -25,14 +25,14 @@ from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefused
 from gpulease.client.integrations.kubernetes.kubelet_plugin import ClaimRef, PreparedDevice
 from gpulease.client.integrations.kubernetes.kubernetes_objects import (
-    DeviceWant,
+    ClaimRequest,
+    DeviceRequest,
     UnusableClaim,
-    WantedDevices,
     check_ref,
     parse_claim,
 )
 from gpulease.client.integrations.kubernetes.node_files import (
-    HeldDevice,
+    LeasedDevice,
     NodeFiles,
     PreparedClaim,
     boot_id,
@@ -188,7 +188,7 @@ class ClaimLeases:
             self._on_message(f"claim {record.uid} was deleted: its leases are not renewed")
             return
         conditions = [self._renew(device) for device in record.leases]
-        devices = [_report(device, *found) for device, found in zip(record.leases, conditions, strict=True)]
+        devices = [_report(device, *observed) for device, observed in zip(record.leases, conditions, strict=True)]
         if self._api_answers and devices and devices != self._reported.get(record.uid):
             now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             timed = [
@@ -202,13 +202,13 @@ class ClaimLeases:
         if not self._api_answers:
             return False
         try:
-            found: Any = self._cluster.claim(record.namespace, record.name)
+            claim: Any = self._cluster.claim(record.namespace, record.name)
         except ClusterRefused as refused:
             self._api_answers = refused.code != 0
             return refused.code == 404
-        return bool(found.get("metadata", {}).get("uid") != record.uid)
+        return bool(claim.get("metadata", {}).get("uid") != record.uid)
 
-    def _renew(self, device: HeldDevice) -> tuple[bool, str]:
+    def _renew(self, device: LeasedDevice) -> tuple[bool, str]:
         """Renew a lease. Returns whether it is active, and why not."""
         left_s = self._lease_s if device.until_s is None else device.until_s - _boottime_s()
         if left_s > 0:
@@ -227,25 +227,25 @@ class ClaimLeases:
 
     def _acquire(self, ref: ClaimRef) -> PreparedClaim:
         # Check everything that can be refused before the first lease: the claim, its cards, and its pods' users.
-        want = parse_claim(self._cluster.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
+        requested = parse_claim(self._cluster.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
         # The scheduler knows cards by their device names, the daemon by their UUIDs.
         cards = {
             device_name(card["uuid"]): card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty(), self._address))
         }
-        if missing := [device.device for device in want.devices if device.device not in cards]:
+        if missing := [device.device for device in requested.devices if device.device not in cards]:
             raise UnusableClaim(
                 f"this node has no card {missing[0][:64]!r}", "It was removed since the scheduler chose it"
             )
-        record = self._reserve_users(ref, want)
+        record = self._reserve_users(ref, requested)
         try:
             # Step 1: a short lease for each device, each of them on the disk before the next is requested.
             for user in record.users:
-                wanted = [(number, device) for number, device in enumerate(want.devices) if device.user == user]
-                for extended in self._acquired(record, user, wanted, cards):
+                numbered = [(number, device) for number, device in enumerate(requested.devices) if device.user == user]
+                for extended in self._acquired(record, user, numbered, cards):
                     record = extended
                     self._files.save(record)
             # In the order in which the claim has them: CDI devices are numbered by it.
-            order = {(device.main_request, device.number): place for place, device in enumerate(want.devices)}
+            order = {(device.main_request, device.number): place for place, device in enumerate(requested.devices)}
             devices = sorted(record.devices, key=lambda device: order[device.main_request, device.number])
             record = replace(record, devices=tuple(devices))
             # Step 2: extend them to their full time.
@@ -264,12 +264,12 @@ class ClaimLeases:
             self._end(record)
             raise
 
-    def _reserve_users(self, ref: ClaimRef, want: WantedDevices) -> PreparedClaim:
+    def _reserve_users(self, ref: ClaimRef, requested: ClaimRequest) -> PreparedClaim:
         """Record a claim without leases, unless one of its users belongs to another namespace. Raises UnusableClaim.
 
         The user is the leases' tenant: containers of the same user can use each other's leases.
         """
-        users = tuple(dict.fromkeys(device.user for device in want.devices))
+        users = tuple(dict.fromkeys(device.user for device in requested.devices))
         with self._files.locked(_USERS_LOCK):
             for other in self._files.readable_records():
                 both = [user for user in users if user in other.users and user]
@@ -279,31 +279,31 @@ class ClaimLeases:
                         "Give each namespace users of its own, or start the driver with --share-users if namespaces may"
                         " use each other's leases",
                     )
-            record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, want.claim, users)
+            record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, requested.claim, users)
             # It has no lease yet, so a crash of the host may lose it.
             self._files.save(record, is_synced=False)
             return record
 
     def _acquired(
-        self, record: PreparedClaim, user: int, wanted: list[tuple[int, DeviceWant]], cards: dict[str, Any]
+        self, record: PreparedClaim, user: int, devices: list[tuple[int, DeviceRequest]], cards: dict[str, Any]
     ) -> Iterator[PreparedClaim]:
         """Acquire the leases of one user. Yields the record after each."""
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
         with ExitStack() as stack:
             process: UserProcess | None = None
-            for number, want in wanted:
+            for number, device in devices:
                 lease_id, size_bytes = "", 0
-                if not want.is_admin:
+                if not device.is_admin:
                     process = process or stack.enter_context(UserProcess(user, self._address, self._socket))
                     # Without a size, the claim was given the whole card.
-                    card = cards[want.device]
-                    size_bytes = card["capacity_bytes"] if want.size_bytes is None else want.size_bytes
+                    card = cards[device.device]
+                    size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
                     request = request_id(record.uid, number)
                     lease_id = str(process.acquire(size_bytes, first_ms, card["uuid"], request))
-                record = record.with_device(_held(want, lease_id, size_bytes))
+                record = record.with_device(_leased_device(device, lease_id, size_bytes))
                 yield record
 
-    def _report_of(self, device: HeldDevice) -> dict[str, Any]:
+    def _report_of(self, device: LeasedDevice) -> dict[str, Any]:
         return report_of(lease_id_of(device.lease_id), self._address)
 
     def _is_whole(self, record: PreparedClaim) -> bool:
@@ -341,13 +341,13 @@ def request_id(uid: str, number: int) -> bytes:
     return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
 
 
-def _held(want: DeviceWant, lease_id: str, size_bytes: int) -> HeldDevice:
-    until_s = None if want.lease_s is None else _boottime_s() + want.lease_s
-    place = want.request, want.number, want.pool, want.device, want.share_id
-    return HeldDevice(*place, want.user, lease_id, size_bytes, until_s)
+def _leased_device(request: DeviceRequest, lease_id: str, size_bytes: int) -> LeasedDevice:
+    until_s = None if request.lease_s is None else _boottime_s() + request.lease_s
+    place = request.request, request.number, request.pool, request.device, request.share_id
+    return LeasedDevice(*place, request.user, lease_id, size_bytes, until_s)
 
 
-def _report(device: HeldDevice, is_active: bool, state: str) -> dict[str, Any]:
+def _report(device: LeasedDevice, is_active: bool, state: str) -> dict[str, Any]:
     """Return a device's entry in its claim's status.devices, without the time."""
     condition = {
         "type": "Ready",

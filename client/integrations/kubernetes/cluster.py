@@ -90,9 +90,9 @@ class KubernetesCluster:
     def slices(self, node: str) -> tuple[list[dict[str, Any]], str]:
         """Return this driver's slices of a node, and the resourceVersion from which to watch them."""
         with _refusals("the list of ResourceSlices"):
-            found = self._client.list(_Slice, fields=_fields(node))
-            items = [dict(item) for item in found]
-            return items, str(found.resourceVersion)
+            slices = self._client.list(_Slice, fields=_fields(node))
+            items = [dict(item) for item in slices]
+            return items, str(slices.resourceVersion)
 
     def watch_slices(self, node: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (ADDED, MODIFIED or DELETED, slice) for each change after a resourceVersion, until the watch fails.
@@ -100,20 +100,20 @@ class KubernetesCluster:
         A version that is too old raises ClusterRefused with the code 410.
         """
         with _refusals("the watch of ResourceSlices"):
-            for kind, found in self._client.watch(
+            for kind, slice_object in self._client.watch(
                 _Slice, fields=_fields(node), resource_version=version, server_timeout=WATCH_S
             ):
-                yield kind, dict(found)
+                yield kind, dict(slice_object)
 
-    def create_slice(self, made: Mapping[str, Any]) -> dict[str, Any]:
+    def create_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]:
         """Create a slice; returns it as stored. 409: it exists."""
-        with _refusals(f"creating the ResourceSlice {made['metadata']['name']}"):
-            return dict(self._client.create(_Slice(**made)))
+        with _refusals(f"creating the ResourceSlice {slice_object['metadata']['name']}"):
+            return dict(self._client.create(_Slice(**slice_object)))
 
-    def replace_slice(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace a slice of the resourceVersion that `made` has; returns it as stored. 409: it has another one."""
-        with _refusals(f"replacing the ResourceSlice {made['metadata']['name']}"):
-            return dict(self._client.replace(_Slice(**made)))
+    def replace_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace a slice that has the resourceVersion of `slice_object`; returns it as stored. 409: it has another."""
+        with _refusals(f"replacing the ResourceSlice {slice_object['metadata']['name']}"):
+            return dict(self._client.replace(_Slice(**slice_object)))
 
     def delete_slice(self, name: str) -> None:
         with _refusals(f"deleting the ResourceSlice {name}"):
@@ -129,18 +129,18 @@ def _fields(node: str) -> dict[str, str]:
 
 
 @contextmanager
-def _refusals(what: str) -> Iterator[None]:
+def _refusals(label: str) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
         code = int(error.status.code or 0)
-        raise ClusterRefused(f"the API server answers {code} for {what}: {error.status.message}", code) from None
+        raise ClusterRefused(f"the API server answers {code} for {label}: {error.status.message}", code) from None
     except httpx2.HTTPStatusError as error:
         code = error.response.status_code
-        raise ClusterRefused(f"the API server answers {code} for {what}", code) from None
+        raise ClusterRefused(f"the API server answers {code} for {label}", code) from None
     # RuntimeError: the client was closed, at the driver's end.
     except (httpx2.HTTPError, httpx2.StreamError, ConfigError, OSError, RuntimeError) as error:
-        raise ClusterRefused(f"the API server gives no answer for {what}: {error or type(error).__name__}") from None
+        raise ClusterRefused(f"the API server gives no answer for {label}: {error or type(error).__name__}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         # msgspec's errors are ValueErrors: a body that is not JSON, or not an object.
-        raise ClusterRefused(f"the API server's answer for {what} can't be read: {error}") from None
+        raise ClusterRefused(f"the API server's answer for {label} can't be read: {error}") from None

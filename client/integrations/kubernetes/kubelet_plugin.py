@@ -29,7 +29,7 @@ HEALTH_VERSIONS: Final = ("v1", "v1alpha1")
 HEALTH_S: Final = 10.0
 """Seconds between two reports of the devices' health; a change is reported within HEALTH_LOOK_S."""
 
-HEALTH_LOOK_S: Final = 1.0
+HEALTH_POLL_S: Final = 1.0
 
 HEALTH_TIMEOUT_S: Final = 30
 """Seconds after which the kubelet takes a device's health as unknown, if no report comes."""
@@ -55,7 +55,7 @@ _INT64: Final = descriptor_pb2.FieldDescriptorProto.TYPE_INT64
 _ENUM: Final = descriptor_pb2.FieldDescriptorProto.TYPE_ENUM
 _MESSAGE: Final = descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
 _ONE: Final = descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
-_MANY: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
+_REPEATED: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class DraDriver(Protocol):
 
 
 def _field(name: str, number: int, kind: str | int = _STRING, label: int = _ONE) -> dict[str, Any]:
-    found = {"name": name, "number": number, "label": label}
-    return found | ({"type": kind} if isinstance(kind, int) else {"type": _MESSAGE, "type_name": kind})
+    field = {"name": name, "number": number, "label": label}
+    return field | ({"type": kind} if isinstance(kind, int) else {"type": _MESSAGE, "type_name": kind})
 
 
 def _map_entry(name: str, value: str) -> descriptor_pb2.DescriptorProto:
@@ -126,17 +126,17 @@ def _file(package: str, messages: Mapping[str, Iterable[dict[str, Any]]]) -> des
 
 def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
     package = f"k8s.io.kubelet.pkg.apis.dra.{version}"
-    claims = [_field("claims", 1, f".{package}.Claim", _MANY)]
+    claims = [_field("claims", 1, f".{package}.Claim", _REPEATED)]
     device = [
-        _field("request_names", 1, label=_MANY),
+        _field("request_names", 1, label=_REPEATED),
         *(_field(name, number) for number, name in enumerate(("pool_name", "device_name"), 2)),
-        _field("cdi_device_ids", 4, label=_MANY),
+        _field("cdi_device_ids", 4, label=_REPEATED),
     ]
     messages = {
         "Claim": [_field("namespace", 1), _field("uid", 2), _field("name", 3)],
         "Device": device,
         "NodePrepareResourcesRequest": claims,
-        "NodePrepareResourceResponse": [_field("devices", 1, f".{package}.Device", _MANY), _field("error", 2)],
+        "NodePrepareResourceResponse": [_field("devices", 1, f".{package}.Device", _REPEATED), _field("error", 2)],
         "NodeUnprepareResourcesRequest": claims,
         "NodeUnprepareResourceResponse": [_field("error", 1)],
     }
@@ -145,12 +145,12 @@ def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
     for verb in ("Prepare", "Unprepare"):
         reply = file.message_type.add(name=f"Node{verb}ResourcesResponse")
         reply.nested_type.append(_map_entry("ClaimsEntry", f".{package}.Node{verb}ResourceResponse"))
-        reply.field.add(**_field("claims", 1, f".{package}.{reply.name}.ClaimsEntry", _MANY))
+        reply.field.add(**_field("claims", 1, f".{package}.{reply.name}.ClaimsEntry", _REPEATED))
     if version == "v1":
         # An optional field of proto3 is a oneof of its own.
-        (found,) = (message for message in file.message_type if message.name == "Device")
-        found.oneof_decl.add(name="_share_id")
-        found.field.add(**_field("share_id", 5), proto3_optional=True, oneof_index=0)
+        (device_message,) = (message for message in file.message_type if message.name == "Device")
+        device_message.oneof_decl.add(name="_share_id")
+        device_message.field.add(**_field("share_id", 5), proto3_optional=True, oneof_index=0)
     return file
 
 
@@ -171,7 +171,7 @@ def _health_file(version: str) -> descriptor_pb2.FileDescriptorProto:
         "NodeWatchResourcesRequest": [],
         "DeviceIdentifier": [_field("pool_name", 1), _field("device_name", 2)],
         "DeviceHealth": health,
-        "NodeWatchResourcesResponse": [_field("devices", 1, f".{version}.DeviceHealth", _MANY)],
+        "NodeWatchResourcesResponse": [_field("devices", 1, f".{version}.DeviceHealth", _REPEATED)],
     }
     file = _file(version, messages)
     status = file.enum_type.add(name="HealthStatus")
@@ -186,7 +186,7 @@ _REGISTRATION: Final = _file(
         "InfoRequest": [],
         "PluginInfo": [
             *(_field(name, number) for number, name in enumerate(("type", "name", "endpoint"), 1)),
-            _field("supported_versions", 4, label=_MANY),
+            _field("supported_versions", 4, label=_REPEATED),
         ],
         "RegistrationStatus": [_field("plugin_registered", 1, _BOOL), _field("error", 2)],
         "RegistrationStatusResponse": [],
@@ -326,7 +326,7 @@ class KubeletPlugin:
             "NodeWatchResources": grpc.unary_stream_rpc_method_handler(
                 watch,
                 request_deserializer=request.FromString,
-                response_serializer=lambda made: made.SerializeToString(),
+                response_serializer=lambda reply: reply.SerializeToString(),
             )
         }
         return grpc.method_handlers_generic_handler(f"{version}.DRAResourceHealth", methods)
@@ -336,11 +336,11 @@ class KubeletPlugin:
         last: Sequence[DeviceHealth] | None = None
         due_s = 0.0
         while context.is_active() and not self._stopped.is_set():
-            found = self._health()
-            if found != last or time.monotonic() >= due_s:
-                last, due_s = found, time.monotonic() + HEALTH_S
-                yield _health_report(version, found)
-            self._stopped.wait(HEALTH_LOOK_S)
+            health = self._health()
+            if health != last or time.monotonic() >= due_s:
+                last, due_s = health, time.monotonic() + HEALTH_S
+                yield _health_report(version, health)
+            self._stopped.wait(HEALTH_POLL_S)
 
     def _registration_handlers(self) -> "grpc.GenericRpcHandler[Any, Any]":
         def info(_request: Any, _context: grpc.ServicerContext) -> Message:
@@ -369,24 +369,24 @@ class KubeletPlugin:
         return str(error) or type(error).__name__
 
 
-def _health_report(version: str, found: Sequence[DeviceHealth]) -> Message:
-    made = message(f"{version}.NodeWatchResourcesResponse")()
+def _health_report(version: str, devices: Sequence[DeviceHealth]) -> Message:
+    report = message(f"{version}.NodeWatchResourcesResponse")()
     now_s = int(time.time())
-    for one in found:
+    for one in devices:
         status = UNKNOWN if one.is_healthy is None else HEALTHY if one.is_healthy else UNHEALTHY
-        made.devices.add(
+        report.devices.add(
             device={"pool_name": one.pool, "device_name": one.device},
             health=status,
             last_updated_time=now_s,
             health_check_timeout_seconds=HEALTH_TIMEOUT_S,
             message=one.message,
         )
-    return made  # type: ignore[no-any-return]
+    return report  # type: ignore[no-any-return]
 
 
 def _method(handler: Callable[[Any, grpc.ServicerContext], Message], request: Any) -> Any:
     return grpc.unary_unary_rpc_method_handler(
-        handler, request_deserializer=request.FromString, response_serializer=lambda made: made.SerializeToString()
+        handler, request_deserializer=request.FromString, response_serializer=lambda reply: reply.SerializeToString()
     )
 
 

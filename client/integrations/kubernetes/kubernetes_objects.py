@@ -46,7 +46,7 @@ class UnusableClaim(GpuLeaseError):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWant:
+class DeviceRequest:
     """A part of one card that the scheduler assigned to a claim.
 
     Attributes:
@@ -78,33 +78,33 @@ class DeviceWant:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedDevices:
+class ClaimRequest:
     """A claim's devices on this node, and the name by which its pod knows the claim."""
 
-    devices: tuple[DeviceWant, ...]
+    devices: tuple[DeviceRequest, ...]
     claim: str
 
 
 def check_ref(ref: ClaimRef) -> None:
     """Raises UnusableClaim unless all three names have Kubernetes' form, because they become parts of paths."""
-    for what, text, form in (
+    for label, text, form in (
         ("uid", ref.uid, _UID),
         ("namespace", ref.namespace, _NAMESPACE),
         ("name", ref.name, _NAME),
     ):
         if len(text) > 253 or not form.fullmatch(text):
             raise UnusableClaim(
-                f"{text[:64]!r} is not a claim's {what}", "Only the kubelet, with names from Kubernetes, may call this"
+                f"{text[:64]!r} is not a claim's {label}", "Only the kubelet, with names from Kubernetes, may call this"
             )
 
 
 def parse_quantity(text: object) -> int:
     """Convert a Kubernetes quantity, such as "4Gi", to whole bytes, rounded up. Raises UnusableClaim."""
-    found = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
-    if not found:
+    match = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
+    if not match:
         raise UnusableClaim(f"{str(text)[:64]!r} must be a quantity of bytes")
     # Decimal, because a float would round large sizes.
-    number, suffix, exponent = found.groups()
+    number, suffix, exponent = match.groups()
     scale = _SCALE[suffix] if suffix else Decimal(10) ** int(exponent or 0)
     size = math.ceil(Decimal(number) * scale)
     if not 0 < size < 2**63:
@@ -112,7 +112,7 @@ def parse_quantity(text: object) -> int:
     return size
 
 
-def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> WantedDevices:
+def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRequest:
     """Parse the devices of this node that were allocated to a ResourceClaim. Raises UnusableClaim.
 
     Args:
@@ -135,32 +135,34 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> WantedD
     if not 0 < len(results) <= MAX_DEVICES:
         raise UnusableClaim(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
     # A pool is one node's cards, so another pool means that the claim was allocated on another node.
-    if others := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
-        raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(others))}; this node is {pool}")
+    if other_pools := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
+        raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(other_pools))}; this node is {pool}")
     # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
-    given = [
+    configs = [
         ([str(name) for name in _list(config, "requests")], _parameters(_at(config, "opaque", "parameters")))
         for config in _list(allocated, "config")
         if _at(config, "opaque", "driver") == driver
     ]
-    devices: list[DeviceWant] = []
+    devices: list[DeviceRequest] = []
     for result in results:
-        devices.append(_device(result, given, devices))
+        devices.append(_device(result, configs, devices))
     # A claim that was made from a pod's template has a generated name; its annotation has the pod's own.
-    named = _at(claim, "metadata", "annotations", POD_CLAIM_ANNOTATION)
-    return WantedDevices(tuple(devices), named if isinstance(named, str) and _NAME.fullmatch(named) else ref.name)
+    pod_claim = _at(claim, "metadata", "annotations", POD_CLAIM_ANNOTATION)
+    return ClaimRequest(
+        tuple(devices), pod_claim if isinstance(pod_claim, str) and _NAME.fullmatch(pod_claim) else ref.name
+    )
 
 
 def _device(
-    result: object, given: Sequence[tuple[Sequence[str], Mapping[str, Any]]], before: Sequence[DeviceWant]
-) -> DeviceWant:
+    result: object, configs: Sequence[tuple[Sequence[str], Mapping[str, Any]]], before: Sequence[DeviceRequest]
+) -> DeviceRequest:
     texts = [_at(result, name) for name in ("request", "pool", "device")]
     if not all(isinstance(text, str) and text for text in texts):
         raise UnusableClaim("a device of the claim lacks its request, pool or name")
     request, pool, device = map(str, texts)
     # A configuration without requests is for all of them; one for a request is for its alternatives, too.
     chosen: dict[str, Any] = {}
-    for requests, parameters in given:
+    for requests, parameters in configs:
         if not requests or request in requests or request.partition("/")[0] in requests:
             chosen |= parameters
     is_admin = _at(result, "adminAccess") is True
@@ -169,24 +171,24 @@ def _device(
     share_id = str(_at(result, "shareID") or "")
     number = sum(request.partition("/")[0] == other.main_request for other in before)
     size_bytes = None if size is None else parse_quantity(size)
-    return DeviceWant(request, number, pool, device, size_bytes, share_id, user, lease_s, is_admin)
+    return DeviceRequest(request, number, pool, device, size_bytes, share_id, user, lease_s, is_admin)
 
 
-def _parameters(found: object) -> dict[str, Any]:
-    if _at(found, "apiVersion") != PARAMETERS_API or _at(found, "kind") != PARAMETERS_KIND:
+def _parameters(parameters: object) -> dict[str, Any]:
+    if _at(parameters, "apiVersion") != PARAMETERS_API or _at(parameters, "kind") != PARAMETERS_KIND:
         raise UnusableClaim(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
-    assert isinstance(found, dict)
-    rest = {name: value for name, value in found.items() if name not in ("apiVersion", "kind")}
+    assert isinstance(parameters, dict)
+    values = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
     # An unknown key may be a misspelt one, and its effect would silently be missing.
-    if unknown := rest.keys() - {"user", "leaseSeconds"}:
+    if unknown := values.keys() - {"user", "leaseSeconds"}:
         raise UnusableClaim(
             f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
         )
-    return rest
+    return values
 
 
-def _checked(given: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple[int, float | None]:
-    user, lease_s = given.get("user"), given.get("leaseSeconds")
+def _checked(parameters: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple[int, float | None]:
+    user, lease_s = parameters.get("user"), parameters.get("leaseSeconds")
     # Root is refused: to the node, root is an operator. An administrator's claim may have that: the cluster admits such
     # claims only in namespaces that an administrator labelled.
     least = 0 if is_admin else 1
@@ -200,12 +202,12 @@ def _checked(given: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple
     return user, lease_s
 
 
-def _at(found: object, *path: str) -> Any:
+def _at(value: object, *path: str) -> Any:
     for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
-def _list(found: object, name: str) -> list[Any]:
-    listed = _at(found, name)
+def _list(parent: object, name: str) -> list[Any]:
+    listed = _at(parent, name)
     return listed if isinstance(listed, list) else []

@@ -59,44 +59,46 @@ class NodeCards:
             if [lease["lease_id"] for lease in before] == [lease["lease_id"] for lease in leases]:
                 break
         ours = self._lease_ids()
-        held: dict[str, int] = {}
+        leased_bytes: dict[str, int] = {}
         for lease in leases:
             # A fenced lease's bytes can't be leased again.
             if lease["lease_id"] in ours and lease["state"] != "fenced":
                 card = str(lease.get("card_uuid") or "")
-                held[card] = held.get(card, 0) + int(lease["size_bytes"])
+                leased_bytes[card] = leased_bytes.get(card, 0) + int(lease["size_bytes"])
         is_ready, checks = health_of(ask(Opcode.HEALTH, Empty(), self._address).report)
         # These two checks are about the cards, which are described one by one.
         is_sick = not is_ready and any(
             not check["ok"] for check in checks if check["check"] not in ("not_draining", "capacity")
         )
-        return [_card(found, flags, held, is_sick=is_sick) for found, flags in _with_flags(inventory)]
+        return [
+            _card(card_report, flags, leased_bytes, is_sick=is_sick) for card_report, flags in _with_flags(inventory)
+        ]
 
     def _leases(self) -> list[dict[str, Any]]:
         return leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self._address).report)
 
 
 def _health(card: PublishedCard, pool: str) -> DeviceHealth:
-    said = ", ".join(trouble.value for trouble in card.troubles)
+    reasons = ", ".join(trouble.value for trouble in card.troubles)
     is_healthy = None if Trouble.UNREACHABLE in card.troubles else not any(one.is_unhealthy for one in card.troubles)
-    return DeviceHealth(pool, device_name(card.uuid), is_healthy, said)
+    return DeviceHealth(pool, device_name(card.uuid), is_healthy, reasons)
 
 
 def _with_flags(inventory: Inventory) -> list[tuple[Mapping[str, Any], int]]:
     return list(zip(cards_of(inventory), (entry.flags for entry in inventory.entries), strict=True))
 
 
-def _card(found: Mapping[str, Any], flags: int, held: Mapping[str, int], *, is_sick: bool) -> PublishedCard:
+def _card(report: Mapping[str, Any], flags: int, leased_bytes: Mapping[str, int], *, is_sick: bool) -> PublishedCard:
     troubles = []
-    is_drained = any(found.get(key) is not None for key in ("drain_left_ms", "card_drain_left_ms"))
+    is_drained = any(report.get(key) is not None for key in ("drain_left_ms", "card_drain_left_ms"))
     if is_drained:
         troubles.append(Trouble.DRAINED)
     if is_sick or flags & InventoryFlag.DEGRADED:
         troubles.append(Trouble.SICK)
-    if found["fenced_bytes"] >= found["capacity_bytes"]:
+    if report["fenced_bytes"] >= report["capacity_bytes"]:
         troubles.append(Trouble.FENCED)
     # Of a drained node or card the inventory reports no free bytes. Its devices keep their size: their taint says why.
-    free = found["capacity_bytes"] if is_drained else found["available_bytes"] + held.get(found["uuid"], 0)
+    free = report["capacity_bytes"] if is_drained else report["available_bytes"] + leased_bytes.get(report["uuid"], 0)
     return PublishedCard(
-        found["uuid"], found["name"], found["driver"], min(free, int(found["capacity_bytes"])), tuple(troubles)
+        report["uuid"], report["name"], report["driver"], min(free, int(report["capacity_bytes"])), tuple(troubles)
     )

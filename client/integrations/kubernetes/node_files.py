@@ -48,7 +48,7 @@ class RecordUnreadable(GpuLeaseError):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldDevice:
+class LeasedDevice:
     """A device that is prepared for one request of a claim.
 
     Attributes:
@@ -101,15 +101,15 @@ class PreparedClaim:
     name: str
     claim: str
     users: tuple[int, ...]
-    devices: tuple[HeldDevice, ...] = ()
+    devices: tuple[LeasedDevice, ...] = ()
     is_ready: bool = False
 
-    def with_device(self, device: HeldDevice) -> Self:
+    def with_device(self, device: LeasedDevice) -> Self:
         """Return a copy of the record with one more device."""
         return replace(self, devices=(*self.devices, device))
 
     @property
-    def leases(self) -> tuple[HeldDevice, ...]:
+    def leases(self) -> tuple[LeasedDevice, ...]:
         return tuple(device for device in self.devices if device.lease_id)
 
 
@@ -169,28 +169,28 @@ class NodeFiles:
 
     def readable_records(self) -> list[PreparedClaim]:
         """Return all records, less those that can't be read."""
-        found = []
+        records = []
         for uid in self.uids():
             with suppress(RecordUnreadable, OSError):
                 if (record := self.record(uid)) is not None:
-                    found.append(record)
-        return found
+                    records.append(record)
+        return records
 
     def _read(self, path: Path) -> PreparedClaim:
         try:
             with path.open("rb") as file:
-                found = json.loads(file.read(MAX_RECORD_BYTES))
-            version = found.pop("version")
+                document = json.loads(file.read(MAX_RECORD_BYTES))
+            version = document.pop("version")
             if version == _TOKENS_VERSION:
-                found = _of_tokens(found)
+                document = _of_tokens(document)
             # A copy under another name would free another claim's leases.
             elif version != _RECORD_VERSION:
                 raise ValueError("another version")
-            if found["uid"] != path.stem:
+            if document["uid"] != path.stem:
                 raise ValueError("another claim's")
             # Unknown or missing members make this raise TypeError, which counts as unreadable.
-            devices = tuple(HeldDevice(**device) for device in found["devices"])
-            record = PreparedClaim(**found | {"devices": devices, "users": tuple(found["users"])})
+            devices = tuple(LeasedDevice(**device) for device in document["devices"])
+            record = PreparedClaim(**document | {"devices": devices, "users": tuple(document["users"])})
             _check(record)
             return record
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -235,7 +235,7 @@ class NodeFiles:
         return self._cdi / f"gpulease-{uid}.json"
 
 
-def _lease_file(record: PreparedClaim, device: HeldDevice) -> dict[str, Any]:
+def _lease_file(record: PreparedClaim, device: LeasedDevice) -> dict[str, Any]:
     return {
         "lease_id": device.lease_id,
         "claim": record.claim,
@@ -246,13 +246,13 @@ def _lease_file(record: PreparedClaim, device: HeldDevice) -> dict[str, Any]:
     }
 
 
-def _of_tokens(found: dict[str, Any]) -> dict[str, Any]:
+def _of_tokens(document: dict[str, Any]) -> dict[str, Any]:
     """Convert a record of the version that gave pods tokens: its leases are ended, and the claim is prepared again."""
-    user = found["user"]
-    rest = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
-    devices = [{name: lease[name] for name in _LEASE_MEMBERS_1} | rest for lease in found["leases"]]
+    user = document["user"]
+    defaults = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
+    devices = [{name: lease[name] for name in _LEASE_MEMBERS_1} | defaults for lease in document["leases"]]
     names = dict.fromkeys(("namespace", "name", "claim"), "")
-    return names | {"uid": found["uid"], "boot_id": found["boot_id"], "users": [user], "devices": devices}
+    return names | {"uid": document["uid"], "boot_id": document["boot_id"], "users": [user], "devices": devices}
 
 
 def _check(record: PreparedClaim) -> None:

@@ -181,15 +181,15 @@ def writes_to(
             server that lacks a feature drops its fields; without this, the same write would be repeated for ever.
     """
     parts = [list(devices[at : at + MAX_SLICE_DEVICES]) for at in range(0, len(devices), MAX_SLICE_DEVICES)] or [[]]
-    wanted = {slice_name(owner.name, number): part for number, part in enumerate(parts)}
-    by_name = {found["metadata"]["name"]: found for found in stored}
-    highest = max((_generation(found) for found in stored), default=0)
+    desired = {slice_name(owner.name, number): part for number, part in enumerate(parts)}
+    by_name = {stored_slice["metadata"]["name"]: stored_slice for stored_slice in stored}
+    highest = max((_generation(stored_slice) for stored_slice in stored), default=0)
     # Slices of other names are of an earlier version of the driver, or of a time with more cards.
-    obsolete = [found for name, found in by_name.items() if name not in wanted]
-    missing = [name for name in wanted if name not in by_name]
+    obsolete = [stored_slice for name, stored_slice in by_name.items() if name not in desired]
+    missing = [name for name in desired if name not in by_name]
     changed = [
         name
-        for name, part in wanted.items()
+        for name, part in desired.items()
         if name in by_name and not _is_current(by_name[name], part, highest, len(parts), owner, stored_as)
     ]
     if not (obsolete or missing or changed):
@@ -198,8 +198,10 @@ def writes_to(
     is_one = not missing and not obsolete and len(changed) == 1
     generation = max(highest, 1) if is_one else highest + 1
     pool = {"name": owner.name, "generation": generation, "resourceSliceCount": len(parts)}
-    writes = [ApiWrite(Verb.DELETE, {"metadata": {"name": found["metadata"]["name"]}}) for found in obsolete]
-    for name, part in wanted.items():
+    writes = [
+        ApiWrite(Verb.DELETE, {"metadata": {"name": stored_slice["metadata"]["name"]}}) for stored_slice in obsolete
+    ]
+    for name, part in desired.items():
         if name in by_name and is_one and name not in changed:
             continue
         body = _slice(name, part, pool, owner)
@@ -215,8 +217,13 @@ def writes_to(
 
 def dropped_fields(sent: Mapping[str, Any], stored: Mapping[str, Any]) -> set[str]:
     """Return the names of device fields that the API server dropped because their feature gates are off."""
-    kept = {device["name"]: device for device in stored["spec"].get("devices") or ()}
-    return {name for device in sent["spec"]["devices"] for name in device if name not in kept.get(device["name"], {})}
+    stored_devices = {device["name"]: device for device in stored["spec"].get("devices") or ()}
+    return {
+        name
+        for device in sent["spec"]["devices"]
+        for name in device
+        if name not in stored_devices.get(device["name"], {})
+    }
 
 
 def _slice(name: str, devices: Sequence[Mapping[str, Any]], pool: Mapping[str, Any], owner: Owner) -> dict[str, Any]:
@@ -235,7 +242,7 @@ def _slice(name: str, devices: Sequence[Mapping[str, Any]], pool: Mapping[str, A
 
 
 def _is_current(
-    found: Mapping[str, Any],
+    stored: Mapping[str, Any],
     part: Sequence[Mapping[str, Any]],
     generation: int,
     count: int,
@@ -243,18 +250,18 @@ def _is_current(
     stored_as: Mapping[str, str],
 ) -> bool:
     pool = {"name": owner.name, "generation": generation, "resourceSliceCount": count}
-    owners = [reference.get("uid") for reference in found["metadata"].get("ownerReferences") or ()]
+    owners = [reference.get("uid") for reference in stored["metadata"].get("ownerReferences") or ()]
     digest = digest_of(part)
     return (
         generation > 0
-        and found["spec"].get("pool") == pool
+        and stored["spec"].get("pool") == pool
         and owners == [owner.uid]
-        and digest_of(found["spec"].get("devices") or ()) in (digest, stored_as.get(digest))
+        and digest_of(stored["spec"].get("devices") or ()) in (digest, stored_as.get(digest))
     )
 
 
-def _generation(found: Mapping[str, Any]) -> int:
-    return int((found["spec"].get("pool") or {}).get("generation") or 0)
+def _generation(stored: Mapping[str, Any]) -> int:
+    return int((stored["spec"].get("pool") or {}).get("generation") or 0)
 
 
 def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class Slices(Protocol):
     def node_uid(self, name: str) -> str: ...
     def slices(self, node: str) -> tuple[list[dict[str, Any]], str]: ...
     def watch_slices(self, node: str, version: str) -> Any: ...
-    def create_slice(self, made: Mapping[str, Any]) -> dict[str, Any]: ...
-    def replace_slice(self, made: Mapping[str, Any]) -> dict[str, Any]: ...
+    def create_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]: ...
+    def replace_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]: ...
     def delete_slice(self, name: str) -> None: ...
 
 
@@ -83,7 +83,7 @@ class SlicePublisher:
         self._stored_as: dict[str, tuple[str, str]] = {}
         # The newest version that the list or the watch has reported. Versions are compared as numbers, which Kubernetes
         # promises since 1.35, and etcd always did.
-        self._seen = 0
+        self._version = 0
         self._owner: Owner | None = None
         self._last_problem = ""
         self._reported: set[str] = set()
@@ -113,8 +113,8 @@ class SlicePublisher:
                 version = self._list()
                 failures = 0
                 # Step 2: follow the changes from there on. The client continues a watch that the server ends in time.
-                for kind, found in self._cluster.watch_slices(self._node, version):
-                    self._take(kind, found)
+                for kind, slice_object in self._cluster.watch_slices(self._node, version):
+                    self._apply_event(kind, slice_object)
                     if self._stopped.is_set():
                         return
             except ClusterRefused as refused:
@@ -125,25 +125,25 @@ class SlicePublisher:
                     failures += 1
 
     def _list(self) -> str:
-        found, version = self._cluster.slices(self._node)
+        slices, version = self._cluster.slices(self._node)
         with self._guard:
-            self._stored = {one["metadata"]["name"]: one for one in found}
-            self._seen = int(version)
+            self._stored = {one["metadata"]["name"]: one for one in slices}
+            self._version = int(version)
         self._changed.set()
         return version
 
-    def _take(self, kind: str, found: dict[str, Any]) -> None:
-        name, version = found["metadata"]["name"], _version_of(found)
+    def _apply_event(self, kind: str, slice_object: dict[str, Any]) -> None:
+        name, version = slice_object["metadata"]["name"], _version_of(slice_object)
         with self._guard:
             stored = self._stored or {}
             # Older than the last list, or than what this driver's own write returned.
-            if version <= self._seen or version < _version_of(stored.get(name)):
+            if version <= self._version or version < _version_of(stored.get(name)):
                 return
-            self._seen = version
+            self._version = version
             if kind == "DELETED":
                 stored.pop(name, None)
             elif kind in ("ADDED", "MODIFIED"):
-                stored[name] = found
+                stored[name] = slice_object
         self._changed.set()
 
     # --- writing ---
@@ -165,14 +165,14 @@ class SlicePublisher:
                 # Somebody else wrote or deleted first: read again, and decide again from what is there now.
                 if refused.code in (_CONFLICT, _NOT_FOUND):
                     self._owner = None
-                    self._read_again()
+                    self._relist()
                 if refused.code != _CONFLICT:
                     self._report(refused)
                 self._stopped.wait(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
                 failures += 1
                 self._changed.set()
 
-    def _read_again(self) -> None:
+    def _relist(self) -> None:
         try:
             self._list()
         except ClusterRefused as refused:
@@ -214,21 +214,21 @@ class SlicePublisher:
             with self._guard:
                 (self._stored or {}).pop(write.name, None)
             return
-        put = self._cluster.create_slice if write.verb is Verb.CREATE else self._cluster.replace_slice
-        found = put(write.slice)
+        write_slice = self._cluster.create_slice if write.verb is Verb.CREATE else self._cluster.replace_slice
+        written = write_slice(write.slice)
         # The server may have dropped fields that its feature gates turn off. Remember what it made of these devices: it
         # is what the watch will report.
-        sent, stored = write.slice["spec"]["devices"], found["spec"].get("devices") or ()
+        sent, stored = write.slice["spec"]["devices"], written["spec"].get("devices") or ()
         self._stored_as[write.name] = digest_of(sent), digest_of(stored)
-        for name in sorted(dropped_fields(write.slice, found) - self._reported):
+        for name in sorted(dropped_fields(write.slice, written) - self._reported):
             self._reported.add(name)
             self._on_message(
                 f"the API server dropped {name} of the ResourceSlice: {_GATES.get(name, 'check its gates')}"
             )
         with self._guard:
             # Unless the watch has reported what came after it: a deletion, for example.
-            if self._stored is not None and _version_of(found) > self._seen:
-                self._stored[write.name] = found
+            if self._stored is not None and _version_of(written) > self._version:
+                self._stored[write.name] = written
 
     def _report(self, refused: GpuLeaseError) -> None:
         # Once for each problem, not at every attempt.
@@ -237,5 +237,5 @@ class SlicePublisher:
             self._on_message(f"ResourceSlices: {refused}")
 
 
-def _version_of(found: Mapping[str, Any] | None) -> int:
-    return 0 if found is None else int(found["metadata"]["resourceVersion"])
+def _version_of(slice_object: Mapping[str, Any] | None) -> int:
+    return 0 if slice_object is None else int(slice_object["metadata"]["resourceVersion"])

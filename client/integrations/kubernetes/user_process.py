@@ -91,14 +91,14 @@ class UserProcess:
         """
         request = issue_request(0, Permission.LEASE_ALLOC, self._audience, ALLOC_TOKEN_S, 0)
         token = ask_once(Opcode.CAPABILITY_ISSUE, request, self._address).token
-        wanted = {
+        message = {
             "token": base64.b64encode(token).decode(),
             "size_bytes": size_bytes,
             "first_ms": first_ms,
             "card_uuid": card_uuid,
             "request_id": request_id.hex(),
         }
-        reply = json.loads(self._exchange(json.dumps(wanted)))
+        reply = json.loads(self._exchange(json.dumps(message)))
         if "lease_id" in reply:
             return LeaseId(int(reply["lease_id"], 16))
         raise refusal_of(reply)
@@ -123,9 +123,9 @@ class UserProcess:
 
     def _failure(self, line: str) -> NoUserProcess:
         # It has ended, or ends at the end of its input.
-        _, said = self._process.communicate()
+        _, stderr = self._process.communicate()
         # The last line of a traceback is the error; the text becomes an event of the pod.
-        last = (line or said).strip().rpartition("\n")[2]
+        last = (line or stderr).strip().rpartition("\n")[2]
         return NoUserProcess(f"user {self._user} got no answer from the node: {last[-MAX_ERROR_CHARS:]}")
 
 
@@ -150,20 +150,20 @@ def _serve(user: int, group: int, address: str) -> None:
         print(json.dumps(answer), flush=True)
 
 
-def _acquire(address: Address, wanted: dict[str, Any]) -> Procedure[LeaseId]:
+def _acquire(address: Address, request: dict[str, Any]) -> Procedure[LeaseId]:
     deadline = FixedDeadline(REQUEST_LIMIT_S, "acquire", address)
     channel, _ = yield from dial(address, deadline)
     try:
         # The token applies to this connection.
-        token = base64.b64decode(wanted["token"])
+        token = base64.b64decode(request["token"])
         yield from ask(channel, Opcode.CAPABILITY_PRESENT, CapabilityPresent(token), deadline)
         parameters = (
             EXCLUSIVITY.parameter(Exclusivity.SHARED),  # containers and pods may share a claim
             ORPHAN.parameter(0),  # the lease must survive times without any connection
-            REQUEST_ID.parameter(wanted["request_id"]),
+            REQUEST_ID.parameter(request["request_id"]),
         )
         body = LeaseAlloc(
-            GPU_RESOURCE_TYPE, wanted["size_bytes"], wanted["first_ms"], 0, wanted["card_uuid"], parameters
+            GPU_RESOURCE_TYPE, request["size_bytes"], request["first_ms"], 0, request["card_uuid"], parameters
         )
         granted = yield from ask(channel, Opcode.LEASE_ALLOC, body, deadline)
         return LeaseId(granted.lease_id)

@@ -75,7 +75,7 @@ LEASE_IDS_VARIABLE: Final = "GPULEASE_LEASE_IDS"
 PROOF_LIMIT_S: Final = 60.0
 """Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
 
-USAGE_KEPT_S: Final = 86400.0
+USAGE_RETENTION_S: Final = 86400.0
 """Seconds for which the service tries to report a job's usage to Slurm's accounting; it logs it then."""
 
 SERVICE_LOCK: Final = "service"
@@ -84,7 +84,7 @@ SERVICE_LOCK: Final = "service"
 SERVICE_WAIT_S: Final = 10.0
 """Seconds for which a prolog waits for the service, which systemd starts again two seconds after it ended."""
 
-COUNTED_TOO_MUCH: Final = "Slurm counts more vram than the node's cards can lease: see gpulease-slurm count"
+OVERCOUNTED: Final = "Slurm counts more vram than the node's cards can lease: see gpulease-slurm count"
 
 _NODE_FAULTS: Final = frozenset(
     {Status.INTERNAL, Status.DRAINED, Status.FENCED, Status.SESSION_FAILED, Status.UNSUPPORTED}
@@ -123,7 +123,7 @@ def prolog(folder: Path, address: str) -> None:
         if record is not None:
             if _serves(record, restarts):
                 return
-            _end(records, job, record)
+            _end_leases(records, job, record)
         try:
             _acquire(records, job, without_leases, request)
         except RefusedForUser as refusal:
@@ -149,8 +149,8 @@ def task_prolog(folder: Path) -> None:
         click.echo(f"print gpulease-slurm: the job has no lease: {' '.join(record.refusal.split())}")
         sys.exit(1)
     # Each task of the job on this node has a lease as its own, in turn; all of them know all.
-    own = record.lease_ids[number_in(os.environ, "SLURM_LOCALID", "0") % len(record.lease_ids)]
-    click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={own}")
+    lease_id = record.lease_ids[number_in(os.environ, "SLURM_LOCALID", "0") % len(record.lease_ids)]
+    click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={lease_id}")
     click.echo(f"export {LEASE_IDS_VARIABLE}={','.join(record.lease_ids)}")
 
 
@@ -163,7 +163,7 @@ def epilog(folder: Path) -> None:
     with records.locked(job):
         record = records.read(job)
         if record is not None:
-            _end(records, job, record)
+            _end_leases(records, job, record)
 
 
 @main.command()
@@ -171,13 +171,13 @@ def epilog(folder: Path) -> None:
 def service(folder: Path) -> None:
     """Renew the leases of running jobs, and free those of jobs without an epilog. For systemd, one per node."""
     records = JobRecords(folder)
-    with (folder / SERVICE_LOCK).open("ab") as held:
+    with (folder / SERVICE_LOCK).open("ab") as lock_file:
         # The prolog checks this lock, by which it knows that leases are renewed.
-        if not _lock(held):
+        if not _lock(lock_file):
             raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
-        asked_at_s: dict[tuple[str, str], float] = {}
+        polled_at_s: dict[tuple[str, str], float] = {}
         while True:
-            _serve_round(records, asked_at_s)
+            _serve_round(records, polled_at_s)
 
 
 @main.command()
@@ -196,12 +196,12 @@ def count(jobs_per_card: int, address: str) -> None:
     click.echo(f"Name=vram Count={sum(counts)}\nName=vram_cards Count={len(cards)}")
 
 
-def _serve_round(records: JobRecords, asked_at_s: dict[tuple[str, str], float]) -> None:
+def _serve_round(records: JobRecords, polled_at_s: dict[tuple[str, str], float]) -> None:
     """Renew all leases, then ask Slurm about jobs until the round's RENEW_S are over.
 
     Args:
         records: The node's records.
-        asked_at_s: When Slurm was asked last about (what, job), by the monotonic clock. The round updates it.
+        polled_at_s: When Slurm was asked last about (what, job), by the monotonic clock. The round updates it.
     """
     until_s = time.monotonic() + RENEW_S
     # Step 1: renew. Nothing here waits for slurmctld, so that no job loses its lease while it hangs.
@@ -209,14 +209,14 @@ def _serve_round(records: JobRecords, asked_at_s: dict[tuple[str, str], float]) 
         _logged(_renew_job, records, job)
     # Step 2: ask Slurm which jobs are over, and report what ended jobs used. Each request may take COMMAND_LIMIT_S, so
     # a round has no time for all of them if Slurm hangs: those that were asked about longest ago come first.
-    steps = {("state", job): _end_if_over for job in records.jobs()}
+    steps = {("state", job): _end_finished for job in records.jobs()}
     steps |= {("usage", job): _report_usage for job in records.used()}
-    for key in [key for key in asked_at_s if key not in steps]:
-        del asked_at_s[key]
-    for key in sorted(steps, key=lambda key: asked_at_s.get(key, 0.0)):
+    for key in [key for key in polled_at_s if key not in steps]:
+        del polled_at_s[key]
+    for key in sorted(steps, key=lambda key: polled_at_s.get(key, 0.0)):
         if time.monotonic() >= until_s:
             break
-        asked_at_s[key] = time.monotonic()
+        polled_at_s[key] = time.monotonic()
         _logged(steps[key], records, key[1])
     time.sleep(max(0.0, until_s - time.monotonic()))
 
@@ -251,7 +251,7 @@ def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobReque
         # Step 2: extend them to their full time, and mark the record as ready.
         _renew(record)
     except RefusedForUser:
-        _end(records, job, record)
+        _end_leases(records, job, record)
         raise
     records.write(job, replace(record, is_ready=True))
 
@@ -266,19 +266,19 @@ def _acquire_one(
         return _acquire_on(job, record, request.size_bytes, number, None, wait_s)
     while True:
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), record.address))
-        fitting = [card for card in cards if request.fits(card["name"]) and card["uuid"] not in used_cards]
+        candidates = [card for card in cards if request.fits(card["name"]) and card["uuid"] not in used_cards]
         of_type = f", of the type {request.card_type}" if request.card_type else ""
         message = f"no card of this node is left for lease {number + 1} of {request.cards}{of_type}"
         refusal = RefusedForUser(message, failure=Failure(Status.CAPACITY_EXCEEDED, message))
         # The emptiest card first, as Slurm spreads a job's devices. Another job may take its room meanwhile.
-        for card in sorted(fitting, key=lambda card: -card["available_bytes"]):
+        for card in sorted(candidates, key=lambda card: -card["available_bytes"]):
             try:
                 return _acquire_on(job, record, request.size_bytes, number, card["uuid"], 0.0)
             except RefusedForUser as error:
                 if error.status is not Status.CAPACITY_EXCEEDED:
                     raise
                 refusal = error
-        if not fitting or time.monotonic() > until_s:
+        if not candidates or time.monotonic() > until_s:
             raise refusal
         time.sleep(POLL_S)
 
@@ -287,10 +287,10 @@ def _acquire_on(
     job: str, record: JobRecord, size_bytes: int, number: int, card: str | None, wait_s: float
 ) -> tuple[str, str]:
     # A repeated prolog sends the same request id for the same card, and gets the same lease.
-    again = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts, number, card or "").hex())
+    request_option = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts, number, card or "").hex())
     first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
     wait_ms = milliseconds(wait_s, "the wait", least_ms=0)
-    body = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, card, (ORPHAN.parameter(0), again))
+    body = LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, first_ms, wait_ms, card, (ORPHAN.parameter(0), request_option))
 
     def acquire() -> str:
         grant = ask(Opcode.LEASE_ALLOC, body, record.address)
@@ -325,7 +325,7 @@ def _renew_job(records: JobRecords, job: str) -> None:
             _renew(record)
 
 
-def _end_if_over(records: JobRecords, job: str) -> None:
+def _end_finished(records: JobRecords, job: str) -> None:
     """End a job's leases if slurmctld reports that the job is over on this node, and no epilog did.
 
     Raises RefusedForUser, MissingPrerequisite.
@@ -338,7 +338,7 @@ def _end_if_over(records: JobRecords, job: str) -> None:
     with records.locked(job, waits=False) as is_free:
         # Meanwhile the epilog may have ended it, or another start of the job may have begun.
         if is_free and records.read(job) == record:
-            _end(records, job, record)
+            _end_leases(records, job, record)
 
 
 def _serves(record: JobRecord, restarts: int) -> bool:
@@ -351,11 +351,11 @@ def _serves(record: JobRecord, restarts: int) -> bool:
 
 def _report(record: JobRecord, lease_id: str) -> Report:
     """Return the daemon's report of a job's lease, as its user gets it."""
-    ask_for = lease_id_of(lease_id)
-    return dict(json.loads(as_user(record.user, lambda: json.dumps(report_of(ask_for, record.address)))))
+    query = lease_id_of(lease_id)
+    return dict(json.loads(as_user(record.user, lambda: json.dumps(report_of(query, record.address)))))
 
 
-def _end(records: JobRecords, job: str, record: JobRecord) -> None:
+def _end_leases(records: JobRecords, job: str, record: JobRecord) -> None:
     """Free a record's leases, wait for the proofs, record what was used, and delete the record."""
     for lease_id in record.lease_ids:
         as_user(record.user, partial(_free, lease_id_of(lease_id), record.address))
@@ -382,7 +382,7 @@ def _report_usage(records: JobRecords, job: str) -> None:
     node = socket.gethostname().partition(".")[0]
     mark = f"[gpulease {node} gib_s={usage.byte_seconds / GIB:.1f} gpu_s={usage.gpu_seconds:.1f}]"
     text = admin_comment(job)
-    if text is JobState.OVER or records.usage_age_s(job) > USAGE_KEPT_S:
+    if text is JobState.OVER or records.usage_age_s(job) > USAGE_RETENTION_S:
         # Only the log is left for it: the cluster has no accounting, or the accounting has no such job.
         click.echo(f"gpulease-slurm: job {job}: used {mark}", err=True)
         records.forget_usage(job)
@@ -394,8 +394,8 @@ def _report_usage(records: JobRecords, job: str) -> None:
         records.forget_usage(job)
     else:
         # Of an earlier start, before Slurm requeued the job: the sum contains it.
-        others = re.sub(rf" ?\[gpulease {re.escape(node)} [^\]]*\]", "", text)
-        set_admin_comment(job, f"{others} {mark}".strip())
+        other_comments = re.sub(rf" ?\[gpulease {re.escape(node)} [^\]]*\]", "", text)
+        set_admin_comment(job, f"{other_comments} {mark}".strip())
 
 
 def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, records: JobRecords) -> str | None:
@@ -410,18 +410,18 @@ def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, re
         return None
     if refusal.status is not Status.CAPACITY_EXCEEDED:
         return str(refusal)
-    fitting = [card for card in cards if request.fits(card["name"])]
+    candidates = [card for card in cards if request.fits(card["name"])]
     # After the leases, so that a lease that another prolog has just acquired is in its record by now.
     recorded = [record for record in map(records.read, records.jobs()) if record is not None]
     of_jobs = {lease_id for record in recorded for lease_id in record.lease_ids}
-    if lacks_room_by_others(fitting, bytes_without_job(leases, of_jobs), request):
+    if lacks_room_by_others(candidates, bytes_without_job(leases, of_jobs), request):
         return None
     # Enough is free, in pieces on several cards: Slurm counts the sum, so it could not know.
-    if sum(int(card["available_bytes"]) for card in fitting) >= request.size_bytes * request.cards:
+    if sum(int(card["available_bytes"]) for card in candidates) >= request.size_bytes * request.cards:
         return str(refusal)
     # The job wants more than a card can ever give, or leases of jobs fill the cards: the count in gres.conf, or
     # LARGEST_CARD_MIB, leaves out the contexts. Nothing is wrong with the node, which its jobs may use.
-    return f"{refusal} {COUNTED_TOO_MUCH}"
+    return f"{refusal} {OVERCOUNTED}"
 
 
 def request_id(environment: Mapping[str, str], job: str, restarts: int, number: int, card: str) -> bytes:

@@ -23,8 +23,8 @@ class JobUsage:
 
     def plus(self, report: Report) -> "JobUsage":
         """Return the sum with a lease that has just ended, from its report; one that the daemon forgot adds none."""
-        held_s = report.get("age_ms", 0) / MS_PER_S
+        age_s = report.get("age_ms", 0) / MS_PER_S
         return JobUsage(
-            self.byte_seconds + report.get("size_bytes", 0) * held_s,
+            self.byte_seconds + report.get("size_bytes", 0) * age_s,
             self.gpu_seconds + (report.get("gpu_seconds") or 0.0),
         )

@@ -35,13 +35,13 @@ def countable_mib(card: Report, jobs_per_card: int) -> int:
 
 def bytes_without_job(leases: Iterable[Report], of_jobs: Container[str]) -> Counter[str]:
     """Return the bytes on each card, by its UUID, of leases that no job of Slurm has."""
-    held: Counter[str] = Counter()
+    leased_bytes: Counter[str] = Counter()
     for lease in leases:
         # A region is a part of its parent's memory, and the card's report has the fenced bytes.
         is_part = lease.get("parent") or lease["state"] == FENCED
         if not is_part and lease["lease_id"] not in of_jobs:
-            held[lease.get("card_uuid") or ""] += int(lease["size_bytes"])
-    return held
+            leased_bytes[lease.get("card_uuid") or ""] += int(lease["size_bytes"])
+    return leased_bytes
 
 
 def lacks_room_by_others(cards: Sequence[Report], without_job: Counter[str], request: JobRequest) -> bool:

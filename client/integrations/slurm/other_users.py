@@ -26,8 +26,8 @@ def as_user(user: int, action: Callable[[], str]) -> str:
         answer: dict[str, Any]
         try:
             if os.geteuid() != user:
-                known = pwd.getpwuid(user)
-                become(user, known.pw_gid, os.getgrouplist(known.pw_name, known.pw_gid))
+                entry = pwd.getpwuid(user)
+                become(user, entry.pw_gid, os.getgrouplist(entry.pw_name, entry.pw_gid))
             answer = {"done": action()}
         except GpuLeaseError as error:
             answer = refusal_reply(error)

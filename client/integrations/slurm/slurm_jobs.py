@@ -17,7 +17,7 @@ MIB: Final = 1 << 20
 COMMAND_LIMIT_S: Final = 20.0
 """Longest wait for an answer of slurmctld, in seconds, because it may hang."""
 
-MOST_CARDS: Final = 64
+MAX_CARDS: Final = 64
 """Most cards of one job on one node. A comment that asks for more was not written by job_submit.lua."""
 
 _MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})(?: cards=([1-9][0-9]?))?(?: type=([A-Za-z0-9_.-]{1,64}))?\]$")
@@ -71,7 +71,7 @@ def request_of_job(environment: Mapping[str, str]) -> JobRequest | None:
         return None
     # The count of vram is the job's sum on the node, so that Slurm counts what its leases take together.
     size_bytes, cards = int(mark[1]) * MIB, int(mark[2] or 1)
-    if not size_bytes or cards > MOST_CARDS:
+    if not size_bytes or cards > MAX_CARDS:
         return None
     return JobRequest(size_bytes // cards, cards, mark[3] or "")
 
@@ -102,12 +102,12 @@ def state_of_job(job: str, node: str) -> JobState:
         node: The node's name in Slurm; "" if it is not known. A job that slurmctld started again on other nodes, after
             this one was lost, is over here.
     """
-    here = [f"--nodelist={node}"] if node else []
-    done = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", *here, "--format=%T")
-    if isinstance(done, JobState):
-        return done
+    node_filter = [f"--nodelist={node}"] if node else []
+    result = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", *node_filter, "--format=%T")
+    if isinstance(result, JobState):
+        return result
     # One line for a job; none for one that slurmctld has just forgotten.
-    states = done.split()
+    states = result.split()
     if not states:
         return JobState.OVER
     return JobState.OVER if _OVER.issuperset(states) else JobState.LIVES
@@ -118,11 +118,11 @@ def admin_comment(job: str) -> str | JobState:
 
     Returns OVER if this cluster has no accounting, and UNKNOWN if it does not answer, or does not know the job yet.
     """
-    done = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=AdminComment")
-    if isinstance(done, JobState):
-        return done
+    result = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=AdminComment")
+    if isinstance(result, JobState):
+        return result
     # One line for a job, the latest start of one that was requeued; none for an unknown one.
-    lines = done.splitlines()
+    lines = result.splitlines()
     return lines[-1] if lines else JobState.UNKNOWN
 
 
@@ -135,17 +135,17 @@ def set_admin_comment(job: str, text: str) -> None:
 def _run(*command: str) -> str | JobState:
     """Return the output of a command of Slurm; OVER if it no longer knows the job, else UNKNOWN if it failed."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
+        result = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
     except FileNotFoundError:
         _log_missing(command[0])
         return JobState.UNKNOWN
     except (OSError, subprocess.SubprocessError):
         return JobState.UNKNOWN
-    if done.returncode:
+    if result.returncode:
         # slurmctld forgets a job some minutes after its end. Any other failure proves nothing.
-        is_over = any(text in done.stderr for text in (_UNKNOWN_JOB, _NO_ACCOUNTING))
+        is_over = any(text in result.stderr for text in (_UNKNOWN_JOB, _NO_ACCOUNTING))
         return JobState.OVER if is_over else JobState.UNKNOWN
-    return done.stdout.decode("utf-8", errors="replace")
+    return result.stdout.decode("utf-8", errors="replace")
 
 
 @cache

@@ -54,10 +54,12 @@ class GatewayAdmission:
 
         Take it before reading the body. Raises Overloaded.
         """
-        most = self._bounds.max_in_flight + self._bounds.max_queue
+        max_places = self._bounds.max_in_flight + self._bounds.max_queue
         # No await between the check and the increment, so requests of one loop can't both take the last place.
-        if self.taken >= most:
-            raise Overloaded(f"{most} requests are served or wait, the most there may be", RETRY_S, is_queue_full=True)
+        if self.taken >= max_places:
+            raise Overloaded(
+                f"{max_places} requests are served or wait, the most there may be", RETRY_S, is_queue_full=True
+            )
         self.taken += 1
         try:
             yield

@@ -83,19 +83,19 @@ class NodeAuthority:
         """Compare the grant, as the lease's node reads it, with what it must permit. Raises CapabilityRefused."""
         try:
             # The node checks signature and end of the token, and returns what it really permits.
-            held = lease.inspect_token(grant)
+            report = lease.inspect_token(grant)
         except Denied as error:
             raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
-        if held.lease_id != lease.lease_id:
-            raise CapabilityRefused(f"the grant is of lease {held.lease_id}, not of {lease.lease_id}")
+        if report.lease_id != lease.lease_id:
+            raise CapabilityRefused(f"the grant is of lease {report.lease_id}, not of {lease.lease_id}")
         # Equality, not "at least": a grant with more rights than needed is refused, too.
-        if held.permissions != SUBMISSION:
-            given, wanted = ", ".join(names_of(held.permissions)), ", ".join(names_of(SUBMISSION))
-            raise CapabilityRefused(f"the grant permits {given}; it must permit {wanted}, no less and no more")
+        if report.permissions != SUBMISSION:
+            granted, required = ", ".join(names_of(report.permissions)), ", ".join(names_of(SUBMISSION))
+            raise CapabilityRefused(f"the grant permits {granted}; it must permit {required}, no less and no more")
         # The node's date is in whole seconds, rounded down, so compare with the floor.
-        if held.ttl_s <= 0 or held.expires_at_unix_secs < math.floor(now_unix_s):
+        if report.ttl_s <= 0 or report.expires_at_unix_secs < math.floor(now_unix_s):
             raise CapabilityRefused(
-                f"the grant ends at {held.expires_at_unix_secs}, and by the request's date it is {now_unix_s:.0f}",
+                f"the grant ends at {report.expires_at_unix_secs}, and by the request's date it is {now_unix_s:.0f}",
                 "Compare the clocks of the caller and of the node",
             )
 
@@ -170,8 +170,8 @@ class DaemonEffects:
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
         # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
-        owed, wanted = builder._acquisition(self._spare)
-        return drive_owing(owed, wanted, GpuLease)
+        pending, request = builder._acquisition(self._spare)
+        return drive_owing(pending, request, GpuLease)
 
     def open(self, lease: GpuLease) -> GpuSession:
         # A new grant for each session, because a token opens only one.
@@ -222,13 +222,13 @@ def serve_inference_request(
     # Refuse what no model could serve before the store has an entry for it.
     request.check()
     # Step 1 of the module's docstring. A request that was done before needs no lease.
-    held = _reserve(effects, request)
-    if isinstance(held, InferenceResponse):
-        return held
+    reservation = _reserve(effects, request)
+    if isinstance(reservation, InferenceResponse):
+        return reservation
     try:
         lease = effects.acquire(request.min_vram, request.lease_ttl_secs)
         try:
-            return _serve_on_lease(effects, authority, request, module_bytes, kernel, held, lease)
+            return _serve_on_lease(effects, authority, request, module_bytes, kernel, reservation, lease)
         finally:
             # Step 6. A failure here is ignored: the outcome is recorded, and the daemon ends the lease at its deadline.
             with suppress(GpuLeaseError), lease:
@@ -237,7 +237,7 @@ def serve_inference_request(
         # Allow a retry. Once the effect may have begun, the store refuses the release. If the store does not answer,
         # the claim expires by itself.
         with suppress(GatewayError):
-            effects.store.release(held)
+            effects.store.release(reservation)
         raise
 
 
@@ -246,11 +246,11 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
     # The claim must outlive everything that this attempt can still do: its wait, its lease, and recording the outcome.
     claim_ttl_s = effects.wait_s + request.lease_ttl_secs + CLAIM_MARGIN_S
     until = effects.monotonic_s() + effects.join_s
-    looks = 0
+    attempts = 0
     while True:
         match effects.store.reserve(key, operation, claim_ttl_s):
-            case Reservation() as held:
-                return held
+            case Reservation() as reservation:
+                return reservation
             # A recorded failure is raised here again, so that every repetition gets the same answer.
             case OperationCompleted(outcome=outcome):
                 return outcome_to_response(request.request_id, outcome)
@@ -264,9 +264,9 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 left_s = until - effects.monotonic_s()
                 if left_s <= 0:
                     raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
-                effects.sleep(min(back_off_s(looks, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))
+                effects.sleep(min(back_off_s(attempts, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))
                 # Pauses grow, because each look is a transaction of the store.
-                looks += 1
+                attempts += 1
 
 
 def _serve_on_lease(
@@ -275,7 +275,7 @@ def _serve_on_lease(
     request: InferenceRequest,
     module_bytes: bytes,
     kernel: InferenceKernel,
-    held: Reservation,
+    reservation: Reservation,
     lease: GpuLease,
 ) -> InferenceResponse:
     # Step 2.
@@ -289,14 +289,14 @@ def _serve_on_lease(
         module = guest.module_load(module_bytes)
         args = _arguments(kernel, request, memory)
         # The point of no return: durable in the store before the launch. From here on any failure is the outcome.
-        effects.store.start(held)
-        with _recorded_on_failure(effects, held):
+        effects.store.start(reservation)
+        with _recorded_on_failure(effects, reservation):
             # The effect. Its failure is recorded by the enclosing context, so that a repetition gets the same error.
             _run(guest, lease, module, kernel, args, request.output_len)
-    with _recorded_on_failure(effects, held):
+    with _recorded_on_failure(effects, reservation):
         # Step 5, and the record of step 6.
         output = _copy_out(effects, request, lease, memory)
-        return _complete(effects, request, held, lease, grant, output)
+        return _complete(effects, request, reservation, lease, grant, output)
 
 
 _ALIGNMENT_BYTES: Final = 256
@@ -365,26 +365,26 @@ def _run(
 def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memory: _Memory) -> bytes:
     with effects.open(lease) as owner:
         # The buffer is the one that `_copy_in` kept for the later sessions.
-        kept = owner.buffer(memory.handle, memory.size_bytes)
-        return bytes(owner.mem_read(kept, memory.output_at, request.output_len))
+        buffer = owner.buffer(memory.handle, memory.size_bytes)
+        return bytes(owner.mem_read(buffer, memory.output_at, request.output_len))
 
 
 def _complete(
-    effects: Effects, request: InferenceRequest, held: Reservation, lease: GpuLease, grant: Grant, output: bytes
+    effects: Effects, request: InferenceRequest, reservation: Reservation, lease: GpuLease, grant: Grant, output: bytes
 ) -> InferenceResponse:
     # The same bytes answer this request and, from the store, every repetition.
     response = InferenceResponse(request.request_id, lease.lease_id, grant.expires_at_unix_secs, output)
-    effects.store.complete(held, response_to_outcome(response))
+    effects.store.complete(reservation, response_to_outcome(response))
     return response
 
 
 @contextmanager
-def _recorded_on_failure(effects: Effects, held: Reservation) -> Iterator[None]:
+def _recorded_on_failure(effects: Effects, reservation: Reservation) -> Iterator[None]:
     """Record a failure after `start` as the request's outcome. Errors of the store itself are raised unchanged."""
     try:
         yield
     except GatewayError:
         raise
     except GpuLeaseError as error:
-        effects.store.complete(held, failure_to_outcome(error))
+        effects.store.complete(reservation, failure_to_outcome(error))
         raise OperationFailed(str(error), type(error).__name__) from error

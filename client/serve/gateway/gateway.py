@@ -104,7 +104,7 @@ class Gateway:
         self._metrics = GatewayMetrics(self._admission)
         self._threads: anyio.CapacityLimiter | None = None
         # Requests being served here, by their ids; each event wakes repetitions of its request.
-        self._ended_by_id: dict[str, asyncio.Event] = {}
+        self._running_by_id: dict[str, asyncio.Event] = {}
 
     def app(self) -> Starlette:
         return make_application(
@@ -215,16 +215,16 @@ class Gateway:
         try:
             async with asyncio.timeout_at(until):
                 # Check again after waking: another waiter may have taken the id first.
-                while (ended := self._ended_by_id.get(request_id)) is not None:
-                    await ended.wait()
+                while (running := self._running_by_id.get(request_id)) is not None:
+                    await running.wait()
         except TimeoutError:
             raise OperationInProgress(f"{request_id}: another attempt is at it", LONGEST_RETRY_S) from None
-        self._ended_by_id[request_id] = ended = asyncio.Event()
+        self._running_by_id[request_id] = running = asyncio.Event()
         try:
             yield max(0.0, until - loop.time())
         finally:
-            del self._ended_by_id[request_id]
-            ended.set()
+            del self._running_by_id[request_id]
+            running.set()
 
     def _describe_models(self) -> dict[str, Any]:
         return {name: {"max_output_bytes": model.max_output_bytes} for name, model in self._models.items()}
@@ -235,8 +235,8 @@ class Gateway:
         return {"in_flight": self._admission.in_flight, "queued": waiting}
 
 
-def _answer(response: InferenceResponse, wanted: str) -> Response:
-    if wanted == JSON:
+def _answer(response: InferenceResponse, media_type: str) -> Response:
+    if media_type == JSON:
         return JSONResponse(answer_of(response))
     return Response(response.output, media_type=BINARY, headers=headers_of(response))
 
@@ -290,8 +290,8 @@ def problem_of(error: BaseException) -> Problem:
         # The error's text names the store's address, which clients must not see.
         case StoreUnavailable():
             return Problem(503, "unavailable", "The store of outcomes does not answer.", kind, RETRY_S)
-    for known, status, code, retry_after_s in _BY_KIND:
-        if isinstance(error, known):
+    for error_kind, status, code, retry_after_s in _BY_KIND:
+        if isinstance(error, error_kind):
             # Errors of the host may name its sockets and addresses.
             if status >= 500 and isinstance(error, errors.GpuLeaseError):
                 text = text_for_callers(error)
@@ -319,19 +319,19 @@ class ParsedBody:
 
 def checked_media_type(header: str) -> str:
     """Return the media type of a Content-Type header, BINARY or JSON. Raises RequestRefused for any other."""
-    found = media_type_of(header)
-    if found not in (BINARY, JSON):
+    media_type = media_type_of(header)
+    if media_type not in (BINARY, JSON):
         raise RequestRefused(
-            Problem(415, "unsupported_media_type", f"{found or 'no media type'!r}; {JSON} or {BINARY} are")
+            Problem(415, "unsupported_media_type", f"{media_type or 'no media type'!r}; {JSON} or {BINARY} are")
         )
-    return found
+    return media_type
 
 
 def answer_type(accept: str, body_type: str) -> str:
     """Return the media type of the reply: the first known one in the Accept header, otherwise the body's."""
     # Quality values are ignored: the first type that the gateway knows is used.
     accepted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
-    return next((found for found in accepted if found in (BINARY, JSON)), body_type)
+    return next((candidate for candidate in accepted if candidate in (BINARY, JSON)), body_type)
 
 
 def idempotency_key(values: list[str]) -> str:

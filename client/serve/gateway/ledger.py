@@ -78,7 +78,7 @@ def operation_payload(request_id: str, model_id: str, output_len: int, input_byt
     return b"".join((ids[0], b"\0", ids[1], b"\0", _OUTPUT_LEN.pack(output_len), input_bytes))
 
 
-def checked_id(text: str, what: str) -> str:
+def checked_id(text: str, label: str) -> str:
     """Return an id of 1 to MAX_ID_BYTES bytes of printable UTF-8. Raises InvalidRequest."""
     try:
         # Unpaired surrogates can't be encoded, and a value that is not a text has no `encode`.
@@ -86,7 +86,9 @@ def checked_id(text: str, what: str) -> str:
     except (UnicodeEncodeError, AttributeError):
         size = 0
     if not 0 < size <= MAX_ID_BYTES or not text.isprintable():
-        raise InvalidRequest(f"a {what} must have 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters")
+        raise InvalidRequest(
+            f"a {label} must have 1 to {MAX_ID_BYTES} bytes of UTF-8, all of them printable characters"
+        )
     return text
 
 
@@ -209,36 +211,36 @@ def reserve(
             return replace(entry, epoch=entry.epoch + 1, phase=OperationPhase.UNKNOWN), UnknownOutcome(entry.epoch + 1)
     # New, released, or abandoned before its effect: this attempt takes it.
     epoch = 1 if entry is None else entry.epoch + 1
-    made = Entry(request_hash, epoch, claim_id, OperationPhase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
-    return made, Reservation(key, request_hash, epoch, claim_id)
+    created = Entry(request_hash, epoch, claim_id, OperationPhase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
+    return created, Reservation(key, request_hash, epoch, claim_id)
 
 
-def start(entry: Entry | None, held: Reservation) -> Entry:
+def start(entry: Entry | None, reservation: Reservation) -> Entry:
     """Return the entry of an effect that is about to begin. Raises StaleEpoch."""
-    return _advanced(entry, held, OperationPhase.STARTED, (OperationPhase.RESERVED,))
+    return _advanced(entry, reservation, OperationPhase.STARTED, (OperationPhase.RESERVED,))
 
 
-def complete(entry: Entry | None, held: Reservation, outcome: bytes) -> Entry:
+def complete(entry: Entry | None, reservation: Reservation, outcome: bytes) -> Entry:
     """Return the entry of an effect that ended with this outcome. Raises StaleEpoch."""
     return replace(
-        _advanced(entry, held, OperationPhase.COMPLETED, (OperationPhase.STARTED,), outcome), outcome=outcome
+        _advanced(entry, reservation, OperationPhase.COMPLETED, (OperationPhase.STARTED,), outcome), outcome=outcome
     )
 
 
-def release(entry: Entry | None, held: Reservation) -> Entry:
+def release(entry: Entry | None, reservation: Reservation) -> Entry:
     """Return the entry of an attempt that began nothing, so that another may try. Raises StaleEpoch."""
-    return _advanced(entry, held, OperationPhase.RELEASED, (OperationPhase.RESERVED,))
+    return _advanced(entry, reservation, OperationPhase.RELEASED, (OperationPhase.RESERVED,))
 
 
 def _advanced(
     entry: Entry | None,
-    held: Reservation,
+    reservation: Reservation,
     to: OperationPhase,
     from_phases: tuple[OperationPhase, ...],
     outcome: bytes = b"",
 ) -> Entry:
     # Only the attempt with the current epoch may advance the entry.
-    is_held = entry is not None and (entry.epoch, entry.claim_id) == (held.epoch, held.claim_id)
+    is_held = entry is not None and (entry.epoch, entry.claim_id) == (reservation.epoch, reservation.claim_id)
     if is_held and entry is not None:
         if entry.phase in from_phases:
             return replace(entry, phase=to)
@@ -246,4 +248,6 @@ def _advanced(
         if entry.phase is to and entry.outcome == outcome:
             return entry
     why = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"
-    raise StaleEpoch(f"{held.key}: epoch {held.epoch} of this attempt can't become {to.name.lower()}: the entry {why}")
+    raise StaleEpoch(
+        f"{reservation.key}: epoch {reservation.epoch} of this attempt can't become {to.name.lower()}: the entry {why}"
+    )

@@ -55,11 +55,11 @@ class CommitWatch(Generic[WatchedConnection]):
     it. It then sleeps until the limit of the oldest commit; newer ones have later limits.
     """
 
-    def __init__(self, limit_s: float, give_up: Callable[[WatchedConnection], object]) -> None:
+    def __init__(self, limit_s: float, abandon: Callable[[WatchedConnection], object]) -> None:
         """Args: limit_s: Longest commit in seconds. give_up: Cancels a commit at the server, and must not raise."""
-        self._limit_s, self._give_up = limit_s, give_up
-        self._ends: dict[WatchedConnection, float] = {}
-        self._given_up: WatchedConnection | None = None
+        self._limit_s, self._abandon = limit_s, abandon
+        self._deadlines: dict[WatchedConnection, float] = {}
+        self._abandoned: WatchedConnection | None = None
         self._changed = threading.Condition()
         self._sleeps = self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -67,7 +67,7 @@ class CommitWatch(Generic[WatchedConnection]):
     def begins(self, connection: WatchedConnection) -> None:
         """Begin to watch the commit on a connection. `ended` must follow."""
         with self._changed:
-            self._ends[connection] = time.monotonic() + self._limit_s
+            self._deadlines[connection] = time.monotonic() + self._limit_s
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="gpulease-commits", daemon=True)
                 self._thread.start()
@@ -80,8 +80,8 @@ class CommitWatch(Generic[WatchedConnection]):
         Waits for a cancellation in progress, which would otherwise cancel the connection's next statement.
         """
         with self._changed:
-            self._ends.pop(connection, None)
-            self._changed.wait_for(lambda: self._given_up is not connection)
+            self._deadlines.pop(connection, None)
+            self._changed.wait_for(lambda: self._abandoned is not connection)
 
     def close(self) -> None:
         """End the thread when no commit is under way. A second call does nothing."""
@@ -93,22 +93,22 @@ class CommitWatch(Generic[WatchedConnection]):
 
     def _run(self) -> None:
         while (connection := self._next()) is not None:
-            # Without the lock, because it talks to the server; `_given_up` holds `ended` back meanwhile.
-            self._give_up(connection)
+            # Without the lock, because it talks to the server; `_abandoned` holds `ended` back meanwhile.
+            self._abandon(connection)
             with self._changed:
-                self._given_up = None
+                self._abandoned = None
                 self._changed.notify_all()
 
     def _next(self) -> WatchedConnection | None:
         """Wait for a commit that takes too long. Returns None when the watch is closed and no commit is under way."""
         with self._changed:
-            while self._ends or not self._is_closed:
+            while self._deadlines or not self._is_closed:
                 # A dict keeps the order of insertion. All have the same limit, so the oldest one ends first.
-                first = next(iter(self._ends), None)
-                left_s = None if first is None else self._ends[first] - time.monotonic()
+                first = next(iter(self._deadlines), None)
+                left_s = None if first is None else self._deadlines[first] - time.monotonic()
                 if first is not None and left_s is not None and left_s <= 0:
-                    del self._ends[first]
-                    self._given_up = first
+                    del self._deadlines[first]
+                    self._abandoned = first
                     return first
                 self._sleeps = first is None
                 self._changed.wait(left_s)
@@ -229,7 +229,7 @@ class PostgresStore:
         self._is_closed = False
         try:
             # Also shows at the start that the server can be reached and written to.
-            self._transact(_make_tables)
+            self._transact(_create_tables)
         except BaseException:
             self._watch.close()
             raise
@@ -259,15 +259,15 @@ class PostgresStore:
 
         return self._transact(job)
 
-    def start(self, held: Reservation) -> None:
-        self._move(held, lambda entry: ledger.start(entry, held))
+    def start(self, reservation: Reservation) -> None:
+        self._move(reservation, lambda entry: ledger.start(entry, reservation))
 
-    def complete(self, held: Reservation, outcome: bytes) -> None:
-        kept = checked_outcome(outcome)
-        self._move(held, lambda entry: ledger.complete(entry, held, kept))
+    def complete(self, reservation: Reservation, outcome: bytes) -> None:
+        checked = checked_outcome(outcome)
+        self._move(reservation, lambda entry: ledger.complete(entry, reservation, checked))
 
-    def release(self, held: Reservation) -> None:
-        self._move(held, lambda entry: ledger.release(entry, held))
+    def release(self, reservation: Reservation) -> None:
+        self._move(reservation, lambda entry: ledger.release(entry, reservation))
 
     def forget(self, older_than_s: float) -> int:
         """Implement `ReplicatedIdempotencyStore.forget`."""
@@ -284,11 +284,11 @@ class PostgresStore:
 
     # --- transactions ---
 
-    def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
+    def _move(self, reservation: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
         def job(connection: Connection) -> None:
             # FOR UPDATE: the row stays locked until the commit, so no other gateway can change it in between.
-            before = _load(connection, held.key)
-            _save(connection, held.key, before, rule(before), self._now(connection))
+            before = _load(connection, reservation.key)
+            _save(connection, reservation.key, before, rule(before), self._now(connection))
 
         self._transact(job)
 
@@ -335,19 +335,19 @@ class PostgresStore:
                 finally:
                     self._watch.ended(connection)
         except BaseException:
-            self._give_back(connection)
+            self._return_connection(connection)
             raise
-        self._give_back(connection)
+        self._return_connection(connection)
         return result
 
     def _connect(self) -> Connection:
         # The store's defaults, which the connection string may override, except for the options.
         ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
-        given = conninfo_to_dict(self._conninfo)
+        parameters = conninfo_to_dict(self._conninfo)
         # The operator's options come first, because the last one counts if a setting occurs twice.
-        options = f"{given.get('options') or ''} {_OPTIONS}"
-        everything = ours | {"application_name": _NAME} | given | {"options": options}
-        connection = psycopg.connect(make_conninfo(**everything), autocommit=True)
+        options = f"{parameters.get('options') or ''} {_OPTIONS}"
+        merged = ours | {"application_name": _NAME} | parameters | {"options": options}
+        connection = psycopg.connect(make_conninfo(**merged), autocommit=True)
         # Ask once per connection how durable a commit is on this server.
         row = connection.execute(_DURABILITY).fetchone()
         assert row is not None
@@ -355,7 +355,7 @@ class PostgresStore:
         if row[0] in ("off", "local", "remote_write"):
             connection.execute("SET synchronous_commit TO on")
         # Several hosts suggest a failover, but without synchronous standbys it may lose operations.
-        if not row[1] and len(str(given.get("host", "")).split(",")) > 1 and not self._has_warned:
+        if not row[1] and len(str(parameters.get("host", "")).split(",")) > 1 and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "%s has no synchronous_standby_names: if it is lost, a standby may repeat requests that were executed",
@@ -373,7 +373,7 @@ class PostgresStore:
             with suppress(psycopg.Error):
                 connection.close()
 
-    def _give_back(self, connection: Connection) -> None:
+    def _return_connection(self, connection: Connection) -> None:
         with self._lock:
             # Reuse only a connection without a transaction: after an error it may be in an unknown state.
             is_usable = not self._is_closed and not connection.closed
@@ -409,7 +409,7 @@ def _trusted(connection: Connection) -> Iterator[None]:
         raise _NotTrusted(warnings[0])
 
 
-def _make_tables(connection: Connection) -> None:
+def _create_tables(connection: Connection) -> None:
     # The lock ends with the transaction.
     connection.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLE_LOCK,))
     for statement in _TABLES:

@@ -148,15 +148,15 @@ class SqliteStore:
 
         return self._do(job, is_synced=False)
 
-    def start(self, held: Reservation) -> None:
-        self._move(held, lambda entry: ledger.start(entry, held))
+    def start(self, reservation: Reservation) -> None:
+        self._move(reservation, lambda entry: ledger.start(entry, reservation))
 
-    def complete(self, held: Reservation, outcome: bytes) -> None:
-        kept = checked_outcome(outcome)
-        self._move(held, lambda entry: ledger.complete(entry, held, kept))
+    def complete(self, reservation: Reservation, outcome: bytes) -> None:
+        checked = checked_outcome(outcome)
+        self._move(reservation, lambda entry: ledger.complete(entry, reservation, checked))
 
-    def release(self, held: Reservation) -> None:
-        self._move(held, lambda entry: ledger.release(entry, held))
+    def release(self, reservation: Reservation) -> None:
+        self._move(reservation, lambda entry: ledger.release(entry, reservation))
 
     def forget(self, older_than_s: float) -> int:
         """Implement `ReplicatedIdempotencyStore.forget`."""
@@ -174,10 +174,10 @@ class SqliteStore:
                 self._commit(group)
             self._connection.close()
 
-    def _move(self, held: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
+    def _move(self, reservation: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
         def job(connection: sqlite3.Connection) -> None:
-            before = _load(connection, held.key)
-            self._save(connection, held.key, before, rule(before))
+            before = _load(connection, reservation.key)
+            self._save(connection, reservation.key, before, rule(before))
 
         self._do(job)
 
@@ -253,10 +253,10 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
         # 0 is a new file. Any other format may have been written by a newer version, so it is left alone.
-        if found not in (0, FORMAT):
-            raise StoreUnavailable(f"{path} is a store of format {found}; this program knows {FORMAT}")
+        if version not in (0, FORMAT):
+            raise StoreUnavailable(f"{path} is a store of format {version}; this program knows {FORMAT}")
         connection.execute(_TABLES)
         connection.execute(_INDEX)
         connection.execute(f"PRAGMA user_version = {FORMAT}")

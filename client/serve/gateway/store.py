@@ -32,15 +32,15 @@ class ReplicatedIdempotencyStore(Protocol):
         """
         ...
 
-    def start(self, held: Reservation) -> None:
+    def start(self, reservation: Reservation) -> None:
         """Record that the effect may begin, before it does. If this raises StaleEpoch, it must not begin."""
         ...
 
-    def complete(self, held: Reservation, outcome: bytes) -> None:
+    def complete(self, reservation: Reservation, outcome: bytes) -> None:
         """Record the outcome, which every later request with the key gets. Raises StaleEpoch."""
         ...
 
-    def release(self, held: Reservation) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Give up the reservation without having begun the effect. Raises StaleEpoch."""
         ...
 

@@ -88,11 +88,11 @@ class ModelHost:
         """Return each model's lease, its queue, and the error that keeps it from having a lease."""
         return {
             name: {
-                "lease_id": found.lease_id_text,
-                "waiting_items": found.waiting_items,
-                "trouble": str(found.trouble or ""),
+                "lease_id": instance.lease_id_text,
+                "waiting_items": instance.waiting_items,
+                "trouble": str(instance.trouble or ""),
             }
-            for name, found in self._instances.items()
+            for name, instance in self._instances.items()
         }
 
     def count_lease_time(self) -> None:

@@ -42,9 +42,9 @@ class BatchRunner:
         self._session, self._settings, self._module = session, settings, module
         # Three buffers on the card, for the life of the session; the arrays below are the host's side of two of them.
         self._weights, self._input, self._output = buffers
-        self._into = session.empty(settings.max_batch * settings.input_bytes, np.uint8)
-        self._out_of = session.empty(settings.max_batch * settings.output_bytes, np.uint8)
-        self._in_view, self._out_view = self._into.data, self._out_of.data
+        self._input_memory = session.empty(settings.max_batch * settings.input_bytes, np.uint8)
+        self._output_memory = session.empty(settings.max_batch * settings.output_bytes, np.uint8)
+        self._in_view, self._out_view = self._input_memory.data, self._output_memory.data
         self._args: dict[int, KernelArgs] = {}
         self.is_warm = False
 
@@ -75,11 +75,11 @@ class BatchRunner:
         # Step 2: copy in, launch, copy out.
         items = at // settings.input_bytes
         size = items * settings.output_bytes
-        await self._session.mem_write(self._input, 0, self._into[:at])
+        await self._session.mem_write(self._input, 0, self._input_memory[:at])
         # Only the grid depends on the number of items, so one kernel serves batches of any size.
         grid, block = [items * settings.blocks_per_item], [settings.threads_per_block]
         await self._session.launch(self._module, settings.kernel, grid, block, self._args_for(items))
-        await self._session.mem_read(self._output, 0, size, into=self._out_of[:size])
+        await self._session.mem_read(self._output, 0, size, into=self._output_memory[:size])
         # Step 3: cut the outputs apart, and copy them, because the next batch overwrites the array.
         outputs, at = [], 0
         for payload in payloads:
@@ -95,14 +95,14 @@ class BatchRunner:
 
     def _args_for(self, items: int) -> KernelArgs:
         # Only the number of items changes between launches, so the arguments are cached by it.
-        found = self._args.get(items)
-        if found is None:
-            found = KernelArgs().push_buffer(self._weights).push_buffer(self._input).push_buffer(self._output)
-            found.push_u32(items)
+        args = self._args.get(items)
+        if args is None:
+            args = KernelArgs().push_buffer(self._weights).push_buffer(self._input).push_buffer(self._output)
+            args.push_u32(items)
             for constant in self._settings.constants:
-                found.push_u32(constant)
-            self._args[items] = found
-        return found
+                args.push_u32(constant)
+            self._args[items] = args
+        return args
 
 
 CLOSE_LIMIT_S: Final = 5.0
@@ -142,7 +142,7 @@ class Instance:
         self._loop = asyncio.get_running_loop()
         self._intake = RequestIntake(settings, metrics)
         self._lease: GpuLease | None = None
-        self._held_from: float | None = None
+        self._leased_since: float | None = None
         self._pause = RestartPause()
         self._no_room_until = 0.0
         self._must_check_session = False
@@ -180,10 +180,10 @@ class Instance:
 
     def count_lease_time(self) -> None:
         """Add the time that the lease was held since the last call to the metrics."""
-        if self._held_from is not None:
+        if self._leased_since is not None:
             now = self._loop.time()
-            self._metrics.lease_seconds.inc(now - self._held_from)
-            self._held_from = now
+            self._metrics.lease_seconds.inc(now - self._leased_since)
+            self._leased_since = now
 
     # --- leases and batches ---
 
@@ -217,7 +217,7 @@ class Instance:
         builder = GpuBuilder(self._address).min_vram(settings.min_vram_bytes).lease_secs(settings.lease_secs)
         builder.max_kernel_secs(settings.max_kernel_secs).timeout(WAIT_FOR_ROOM_S if self._pass_on is None else 0)
         lease = await builder.acquire()
-        self._held_from = self._loop.time()
+        self._leased_since = self._loop.time()
         try:
             async with GpuSession(lease) as session:
                 runner = await BatchRunner.open(session, settings)
@@ -242,7 +242,7 @@ class Instance:
                     # Also after an error: a lease that is not freed would hold the card until its deadline.
                     await lease.free()
             self.count_lease_time()
-            self._held_from = None
+            self._leased_since = None
 
     @asynccontextmanager
     async def _watching(self, lease: GpuLease, ended: Ended) -> AsyncIterator[None]:
@@ -344,9 +344,9 @@ class Instance:
         except BaseException as error:
             # Answer every request, both when the server stops and after a bug here.
             is_end = isinstance(error, asyncio.CancelledError)
-            why = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
+            reason = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
             for request in batch:
-                request.settle(why)
+                request.settle(reason)
             raise
         finally:
             intake.is_running = False
@@ -365,17 +365,17 @@ class Instance:
         """Put the requests that can safely be computed again back into the queue, and answer the others."""
         # Only these may have been caused by a request of the batch.
         is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
-        again = []
+        retried = []
         for request in batch:
             # Compute again after a lost daemon, or if another request of the batch may be at fault: then each in its
             # own batch. A revoked lease is an operator's decision, and is reported to the caller.
             is_cured = isinstance(error, Disconnected) or (is_kernels and len(batch) > 1)
             if self.settings.is_pure and is_cured and request.attempts < MAX_ATTEMPTS and not request.answer.done():
                 request.is_alone = is_kernels
-                again.append(request)
+                retried.append(request)
             else:
                 request.settle(CallError(code_of(error), f"{type(error).__name__}: {text_for_callers(error)}"))
-        self._intake.put_back(again)
+        self._intake.put_back(retried)
 
     async def _recover(self, error: GpuLeaseError) -> None:
         """Pause after the lease ended or was refused, so that repeated failures do not take time from others."""

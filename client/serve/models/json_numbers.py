@@ -52,18 +52,18 @@ def parsed_input(body: bytes, max_items: int, numbers: int) -> Any:
 
     Commas and brackets are counted before parsing, because they limit the memory of the parsed body.
     """
-    most = min(max_items * numbers, MAX_NUMBERS)
-    if body.count(b",") >= most or body.count(b"[") > 1 + max_items or body.count(b"{") > 1:
-        raise NumbersRefused(f"It has more than {most} numbers, or arrays in the items.")
+    max_numbers = min(max_items * numbers, MAX_NUMBERS)
+    if body.count(b",") >= max_numbers or body.count(b"[") > 1 + max_items or body.count(b"{") > 1:
+        raise NumbersRefused(f"It has more than {max_numbers} numbers, or arrays in the items.")
     try:
-        asked = json.loads(body, parse_constant=_no_number)
+        document = json.loads(body, parse_constant=_no_number)
     except NumbersRefused:
         raise
     except (ValueError, RecursionError) as error:
         raise NumbersRefused(f"It must be JSON: {error}.") from None
-    if not isinstance(asked, dict) or asked.keys() != {"input"} or not isinstance(asked["input"], list):
+    if not isinstance(document, dict) or document.keys() != {"input"} or not isinstance(document["input"], list):
         raise NumbersRefused('It must be an object with one array, "input", or with "input_base64".')
-    return asked["input"]
+    return document["input"]
 
 
 def pack(value: list[Any], kind: str, numbers: int) -> bytes:
@@ -80,15 +80,15 @@ def pack(value: list[Any], kind: str, numbers: int) -> bytes:
 def unpack(payload: bytes, kind: str, numbers: int, *, is_several: bool) -> list[Any]:
     """Return outputs as numbers: one item's, or an array per item. Raises NumbersRefused for NaN or infinity."""
     # Little-endian, as the kernel writes it.
-    found = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
-    if not all(map(math.isfinite, found)):
+    values = struct.unpack(f"<{len(payload) // size_of(kind)}{FORMATS[kind]}", payload)
+    if not all(map(math.isfinite, values)):
         raise NumbersRefused("The output has NaN or infinity, which JSON can't represent: use base64 or bytes.")
-    return [list(found[at : at + numbers]) for at in range(0, len(found), numbers)] if is_several else list(found)
+    return [list(values[at : at + numbers]) for at in range(0, len(values), numbers)] if is_several else list(values)
 
 
-def _packed(item: Sequence[Any], kind: str, numbers: int, what: str) -> bytes:
+def _packed(item: Sequence[Any], kind: str, numbers: int, label: str) -> bytes:
     if len(item) != numbers:
-        raise NumbersRefused(f"{what} must have {numbers} numbers, not {len(item)}.")
+        raise NumbersRefused(f"{label} must have {numbers} numbers, not {len(item)}.")
     try:
         # struct accepts a bool as an integer, and infinity (Python's value of 1e999) as a float.
         if not any(type(number) is bool for number in item) and all(map(math.isfinite, item)):
@@ -97,7 +97,7 @@ def _packed(item: Sequence[Any], kind: str, numbers: int, what: str) -> bytes:
         pass
     # The whole item failed: find the number for the message. This slow path is only for errors.
     at = next(at for at, number in enumerate(item) if not _fits(number, kind))
-    raise NumbersRefused(f"{what}: value {at} must be {kind}, not {_shown(item[at])}.")
+    raise NumbersRefused(f"{label}: value {at} must be {kind}, not {_shown(item[at])}.")
 
 
 def _fits(number: Any, kind: str) -> bool:

@@ -46,16 +46,16 @@ class ModelServerMetrics(ServerMetrics):
 
     def __init__(self) -> None:
         super().__init__()
-        kept = self.registry
+        registry = self.registry
         one = ("model",)
-        self.lease_seconds = Counter("gpu_lease_seconds", "How long leases were held.", one, registry=kept)
-        self.launches = Counter("kernel_launch", "Batches launched.", one, registry=kept)
-        self.failures = Counter("kernel_fail", "Batches that failed.", one, registry=kept)
+        self.lease_seconds = Counter("gpu_lease_seconds", "How long leases were held.", one, registry=registry)
+        self.launches = Counter("kernel_launch", "Batches launched.", one, registry=registry)
+        self.failures = Counter("kernel_fail", "Batches that failed.", one, registry=registry)
         self.latency_ms = Histogram(
-            "inference_latency_ms", "From arrival to outcome.", one, buckets=LATENCY_BUCKETS_MS, registry=kept
+            "inference_latency_ms", "From arrival to outcome.", one, buckets=LATENCY_BUCKETS_MS, registry=registry
         )
-        self.bytes_in = Counter("bytes_in", "Bytes of inputs taken.", one, registry=kept)
-        self.bytes_out = Counter("bytes_out", "Bytes of outputs answered.", one, registry=kept)
-        self.queue_depth = Gauge("queue_depth", "Items that wait.", one, registry=kept)
-        self.batch_items = Histogram("batch_items", "Items in a launch.", one, buckets=BATCH_BUCKETS, registry=kept)
-        self.requests = Counter("requests", "Requests answered.", ("model", "outcome"), registry=kept)
+        self.bytes_in = Counter("bytes_in", "Bytes of inputs taken.", one, registry=registry)
+        self.bytes_out = Counter("bytes_out", "Bytes of outputs answered.", one, registry=registry)
+        self.queue_depth = Gauge("queue_depth", "Items that wait.", one, registry=registry)
+        self.batch_items = Histogram("batch_items", "Items in a launch.", one, buckets=BATCH_BUCKETS, registry=registry)
+        self.requests = Counter("requests", "Requests answered.", ("model", "outcome"), registry=registry)

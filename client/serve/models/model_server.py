@@ -223,9 +223,9 @@ def _from_base64(body: bytes) -> bytes:
     try:
         # An object with one string has neither commas nor arrays. Others are not parsed, because they may grow in
         # memory.
-        asked = None if b"," in body or b"[" in body else json.loads(body)
-        if not isinstance(asked, dict) or asked.keys() != {"input_base64"}:
+        document = None if b"," in body or b"[" in body else json.loads(body)
+        if not isinstance(document, dict) or document.keys() != {"input_base64"}:
             raise ValueError("it must be an object with input_base64")
-        return base64.b64decode(asked["input_base64"], validate=True)
+        return base64.b64decode(document["input_base64"], validate=True)
     except (ValueError, TypeError, RecursionError, binascii.Error) as error:
         raise RequestRefused(Problem(400, "invalid_request", f"The body is invalid: {error}")) from None

@@ -171,9 +171,9 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
             if smaller not in models or smaller in chain:
                 raise InvalidRequest(f"model {chain[-1]}: smaller must be another model of the file, not {smaller!r}")
             chain.append(smaller)
-            found = models[smaller]
+            smaller_model = models[smaller]
             # A caller gets the variant's answer without knowing it in advance, so it must have the same form.
-            if _shape(found) != _shape(model):
+            if _shape(smaller_model) != _shape(model):
                 raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, and can't replace it")
 
 
@@ -185,19 +185,19 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     where = f"{path}: models.{name}"
     if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isascii() or not name.replace("-", "").isalnum():
         raise InvalidRequest(f"{where}: a name must have 1 to {MAX_NAME_CHARACTERS} letters, digits and hyphens")
-    found = values_of(path, ModelSettings, table, "models", name)
+    settings = values_of(path, ModelSettings, table, "models", name)
     # Settings name files; the model has their contents.
-    found |= {key: _file(path, where, key, found[key]) for key in _FILES if key in found}
-    model = ModelSettings(name=name, **found)
+    settings |= {key: _file(path, where, key, settings[key]) for key in _FILES if key in settings}
+    model = ModelSettings(name=name, **settings)
     # Each setting is within its own limits, but their product must also fit.
     if max(model.input_bytes, model.output_bytes) * model.max_batch > MAX_BATCH_BYTES:
         raise InvalidRequest(f"{where}: a batch of {model.max_batch} is more than {MAX_BATCH_BYTES} bytes")
     for side in ("input", "output"):
-        kind, size = found.get(f"{side}_type", ""), found[f"{side}_bytes"]
+        kind, size = settings.get(f"{side}_type", ""), settings[f"{side}_bytes"]
         # An item must consist of whole numbers of its declared type.
         if kind and size % size_of(kind):
             raise InvalidRequest(f"{where}: {side}_bytes must be a multiple of the size of {kind}, not {size}")
-    if ("input_type" in found) is not ("output_type" in found):
+    if ("input_type" in settings) is not ("output_type" in settings):
         raise InvalidRequest(f"{where}: input_type and output_type must be set together, or neither")
     return model
 

@@ -128,10 +128,10 @@ class BatchQueue:
         return batch
 
     def take_all(self) -> list[WaitingRequest]:
-        found = list(self._waiting)
+        requests = list(self._waiting)
         self._waiting.clear()
         self.items = 0
-        return found
+        return requests
 
 
 class RequestIntake:
@@ -267,10 +267,10 @@ class RequestIntake:
     def _on_deadline(self, request: WaitingRequest) -> None:
         if self.queue.remove(request):
             self.changed()
-            code, why = CallErrorCode.TOO_LATE, "it was not begun in its time"
+            code, reason = CallErrorCode.TOO_LATE, "it was not begun in its time"
             if self.trouble is not None:
-                code, why = CallErrorCode.UNAVAILABLE, f"{why}: the model has no lease: {self.trouble}"
-            request.settle(CallError(code, why, self._retry_ms()))
+                code, reason = CallErrorCode.UNAVAILABLE, f"{reason}: the model has no lease: {self.trouble}"
+            request.settle(CallError(code, reason, self._retry_ms()))
 
     def _on_answered(self, request: WaitingRequest) -> None:
         if request.timer is not None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from gpulease.client.errors import Disconnected, GpuLeaseError, InvalidRequest
 from gpulease.client.serve.rpc.server import Answer
-from gpulease.client.serve.rpc.shared import LOOKING_IS_ORDERED, MappedCall
+from gpulease.client.serve.rpc.shared import LOADS_ARE_ORDERED, MappedCall
 from gpulease.client.texts import utf8
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.address import UnixAddress, parse_address
@@ -60,7 +60,7 @@ class CallTimedOut(Disconnected):
 SPIN_NS: Final = 200_000
 """Nanoseconds that a caller polls for its reply before it sleeps, if the host has enough cores."""
 
-LOOKS_PER_CLOCK: Final = 16
+POLLS_PER_CLOCK: Final = 16
 """Polls between two readings of the clock, each of which takes as long as a poll on some hosts."""
 
 FIRST_BACKOFF_S: Final = 0.02
@@ -94,18 +94,18 @@ class RpcClient:
     def __init__(self, address: str, timeout_s: float = 30.0, spin_ns: int | None = None) -> None:
         try:
             utf8(address, "rpc: the server's address")
-            where = parse_address(address)
+            endpoint = parse_address(address)
         except ValueError as error:
             raise InvalidRequest(f"rpc: {error}") from None
-        if not isinstance(where, UnixAddress):
+        if not isinstance(endpoint, UnixAddress):
             raise InvalidRequest(
                 f"rpc: the address must be unix:PATH, not {address}, because memory is shared only within a host",
                 "Use HTTP",
             )
-        self._path, self._timeout_s = where.path, timeout_s
+        self._path, self._timeout_s = endpoint.path, timeout_s
         # Spinning only pays if the server can run on another core at the same time.
-        wanted_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
-        self._spin_ns = wanted_ns if LOOKING_IS_ORDERED else 0
+        policy_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
+        self._spin_ns = policy_ns if LOADS_ARE_ORDERED else 0
         self._connection: _Connection | None = None
         self._lock = threading.Lock()
         self._last_id = random.getrandbits(32)
@@ -147,7 +147,7 @@ class RpcClient:
             raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {deadline_s}")
         span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
         # One call at a time: the shared memory has room for one request and one reply.
-        if not self._lock.acquire(timeout=min(span.to_ask_s(), threading.TIMEOUT_MAX)):
+        if not self._lock.acquire(timeout=min(span.send_timeout_s(), threading.TIMEOUT_MAX)):
             raise _too_late("other threads' calls took all of its time")
         try:
             return self._call(method_id, data, span, is_idempotent=is_idempotent)
@@ -157,16 +157,16 @@ class RpcClient:
     def describe(self) -> dict[str, Any]:
         """Return the server's models by name, with their methods' numbers and sizes in bytes."""
         try:
-            found = json.loads(self.call(DESCRIBE, b"", is_idempotent=True).payload)
+            description = json.loads(self.call(DESCRIBE, b"", is_idempotent=True).payload)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            description = None
+        if not isinstance(description, dict):
             raise Disconnected("rpc: the server does not list its methods")
-        return found
+        return description
 
     def close(self) -> None:
         with self._lock:
-            self._hang_up()
+            self._disconnect()
 
     def __enter__(self) -> Self:
         return self
@@ -188,16 +188,16 @@ class RpcClient:
                 cause = uncertain or (cause if cause is not None and error.has_no_time else error.cause)
             # The reply may still come, so this connection can't be used for another call.
             except CallTimedOut:
-                self._hang_up()
+                self._disconnect()
                 raise
             except Disconnected as error:
-                self._hang_up()
+                self._disconnect()
                 if not is_idempotent:
                     raise
                 # The server may have executed the call. It is repeated only because the caller allows that.
                 cause = uncertain = error
             # Retry only while the call could still begin in time.
-            left_s = span.to_ask_s()
+            left_s = span.send_timeout_s()
             if left_s <= 0:
                 raise cause
             pause_s = back_off_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S)
@@ -218,14 +218,14 @@ class RpcClient:
             connection.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
             # The connection was closed before the bell was sent, and the server reads no request without a bell.
-            self._hang_up()
-            raise _NotReceived(_gone(self._path, error)) from None
+            self._disconnect()
+            raise _NotReceived(_disconnected(self._path, error)) from None
         try:
             return connection.answer(self._last_id, span.until, self._spin_ns)
         except OSError as error:
-            raise _gone(self._path, error) from None
+            raise _disconnected(self._path, error) from None
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -247,10 +247,10 @@ class _Span:
             return cls(now + timeout_s, deadline)
         return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
 
-    def to_ask_s(self) -> float:
+    def send_timeout_s(self) -> float:
         """Return the seconds left for sending the call; 0 if the time is over."""
-        ends = self.until if self.deadline is None else min(self.until, self.deadline)
-        return max(0.0, ends - time.monotonic())
+        deadline = self.until if self.deadline is None else min(self.until, self.deadline)
+        return max(0.0, deadline - time.monotonic())
 
     def left_ms(self) -> int:
         """Return the milliseconds left until the deadline; 0 without a deadline. Raises _NotReceived after it."""
@@ -262,8 +262,8 @@ class _Span:
         return min(left_ms, MAX_LEFT_MS)
 
 
-def _too_late(why: str) -> CallFailed:
-    return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{why}; it was not asked"))
+def _too_late(reason: str) -> CallFailed:
+    return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{reason}; it was not asked"))
 
 
 class _NotReceived(Exception):
@@ -291,7 +291,7 @@ class _Connection:
         """Write the request and ring the bell. Raises OSError if the server has closed the connection."""
         # Order matters: the reply's region is emptied first, and the request's status is written last, by `put`.
         self._shared.reply.status = CallStatus.EMPTY
-        self._shared.say_time_left(request_id, left_ms)
+        self._shared.write_time_left(request_id, left_ms)
         self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
         with suppress(BlockingIOError):
             # A full socket means that the server has bells to read, so one more is not needed.
@@ -305,7 +305,7 @@ class _Connection:
         reply = self._shared.reply
         # The server's memory is not trusted: check id, size and status of one copy of the header.
         header = reply.header()
-        if header.request_id != request_id or not header.fits or header.status not in _ENDS:
+        if header.request_id != request_id or not header.fits or header.status not in _FINAL_STATUSES:
             raise Disconnected("rpc: the server's reply can't be followed")
         # Copied before the region is given back to the server.
         payload = reply.payload(header.payload_len)
@@ -326,9 +326,9 @@ class _Connection:
         if not spin_ns:
             return False
         # The status byte is the only thing that is polled; the rest is read after it has changed.
-        reply, ends = self._shared.reply, time.monotonic_ns() + spin_ns
-        while time.monotonic_ns() < ends:
-            for _ in range(LOOKS_PER_CLOCK):
+        reply, deadline = self._shared.reply, time.monotonic_ns() + spin_ns
+        while time.monotonic_ns() < deadline:
+            for _ in range(POLLS_PER_CLOCK):
                 if reply.status:
                     return True
         return False
@@ -348,10 +348,10 @@ class _Connection:
                 raise Disconnected("rpc: the server closed the connection; the call may have been done")
 
 
-_ENDS: Final = (CallStatus.RESPONSE_READY, CallStatus.ERROR)
+_FINAL_STATUSES: Final = (CallStatus.RESPONSE_READY, CallStatus.ERROR)
 
 
-def _gone(path: str, error: OSError) -> Disconnected:
+def _disconnected(path: str, error: OSError) -> Disconnected:
     return Disconnected(f"rpc: the server at {path}: {error.strerror or error}", "Does `gpulease serve models` run?")
 
 
@@ -368,7 +368,7 @@ def _connected(path: str, until: float) -> _Connection:
     except (OSError, ValueError) as error:
         sock.close()
         cause = error if isinstance(error, OSError) else OSError(str(error))
-        raise _NotReceived(_gone(path, cause), has_no_time=isinstance(error, TimeoutError)) from None
+        raise _NotReceived(_disconnected(path, cause), has_no_time=isinstance(error, TimeoutError)) from None
     except BaseException:
         sock.close()
         raise

@@ -100,21 +100,21 @@ class RpcServer:
             return
         self._loop.remove_reader(self._sock)
         self._keeping.cancel()
-        if self._made is not None:
-            self._made.close()
+        if self._replacement is not None:
+            self._replacement.close()
         self._is_stopping = True
 
     _is_stopping = False
-    _made: socket.socket | None = None
+    _replacement: socket.socket | None = None
     """The socket that replaces the given one after its file was removed."""
 
-    async def _replace(self, made: socket.socket) -> None:
+    async def _replace(self, sock: socket.socket) -> None:
         self._loop.remove_reader(self._sock)
-        if self._made is not None:
-            self._made.close()
+        if self._replacement is not None:
+            self._replacement.close()
         # The original socket is not closed: it belongs to the caller of this class.
-        self._sock = self._made = made
-        self._loop.add_reader(made, self._accept)
+        self._sock = self._replacement = sock
+        self._loop.add_reader(sock, self._accept)
 
     def _accept(self) -> None:
         try:
@@ -125,7 +125,7 @@ class RpcServer:
             _log.warning("no caller is admitted for %g s: %s", ACCEPT_PAUSE_S, error)
             self._loop.remove_reader(self._sock)
             # The backlog keeps the callers meanwhile.
-            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting)
             return
         # Accepted and closed, rather than left in the backlog, so that the caller notices at once.
         if len(self._callers) >= MAX_CALLERS:
@@ -140,16 +140,16 @@ class RpcServer:
             return
         self._callers.add(caller)
 
-    def _accept_again(self) -> None:
+    def _resume_accepting(self) -> None:
         if not self._is_stopping:
             self._loop.add_reader(self._sock, self._accept)
 
     def _begin(self, method_id: int, payload: bytes, left_s: float | None) -> "asyncio.Future[Outcome]":
         # The server answers this method itself; all others are models.
         if method_id == DESCRIBE:
-            found: asyncio.Future[Outcome] = self._loop.create_future()
-            found.set_result(Answer(DESCRIBE, self._describe()))
-            return found
+            outcome: asyncio.Future[Outcome] = self._loop.create_future()
+            outcome.set_result(Answer(DESCRIBE, self._describe()))
+            return outcome
         return self._handler(method_id, payload, left_s)
 
 
@@ -161,10 +161,10 @@ class _Caller:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         begin: Handler,
-        gone: Callable[["_Caller"], object],
+        on_disconnect: Callable[["_Caller"], object],
     ) -> None:
         """Raises OSError if memory or descriptors for the caller run out; `sock` then stays open."""
-        self._sock, self._loop, self._begin, self._gone = sock, loop, begin, gone
+        self._sock, self._loop, self._begin, self._on_disconnect = sock, loop, begin, on_disconnect
         self._call: asyncio.Future[Outcome] | None = None
         self._false_bells = 0
         self._is_closed = False
@@ -192,7 +192,7 @@ class _Caller:
         if self._call is not None:
             # Do not compute for a caller that is gone.
             self._call.cancel()
-        self._gone(self)
+        self._on_disconnect(self)
 
     def _on_bell(self) -> None:
         try:

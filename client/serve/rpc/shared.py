@@ -34,7 +34,7 @@ from gpulease.protocol.rpc import (
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-LOOKING_IS_ORDERED: Final = platform.machine() == "x86_64"
+LOADS_ARE_ORDERED: Final = platform.machine() == "x86_64"
 """Whether a change that is seen by polling, without the bell, is reliable; see `protocol.rpc`."""
 
 
@@ -114,7 +114,7 @@ class MappedCall:
             os.close(fd)
             raise
 
-    def say_time_left(self, request_id: int, left_ms: int) -> None:
+    def write_time_left(self, request_id: int, left_ms: int) -> None:
         """Write the milliseconds within which the next request must begin, 0 for no limit. Call it before `put`."""
         self._time_left[:] = TimeLeft(request_id, left_ms).to_bytes()
 

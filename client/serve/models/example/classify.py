@@ -21,8 +21,8 @@ def main(address: str) -> None:
         began = time.perf_counter()
         scores = [np.frombuffer(models.call(method_id, image).payload, "<f4") for image in images]
         took_s = time.perf_counter() - began
-    found = np.stack(scores).reshape(-1, DIGITS).argmax(1)
-    right = int((found == digits).sum())
+    predicted = np.stack(scores).reshape(-1, DIGITS).argmax(1)
+    right = int((predicted == digits).sum())
     print(f"{right} of {len(digits)} right, {took_s / len(digits) * 1e6:.0f} us a call")
 
 

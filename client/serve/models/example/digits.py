@@ -92,8 +92,8 @@ def load_weights(model: str, folder: Path = HERE) -> Weights:
 
 def load_tests(folder: Path = HERE) -> tuple[Floats, NDArray[np.uint8]]:
     """Return the images that no network was trained on, (images, PIXELS) float32, and their digits, (images,) uint8."""
-    with np.load(folder / TESTS, allow_pickle=False) as kept:
-        return kept["pixels"].astype(np.float32) / np.float32(FULL_SCALE), kept["digits"]
+    with np.load(folder / TESTS, allow_pickle=False) as archive:
+        return archive["pixels"].astype(np.float32) / np.float32(FULL_SCALE), archive["digits"]
 
 
 def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = _EPOCHS) -> Weights:
@@ -110,37 +110,37 @@ def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = 
     # He initialisation for the layer of rectified units; biases begin at zero.
     parts = [(draw.normal(0, (2 / size[0]) ** 0.5, size) if len(size) == 2 else np.zeros(size)) for size in sizes]
     steps = [np.zeros_like(part) for part in parts]
-    wanted = np.eye(DIGITS)[digits]
+    targets = np.eye(DIGITS)[digits]
     for epoch in range(epochs):
         # A new order in each epoch, and a learning rate that falls linearly to zero.
         order = draw.permutation(len(images))
         rate = _RATE * (1 - epoch / epochs)
         for start in range(0, len(order), _BATCH):
             chosen = order[start : start + _BATCH]
-            for part, step, slope in zip(parts, steps, _slopes(parts, images[chosen], wanted[chosen]), strict=True):
+            for part, step, slope in zip(parts, steps, _slopes(parts, images[chosen], targets[chosen]), strict=True):
                 step *= _MOMENTUM
                 step -= rate * (slope + _DECAY * part)
                 part += step
     return Weights(*(part.astype(np.float32) for part in parts))
 
 
-def _slopes(parts: list[Any], images: Floats, wanted: Any) -> tuple[Any, ...]:
+def _slopes(parts: list[Any], images: Floats, targets: Any) -> tuple[Any, ...]:
     first, first_bias, last, last_bias = parts
     units = np.maximum(images @ first + first_bias, 0)
     scores = units @ last + last_bias
     chances = np.exp(scores - scores.max(1, keepdims=True))
     # The gradient of softmax and cross entropy together is the difference of the probabilities.
-    off = (chances / chances.sum(1, keepdims=True) - wanted) / len(images)
-    below = (off @ last.T) * (units > 0)
-    return images.T @ below, below.sum(0), units.T @ off, off.sum(0)
+    errors = (chances / chances.sum(1, keepdims=True) - targets) / len(images)
+    below = (errors @ last.T) * (units > 0)
+    return images.T @ below, below.sum(0), units.T @ errors, errors.sum(0)
 
 
 def data_set() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Return pixels of 0 to 16, (images, PIXELS) uint8, and digits, (images,) uint8, as scikit-learn ships them."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return found.data.astype(np.uint8), found.target.astype(np.uint8)
+    dataset = load_digits()
+    return dataset.data.astype(np.uint8), dataset.target.astype(np.uint8)
 
 
 def main(folder: Path = HERE) -> None:

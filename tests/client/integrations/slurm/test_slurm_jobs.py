@@ -212,7 +212,7 @@ def test_a_job_without_room_fails_alone_unless_the_memory_is_held_outside_jobs(
             done = run(*prolog, job=job, vram_mib=vram_mib)
             assert done.exit_code == 0, done.output
         for job in ("1", "3"):
-            assert slurm.COUNTED_TOO_MUCH in refusal(job)
+            assert slurm.OVERCOUNTED in refusal(job)
         assert refusal("2") == ""
         with pytest.raises(MissingPrerequisite, match="must be idle"):
             raise run("count", "--jobs-per-card", "2").exception
@@ -294,7 +294,7 @@ def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
 
     def serve() -> None:
         slurm._renew_job(records, "7")
-        slurm._end_if_over(records, "7")
+        slurm._end_finished(records, "7")
 
     for state in (JobState.LIVES, JobState.UNKNOWN):
         slurmctld_answers(state)
@@ -312,7 +312,7 @@ def test_the_service_renews_a_job_s_lease_until_slurmctld_says_that_it_is_over(
     with pytest.raises(RefusedForUser, match="already freed"):
         serve()
     slurmctld_answers(JobState.OVER)
-    slurm._end_if_over(records, "7")
+    slurm._end_finished(records, "7")
     assert records.jobs() == []
 
 
@@ -383,7 +383,7 @@ def test_a_job_that_ended_while_slurmctld_answered_is_left_to_its_epilog(
         return JobState.OVER
 
     monkeypatch.setattr(slurm, "state_of_job", state)
-    slurm._end_if_over(records, "7")
+    slurm._end_finished(records, "7")
     assert records.read("7") == next_start
 
 
@@ -558,7 +558,7 @@ def test_a_job_of_several_cards_has_a_lease_on_each(folder: Path, start_daemon: 
         with pytest.MonkeyPatch.context() as patch:
             cluster.use_here(patch)
             slurm._renew_job(slurm_folder, job)
-            slurm._end_if_over(slurm_folder, job)
+            slurm._end_finished(slurm_folder, job)
         assert len(daemon.leases()) == 2
         cluster.ask("scontrol", "resume", job)
         cluster.ask("scontrol", "requeue", job)
