@@ -90,7 +90,7 @@ class CompletionAnswer:
             whole.calls += piece.calls
             whole.replays = whole.replays if piece.replays is None else piece.replays
             whole.finish = piece.finish
-        if (ranks := self._asked.prompt_ranks) is not None:
+        if (ranks := self._request.prompt_ranks) is not None:
             whole.prompt_logprobs = prompt_logprobs(self._tokenizer, self._generation.prompt_scores, ranks)
 
 
