@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gpulease.client.decode.checkpoint import RandomCheckpoint, open_model
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine import forward_pass
+from gpulease.client.decode.engine.engine import UNSET
 from gpulease.client.decode.engine.forward_pass import StepLimits, parts_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, manifest
 from gpulease.client.decode.model_config import ModelConfig
@@ -102,6 +103,22 @@ def try_model(daemon: Daemon, config: ModelConfig, rows: int = 16, *, is_served:
         rig.mix(lines, steps)
         if is_served:
             rig.mix(lines, steps, is_served=True)
+            rig.run(lambda rig: check_pooled(rig, first))
+
+
+async def check_pooled(rig: EngineRig, seat: Seat) -> None:
+    """A prompt's rows after the last norm are in the caller's order, whichever of them has a result."""
+    rows = np.concatenate([rig.row(seat, GREEDY, at, 5 + at) for at in range(7)])
+    normed = []
+    for chosen in (None, np.array([6])):
+        await rig.engine.start(rows, [rig.pools[seat.tenant]], chosen=chosen, is_pooled=True)
+        results = await rig.engine.finish()
+        assert rig.engine.normed is not None
+        normed.append(rig.engine.normed)
+    assert np.count_nonzero(results == UNSET) == 6
+    every, last = normed
+    np.testing.assert_array_equal(last, every)
+    assert len(np.unique(every, axis=0)) == len(rows)
 
 
 def test_sums_of_the_wide_model_are_in_parts() -> None:
