@@ -45,24 +45,24 @@ CHUNK_BYTES: Final = 8 << 20
 """Bytes of converted rows on the card that are written at a time: enough that the fixed cost of a copy is small, few
 enough for a smooth progress bar."""
 
-WINDOW_BYTES: Final = 32 << 20
-"""Bytes of a window. A card's bus copies it in some 0.7 ms; requesting the copy and waiting for it takes both sides a
-third of that."""
+WINDOW_BYTES: Final = 16 << 20
+"""Bytes of a window. A card's bus copies it in some 0.35 ms. With larger ones, threads and card wait longer for each
+other (H200's host, 2.5 GB: 6 windows of 16 MiB take 81 to 101 ms, 4 of 32 MiB 119 to 135)."""
 
-PART_BYTES: Final = 8 << 20
-"""Bytes of a window that a thread fills at a time: enough that waiting for the interpreter's lock, 0.4 ms for each,
-takes a small part of the time, few enough that all threads have work."""
+PART_BYTES: Final = 4 << 20
+"""Bytes of a window that a thread fills at a time: enough that waiting for the interpreter's lock takes a small part of
+the time, few enough that a window is soon full (parts of 8 MiB take a fifth longer)."""
 
 COPIES: Final = 2
 """Windows that the card copies at a time. While the host waits for the first, the card continues with the second."""
 
-WINDOWS: Final = 4
+WINDOWS: Final = 6
 """Windows: those that the card copies, and those that the threads fill meanwhile. Their first use costs the host
 fresh pages and the card's driver their registration."""
 
 READERS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Threads that read and convert: as many as the windows that the card does not copy have parts. One copies 5 GB/s from
-the page cache while all do, and a card's bus takes 50."""
+"""Threads that read and convert. One copies 5 GB/s from the page cache while all do, and a card's bus takes 50; with
+12, loads are no faster."""
 
 ALIGNMENT_BYTES: Final = 256
 """Alignment of planes in the image, as of a card's allocations (CUDA C++ Programming Guide, "Device Memory
