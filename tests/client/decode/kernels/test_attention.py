@@ -24,6 +24,18 @@ EVERY_WIDTH = [
     *(pytest.param(width, marks=pytest.mark.slow) for width in (128, 256)),
 ]
 GROUPS = [3, *(pytest.param(group, marks=pytest.mark.exhaustive) for group in (1, 8, 16))]
+WINDOW = 40
+ATTENDS = [
+    (32, None),
+    (32, WINDOW),
+    *(pytest.param(*kind, marks=pytest.mark.exhaustive) for kind in ((64, None), (80, WINDOW), (96, None))),
+    *(pytest.param(width, window, marks=pytest.mark.slow) for width in (128, 256) for window in (None, WINDOW)),
+]
+"""Widths and windows of the attention's kernels, which all are one source (test_build.py compares them with it).
+
+Its code differs where there is a window, and where a width is no power of two, so that a tile has masked columns; the
+embedded driver compiles three kernels for each pair.
+"""
 
 
 def region_of(rng: np.random.Generator, blocks: int, key_heads: int, width: int) -> Array:
@@ -171,9 +183,8 @@ def check_attention(found: Array, exact: Array, sizes: Array) -> None:
     assert (abs(floats(found) - exact) <= 2 * HALF_PLACE * sizes).all()
 
 
-@pytest.mark.parametrize("window", [None, 40, pytest.param(128, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("width", EVERY_WIDTH)
+@pytest.mark.parametrize(("width", "window"), [*ATTENDS, pytest.param(32, 128, marks=pytest.mark.exhaustive)])
 def test_attention_of_every_length(rig: KernelRig, width: int, group: int, window: int | None) -> None:
     rng = np.random.default_rng(group)
     key_heads, blocks = 2, 60
@@ -189,15 +200,35 @@ def test_attention_of_every_length(rig: KernelRig, width: int, group: int, windo
         check_attention(found[row], exact, sizes)
 
 
+PROMPTS = [
+    *((32, window, 3, has_others) for window in (None, 1) for has_others in (False, True)),
+    *(
+        pytest.param(32, window, group, has_others, marks=pytest.mark.exhaustive)
+        for window, groups in ((None, (1, 8, 16)), (1, (1, 8, 16)), (WINDOW, (1, 3, 8, 16)))
+        for group in groups
+        for has_others in (False, True)
+    ),
+    *(
+        pytest.param(width, window, group, True, marks=pytest.mark.exhaustive)
+        for width, window in ((64, None), (80, WINDOW), (96, None))
+        for group in (3, 16)
+    ),
+    *(
+        pytest.param(width, window, group, True, marks=pytest.mark.slow)
+        for width in (128, 256)
+        for window in (None, WINDOW)
+        for group in (3, 16)
+    ),
+]
+"""Width, window, query heads per key head, and whether some values are infinities and NaNs: those are rows of some of
+the prompts, so that cases with them try numbers, too. The wider kernels take seconds for each case."""
+
 INFINITY, NAN = 0xFF80, 0x7FC0
 OTHERS = [(2, 20, INFINITY), (2, 28, NAN), (3, 127, NAN), (3, 134, INFINITY)]
 """Values that are no numbers: of which prompt, at which position."""
 
 
-@pytest.mark.parametrize("has_others", [False, True], ids=["numbers", "infinities and NaNs"])
-@pytest.mark.parametrize("window", [None, 1, pytest.param(40, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("width", EVERY_WIDTH)
+@pytest.mark.parametrize(("width", "window", "group", "has_others"), PROMPTS)
 def test_rows_of_prompts_have_the_bits_that_each_has_alone(
     rig: KernelRig, width: int, group: int, window: int | None, has_others: bool
 ) -> None:
@@ -245,8 +276,7 @@ def test_a_foreign_block_reads_as_nothing(rig: KernelRig) -> None:
         check_attention(found[row], exact, sizes)
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("width", EVERY_WIDTH)
+@pytest.mark.parametrize(("width", "window"), ATTENDS)
 def test_blocks_of_a_shared_region_give_the_bits_of_own_ones(rig: KernelRig, width: int, window: int | None) -> None:
     """The first row has 12 blocks of its own region, the second 5 of the shared region and 7 of its own."""
     rng = np.random.default_rng(width)
