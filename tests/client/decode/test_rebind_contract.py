@@ -90,6 +90,10 @@ async def by_ttl(daemon: Daemon, decoder: Decoder, name: str) -> None:
     await asyncio.to_thread(daemon.wait_for_end, decoder.regions.pools[name].region.lease_id)
 
 
+ENDS: list[End] = [by_operator, by_tenant_s_free, by_cancel, by_quota]
+"""Every way of a region's end but its time, which takes seconds."""
+
+
 def engine_of(daemon: Daemon, decoder: Decoder) -> list[object]:
     """What no rebind may change: process, lease, session, weights, graphs."""
     engine, lease = decoder.engine, decoder._supervisor.serving.lease
@@ -142,11 +146,11 @@ def test_continuous_batch_scheduler_recovers_one_tenant_under_revocation(daemon:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "end", [by_operator, by_tenant_s_free, by_cancel, pytest.param(by_quota, marks=pytest.mark.slow)]
-)
-def test_a_tenant_is_recovered_at_every_step(daemon: Daemon, end: End) -> None:
-    check(daemon, [(number, end) for number in STEPS])
+def test_a_tenant_is_recovered_at_every_step_and_by_every_end(daemon: Daemon) -> None:
+    """Ends take turns, four steps each, one a tenant; the first step, one within and the last have all of them."""
+    moments = [(number, ENDS[number // len(PROMPTS) % len(ENDS)]) for number in STEPS]
+    moments += [(number, end) for number in (STEPS[0], STEPS[14], STEPS[-1]) for end in ENDS]
+    check(daemon, moments)
 
 
 @pytest.mark.exhaustive
