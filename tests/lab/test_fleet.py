@@ -17,7 +17,7 @@ from helpers.etcd_cluster import need_etcd
 from helpers.waiting import wait_until
 
 from . import fleet_scale
-from .fleet_fail_over import FAULTS, GOAL_HORIZON_S, GOAL_S, fails_over, measure_fail_over
+from .fleet_fail_over import GOAL_HORIZON_S, GOAL_S, fails_over, measure_fail_over
 from .fleet_leases import DAEMONS, LAUNCH_ROWS
 from .fleet_scale import QUICK, FleetPlan, main, plan_of, reaches_fleet_goals
 from .fleet_tables import fleet_tables
@@ -79,8 +79,12 @@ def check_leases(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "leader"])
+@pytest.mark.parametrize(
+    "fault",
+    ["leader and node", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("node", "daemon", "cut"))],
+)
 def test_a_name_is_served_again_and_never_twice(fault: str) -> None:
+    """Behind each fault by itself: tests/behaviour/test_fleet.py."""
     found = measure_fail_over([fault], QUICK.horizon_s, 1, silent)
     (one,) = found["faults"]
     assert (one["fault"], one["runs"], one["overlaps"], one["epochs_rise"]) == (fault, 1, 0, True)

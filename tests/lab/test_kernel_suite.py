@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from click.testing import CliRunner
@@ -34,15 +35,19 @@ def check(daemon: Daemon, names: set[str]) -> None:
 
 
 @needs_compilers
-def test_a_few_of_each_tool(daemon: Daemon) -> None:
-    check(daemon, FEW)
+class TestFew:
+    names: ClassVar[set[str]] = FEW
+
+    def test_each_case_does_what_it_is_expected_to(self, daemon: Daemon) -> None:
+        check(daemon, self.names)
 
 
-@needs_compilers
 @pytest.mark.exhaustive
-def test_all(daemon: Daemon) -> None:
-    assert len(FOUND) >= 80
-    check(daemon, {case.name for case in FOUND})
+class TestAll(TestFew):
+    names: ClassVar[set[str]] = {case.name for case in FOUND}
+
+    def test_there_are_many(self) -> None:
+        assert len(self.names) >= 80
 
 
 @needs_compilers
