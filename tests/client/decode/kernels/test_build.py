@@ -1,19 +1,15 @@
 """The packaged kernels: each matches its manifest, is exact, and is what its source compiles to."""
 
 import ast
-import importlib
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import gpulease.client.decode.kernels as kernels
 from gpulease.client.decode.engine.kernel_library import manifest
 from gpulease.client.decode.model_config import HEAD_WIDTHS, MAX_SHARE
+from helpers.decode.built_kernels import COMPARED, FEW, FOLDER, builder, differing, digest, told
 
-FOLDER = Path(kernels.__path__[0])
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ptx"))
 
 
@@ -39,14 +35,14 @@ def test_the_manifest_names_the_files() -> None:
     assert NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_has_the_kernel_that_the_manifest_says(name: str) -> None:
-    facts, text = manifest().kernels[name], ptx(name)
-    assert re.findall(r"\.visible \.entry (\w+)\(", text) == [facts.kernel]
-    # Triton puts two pointers behind the parameters.
-    assert len(re.findall(r"^\s*\.param ", text, re.MULTILINE)) == len(facts.parameters) + 2
-    assert re.findall(r"\.reqntid (\d+)", text) == [str(facts.threads)]
-    assert (facts.shared_bytes > 0) == (".extern .shared" in text)
+def test_a_file_has_the_kernel_that_the_manifest_says() -> None:
+    for name in NAMES:
+        facts, text = manifest().kernels[name], ptx(name)
+        assert re.findall(r"\.visible \.entry (\w+)\(", text) == [facts.kernel], name
+        # Triton puts two pointers behind the parameters.
+        assert len(re.findall(r"^\s*\.param ", text, re.MULTILINE)) == len(facts.parameters) + 2, name
+        assert re.findall(r"\.reqntid (\d+)", text) == [str(facts.threads)], name
+        assert (facts.shared_bytes > 0) == (".extern .shared" in text), name
 
 
 def test_kernels_are_there_for_every_width_and_share_that_a_model_may_have() -> None:
@@ -63,9 +59,8 @@ def test_an_inexact_instruction_is_found(instruction: str) -> None:
     assert inexact().search(f"\t{instruction}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_instruction_is_exact(name: str) -> None:
-    assert inexact().findall(ptx(name)) == []
+def test_every_instruction_is_exact() -> None:
+    assert {name: found for name in NAMES if (found := inexact().findall(ptx(name)))} == {}
 
 
 def test_no_file_tells_of_the_machine_that_compiled_it() -> None:
@@ -74,13 +69,14 @@ def test_no_file_tells_of_the_machine_that_compiled_it() -> None:
 
 @pytest.mark.exhaustive
 def test_the_source_compiles_to_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, or where these have been compared before, a few (helpers/decode/built_kernels.py)."""
     triton = pytest.importorskip("triton")
-    told: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())
-    if triton.__version__ != told["triton"]:
-        pytest.skip(f"Triton {triton.__version__} is installed; the files are {told['triton']}'s")
+    found = told()
+    if triton.__version__ != found["triton"]:
+        pytest.skip(f"Triton {triton.__version__} is installed; the files are {found['triton']}'s")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    build = importlib.import_module("gpulease.client.decode.kernels.build")
-    (tmp_path / "built").mkdir()
-    build.build(tmp_path / "built")
-    built = {path.name: path.read_text() for path in (tmp_path / "built").iterdir()}
-    assert built == {path.name: path.read_text() for path in FOLDER.iterdir() if path.suffix in {".ptx", ".json"}}
+    build = builder()
+    jobs = build.jobs()
+    assert (found["split"], found["heads"], sorted(found["kernels"])) == (build.SPLIT, build.HEADS, sorted(jobs))
+    has_been_compared = digest(jobs) == COMPARED.read_text().strip()
+    assert differing(build, NAMES[:: FEW if has_been_compared else 1]) == []
