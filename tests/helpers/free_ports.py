@@ -2,8 +2,12 @@
 
 import socket
 from contextlib import ExitStack
+from typing import Final
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK: Final = "127.0.0.1"
+
+HELD: Final[set[int]] = set()
+"""Descriptors of held ports. Servers of several tests keep theirs after the test that started them: that is no leak."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -30,6 +34,7 @@ class HeldPorts:
         for each in self._sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             each.bind((LOOPBACK, 0))
+            HELD.add(each.fileno())
 
     @property
     def ports(self) -> list[int]:
@@ -37,4 +42,5 @@ class HeldPorts:
 
     def close(self) -> None:
         for each in self._sockets:
+            HELD.discard(each.fileno())
             each.close()

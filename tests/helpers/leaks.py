@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from gpulease.daemon.remote.relay import SPARE_NAME
 from helpers.daemon import FOLDER
+from helpers.free_ports import HELD
 from helpers.processes import descendants, marked, open_files, own_descendants, own_threads, process_info
 from helpers.waiting import wait_until
 
@@ -34,7 +35,7 @@ class Holdings:
 
     def excess_over(self, before: "Holdings") -> str:
         """What is held now and was not held before, in words; "" if nothing is."""
-        files = {fd: to for fd, to in self.files.items() if before.files.get(fd) != to}
+        files = {fd: to for fd, to in self.files.items() if before.files.get(fd) != to and fd not in HELD}
         threads = {number: name for number, name in self.threads.items() if number not in before.threads}
         if any(map(_is_pooled, before.threads.values())):
             # The loop of a fixture of the whole file may add a worker to its pool at any request.
