@@ -148,14 +148,20 @@ class Streams:
 
     # --- order ---
 
-    def wait_for(self, stream: StreamHandle, other: StreamHandle | None) -> Procedure[None]:
-        """Make a stream's later launches and copies wait for all work that is now queued in another stream."""
+    def wait_for(self, stream: StreamHandle, other: StreamHandle | None) -> MaybePending[None]:
+        """Make a stream's later launches and copies wait for all work that is now queued in another stream.
+
+        The request is sent immediately, under the session's lock.
+        """
         self._check_recording("wait_for")
         operations = self.operations
+        self.attachment.check_open("wait_for")
         # A quiet request: the order is the worker's business, and its failure is reported with a later reply.
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
         frame = operations.quiet_frame(Opcode.STREAM_WAIT, pair)
-        yield from operations.do("wait_for", send(self.attachment.channel, (frame,), operations.deadline))
+        if operations.put(frame):
+            return None
+        return operations.go_on("wait_for", send(self.attachment.channel, (frame,), operations.deadline))
 
     def record(self, stream: StreamHandle, kind: type[E]) -> Procedure[E]:
         """Record an event in a stream, as the API's kind; it is queued in order with the stream's launches."""

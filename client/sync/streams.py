@@ -55,7 +55,11 @@ class Stream(StreamHandle):
 
         The call itself does not wait.
         """
-        drive(self.streams("wait_for").wait_for(self, other))
+        streams = self.streams("wait_for")
+        with streams.attachment.lock:
+            rest = streams.wait_for(self, other)
+            if rest is not None:
+                drive(rest)
 
     def event(self) -> Event:
         """Mark the moment at which the stream will have finished what it has queued now. The call does not wait.
