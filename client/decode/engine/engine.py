@@ -5,6 +5,7 @@ steps may be under way, so that the host plans the next one while the card compu
 token yet, the row takes it from the previous step, on the card.
 """
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -448,8 +449,9 @@ class DecodeEngine:
             sources = rows_in["source"][:count]
             known = sources >= 0
             sources[known] = self._order.places[sources[known]]
-        rows_in["position"][count:bucket] = NO_ROW
-        rows_in["source"][count:bucket] = NO_ROW
+        if count < bucket:
+            rows_in["position"][count:bucket] = NO_ROW
+            rows_in["source"][count:bucket] = NO_ROW
         if guidance is not None:
             self._check_guidance(guidance, count)
         if prefixes:
@@ -647,8 +649,7 @@ class DecodeEngine:
     def _kind_of(
         self, bucket: int, rows: Rows, guidance: StepGuidance | None, chosen: "NDArray[np.intp] | None"
     ) -> StepKind:
-        kind = StepKind(guidance is not None)
-        with_prompts = kind._replace(has_prompts=True)
+        kind, with_prompts = StepKind(guidance is not None), StepKind(guidance is not None, has_prompts=True)
         # Only large buckets have kernels for prompts, so small steps are not searched for any.
         if (bucket, 0, with_prompts) not in self._graphs:
             return kind
@@ -661,7 +662,7 @@ class DecodeEngine:
         return few if (bucket, 0, few) in self._graphs else with_prompts
 
     def _bucket(self, rows: int) -> int:
-        return next(bucket for bucket in self._buckets if bucket >= rows)
+        return self._buckets[bisect_left(self._buckets, rows)]
 
     async def _region_set(self, pools: frozenset[BlockPool]) -> RegionSet:
         # Steps of the same tenants name the same set, so usually it exists already.
