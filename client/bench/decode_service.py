@@ -42,6 +42,9 @@ TEMPERATURE: Final = 0.8
 WARM_TOKENS: Final = 32
 """Tokens that each sequence emits before its steps are timed."""
 
+LEAST_STEPS: Final = 8
+"""Fewest steps that are timed, however slow they are."""
+
 REVOKE_EVERY_S: Final = 1.0
 PROMPT: Final = 512
 """Tokens of the prompts that are rebound."""
@@ -204,7 +207,8 @@ async def measure(
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
     """Tokens per second of `batch` sequences of all tenants, and of the engine alone in the same steps.
 
-    Measured for `for_s` seconds, or until a sequence is about to end: a step of fewer sequences is another step.
+    Measured for `for_s` seconds and LEAST_STEPS, or until a sequence is about to end: a step of fewer sequences is
+    another step.
     """
     length, tokens, ends = 16, POSITIONS - 32, service.times.step_ends
     # The batch is divided among the tenants; a small one goes to the first of them.
@@ -216,7 +220,7 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
         service.times.clear()
         first = [sequence.length for sequence in service.live()]
         until, most = time.monotonic() + for_s, POSITIONS - 2 * WARM_TOKENS - max(first)
-        await _until(lambda: time.monotonic() >= until or len(ends) >= most)
+        await _until(lambda: (time.monotonic() >= until and len(ends) >= LEAST_STEPS) or len(ends) >= most)
         rate = batch * _per_s(ends)
         steps = _StepsAgain(service, first, len(ends))
     await _quiet(service)
