@@ -30,10 +30,11 @@ def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
     )
 
 
-def core_figures(leases: int, kinds: tuple[str, ...]) -> dict[str, float]:
-    """Measure one run, in a process of its own. Raises MissingPrerequisite."""
+def core_figures(leases: int, kinds: tuple[str, ...], *, has_expiry: bool = True) -> dict[str, float]:
+    """Measure one run, in a process of its own; how late leases expire only if asked. Raises MissingPrerequisite."""
     # A process of its own: the client imports nothing of the daemon.
-    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table", str(leases), *kinds]
+    command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table"]
+    command += [*([] if has_expiry else ["--no-expiry"]), str(leases), *kinds]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:
         # The figures are the last line; a log may come before them.

@@ -1,4 +1,4 @@
-"""`python -m gpulease.daemon.bench.lease_table LEASES [KEPT...]`: times the broker's core under load, as JSON.
+"""`python -m gpulease.daemon.bench.lease_table [--no-expiry] LEASES [KEPT...]`: times the broker's core, as JSON.
 
 The lease table, its runtime and its timers are the broker's own and run on the broker's event loop. So are the journal,
 the audit log and the log, if they are named; they lie in a folder of their own. Only processes are simulated, so that
@@ -48,6 +48,9 @@ from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 KEPT: Final = ("journal", "audit", "log")
 """Records that can be kept during the measurement."""
+
+NO_EXPIRY: Final = "--no-expiry"
+"""Leaves out the loads that wait for leases to expire."""
 
 SIZE_BYTES: Final = 1 << 20
 CARDS: Final = 8
@@ -174,8 +177,13 @@ def release(lease: tuple[int, str]) -> Callable[[int], Event]:
     return lambda request: FreeRequested(request, *lease)
 
 
-async def measure(leases: int, kinds: frozenset[str]) -> dict[str, float]:
+async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True) -> dict[str, float]:
     """Return the figures.
+
+    Args:
+        leases: Leases that are held during each load.
+        kinds: The records that are kept.
+        has_expiry: Whether to measure how late leases expire, too, which takes EXPIRY_S and some seconds more.
 
     Raises:
         OSError: The journal or the audit log can't be made.
@@ -192,8 +200,9 @@ async def measure(leases: int, kinds: frozenset[str]) -> dict[str, float]:
         figures |= await _rate("renewals", load, _over_and_over(load), ROUNDS_S)
         # Of four requests one is a free, which is not counted.
         figures |= await _rate("mixed", load, _churn(load), ROUNDS_S, counted=0.75)
-        figures |= _lateness("expiry", await _expire_evenly(load, workers, leases))
-        figures |= _lateness("burst", await _expire_at_once(load, workers))
+        if has_expiry:
+            figures |= _lateness("expiry", await _expire_evenly(load, workers, leases))
+            figures |= _lateness("burst", await _expire_at_once(load, workers))
     return figures
 
 
@@ -308,6 +317,8 @@ def _lateness(name: str, late_ms: list[float]) -> dict[str, float]:
 
 if __name__ == "__main__":
     collect_rarely()
+    arguments = [argument for argument in sys.argv[1:] if argument != NO_EXPIRY]
+    load = measure(int(arguments[0]), frozenset(arguments[1:]), has_expiry=NO_EXPIRY not in sys.argv)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        found = runner.run(measure(int(sys.argv[1]), frozenset(sys.argv[2:])))
+        found = runner.run(load)
     print(json.dumps(found))

@@ -30,6 +30,12 @@ def test_all_is_measured(kept: frozenset[str]) -> None:
     assert figures["expiry_late_p50_ms"] <= figures["expiry_late_p99_ms"] <= figures["expiry_late_max_ms"]
 
 
+def test_rates_alone() -> None:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        figures = runner.run(measure(LEASES, frozenset(), has_expiry=False))
+    assert {name.partition("_")[0] for name in figures} == {"grants", "renewals", "mixed"}
+
+
 def test_what_can_not_be_kept() -> None:
     with pytest.raises(ValueError, match=r"must be some of .*, not stamps"):
         asyncio.run(measure(LEASES, frozenset({"stamps"})))
