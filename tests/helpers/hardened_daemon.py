@@ -23,10 +23,17 @@ class Hardened:
 
     Args:
         given: A TCP socket that is handed over to it, if any.
+        compiles: Whether it compiles all that it runs, as under the unit, and takes nothing that this run has compiled.
     """
 
     def __init__(
-        self, folder: Path, config: str = "", given: socket.socket | None = None, *listen: str, driver: str = "cpu"
+        self,
+        folder: Path,
+        config: str = "",
+        given: socket.socket | None = None,
+        *listen: str,
+        driver: str = "cpu",
+        compiles: bool = True,
     ) -> None:
         self.folder = folder
         self.address = f"unix:{folder}/d.sock"
@@ -45,7 +52,7 @@ class Hardened:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=python_environment() | {MARK: self.mark, "GPULEASE_CPU_CACHE": ""},
+                env=python_environment() | {MARK: self.mark} | ({"GPULEASE_CPU_CACHE": ""} if compiles else {}),
                 pass_fds=fds,
             )
 

@@ -81,7 +81,7 @@ def test_remote_tenants_come_by_a_socket_that_is_handed_over(folder: Path) -> No
     pki = Pki.make(folder / "pki")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"tls:127.0.0.1:{listener.getsockname()[1]}"
-        daemon = Hardened(folder, pki.settings(), listener, address)
+        daemon = Hardened(folder, pki.settings(), listener, address, compiles=False)
         try:
             daemon.wait_until_it_listens()
             with pki.builder(address, pki.ann).acquire() as lease, GpuSession(lease) as session:
@@ -95,7 +95,7 @@ def test_remote_tenants_come_by_a_socket_that_is_handed_over(folder: Path) -> No
 def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = f"127.0.0.1:{listener.getsockname()[1]}"
-        daemon = Hardened(folder, f'http = "{place}"\n', listener)
+        daemon = Hardened(folder, f'http = "{place}"\n', listener, compiles=False)
         try:
             daemon.wait_until_it_listens()
             wait_until(lambda: "serves its web page at" in daemon.log.read_text(), "the page is served")
@@ -108,7 +108,7 @@ def test_the_web_page_comes_by_a_socket_that_is_handed_over(folder: Path) -> Non
 
 @pytest.mark.exhaustive
 def test_it_makes_no_tcp_socket_itself(folder: Path) -> None:
-    daemon = Hardened(folder, "", None, "tcp:127.0.0.1:0")
+    daemon = Hardened(folder, "", None, "tcp:127.0.0.1:0", compiles=False)
     try:
         status = daemon.process.wait(60)
         if status == MISSING:
