@@ -1,7 +1,8 @@
-"""The form that a request wants its answer to have: JSON by a schema, a text by a regular expression, or a choice.
+"""The form of an answer that a request wants: JSON by a schema, a regular expression, one of some texts, or a grammar.
 
-OpenAI's API has `response_format`. vLLM has `structured_outputs`, before that `guided_json`, `guided_regex` and
-`guided_choice`; llama.cpp has `json_schema`, SGLang `regex`. All of them become one grammar.
+OpenAI's API has `response_format`. vLLM has `structured_outputs`, before that `guided_json`, `guided_regex`,
+`guided_choice` and `guided_grammar`; llama.cpp has `json_schema` and `grammar`, SGLang `regex` and `ebnf`. All of them
+become one grammar.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any, Final
 from gpulease.client.decode.openai.api_errors import invalid
 from gpulease.client.decode.openai.request_parameters import STRUCTURED_OUTPUTS, check_parameters
 from gpulease.client.decode.text.grammar import choice_rule, json_rule, regex_rule
+from gpulease.client.decode.text.written_grammar import lark_of
 from gpulease.client.texts import quoted
 
 MAX_FORM_CHOICES: Final = 1024
@@ -20,22 +22,28 @@ MAX_FORM_CHOICES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of an answer; exactly one of `schema`, `regex` and `choices` is not None.
+    """The form of an answer; exactly one of `schema`, `regex`, `choices` and `grammar` is not None.
 
     Attributes:
         parameter: The parameter that has it, for errors.
         schema: The JSON Schema of the answer.
         regex: A regular expression that the whole answer matches.
         choices: The texts of which the answer is one.
+        grammar: A grammar of the answer, as its caller wrote it (text/written_grammar.py).
     """
 
     parameter: str
     schema: Mapping[str, Any] | None = None
     regex: str | None = None
     choices: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def whole_grammar(self) -> str:
+        """Return the grammar of an answer. Raises GrammarRefused."""
+        return f"start: {self.rule()}" if self.grammar is None else lark_of(self.grammar)
 
     def rule(self) -> str:
-        """Return the grammar's rule for the texts that have the form."""
+        """Return the grammar's rule for the texts that have the form, which is not a grammar of its own."""
         if self.regex is not None:
             return regex_rule(self.regex)
         return json_rule(self.schema or {}) if self.choices is None else choice_rule(self.choices)
@@ -123,6 +131,15 @@ def _choice(name: str, value: Any, _: bool) -> AnswerForm | None:
     return AnswerForm(name, choices=tuple(value))
 
 
+def _grammar(name: str, value: Any, _: bool) -> AnswerForm | None:
+    # llama.cpp's clients send an empty one for none.
+    if value is None or (value == "" and name == "grammar"):
+        return None
+    if not _is_text(value):
+        raise invalid(f"{name} must be a grammar in EBNF or Lark, a string that is not empty", _body(name))
+    return AnswerForm(name, grammar=value)
+
+
 def _is_text(value: Any) -> bool:
     """Return whether a value is a text with at least one character, and no part of one: JSON allows lone surrogates."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
@@ -140,6 +157,7 @@ _OUTPUTS: Final[Mapping[str, _Read]] = {
     "regex": _regex,
     "choice": _choice,
     "json_object": _json_object,
+    "grammar": _grammar,
 }
 """The members of `structured_outputs` that are forms."""
 
@@ -151,5 +169,8 @@ _FORMS: Final[Mapping[str, _Read]] = {
     "guided_choice": _choice,
     "json_schema": _json,
     "regex": _regex,
+    "guided_grammar": _grammar,
+    "grammar": _grammar,
+    "ebnf": _grammar,
 }
 """The parameters that are forms."""

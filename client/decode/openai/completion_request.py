@@ -296,13 +296,14 @@ def _check_stops(
 ) -> None:
     """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended.
 
-    Nor may lists of tokens leave none that the form needs.
-
-    `stop` may end an answer by a regular expression: that is what a caller means who sends both, as vLLM's examples do.
+    Nor may lists of tokens leave none that the form needs. `stop` may end an answer by a regular expression or a
+    grammar: that is what a caller means who sends both, as vLLM's examples do.
     """
     label = "tools" if form is None else form.parameter
+    if has_tools and form is not None and form.grammar is not None:
+        raise invalid(f"{label} can't be combined with tools: a grammar has no place for calls", label)
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
-        if name == "stop" and form is not None and form.regex is not None and not has_tools:
+        if name == "stop" and form is not None and (form.regex or form.grammar) and not has_tools:
             continue
         if stops if name == "stop" else parameters.get(name):
             raise invalid(f"{name} can't be combined with {label}: that alone says what the answer is", name)

@@ -76,17 +76,19 @@ def with_grammar(reader: "PromptReader", request: CompletionRequest) -> Completi
         if written is None:
             text = "the model's chat template has no format of tools that is known"
             raise invalid(text, "tools", "unsupported_parameter")
-        grammar = tool_grammar(
-            written,
-            request.tools,
-            is_required=request.must_call,
-            is_parallel=request.is_parallel,
-            trigger_token=reader.special_token(written.trigger),
-            answer="" if form is None else form.rule(),
-        )
-    elif form is not None:
-        grammar = f"start: {form.rule()}"
     try:
+        if written is not None:
+            grammar = tool_grammar(
+                written,
+                request.tools,
+                is_required=request.must_call,
+                is_parallel=request.is_parallel,
+                trigger_token=reader.special_token(written.trigger),
+                answer="" if form is None else form.rule(),
+            )
+        else:
+            assert form is not None
+            grammar = form.whole_grammar()
         check_grammar(grammar)
     except GrammarRefused as error:
         raise invalid(error.message, "tools" if form is None else form.parameter, "grammar_refused") from None

@@ -121,8 +121,12 @@ def regex_rule(regex: str) -> str:
 
 def choice_rule(texts: Iterable[str]) -> str:
     """Return the right side of a grammar's rule that allows exactly these texts."""
-    # Strings of grammars are those of JSON, with all but ASCII and the control character DEL escaped.
-    return " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in texts)
+    return " | ".join(map(string_literal, texts))
+
+
+def string_literal(text: str) -> str:
+    """Return a text as a string of a grammar: that of JSON, with all but ASCII and the character DEL escaped."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -318,7 +322,7 @@ class Grammars:
 
 def _check_work(text: str) -> None:
     """Raise GrammarRefused for a grammar whose work llguidance's own limits would not bound."""
-    expanded: float = sum(_expanded_items(match[1]) for match in _REGEX_LINE.finditer(text))
+    expanded: float = sum(expanded_items(match[1]) for match in _REGEX_LINE.finditer(text))
     remainders, multiple = 0, 1
     decoder = json.JSONDecoder()
     for match in _SCHEMA.finditer(text):
@@ -338,7 +342,7 @@ def _check_work(text: str) -> None:
             expressions = [part.get("pattern")]
             if isinstance(listed := part.get("patternProperties"), dict):
                 expressions += listed
-            expanded += sum(_expanded_items(one) for one in expressions if isinstance(one, str))
+            expanded += sum(expanded_items(one) for one in expressions if isinstance(one, str))
             if isinstance(length := part.get("minLength"), int | float):
                 expanded += max(length, 0)
             divisor = part.get("multipleOf")
@@ -359,17 +363,20 @@ def _check_work(text: str) -> None:
         )
 
 
-def _expanded_items(regex: str) -> float:
+def expanded_items(regex: str, *, is_least: bool = False) -> float:
     """Return the number of characters of a regular expression with its repetitions written out; inf beyond the limit.
+
+    With `is_least`, count the fewest repetitions and the longest alternative: a text that the expression matches has no
+    more characters left, whatever it has begun with.
 
     The syntax is that of Rust's crate regex. An expression that is wrong has any number: the library refuses it.
     """
     if _VERBOSE.search(regex):
         raise _refused("a regular expression must not have the flag x")
-    # Of the open groups, from the outermost: the characters before the group. `total` is the current group's, of which
-    # `last` are of the part that a repetition would repeat.
-    outer: list[int] = []
-    total = last = depth = 0
+    # Of the open groups, from the outermost: the characters before the group, and in the longest alternative of the
+    # group around it. `total` is the current group's, of which `last` are of the part that a repetition would repeat.
+    outer: list[tuple[int, int]] = []
+    total = last = depth = longest = 0
     for match in _REGEX_PART.finditer(regex):
         part = match[0]
         if part[0] == "[":
@@ -381,12 +388,16 @@ def _expanded_items(regex: str) -> float:
             last = 0
             continue
         if part == "(":
-            outer.append(total)
-            total = last = 0
+            outer.append((total, longest))
+            total = last = longest = 0
         elif part == ")" and outer:
-            total, last = outer.pop() + total, total
+            last = max(longest, total)
+            before, longest = outer.pop()
+            total = before + last
+        elif part == "|" and is_least:
+            longest, total, last = max(longest, total), 0, 0
         elif match[1] or match[2]:
-            times = match[2] or match[1]
+            times = match[1] or "1" if is_least else match[2] or match[1]
             if len(times.lstrip("0")) > len(str(MAX_EXPANDED_ITEMS)):
                 return inf
             extra = last * (max(int(times), 1) - 1)
@@ -395,7 +406,7 @@ def _expanded_items(regex: str) -> float:
             total, last = total + 1, 1
         if total > MAX_EXPANDED_ITEMS:
             return inf
-    return total + sum(outer)
+    return max(total, longest) + sum(before for before, _ in outer)
 
 
 def _coefficient(divisor: float) -> int:

@@ -17,6 +17,7 @@ from gpulease.client.decode.model_config import LongScaling
 from gpulease.client.decode.supervisor.decode_audit import DecodeAudit
 from gpulease.client.decode.text.grammar import json_rule
 from gpulease.client.decode.text.prompt_reader import PromptReader
+from gpulease.client.decode.text.written_grammar import lark_of
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.audit_log import check_whole, config, records
 from helpers.daemon import Daemon
@@ -133,6 +134,21 @@ def test_a_request_s_body_gives_its_prompt_and_its_grammar(recorded: Recorded, t
         words = ["audit", "recompute", "-", "--request", str(file)]
         environment = {ADDRESS_VARIABLE: recorded.daemon.address}
         done = CliRunner().invoke(main, words, input=json.dumps(record), env=environment)
+        assert (done.exit_code, said in done.output) == (status, True), done.output
+
+
+def test_a_request_s_body_gives_its_written_grammar(recorded: Recorded, tmp_path: Path) -> None:
+    written = 'root ::= "(" root ")" | [a-c]{3,9}'
+    record = recorded.decoded(SamplingParameters(0.9, seed=3, grammar=lark_of(written)))
+    file = tmp_path / "body"
+    for text, status, said in (
+        (written, 0, "is equal"),
+        (written + ' | ""', command.EXIT_PROMPT_DIFFERS, "the grammar must be"),
+    ):
+        file.write_text(json.dumps({"prompt": PROMPT, "grammar": text}))
+        environment = {ADDRESS_VARIABLE: recorded.daemon.address}
+        arguments = ["audit", "recompute", "-", "--request", str(file)]
+        done = CliRunner().invoke(main, arguments, input=json.dumps(record), env=environment)
         assert (done.exit_code, said in done.output) == (status, True), done.output
 
 

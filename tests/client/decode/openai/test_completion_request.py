@@ -284,6 +284,10 @@ def test_a_schema_may_be_where_llama_cpp_has_it() -> None:
         ({"guided_choice": ["a"]}, AnswerForm("guided_choice", choices=("a",))),
         ({"json_schema": {"type": "null"}}, AnswerForm("json_schema", {"type": "null"})),
         ({"regex": "a+", "response_format": {"type": "text"}}, AnswerForm("regex", regex="a+")),
+        ({"structured_outputs": {"grammar": "start: A"}}, AnswerForm("structured_outputs", grammar="start: A")),
+        ({"guided_grammar": "start: A"}, AnswerForm("guided_grammar", grammar="start: A")),
+        ({"grammar": "root ::= A", "stop": "a"}, AnswerForm("grammar", grammar="root ::= A")),
+        ({"ebnf": "root ::= A", "grammar": ""}, AnswerForm("ebnf", grammar="root ::= A")),
     ],
 )
 def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: AnswerForm) -> None:
@@ -298,7 +302,11 @@ def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: A
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "invalid_value"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "invalid_value"),
-        ({"structured_outputs": {"grammar": "root ::= a"}}, "grammar", "unsupported_parameter"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag", "unsupported_parameter"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs", "invalid_value"),
+        ({"guided_grammar": ["root"]}, "guided_grammar", "invalid_value"),
+        ({"guided_grammar": "start: a", "regex": "a"}, "guided_grammar", "invalid_value"),
+        ({"ebnf": "root ::= a", "min_tokens": 2}, "min_tokens", "invalid_value"),
         (
             {"structured_outputs": {"regex": "a", "whitespace_pattern": ""}},
             "whitespace_pattern",

@@ -110,6 +110,33 @@ def test_an_answer_is_one_of_the_choices_or_matches_the_expression(client: opena
     assert (refused.value.param, refused.value.code) == ("guided_regex", "grammar_refused")
 
 
+def test_an_answer_has_the_grammar_in_ebnf_or_lark(client: openai.OpenAI) -> None:
+    import openai
+
+    ebnf = 'root ::= list\nlist ::= "[" (item ("," item)*)? "]"\nitem ::= [a-c]{1,2} | list\n'
+    lark = 'start: list\nlist: "[" [item ("," item)*] "]"\nitem: WORD | list\nWORD: "a".."c"~1..2\n'
+    bodies: list[dict[str, Any]] = [
+        {"structured_outputs": {"grammar": lark}},
+        {"grammar": ebnf},
+        {"guided_grammar": ebnf},
+    ]
+    finishes = set()
+    for seed, body in enumerate(bodies * 2):
+        (choice,) = chat(client, seed=seed, max_tokens=60, extra_body=body).choices
+        assert set(choice.message.content) <= set("[],abc")
+        finishes.add(choice.finish_reason)
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(re.sub(r"([a-c]+)", r'"\1"', choice.message.content)), list)
+    assert "stop" in finishes
+    for name, text in (("grammar", 'root ::= "a" root'), ("ebnf", "root ::= ["), ("guided_grammar", "start: %json {}")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            chat(client, extra_body={name: text})
+        assert (refused.value.param, refused.value.code) == (name, "grammar_refused")
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, tools=TOOLS, extra_body={"grammar": ebnf})
+    assert refused.value.param == "grammar"
+
+
 def test_an_answer_that_does_not_fit_says_so(client: openai.OpenAI) -> None:
     """Every finish is one of the two, and `stop` means valid."""
     schema = {"type": "array", "items": {"type": "string"}}

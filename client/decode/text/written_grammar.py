@@ -1,0 +1,546 @@
+r"""Grammars that callers write: EBNF as llama.cpp and xgrammar have it (GBNF), or Lark. Both become llguidance's Lark.
+
+    root ::= "yes" | "no" ws number{1,3}        start: "yes" | "no" _WS NUMBER~1..3
+    ws ::= [ \t]*                               _WS: /[ \t]*/
+
+A grammar is read whole and written again from what was read: nothing else that the library's Lark has, such as schemas,
+special tokens or limits of a rule, can be in it. Its work is bounded before the library gets it.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+from gpulease.client.decode.decode_errors import GrammarRefused
+from gpulease.client.decode.text.grammar import MAX_EXPANDED_ITEMS, MAX_GRAMMAR_BYTES, expanded_items, string_literal
+from gpulease.client.texts import quoted
+
+MAX_DEFINITIONS: Final = 512
+"""Most rules and terminals. That each of them has an end is shown in a time that their number multiplies."""
+
+MAX_DEPTH: Final = 64
+"""Most groups in one another."""
+
+MAX_COUNT: Final = 1_000_000
+"""Highest number of repetitions."""
+
+MAX_LEXEME: Final = 128
+"""Most characters that one lexeme may demand, in a grammar of which the texts have no longest one.
+
+Where only one text can follow, the library computes all of it for a mask, up to as many lexemes as its limits allow.
+With lexemes of this length, they are some 10^6 characters, which take a second or two.
+"""
+
+COMMON_CHARACTERS: Final = 100
+"""What one of Lark's common terminals, such as `common.NUMBER`, counts."""
+
+_IS_EBNF: Final = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
+_EBNF_NAME: Final = re.compile(r"(?P<name>[A-Za-z0-9_-]+)[ \t]*::=")
+_LARK_NAME: Final = re.compile(r"[?!]*(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?!:)")
+"""How a definition begins, at the begin of a line."""
+
+_SPACE: Final = re.compile(r"(?:\s+|(?:#|//)[^\n]*)+")
+
+_TOKENS: Final = r"""
+    (?P<string>"(?:\\.|[^"\\\n])*")
+    | (?P<count>\{\s*(?P<least>\d+)?\s*(?P<comma>,\s*(?P<most>\d+)?\s*)?\})
+    | (?P<name>[A-Za-z0-9_][A-Za-z0-9_-]*)
+    | (?P<mark>[|()*+?])
+"""
+_EBNF_TOKEN: Final = re.compile(r"(?P<set>\[(?:\\.|[^\]\\\n])+\]) | (?P<any>\.) |" + _TOKENS, re.VERBOSE)
+_LARK_TOKEN: Final = re.compile(
+    r"""
+    (?P<regex>/(?!/)(?:\\.|[^/\\\n])+/)(?P<flags>[a-z]*)
+    | (?P<times>~\s*(?P<from>\d+)(?:\s*\.\.\s*(?P<to>\d+))?)
+    | (?P<alias>->\s*\w+)
+    | (?P<range>\.\.)
+    | (?P<import>%import\s+common\.(?P<common>[A-Z_]+)(?=\s|$))
+    | (?P<ignore>%ignore\b)
+    | (?P<option>[\[\]])
+    |"""
+    + _TOKENS,
+    re.VERBOSE,
+)
+
+_CHARACTER: Final = re.compile(
+    r"\\(?:x(?P<x>[0-9A-Fa-f]{2})|u(?P<u>[0-9A-Fa-f]{4})|U(?P<U>[0-9A-Fa-f]{8})|(?P<escaped>.))|[^\\]", re.DOTALL
+)
+"""A character of a string or a set, as it is or escaped."""
+
+_ESCAPED: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", "v": "\v", "0": "\0"}
+"""What is not itself behind a backslash."""
+
+_MARKS: Final[Mapping[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+"""Repetitions that are marks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lexeme:
+    """A literal, a set of characters or a regular expression, as llguidance's Lark has it.
+
+    Attributes:
+        written: Its text.
+        most: The number of its characters, with repetitions written out.
+        least: The same with the fewest repetitions: whatever it has begun with, it can end after that many.
+    """
+
+    written: str
+    most: float
+    least: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The name of a rule or a terminal."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Parts behind one another; without any, the empty text."""
+
+    parts: "tuple[Part, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of some parts."""
+
+    parts: "tuple[Part, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A part `least` to `most` times; None is any number."""
+
+    part: "Part"
+    least: int
+    most: int | None
+
+
+Part = Lexeme | Reference | Series | Choice | Repeat
+
+
+def lark_of(text: str) -> str:
+    """Return a written grammar as llguidance's Lark, with `start` as the rule of a whole answer.
+
+    The syntax is EBNF if a line begins with `name ::=`; its first rule is `root`. Otherwise it is Lark. Raises
+    GrammarRefused for a grammar that is wrong, that has more of Lark than rules, terminals, `%import common.NAME` and
+    `%ignore`, or that takes too much work.
+    """
+    if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise GrammarRefused(f"a grammar must have at most {MAX_GRAMMAR_BYTES:,} bytes")
+    return _Grammar(_Reader(text)).lark()
+
+
+class _Reader:
+    """Reads a grammar.
+
+    Attributes:
+        is_ebnf: Whether it is written in EBNF.
+        definitions: The part that each name stands for.
+        imports: The names of Lark's common terminals that it uses.
+        ignored: What may be anywhere between lexemes.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text, self._place, self._depth = text, 0, 0
+        self.is_ebnf = _IS_EBNF.search(text) is not None
+        self._name, self._tokens = (_EBNF_NAME, _EBNF_TOKEN) if self.is_ebnf else (_LARK_NAME, _LARK_TOKEN)
+        self.definitions: dict[str, Part] = {}
+        self.imports: list[str] = []
+        self.ignored: list[Part] = []
+        while True:
+            self._skip()
+            if self._place == len(text):
+                return
+            if found := self._definition():
+                self._define(found)
+            elif token := self._taken("import"):
+                self.imports.append(token["common"])
+            elif self._taken("ignore"):
+                self.ignored.append(self._choice())
+            else:
+                raise self._wrong("the definition of a rule must be here")
+
+    def _define(self, found: re.Match[str]) -> None:
+        self._place, name = found.end(), found["name"]
+        if name in self.definitions:
+            raise self._wrong(f"{quoted(name)} is defined twice")
+        if len(self.definitions) == MAX_DEFINITIONS:
+            raise self._wrong(f"it has more than {MAX_DEFINITIONS} rules and terminals")
+        self.definitions[name] = self._choice()
+
+    # --- parts, from the outermost ---
+
+    def _choice(self) -> Part:
+        parts = [self._series()]
+        while self._taken_mark("|"):
+            parts.append(self._series())
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+
+    def _series(self) -> Part:
+        parts: list[Part] = []
+        while (part := self._item()) is not None:
+            parts.append(part)
+        # In Lark, alternatives may name nodes of a syntax tree. There is none.
+        self._taken("alias")
+        return parts[0] if len(parts) == 1 else Series(tuple(parts))
+
+    def _item(self) -> Part | None:
+        """Read a part with its repetitions; None if none begins here."""
+        part = self._atom()
+        while part is not None and (bounds := self._bounds()) is not None:
+            least, most = bounds
+            if most is not None and most < least:
+                raise self._wrong("the most repetitions must not be fewer than the least")
+            part = Series(()) if most == 0 else Repeat(part, least, most)
+        return part
+
+    def _atom(self) -> Part | None:
+        if self._taken_mark("("):
+            return self._group(lambda: self._taken_mark(")"))
+        if self._is_next("option", "["):
+            self._taken("option")
+            return Repeat(self._group(lambda: self._is_next("option", "]") and bool(self._taken("option"))), 0, 1)
+        if token := self._taken("string"):
+            return self._literal(self._unescaped(token["string"][1:-1]))
+        if self._taken("any"):
+            return Lexeme("/(?s:.)/", 1, 1)
+        if token := self._taken("set"):
+            return self._set(token["set"][1:-1])
+        if token := self._taken("regex"):
+            return self._regex(token["regex"], token["flags"])
+        if token := self._taken("name"):
+            return Reference(token["name"])
+        return None
+
+    def _group(self, ends: Callable[[], bool]) -> Part:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._wrong(f"more than {MAX_DEPTH} groups are in one another")
+        part = self._choice()
+        self._depth -= 1
+        if not ends():
+            raise self._wrong("a group must end here")
+        return part
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        """Read a repetition; None if none is here."""
+        for mark, bounds in _MARKS.items():
+            if self._taken_mark(mark):
+                return bounds
+        if token := self._taken("count"):
+            least = self._number(token["least"] or "0")
+            if token["comma"] is None:
+                return least, least
+            return least, None if token["most"] is None else self._number(token["most"])
+        if token := self._taken("times"):
+            least = self._number(token["from"])
+            return least, least if token["to"] is None else self._number(token["to"])
+        return None
+
+    def _number(self, digits: str) -> int:
+        if len(digits) > len(str(MAX_COUNT)):
+            raise self._wrong(f"repetitions must be at most {MAX_COUNT:,}")
+        return int(digits)
+
+    def _literal(self, text: str) -> Part:
+        # In Lark, i right behind a string stands for both cases. Looking for a range skips spaces.
+        flag = "i" if not self.is_ebnf and self._text.startswith("i", self._place) else ""
+        self._place += len(flag)
+        if not flag and self._taken("range"):
+            token = self._taken("string")
+            last = "" if token is None else self._unescaped(token["string"][1:-1])
+            if len(text) != 1 or len(last) != 1 or text > last:
+                raise self._wrong("a range must be from one character to a later one")
+            return Lexeme(f"/[{_hex(text)}-{_hex(last)}]/", 1, 1)
+        return Lexeme(string_literal(text) + flag, len(text), len(text)) if text else Series(())
+
+    def _set(self, text: str) -> Part:
+        """Return EBNF's set of characters as one of a regular expression."""
+        sign, text = ("^", text[1:]) if text.startswith("^") else ("", text)
+        # Pairs of a character and whether it was escaped: an escaped - is no range.
+        characters = [(self._character(found), found[0][0] == "\\") for found in _CHARACTER.finditer(text)]
+        written, place = "", 0
+        while place < len(characters):
+            first, last = characters[place][0], characters[place][0]
+            if place + 2 < len(characters) and characters[place + 1] == ("-", False):
+                place, last = place + 2, characters[place + 2][0]
+            if first > last:
+                raise self._wrong("a range must be from one character to a later one")
+            written += _hex(first) if first == last else f"{_hex(first)}-{_hex(last)}"
+            place += 1
+        if not written:
+            raise self._wrong("a set must have a character")
+        return Lexeme(f"/[{sign}{written}]/", 1, 1)
+
+    def _regex(self, regex: str, flags: str) -> Part:
+        if not set(flags) <= {"i", "s"}:
+            raise self._wrong("a regular expression may have the flags i and s alone")
+        body = regex[1:-1]
+        return Lexeme(regex + flags, expanded_items(body), expanded_items(body, is_least=True))
+
+    def _unescaped(self, text: str) -> str:
+        return "".join(map(self._character, _CHARACTER.finditer(text)))
+
+    def _character(self, found: re.Match[str]) -> str:
+        digits, escaped = found["x"] or found["u"] or found["U"], found["escaped"]
+        if digits is not None:
+            number = int(digits, 16)
+            if number > 0x10FFFF:
+                raise self._wrong("an escape must be that of a character")
+            character = chr(number)
+        elif escaped is not None:
+            character = _ESCAPED.get(escaped, escaped)
+            if escaped.isalnum() and escaped not in _ESCAPED:
+                raise self._wrong(f"the escape \\{escaped} is not known")
+        else:
+            character = found[0]
+        if "\ud800" <= character <= "\udfff":
+            raise self._wrong("surrogates are not characters")
+        return character
+
+    # --- tokens ---
+
+    def _skip(self) -> None:
+        if found := _SPACE.match(self._text, self._place):
+            self._place = found.end()
+
+    def _definition(self) -> re.Match[str] | None:
+        """Return the begin of a definition here; None if here is none, or not at the begin of a line."""
+        begin = self._text.rfind("\n", 0, self._place) + 1
+        is_first = not self._text[begin : self._place].strip()
+        return self._name.match(self._text, self._place) if is_first else None
+
+    def _next(self) -> re.Match[str] | None:
+        """Return the next token; None where a definition or nothing follows. Raises GrammarRefused for all else."""
+        self._skip()
+        if self._place == len(self._text) or self._definition():
+            return None
+        token = self._tokens.match(self._text, self._place)
+        if token is None:
+            raise self._wrong("this is not supported")
+        return token
+
+    def _is_next(self, kind: str, mark: str) -> bool:
+        token = self._next()
+        return token is not None and kind in token.re.groupindex and token[kind] == mark
+
+    def _taken(self, kind: str) -> re.Match[str] | None:
+        """Take the next token if it is of a kind."""
+        token = self._next()
+        # Both syntaxes have kinds that the other one does not have.
+        if token is None or kind not in token.re.groupindex or token[kind] is None:
+            return None
+        self._place = token.end()
+        return token
+
+    def _taken_mark(self, mark: str) -> bool:
+        return self._is_next("mark", mark) and self._taken("mark") is not None
+
+    def _wrong(self, why: str) -> GrammarRefused:
+        line = self._text.count("\n", 0, self._place) + 1
+        return GrammarRefused(
+            f"the grammar, line {line}, at {quoted(self._text[self._place : self._place + 40])}: {why}"
+        )
+
+
+class _Grammar:
+    """A grammar that was read: which of its names are terminals, how much work it is, and its text in Lark."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._parts, self._imports, self._ignored = dict(reader.definitions), reader.imports, reader.ignored
+        self._root = "root" if reader.is_ebnf else "start"
+        self._check_names()
+        self._terminals = self._regular() if reader.is_ebnf else {name for name in self._parts if _is_terminal(name)}
+        self._check_terminals()
+        self._check_ends()
+        self._check_work()
+
+    def lark(self) -> str:
+        """Return it as llguidance's Lark. Names are numbered: they may be any text in EBNF."""
+        numbered = {
+            name: f"T{place}" if name in self._terminals else f"r{place}" for place, name in enumerate(self._parts)
+        }
+        names = numbered | {name: name for name in self._imports}
+        lines = [f"%import common.{name}" for name in sorted(set(self._imports))]
+        lines += [f"%ignore {_written(part, names)}" for part in self._ignored]
+        # The rule `start` refers to the grammar's own: other rules may refer to that, too.
+        lines.append(f"start: {names[self._root]}")
+        lines += [f"{numbered[name]}: {_written(part, names)}" for name, part in self._parts.items()]
+        return "\n".join(lines)
+
+    def _check_names(self) -> None:
+        if self._root not in self._parts:
+            raise GrammarRefused(f"the grammar must define {self._root}")
+        for name in self._imports:
+            if name in self._parts:
+                raise GrammarRefused(f"the grammar must not define {quoted(name)}, which it imports")
+        known = self._parts.keys() | set(self._imports)
+        for part in (*self._parts.values(), *self._ignored):
+            for name in _references(part):
+                if name not in known:
+                    raise GrammarRefused(f"the grammar must define {quoted(name)}, which it uses")
+
+    def _regular(self) -> set[str]:
+        """Return the names that don't refer to themselves, directly or by others: their texts are a regular language.
+
+        As terminals, all of their texts are found: between lexemes the library takes the longest one.
+        """
+        found: set[str] = set()
+        for name in self._in_order(self._parts):
+            part = self._parts[name]
+            # A terminal must have more than the empty text.
+            if found.issuperset(_references(part)) and any(isinstance(one, Lexeme | Reference) for one in _inner(part)):
+                found.add(name)
+        return found
+
+    def _in_order(self, names: Collection[str]) -> Iterator[str]:
+        """Yield those of some names that don't refer to themselves by others of them, behind what they refer to."""
+        waiting = {name: {one for one in _references(self._parts[name]) if one in names} for name in names}
+        users: dict[str, list[str]] = {name: [] for name in names}
+        for name, used in waiting.items():
+            for one in used:
+                users[one].append(name)
+        ready = [name for name, used in waiting.items() if not used]
+        while ready:
+            name = ready.pop()
+            yield name
+            for user in users[name]:
+                waiting[user].discard(name)
+                if not waiting[user]:
+                    ready.append(user)
+
+    def _check_terminals(self) -> None:
+        """Refuse terminals of Lark that refer to rules, or to themselves: terminals are regular expressions."""
+        for name in self._terminals:
+            if rules := set(_references(self._parts[name])) & self._parts.keys() - self._terminals:
+                raise GrammarRefused(
+                    f"the grammar: the terminal {quoted(name)} must not refer to rules, as {min(rules)}"
+                )
+        if circular := self._terminals - set(self._in_order(self._terminals)):
+            raise GrammarRefused(f"the grammar: the terminal {quoted(min(circular))} must not refer to itself")
+
+    def _check_ends(self) -> None:
+        """Refuse names without any finite text: all that could follow is one text without an end."""
+        ended = set(self._imports)
+        users: dict[str, list[str]] = {name: [] for name in (*self._parts, *self._imports)}
+        for name, part in self._parts.items():
+            for one in set(_references(part)):
+                users[one].append(name)
+        rest = list(self._parts)
+        while rest:
+            name = rest.pop()
+            if name not in ended and _has_end(self._parts[name], ended):
+                ended.add(name)
+                rest += users[name]
+        if endless := self._parts.keys() - ended:
+            raise GrammarRefused(f"the grammar: {quoted(min(endless))} has no text that ends")
+
+    def _check_work(self) -> None:
+        """Refuse a grammar whose work the library's own limits would not bound."""
+        most = dict.fromkeys(self._imports, float(COMMON_CHARACTERS))
+        least = dict(most)
+        for name in self._in_order(self._terminals):
+            most[name] = _size(self._parts[name], most)
+            least[name] = _size(self._parts[name], least, is_least=True)
+        in_rules = [part for name, part in self._parts.items() if name not in self._terminals]
+        inline = [lexeme for part in (*in_rules, *self._ignored) for lexeme in _lexemes(part)]
+        if sum(most.values()) + sum(lexeme.most for lexeme in inline) > MAX_EXPANDED_ITEMS:
+            raise GrammarRefused(
+                "the grammar's terminals, with what they refer to and their repetitions written out, must have at most"
+                f" {MAX_EXPANDED_ITEMS:,} characters in all"
+            )
+        # Of a grammar with a longest text, that is the most that can have to follow. Rules that refer to themselves are
+        # not in `whole`: their texts have no longest one.
+        whole = dict(most)
+        for name in self._in_order(self._parts):
+            whole[name] = _size(self._parts[name], whole)
+        if whole.get(self._root, inf) <= MAX_EXPANDED_ITEMS and not self._ignored:
+            return
+        if max([*least.values(), *(lexeme.least for lexeme in inline)], default=0.0) > MAX_LEXEME:
+            raise GrammarRefused(
+                "the grammar's texts have no longest one, or a very long one; then each literal and each terminal must"
+                f" demand at most {MAX_LEXEME} characters"
+            )
+
+
+def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> float:
+    """Return the characters of a part: of all that it is, or with `is_least` at most of what is left of one text."""
+    match part:
+        case Lexeme():
+            return part.least if is_least else part.most
+        case Reference():
+            # A rule that refers to itself has no size.
+            return of.get(part.name, inf)
+        case Series():
+            return sum(_size(one, of, is_least=is_least) for one in part.parts)
+        case Choice():
+            sizes = [_size(one, of, is_least=is_least) for one in part.parts]
+            return max(sizes) if is_least else sum(sizes)
+        case Repeat():
+            times = part.least if is_least else max(part.least, part.most or 0)
+            return max(times, 1) * _size(part.part, of, is_least=is_least)
+
+
+def _inner(part: Part) -> Iterator[Part]:
+    """Yield a part and all parts in it."""
+    rest = [part]
+    while rest:
+        yield (one := rest.pop())
+        if isinstance(one, Series | Choice):
+            rest += one.parts
+        elif isinstance(one, Repeat):
+            rest.append(one.part)
+
+
+def _references(part: Part) -> Iterator[str]:
+    return (one.name for one in _inner(part) if isinstance(one, Reference))
+
+
+def _lexemes(part: Part) -> Iterator[Lexeme]:
+    return (one for one in _inner(part) if isinstance(one, Lexeme))
+
+
+def _has_end(part: Part, ended: Collection[str]) -> bool:
+    """Return whether a part has a finite text, if just the names in `ended` have one."""
+    match part:
+        case Lexeme():
+            return True
+        case Reference():
+            return part.name in ended
+        case Series():
+            return all(_has_end(one, ended) for one in part.parts)
+        case Choice():
+            return any(_has_end(one, ended) for one in part.parts)
+        case Repeat():
+            return part.least == 0 or _has_end(part.part, ended)
+
+
+def _written(part: Part, names: Mapping[str, str]) -> str:
+    """Return a part in Lark."""
+    match part:
+        case Lexeme():
+            return part.written
+        case Reference():
+            return names[part.name]
+        case Series():
+            return f"({' '.join(_written(one, names) for one in part.parts)})" if part.parts else '""'
+        case Choice():
+            return f"({' | '.join(_written(one, names) for one in part.parts)})"
+        case Repeat():
+            most = "" if part.most is None else str(part.most)
+            return f"({_written(part.part, names)}){{{part.least},{most}}}"
+
+
+def _is_terminal(name: str) -> bool:
+    """Return whether a name of Lark is a terminal's: its first letter is a capital."""
+    return name.lstrip("_")[:1].isupper()
+
+
+def _hex(character: str) -> str:
+    return f"\\x{{{ord(character):X}}}"
