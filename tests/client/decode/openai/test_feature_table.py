@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 
 import gpulease.client.decode
+from gpulease.client.decode.openai.request_parameters import PARAMETERS, STRUCTURED_OUTPUTS
+from gpulease.client.decode.openai.response_request import PARAMETERS as OF_RESPONSES
 
 PAGE = Path(gpulease.client.decode.__path__[0]) / "openai/features.md"
 ROOT = Path(__file__).parents[4]
@@ -22,3 +24,13 @@ def test_each_feature_that_is_claimed_names_a_test_that_exists() -> None:
         if row["test"] is not None:
             found = (ROOT / row["file"]).read_text()
             assert re.search(rf"^def {row['test']}\(", found, re.MULTILINE), row["test"]
+
+
+def test_each_parameter_of_a_feature_that_is_refused_is_refused_by_its_name() -> None:
+    rows = [row for line in PAGE.read_text().splitlines() if (row := ROW.fullmatch(line)) and row["here"] == "refused"]
+    names = [name for row in rows for name in re.findall(r"`(?:structured_outputs\.)?([a-z_]+)`", row["feature"])]
+    assert len(names) > 12
+    for name in names:
+        found = PARAMETERS.get(name) or STRUCTURED_OUTPUTS.get(name) or OF_RESPONSES[name]
+        assert not found.is_used, name
+        assert not found.is_ignored, name

@@ -101,8 +101,60 @@ DEFAULTS_OF_CLIENTS: Final[dict[str, Any]] = {
     "user": None,
     "include_reasoning": True,
     "priority": 0,
+    "detokenize": True,
+    "flat_logprobs": False,
+    "logits_processors": None,
+    "structured_outputs": None,
+    "extra_args": None,
+    "skip_reading_prefix_cache": False,
 }
 """What programs send that write every parameter of vLLM's SamplingParams, at its default."""
+
+DEFAULTS_OF_LLAMA_CPP: Final[dict[str, Any]] = {
+    "dynatemp_range": 0.0,
+    "dynatemp_exponent": 1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "typical_p": 1.0,
+    "top_n_sigma": -1.0,
+    "repeat_last_n": 64,
+    "repeat_penalty": 1.0,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", ":", '"', "*"],
+    "mirostat": 0,
+    "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1,
+    "grammar": "",
+    "n_keep": 0,
+    "n_probs": 0,
+    "min_keep": 0,
+    "id_slot": -1,
+    "t_max_predict_ms": 0,
+    "cache_prompt": True,
+    "return_tokens": False,
+    "post_sampling_probs": False,
+    "response_fields": [],
+    "lora": [],
+    "timings_per_token": False,
+}
+"""What programs send that write the parameters of llama.cpp's server, at their defaults."""
+
+OF_VLLM: Final = """
+    add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt chat_template
+    chat_template_kwargs continue_final_message detokenize documents echo extra_args flat_logprobs frequency_penalty
+    guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern ignore_eos
+    include_reasoning include_stop_str_in_output kv_transfer_params length_penalty logit_bias logits_processors logprobs
+    max_completion_tokens max_tokens media_io_kwargs min_p min_tokens mm_processor_kwargs n output_kind
+    parallel_tool_calls presence_penalty priority prompt_embeds prompt_logprobs reasoning_effort repetition_penalty
+    request_id response_format return_token_ids return_tokens_as_token_ids seed skip_reading_prefix_cache
+    skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream stream_options structural_tag
+    structured_outputs suffix temperature thinking_token_budget tool_choice tools top_k top_logprobs top_p
+    truncate_prompt_tokens use_beam_search user vllm_xargs
+"""
+"""The parameters of vLLM's SamplingParams and of its completions and chats."""
 
 
 def parsed(is_chat: bool, said: dict[str, Any]) -> CompletionRequest:
@@ -159,6 +211,12 @@ def test_each_parameter_is_what_the_table_says(name: str, is_chat: bool) -> None
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_defaults_of_clients_are_taken(is_chat: bool) -> None:
     assert parsed(is_chat, DEFAULTS_OF_CLIENTS | ({"logprobs": False} if is_chat else {})) == parsed(is_chat, {})
+    assert parsed(is_chat, DEFAULTS_OF_LLAMA_CPP) == parsed(is_chat, {})
+
+
+def test_every_parameter_of_vllm_is_in_the_table() -> None:
+    """One that is not used or neutral is refused by its name, not as one that nobody knows."""
+    assert not set(OF_VLLM.split()) - PARAMETERS.keys()
 
 
 def test_every_parameter_of_openai_s_client_is_in_the_table() -> None:
