@@ -34,7 +34,7 @@ With lexemes of this length, they are some 10^6 characters, which take a second 
 """
 
 COMMON_CHARACTERS: Final = 100
-"""What one of Lark's common terminals, such as `common.NUMBER`, counts."""
+"""What one of the common terminals of Lark counts, such as that of numbers."""
 
 _IS_EBNF: Final = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 _EBNF_NAME: Final = re.compile(r"(?P<name>[A-Za-z0-9_-]+)[ \t]*::=")
