@@ -25,7 +25,7 @@ from gpulease.daemon.broker.name_claims import (
 )
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.contract.messages import Ready
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
 from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
 from gpulease.daemon.fleet.etcd.transactions import StoreSize
 from gpulease.daemon.fleet.fleet_messages import (
@@ -142,7 +142,7 @@ class FleetFrontend:
         post: Posts an event to the lease table.
         journal: The journal, which keeps the node's membership for a restarted daemon.
         addresses: Returns where tenants reach the node, unless the settings define it.
-        tell_page: Sends the web process a message about the membership.
+        update_page: Sends the web process a message about the membership.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FleetFrontend:
         post: Callable[[Event], None],
         journal: Journal,
         addresses: Callable[[], Sequence[str]],
-        tell_page: Callable[[FleetMembership], None],
+        update_page: Callable[[FleetMembership], None],
         timeouts: Timeouts | None = None,
     ) -> None:
         # The operator's settings, and the parts of the daemon that this one uses or notifies.
@@ -163,7 +163,7 @@ class FleetFrontend:
         self._partitions = frozenset(card.uuid for card in cards if card.is_partition)
         self._post = post
         self._addresses = addresses
-        self._tell_page = tell_page
+        self._update_page = update_page
         self._journal = journal
         # The last process's reports: the membership, its deadline, and problems for the operator.
         self._membership = journal.membership or MembershipRow()
@@ -176,7 +176,7 @@ class FleetFrontend:
         """What an operator should know about this node's clock."""
         self._unreadable = ""
         """What an operator should know about values in etcd that can't be read."""
-        self._unreadable_before = self._unreadable_count = 0
+        self._unreadable_of_previous = self._unreadable_count = 0
         """Number of such values that earlier processes found, and that this one found."""
         self._unreadable_lines = RateLimit(LINE_EVERY_S)
         self._beats = self._fenced = 0
@@ -188,16 +188,16 @@ class FleetFrontend:
         self._waiting: dict[int, _PendingClaim] = {}
         self._waiting_of: Counter[str] = Counter()
         # The record that was sent to the process last, so that only changes are sent.
-        self._told: RecordChanged | None = None
+        self._sent_record: RecordChanged | None = None
         self._files = certificate_files(settings.ca, settings.key, settings.certificate)
-        self._told_files: tuple[Stamp, ...] = ()
+        self._sent_stamps: tuple[Stamp, ...] = ()
         # The process, and the tasks that keep it up to date.
         self._process = ChildProcess(
             _fleet_kind(sandbox), self._begin, self._on_message, self._on_end, timeouts, self._on_unhandled
         )
         self._stopped = asyncio.Event()
-        self._record_task = PeriodicTask(self._tell_record, RECORD_S, _log_fault)
-        self._certificates_task = PeriodicTask(self._tell_certificates, CERTIFICATES_S, _log_fault)
+        self._record_task = PeriodicTask(self._send_record, RECORD_S, _log_fault)
+        self._certificates_task = PeriodicTask(self._send_certificates, CERTIFICATES_S, _log_fault)
 
     async def start(self) -> None:
         """Start the process. It joins the fleet once etcd answers. Raises CannotListen."""
@@ -283,13 +283,13 @@ class FleetFrontend:
             return f"this node has not joined its fleet: etcd at {etcd} {self._unanswered or 'has not let it in yet'}"
         return f"this node is cut off from its fleet: etcd at {etcd} {self._unanswered or 'has not answered in time'}"
 
-    def _isolated(self, what: str) -> Failure:
+    def _isolated(self, denied: str) -> Failure:
         hint = "Try another node of the fleet, or retry after this node's operator fixes the problem."
-        return Failure(Status.BUSY, f"{what}: {self._trouble()}", hint=hint)
+        return Failure(Status.BUSY, f"{denied}: {self._trouble()}", hint=hint)
 
     def figures(self) -> FleetFacts:
         left_s = (self._horizon_boot_ns - boot_ns()) / NS_PER_S
-        unreadable = self._unreadable_before + self._unreadable_count
+        unreadable = self._unreadable_of_previous + self._unreadable_count
         claims, quota_claims = dict(self._placements), dict(self._quota_claims)
         counts = self._beats, self._fenced, claims, quota_claims, unreadable
         return FleetFacts(left_s, *counts, self._store.size_bytes, self._store.quota_bytes)
@@ -298,19 +298,21 @@ class FleetFrontend:
         """Return the part of the membership that the web page shows."""
         return FleetMembership(self.node_id, self._horizon_boot_ns, self._fenced)
 
-    def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
+    def claim_name(self, request: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
         """Claim a name; `on_answer` is called once, later. Returns a function that cancels the claim."""
-        what = f"the name {want.name!r} can't be claimed"
-        waiting = _PendingClaim(on_answer, want.tenant, ClaimDropped, self._placements, what)
-        lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
-        return self._ask(waiting, lambda number: ClaimWanted(number, want.name, lease, want.tenant, until_ns))
+        denied = f"the name {request.name!r} can't be claimed"
+        waiting = _PendingClaim(on_answer, request.tenant, ClaimDropped, self._placements, denied)
+        lease, until_ns = f"{request.lease_id:032x}", boot_ns() + request.wait_ms * NS_PER_MS
+        return self._ask(waiting, lambda number: ClaimWanted(number, request.name, lease, request.tenant, until_ns))
 
-    def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
+    def claim_quota(self, request: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, in the way of `claim_name`."""
-        what = f"tenant {want.tenant!r} has a quota in the fleet, which can't be asked"
-        waiting = _PendingClaim(on_answer, want.tenant, QuotaDropped, self._quota_claims, what)
-        lease, until_ns = f"{want.lease_id:032x}", boot_ns() + want.wait_ms * NS_PER_MS
-        return self._ask(waiting, lambda number: QuotaWanted(number, want.tenant, want.size_bytes, lease, until_ns))
+        denied = f"tenant {request.tenant!r} has a quota in the fleet, which can't be asked"
+        waiting = _PendingClaim(on_answer, request.tenant, QuotaDropped, self._quota_claims, denied)
+        lease, until_ns = f"{request.lease_id:032x}", boot_ns() + request.wait_ms * NS_PER_MS
+        return self._ask(
+            waiting, lambda number: QuotaWanted(number, request.tenant, request.size_bytes, lease, until_ns)
+        )
 
     def _ask(self, waiting: _PendingClaim, request: Callable[[int], ClaimWanted | QuotaWanted]) -> Callable[[], None]:
         # Refuse a claim beyond the bounds without asking. Answer in the loop's next turn, because callers expect no
@@ -344,17 +346,17 @@ class FleetFrontend:
         """Report that the lease with that claim has ended and its memory is proved free."""
         # If this can't be sent, the next process is sent all live claims when it starts.
         self._tell(ClaimEnded(name, epoch))
-        self._tell_all_ended()
+        self._send_all_ended()
 
     def on_fenced(self) -> None:
         """Report a fenced lease: it may have been the last one that prevents a fenced node from joining again."""
-        self._tell_all_ended()
+        self._send_all_ended()
 
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Report that the lease with those bytes has ended and its memory is proved free."""
         # As in `release`: the next process deletes every claim that is not among the live ones.
         self._tell(QuotaEnded(tenant, f"{lease_id:032x}"))
-        self._tell_all_ended()
+        self._send_all_ended()
 
     def _drop(self, number: int) -> None:
         if (waiting := self._take(number)) is not None:
@@ -407,8 +409,8 @@ class FleetFrontend:
             mark=DaemonMark(member.beat, member.run, member.entered),
         )
         try:
-            fds, self._told_files = await asyncio.to_thread(open_certificates, self._files)
-        except BadEtcdSettings as error:
+            fds, self._sent_stamps = await asyncio.to_thread(open_certificates, self._files)
+        except EtcdSettingsRejected as error:
             raise CannotListen(f"{_BROKEN}: {error}") from None
         try:
             self._process.send(start, tuple(fds))
@@ -417,16 +419,16 @@ class FleetFrontend:
         self._has_begun = True
         # Step 2: once it is ready, send the node's record, then the live claims. It deletes all other claims.
         await self._process.expect(Ready)
-        self._told = None
-        await self._tell_record()
+        self._sent_record = None
+        await self._send_record()
         quotas = {f"{lease_id:032x}": tenant for lease_id, tenant in self._table.counted().items()}
-        self._tell_live(LiveClaims(self._table.claims(), quotas))
+        self._send_live_claims(LiveClaims(self._table.claims(), quotas))
 
     def _on_end(self) -> None:
         # Answer every claim that waits: the next process does not know them.
         # Send no message from now on, because the first message to the next process must be its settings.
         self._has_begun = False
-        self._unreadable_before += self._unreadable_count
+        self._unreadable_of_previous += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
         failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had answered")
         for number in list(self._waiting):
@@ -447,11 +449,11 @@ class FleetFrontend:
             return False
         return True
 
-    def _tell_live(self, live: LiveClaims) -> None:
-        for message in parts_of(live):
+    def _send_live_claims(self, claims: LiveClaims) -> None:
+        for message in parts_of(claims):
             self._tell(message)
 
-    def _tell_all_ended(self) -> None:
+    def _send_all_ended(self) -> None:
         """After the claims were lost, report once that no claimed lease is left, so that the node may join again.
 
         A fenced lease counts as gone here, because a fence can last for days.
@@ -459,26 +461,26 @@ class FleetFrontend:
         if self._is_lost and not self._table.has_claimed_lease:
             # An empty list says that none is alive, so the process deletes every claim of this node.
             self._is_lost = False
-            self._tell_live(LiveClaims())
+            self._send_live_claims(LiveClaims())
 
-    async def _tell_record(self) -> None:
+    async def _send_record(self) -> None:
         # Send it only if it has changed, because each record makes the next heartbeat a write of its size.
         record = self._record()
-        if record != self._told and self._tell(record):
-            self._told = record
+        if record != self._sent_record and self._tell(record):
+            self._sent_record = record
 
-    async def _tell_certificates(self) -> None:
+    async def _send_certificates(self) -> None:
         """Send the files of the certificates if one of them has changed."""
         try:
-            if await asyncio.to_thread(certificate_stamps, self._files) == self._told_files:
+            if await asyncio.to_thread(certificate_stamps, self._files) == self._sent_stamps:
                 return
             fds, names = await asyncio.to_thread(open_certificates, self._files)
-        except BadEtcdSettings:
+        except EtcdSettingsRejected:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
             # Record them only if they were sent, so that otherwise the next round tries again.
             if self._tell(CertificatesRenewed(tuple(self._files)), fds):
-                self._told_files = names
+                self._sent_stamps = names
         finally:
             # The message has its own duplicates.
             close_all(fds)
@@ -546,7 +548,7 @@ class FleetFrontend:
             case Noted():
                 self._note(message)
             case RecordsUnreadable():
-                self._take_unreadable(message.count, message.text)
+                self._count_unreadable(message.count, message.text)
             case _:
                 assert_never(message)
 
@@ -571,7 +573,7 @@ class FleetFrontend:
             self._unanswered = ""
         elif note is Note.FAULT:
             log_event(LogEvent.DAEMON_FAULT, doing=text)
-        elif note not in _TOLD_OTHERWISE:
+        elif note not in _NOTED_ELSEWHERE:
             if note is Note.CLOCK:
                 self._clock = text
             elif note is Note.REFUSED:
@@ -581,7 +583,7 @@ class FleetFrontend:
             node, name = noted.node_id or None, noted.name or None
             log_event(LogEvent.FLEET_NOTED, what=note.value, reason=text, node=node, lease_name=name)
 
-    def _take_unreadable(self, count: int, text: str) -> None:
+    def _count_unreadable(self, count: int, text: str) -> None:
         # Log only an increase; the count falls when somebody repairs a value.
         if count > self._unreadable_count and (suppressed := self._unreadable_lines.admit()) is not None:
             log_event(LogEvent.FLEET_UNREADABLE, reason=text, suppressed=suppressed or None)
@@ -609,7 +611,7 @@ class FleetFrontend:
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
         self._tell(HorizonSet())
-        self._tell_page(self.membership())
+        self._update_page(self.membership())
 
     def _lose(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
@@ -618,14 +620,14 @@ class FleetFrontend:
         self._remember(replace(self._membership, incarnation=0))
         self._horizon_boot_ns, self._is_lost = 0, True
         self._post(ClaimsLost(reason))
-        self._tell_page(self.membership())
+        self._update_page(self.membership())
         # An acquire that waits for bytes may already have its name, by one of the lost claims.
         failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop is QuotaDropped:
                 self._tell(QuotaDropped(number))
                 self._answer(number, failure, Why.ISOLATED.value)
-        self._tell_all_ended()
+        self._send_all_ended()
 
 
 def _log_fault(error: Exception) -> None:
@@ -645,7 +647,7 @@ def _fields_of(part: FleetIdentity | DaemonMark) -> dict[str, Any]:
     return {field.name: getattr(part, field.name) for field in fields(part)}
 
 
-_TOLD_OTHERWISE: Final = frozenset({Note.JOINED, Note.FENCED})
+_NOTED_ELSEWHERE: Final = frozenset({Note.JOINED, Note.FENCED})
 """Notes that have a log event of their own."""
 
 _UNANSWERED: Final = {
@@ -664,7 +666,7 @@ about space already contains the advice."""
 
 
 def _advice(text: str) -> str:
-    advice = next((do for words, do in _ADVICE.items() if words in text.lower()), "")
+    advice = next((advice_text for words, advice_text in _ADVICE.items() if words in text.lower()), "")
     return f": {advice}" if advice else ""
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
 from gpulease.daemon.fleet.etcd.transactions import (
     CreateRevisionIs,
     Delete,
@@ -58,7 +58,7 @@ async def fence(
     node_id: str,
     *,
     waits: bool,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     clock: Callable[[], float] = boot_s,
 ) -> list[str]:
     """Remove a node's record, wait until its claimed leases have ended, and free its names.
@@ -69,7 +69,7 @@ async def fence(
         client: The client for etcd.
         node_id: The node.
         waits: False if the node is certainly powered off.
-        say: Called with a sentence about each step.
+        report: Called with a sentence about each step.
         clock: A clock in seconds that continues while the host sleeps.
 
     Returns:
@@ -77,28 +77,28 @@ async def fence(
     """
     # Step 1: read the node's record and how long its leases live.
     key = node_key(node_id)
-    found = await done(client, Transaction(reads=(Get(key), Get(HORIZON))))
-    node = next(iter(found.found[0]), None)
+    answer = await done(client, Transaction(reads=(Get(key), Get(HORIZON))))
+    node = next(iter(answer.found[0]), None)
     # Read the horizon before changing anything: a fence with an unknown wait would free names that are in use.
-    horizon_s = _horizon_s(found.found[1]) if waits else 0.0
-    last_incarnation = found.revision if node is None else node.create_revision
+    horizon_s = _horizon_s(answer.found[1]) if waits else 0.0
+    last_incarnation = answer.revision if node is None else node.create_revision
     # Step 2: remove the record. From then on the node's heartbeats and claims fail.
     if node is not None:
         # Remove the record only in the incarnation that was just read: a node that has rejoined meanwhile is alive.
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
             raise NotFenced(f"node {node_id} has joined again meanwhile: check it, and fence it again if necessary")
-        say(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
+        report(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
     # List the claims after the removal: without its record the node can't add any.
     # Step 3: which names does it have?
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
-    claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, say)]
+    claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, report)]
     if node is None and not claims:
         raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
     # Step 4: wait until its leases have ended by themselves, whatever the node does.
     if waits and claims:
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
-        say(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if it can't be reached.")
+        report(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if it can't be reached.")
         until = clock() + wait_s
         # Sleep in short steps: a long sleep would not count time for which this host is suspended.
         while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # time passes, and nothing sets an event
@@ -110,29 +110,29 @@ async def fence(
     return await _free_names(client, node_id, claims)
 
 
-def _horizon_s(found: tuple[KeyValue, ...]) -> float:
+def _horizon_s(items: tuple[KeyValue, ...]) -> float:
     """Return the fleet's horizon in seconds, after which claimed leases of a silent node have ended.
 
     Raises NotFenced.
     """
-    where = HORIZON.decode()
-    if not found:
+    key_text = HORIZON.decode()
+    if not items:
         raise NotFenced(
-            f"etcd has no {where}, so it is unknown how long the node's leases live: nothing was done. Start a node,"
+            f"etcd has no {key_text}, so it is unknown how long the node's leases live: nothing was done. Start a node,"
             " which writes it, and fence again; or cut this node's power and use --pulled-the-plug"
         )
-    horizon_s = read_horizon_s(found[0].value)
+    horizon_s = read_horizon_s(items[0].value)
     if isinstance(horizon_s, Unreadable):
-        text = f"{where} can't be read ({horizon_s.reason}): nothing was done"
+        text = f"{key_text} can't be read ({horizon_s.reason}): nothing was done"
         raise NotFenced(f"{text}. Put the nodes' horizon_s there, and fence again")
     return horizon_s
 
 
-def _is_of(item: KeyValue, node_id: str, last_incarnation: int, say: Callable[[str], None]) -> bool:
+def _is_of(item: KeyValue, node_id: str, last_incarnation: int, report: Callable[[str], None]) -> bool:
     """Return whether a claim belongs to one of the node's memberships so far. Reports a claim that does not show it."""
     claim = read_claim(item.value)
     if isinstance(claim, Unreadable):
-        say(f"The claim {shown_key(item.key)} can't be read, so its node is unknown: it stays ({claim.reason}).")
+        report(f"The claim {shown_key(item.key)} can't be read, so its node is unknown: it stays ({claim.reason}).")
         return False
     return claim.node_id == node_id and claim.incarnation <= last_incarnation
 
@@ -167,14 +167,14 @@ def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> Non
     async def run() -> list[str]:
         client = EtcdClient(etcd)
         try:
-            return await fence(client, node, waits=not pulled_the_plug, say=click.echo)
+            return await fence(client, node, waits=not pulled_the_plug, report=click.echo)
         finally:
             await client.close()
 
     try:
         # Every expected failure is a sentence on standard error.
         freed = asyncio.run(run())
-    except (NotFenced, NotDone, BadEtcdSettings) as error:
+    except (NotFenced, NotDone, EtcdSettingsRejected) as error:
         click.echo(f"gpulease fleet fence: {error}", err=True)
         sys.exit(EXIT_FAILED)
     click.echo(f"Free names: {', '.join(sorted(freed))}." if freed else "The node had no names.")

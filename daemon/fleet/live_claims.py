@@ -32,6 +32,6 @@ class LiveParts:
         self._quotas.update(part.quotas)
         if not part.is_last:
             return None
-        whole = LiveClaims(self._epochs, self._quotas)
+        claims = LiveClaims(self._epochs, self._quotas)
         self._epochs, self._quotas = {}, {}
-        return whole
+        return claims

@@ -123,11 +123,11 @@ class FleetProcess:
         self._outbox = Outbox(channel)
         self._live = LiveParts()
         self._timer: asyncio.TimerHandle | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
         self._due_ns: int | None = None
-        self._asks: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
         self._unset_horizons = 0
-        self._kept_beat: int | None = None
+        self._pending_beat: int | None = None
         """A heartbeat with a durable mark that still waits for the last deadline to be set."""
         self._not_compacted = ""
         self._size_task = PeriodicTask(self._report_size, SIZES_S, _log_size_fault)
@@ -146,7 +146,7 @@ class FleetProcess:
         self._send(Ready())
         # Step 2: start the rules, the check for pauses, and the report of etcd's size.
         self._post(Started())
-        self._look_at_machine()
+        self._read_machine()
         self._size_task.start(at_once=True)
         try:
             # Step 3: serve. Everything happens in callbacks.
@@ -156,13 +156,13 @@ class FleetProcess:
             loop.remove_reader(self._channel)
             loop.remove_writer(self._channel)
             self._outbox.close()
-            for timer in (self._timer, self._look):
+            for timer in (self._timer, self._reading_timer):
                 if timer is not None:
                     timer.cancel()
             await self._size_task.stop()
-            for task in self._asks:
+            for task in self._calls:
                 task.cancel()
-            await asyncio.gather(*self._asks, return_exceptions=True)
+            await asyncio.gather(*self._calls, return_exceptions=True)
 
     # --- the rules ---
 
@@ -207,8 +207,8 @@ class FleetProcess:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._asks.add(task)
-        task.add_done_callback(self._asks.discard)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
     def _compact(self, effect: Compact) -> None:
         self._begin(self._compact_etcd(effect.revision))
@@ -275,9 +275,9 @@ class FleetProcess:
 
     # --- the machine ---
 
-    def _look_at_machine(self) -> None:
+    def _read_machine(self) -> None:
         """Report a pause of the machine since the last check to the rules."""
-        self._look = asyncio.get_running_loop().call_later(READING_S, self._look_at_machine)
+        self._reading_timer = asyncio.get_running_loop().call_later(READING_S, self._read_machine)
         before, self._last_reading = self._last_reading, self._readings.read()
         # None: the machine was restored or copied, so the length of the stop is unknown.
         missed = missed_ns(before, self._last_reading)
@@ -345,13 +345,13 @@ class FleetProcess:
             case HorizonSet():
                 self._unset_horizons -= 1
                 self._sleep()
-                self._post_kept()
+                self._post_pending_beat()
             case MarkKept():
-                self._kept_beat = message.beat
-                self._post_kept()
+                self._pending_beat = message.beat
+                self._post_pending_beat()
             case LiveClaimsPart():
-                if (live := self._live.take(message)) is not None:
-                    self._post(live)
+                if (claims := self._live.take(message)) is not None:
+                    self._post(claims)
             case CertificatesRenewed():
                 self._on_files(message.files, fds)
             case (
@@ -368,10 +368,10 @@ class FleetProcess:
             case _:
                 assert_never(message)
 
-    def _post_kept(self) -> None:
+    def _post_pending_beat(self) -> None:
         # Both must be done, in either order: the mark is durable, and the deadline is on the pages.
-        if self._kept_beat is not None and not self._unset_horizons:
-            beat, self._kept_beat = self._kept_beat, None
+        if self._pending_beat is not None and not self._unset_horizons:
+            beat, self._pending_beat = self._pending_beat, None
             self._post(MarkKept(beat))
 
 

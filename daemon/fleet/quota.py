@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Transaction
 from gpulease.daemon.fleet.etcd_options import EXIT_FAILED, NotDone, done, etcd_options
 from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT
@@ -52,8 +52,8 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
     """
     for _ in range(ATTEMPTS):
         # Step 1: read all shards, and refuse to overwrite one that can't be read: it may hold leases.
-        found = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
-        shards = all_shards(tenant, read_shards(found.found[0])).values()
+        answer = await done(client, Transaction(reads=(Get(quota_prefix(tenant), is_prefix=True),)))
+        shards = all_shards(tenant, read_shards(answer.found[0])).values()
         for shard in shards:
             if not shard.is_readable:
                 key = shown_key(shard.key)
@@ -77,27 +77,29 @@ async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
     """Return sentences about the quota of one tenant or of all, and about the default. Raises NotDone."""
     # One read, so that the sentences are of one moment.
     reads = Get(quota_prefix(tenant), is_prefix=True), Get(QUOTA_DEFAULT)
-    found = await done(client, Transaction(reads=reads))
-    default = read_default(found.found[1])
-    told = list(_sentences(found.found[0]))
+    answer = await done(client, Transaction(reads=reads))
+    default = read_default(answer.found[1])
+    lines = list(_sentences(answer.found[0]))
     if tenant in ("", DEFAULT):
-        every = "no quota, so their leases are refused" if default is None else size_text(default.total_bytes)
+        default_text = "no quota, so their leases are refused" if default is None else size_text(default.total_bytes)
         if default is not None and default.unreadable:
-            every = f"a quota that can't be read ({default.unreadable}), so their leases are refused: set it again,"
-        told.append(f"{DEFAULT}: {every} for each tenant without a quota of its own.")
-    return told or [f"{tenant}: no quota of its own, and no lease yet by the default."]
+            default_text = (
+                f"a quota that can't be read ({default.unreadable}), so their leases are refused: set it again,"
+            )
+        lines.append(f"{DEFAULT}: {default_text} for each tenant without a quota of its own.")
+    return lines or [f"{tenant}: no quota of its own, and no lease yet by the default."]
 
 
-def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
+def _sentences(items: tuple[KeyValue, ...]) -> Iterator[str]:
     of_tenants: dict[str, list[Shard]] = {}
-    for key, shard in read_shards(found).items():
+    for key, shard in read_shards(items).items():
         of_tenants.setdefault(tenant_of(key), []).append(shard)
     # One sentence for each tenant: the quota, its origin, its use, and the nodes that use it.
     for tenant, shards in sorted(of_tenants.items()):
         broken = next((shard for shard in shards if not shard.is_readable), None)
         if broken is not None:
-            where = f"{shown_key(broken.key)}: {broken.unreadable}"
-            yield f"{tenant}: a part of its quota can't be read, so its leases are refused ({where})."
+            location = f"{shown_key(broken.key)}: {broken.unreadable}"
+            yield f"{tenant}: a part of its quota can't be read, so its leases are refused ({location})."
             continue
         entries = [entry for shard in shards for entry in shard.used.values()]
         nodes: Counter[str] = Counter()
@@ -105,8 +107,8 @@ def _sentences(found: tuple[KeyValue, ...]) -> Iterator[str]:
             nodes[entry.node_id] += entry.size_bytes
         total, used = sum(shard.budget_bytes for shard in shards), sum(shard.used_bytes for shard in shards)
         origin = " by the default" if any(shard.default_revision for shard in shards) else ""
-        where = ", ".join(f"{size_text(size)} at {node}" for node, size in sorted(nodes.items()))
-        of_nodes = f": {where}" if where else ""
+        location = ", ".join(f"{size_text(size)} at {node}" for node, size in sorted(nodes.items()))
+        of_nodes = f": {location}" if location else ""
         leases = counted(len(entries), "lease uses", "leases use")
         yield f"{tenant}: {size_text(total)}{origin}, of which {leases} {size_text(used)}{of_nodes}."
 
@@ -157,11 +159,11 @@ def main(tenant: str, size: int | None, etcd: EtcdSettings) -> None:
     `fleet_quota = true` in the nodes' settings.
     """
     try:
-        told = asyncio.run(run(etcd, tenant, size))
-    except (NotSet, NotDone, BadEtcdSettings) as error:
+        lines = asyncio.run(run(etcd, tenant, size))
+    except (NotSet, NotDone, EtcdSettingsRejected) as error:
         click.echo(f"gpulease fleet quota: {error}", err=True)
         sys.exit(EXIT_FAILED)
-    for sentence in told:
+    for sentence in lines:
         click.echo(sentence)
 
 

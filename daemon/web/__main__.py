@@ -88,7 +88,7 @@ async def _serve(
     broker_channel.open(channel)
     server = server_of(app)
     feeding, serving = loop.create_task(feed.run(link)), loop.create_task(server.serve(sockets=listeners))
-    begin_task = loop.create_task(server.begun.wait())
+    begin_task = loop.create_task(server.listening.wait())
     # Ready once the server listens, unless something has ended before.
     await _first_of(begin_task, feeding, serving, link.lost)
     if begin_task.done():

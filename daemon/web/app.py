@@ -140,9 +140,9 @@ class PageAccess:
         # Count only real attempts: a reader without a token is not one.
         if scheme and self._token_digest:
             self._wrong_tokens.add()
-        why = "This is not the operator's token." if scheme else "This takes the operator's token."
-        why = why if self._token_digest else "This daemon has no http_token_file."
-        raise HTTPException(401, why, {"WWW-Authenticate": "Bearer"})
+        reason = "This is not the operator's token." if scheme else "This takes the operator's token."
+        reason = reason if self._token_digest else "This daemon has no http_token_file."
+        raise HTTPException(401, reason, {"WWW-Authenticate": "Bearer"})
 
 
 class _Stream(StreamingResponse):
@@ -242,9 +242,9 @@ class Site:
             return Response(media_type="text/event-stream")
         # Counted now, not at its first bytes: several requests may come before the loop runs the first stream.
         self._streams += 1
-        return _Stream(self._stream(self._access.changes, is_named=is_named), self._stream_ended)
+        return _Stream(self._stream(self._access.changes, is_named=is_named), self._on_stream_end)
 
-    def _stream_ended(self) -> None:
+    def _on_stream_end(self) -> None:
         self._streams -= 1
 
     async def _stream(self, changes: int, *, is_named: bool) -> AsyncIterator[bytes]:
@@ -397,9 +397,9 @@ class Cached:
     """
 
     def __init__(
-        self, ask: Callable[[], Awaitable[Any]], fresh_s: float, clock: Callable[[], float] = time.monotonic
+        self, fetch: Callable[[], Awaitable[Any]], fresh_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._ask = ask
+        self._ask = fetch
         self._clock = clock
         self._fresh_s = fresh_s
         self._answer: Any = None
@@ -429,9 +429,9 @@ class Cached:
 class HealthPage:
     """The broker's health: whether it answers, and its own report."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ping = Cached(lambda: ask(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
-        self._report = Cached(lambda: ask(Opcode.HEALTH, Empty()), HEALTH_FRESH_S)
+    def __init__(self, fetch: Ask) -> None:
+        self._ping = Cached(lambda: fetch(Opcode.PING, Ping(0)), HEALTH_FRESH_S)
+        self._report = Cached(lambda: fetch(Opcode.HEALTH, Empty()), HEALTH_FRESH_S)
 
     async def check_alive(self) -> None:
         """Raise BrokerSilent if the broker does not answer a ping."""
@@ -445,7 +445,7 @@ class HealthPage:
 METRICS_FRESH_S: Final = 1.0
 """The greatest age of an exposition. It costs the broker milliseconds, and any local user may ask."""
 
-NOBODY: Final = ("", "other")
+NO_VISITOR: Final = ("", "other")
 """Values of the label that name no tenant."""
 
 _TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
@@ -455,9 +455,9 @@ _TENANT: Final = re.compile(r'(?<=[{,])tenant="((?:[^"\\\n]|\\.)*)"')
 class MetricsPage:
     """The broker's metrics, with tenants' names for operators and with pseudonyms for others."""
 
-    def __init__(self, ask: Ask, pseudonyms: Pseudonyms) -> None:
+    def __init__(self, fetch: Ask, pseudonyms: Pseudonyms) -> None:
         async def scrape() -> tuple[str, str, str]:
-            metrics = await ask(Opcode.METRICS, Empty())
+            metrics = await fetch(Opcode.METRICS, Empty())
             # Done once for all callers: hiding names in many series takes a tenth of a second.
             return metrics.content_type, metrics.exposition, without_names(metrics.exposition, pseudonyms)
 
@@ -474,7 +474,7 @@ def without_names(text: str, pseudonyms: Pseudonyms) -> str:
 
     def hide(match: re.Match[str]) -> str:
         name = match[1]
-        return match[0] if name in NOBODY else f'tenant="{pseudonyms.of_tenant(name)}"'
+        return match[0] if name in NO_VISITOR else f'tenant="{pseudonyms.of_tenant(name)}"'
 
     lines = (line if line.startswith("#") else _TENANT.sub(hide, line) for line in text.split("\n"))
     return "\n".join(lines)

@@ -196,18 +196,18 @@ class BrokerChannel:
 
     async def revoke(self, lease_id: str, reason: str, token: bytes) -> RevokeOutcome:
         """End a lease. Raises NotDone, or BrokerSilent if the outcome is unknown."""
-        done = await self._ask(LeaseRevokedReply, lambda number: RevokeLease(number, token, lease_id, reason))
-        return done.outcome
+        reply = await self._ask(LeaseRevokedReply, lambda number: RevokeLease(number, token, lease_id, reason))
+        return reply.outcome
 
     async def drain(self, within_ms: int | None, token: bytes, card: str = "") -> DrainOutcome:
         """Drain the node, or the card with that UUID; end the drain if `within_ms` is None. Raises as `revoke` does."""
-        done = await self._ask(DrainChanged, lambda number: ChangeDrain(number, token, within_ms, card))
-        return DrainOutcome(done.left_ms, done.leases)
+        reply = await self._ask(DrainChanged, lambda number: ChangeDrain(number, token, within_ms, card))
+        return DrainOutcome(reply.left_ms, reply.leases)
 
     async def clear_fences(self, card: str, token: bytes) -> int:
         """Grant a card's fenced memory again. Returns the number of slices. Raises as `revoke` does."""
-        done = await self._ask(FencesCleared, lambda number: ClearFences(number, token, card))
-        return done.count
+        reply = await self._ask(FencesCleared, lambda number: ClearFences(number, token, card))
+        return reply.count
 
     async def _ask(self, expected: type[Done], request: Callable[[int], FromWeb]) -> Done:
         if self._channel is None:
@@ -244,7 +244,7 @@ class BrokerChannel:
             return
         close_all(fds)
         try:
-            self._take(expect_message(TO_WEB, received))
+            self._dispatch(expect_message(TO_WEB, received))
         except MalformedMessage as error:
             # The broker has another version, or a bug. Whoever waits for this answer gets no other.
             log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
@@ -252,7 +252,7 @@ class BrokerChannel:
             if answer is not None and not answer.done():
                 answer.set_exception(BrokerSilent("the daemon's answer can't be read"))
 
-    def _take(self, message: ToWeb) -> None:
+    def _dispatch(self, message: ToWeb) -> None:
         match message:
             case LivenessPing():
                 # If the channel is full, this pong is lost; the broker pings again.

@@ -113,16 +113,16 @@ class Server(uvicorn.Server):
     """A uvicorn server with an event for its start.
 
     Attributes:
-        begun: Set once it serves.
+        listening: Set once it serves.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.begun = asyncio.Event()
+        self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.begun.set()
+        self.listening.set()
 
 
 def server_of(app: App) -> Server:

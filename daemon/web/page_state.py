@@ -39,14 +39,14 @@ HISTORY: Final = 60
 GAP_S: Final = 5.0
 """Longest time between two snapshots over which a launch rate is worth showing."""
 
-MAX_KNOWN: Final = 4096
+MAX_CACHED_LEASES: Final = 4096
 """Leases that are remembered with what is shown of their changes: tenant, card and size."""
 
-MAX_TO_LOOK_UP: Final = 64
+MAX_LOOKUPS: Final = 64
 """Changes for which the feed still has to query the lease; a change beyond that shows without its tenant. Stops
 thousands of short leases from making the broker answer for each."""
 
-LOOK_UP_PAUSE_S: Final = 0.05
+LOOKUP_PAUSE_S: Final = 0.05
 """Pause between two such requests."""
 
 
@@ -78,9 +78,9 @@ class Feed:
         self._changed = asyncio.Event()
         self._last_number = 0
         self._changes: deque[LeaseChange] = deque(maxlen=MAX_CHANGES)
-        self._known: OrderedDict[str, Changed] = OrderedDict()
-        self._to_look_up: deque[str] = deque()
-        self._looks_up = asyncio.Event()
+        self._cached: OrderedDict[str, Changed] = OrderedDict()
+        self._lookup_queue: deque[str] = deque()
+        self._lookup_wanted = asyncio.Event()
         self._launches: dict[str, int] = {}
         self._history: dict[str, deque[float | None]] = {}
 
@@ -92,7 +92,7 @@ class Feed:
         # Step 2: two tasks, because a look-up that waits must not delay the snapshots.
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_fetching())
-            group.create_task(self._look_up())
+            group.create_task(self._lookup())
 
     def on_event(self, event: LeaseEvent) -> None:
         """Take in the broker's event: a lease has entered another phase."""
@@ -100,7 +100,7 @@ class Feed:
         self._last_number += 1
         # A newer broker may send a phase that this version does not know; show its number.
         phase = Phase(event.phase).name.lower() if event.phase in list(Phase) else str(event.phase)
-        about = self._known.get(lease_id)
+        about = self._cached.get(lease_id)
         # Grace, teardown and end are one line on the page.
         if phase in ENDING:
             self._forget_end(lease_id)
@@ -108,9 +108,9 @@ class Feed:
             LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, about)
         )
         # A lease that was never in a snapshot: ask the broker for its tenant and card.
-        if about is None and len(self._to_look_up) < MAX_TO_LOOK_UP:
-            self._to_look_up.append(lease_id)
-            self._looks_up.set()
+        if about is None and len(self._lookup_queue) < MAX_LOOKUPS:
+            self._lookup_queue.append(lease_id)
+            self._lookup_wanted.set()
         self._wakeup.set()
 
     def on_membership(self, membership: FleetMembership) -> None:
@@ -228,33 +228,33 @@ class Feed:
     # --- what changes are of ---
 
     def _remember(self, lease: Report) -> None:
-        self._known[lease["lease_id"]] = Changed(
+        self._cached[lease["lease_id"]] = Changed(
             lease["tenant"], lease["card_uuid"], lease["size_bytes"], lease.get("parent") is not None
         )
-        self._known.move_to_end(lease["lease_id"])
+        self._cached.move_to_end(lease["lease_id"])
         # The lease that was seen longest ago is forgotten first.
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        if len(self._cached) > MAX_CACHED_LEASES:
+            self._cached.popitem(last=False)
 
-    async def _look_up(self) -> None:
+    async def _lookup(self) -> None:
         while True:
-            await self._looks_up.wait()
-            self._looks_up.clear()
-            while self._to_look_up:
-                lease_id = self._to_look_up.popleft()
+            await self._lookup_wanted.wait()
+            self._lookup_wanted.clear()
+            while self._lookup_queue:
+                lease_id = self._lookup_queue.popleft()
                 # A snapshot has brought it meanwhile.
-                if lease_id in self._known:
+                if lease_id in self._cached:
                     continue
                 try:
                     self._remember((await self.ask(Opcode.LEASE_QUERY, LeaseRef(int(lease_id, 16)))).report)
                 except BrokerSilent:
                     continue  # the broker has forgotten the lease too
-                await asyncio.sleep(LOOK_UP_PAUSE_S)
+                await asyncio.sleep(LOOKUP_PAUSE_S)
 
     def _describe_changes(self) -> None:
         for index, change in enumerate(self._changes):
-            if change.about is None and change.lease_id in self._known:
-                self._changes[index] = replace(change, about=self._known[change.lease_id])
+            if change.about is None and change.lease_id in self._cached:
+                self._changes[index] = replace(change, about=self._cached[change.lease_id])
 
     # --- launch rates ---
 
@@ -265,12 +265,12 @@ class Feed:
         """
         before = self._launches
         self._launches = {lease["lease_id"]: lease["launches"] for lease in leases if "launches" in lease}
-        past_s = at_s - self._snapshot.at_s if self._snapshot is not None else 0.0
-        if not 0 < past_s <= GAP_S:
+        elapsed_s = at_s - self._snapshot.at_s if self._snapshot is not None else 0.0
+        if not 0 < elapsed_s <= GAP_S:
             return {}
         # Leases of both snapshots only: a lease that is new has no earlier counter.
         both = self._launches.keys() & before.keys()
-        return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / past_s for lease_id in both}
+        return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / elapsed_s for lease_id in both}
 
     def _append_rates(self, cards: list[Report], leases: list[Report], rates: Mapping[str, float], at_s: float) -> None:
         has_rates = self._snapshot is not None and at_s - self._snapshot.at_s <= GAP_S

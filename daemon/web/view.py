@@ -202,9 +202,9 @@ def _slice(
     }
     # Where the session of a parkable lease is, and since when it is off its card.
     if (park := lease.get("park")) is not None:
-        since_ms = park["parked_for_ms"]
+        parked_ms = park["parked_for_ms"]
         fields["park"] = park["phase"]
-        fields["parked_for_s"] = None if since_ms is None else _rounded(since_ms / MS_PER_S + age_s)
+        fields["parked_for_s"] = None if parked_ms is None else _rounded(parked_ms / MS_PER_S + age_s)
     # An id gives no access to a lease, but with it a local user could follow a tenant.
     if is_named:
         fields["lease_id"] = lease["lease_id"]

@@ -16,7 +16,7 @@ from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
 from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer, bound_at
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
 from gpulease.daemon.fleet.etcd_options import FILE, etcd_options
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.host.version import AGENT
@@ -90,7 +90,7 @@ def main(
         asyncio.run(
             _serve(etcd, addresses, files, frozenset(operators), of_certificate, PlacementOrder(placement), http)
         )
-    except (CannotServe, BadIdentity, BadEtcdSettings) as error:
+    except (CannotServe, BadIdentity, EtcdSettingsRejected) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
         sys.exit(EXIT_CANNOT_SERVE)
@@ -145,12 +145,12 @@ def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mappi
     """Return the tenants by names of certificates, as in the nodes' settings. Raises ValueError."""
     if not texts:
         return NO_TENANTS
-    named = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
+    names = parse_certificate_names(dict(text.rpartition("=")[::2] for text in texts))
     # An operator that no certificate can name is a typing mistake, which would never be noticed otherwise.
     for operator in operators:
-        if operator not in named.values():
+        if operator not in names.values():
             raise ValueError(f"--operator {operator}: no --tenant-of-certificate names this tenant")
-    return named
+    return names
 
 
 def _bound_http(http: HttpSettings) -> socket.socket:
@@ -158,8 +158,8 @@ def _bound_http(http: HttpSettings) -> socket.socket:
     try:
         listener, bound = bound_at(http.address)
     except OSError as error:
-        where = str(http.address).removeprefix("tcp:")
-        raise CannotServe(f"can't serve metrics at {where}: {error.strerror}") from None
+        bind_address = str(http.address).removeprefix("tcp:")
+        raise CannotServe(f"can't serve metrics at {bind_address}: {error.strerror}") from None
     address = f"http://{str(bound).removeprefix('tcp:')}/metrics"
     log_event(LogEvent.DIRECTORY_LISTENS, address=address, version=AGENT)
     return listener

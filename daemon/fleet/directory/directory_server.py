@@ -137,8 +137,8 @@ class DirectoryServer:
         except CannotListen as error:
             raise CannotServe(str(error)) from None
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) and error.strerror else error
-            raise CannotServe(f"can't listen on {address}: {why}") from None
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise CannotServe(f"can't listen on {address}: {reason}") from None
         # Step 2: accept from now on. The log names the port that the kernel chose.
         self._serve(sock, bound)
         log_event(LogEvent.DIRECTORY_LISTENS, address=str(bound), version=AGENT)
@@ -487,11 +487,11 @@ class DirectoryConnection(asyncio.Protocol):
             self._await(STALL_TIMEOUT_S, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
         self._is_mid_frame = is_mid_frame
 
-    def _await(self, seconds: float, why: str) -> None:
+    def _await(self, seconds: float, reason: str) -> None:
         if self._is_peer_slow:
             # The peer has to read the answer first; the timer for that is running.
             return
-        self._start(seconds, self._close_with, Failure(Status.INVALID_REQUEST, why))
+        self._start(seconds, self._close_with, Failure(Status.INVALID_REQUEST, reason))
 
     def _start(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         if self._deadline is not None:
@@ -529,10 +529,10 @@ def _uid(sock: socket.socket) -> int:
 
 def bound_at(address: TcpAddress | TlsAddress) -> tuple[socket.socket, Address]:
     """Return a listening socket and its address. Raises OSError, or ValueError for a forbidden address."""
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, where = found[0]
-    if isinstance(address, TcpAddress) and not ipaddress.ip_address(where[0]).is_loopback:
+    addresses = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, sockaddr = addresses[0]
+    if isinstance(address, TcpAddress) and not ipaddress.ip_address(sockaddr[0]).is_loopback:
         raise ValueError("an address of plain TCP must be on loopback: write tls:HOST:PORT")
-    sock = socket.create_server((str(where[0]), int(where[1])), family=family, backlog=BACKLOG)
+    sock = socket.create_server((str(sockaddr[0]), int(sockaddr[1])), family=family, backlog=BACKLOG)
     sock.setblocking(False)
     return sock, type(address)(address.host, sock.getsockname()[1])

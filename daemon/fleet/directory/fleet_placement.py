@@ -10,7 +10,7 @@ from random import Random
 from typing import Final
 
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
-from gpulease.daemon.fleet.directory.node_index import Room, SeenNode
+from gpulease.daemon.fleet.directory.node_index import NodeView, Room
 from gpulease.daemon.fleet.records.fleet_records import CardRecord
 from gpulease.daemon.leases import PlacementOrder
 from gpulease.protocol.fast_dataclass import dataclass
@@ -23,7 +23,7 @@ requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceWanted:
+class PlaceQuery:
     """A request for a place.
 
     Attributes:
@@ -52,7 +52,7 @@ _ROOMS: Final = {
 
 def place(
     view: FleetView,
-    wanted: PlaceWanted,
+    query: PlaceQuery,
     order: PlacementOrder,
     draw: Random,
     *,
@@ -64,7 +64,7 @@ def place(
 
     Args:
         view: The fleet.
-        wanted: The request.
+        query: The request.
         order: The order of the candidates.
         draw: Random numbers.
         silent_before_s: A time of the view's clock. Nodes with a record that last changed then, or earlier, are left
@@ -77,51 +77,51 @@ def place(
         since. It is the only candidate if the asker may know it. Without candidates, the reasons why.
     """
     view.settle(silent_before_s)
-    holder = view.holder_of(wanted.name, silent_before_s) if wanted.name else None
-    told = holder if tells_holder else None
+    holder = view.holder_of(query.name, silent_before_s) if query.name else None
+    reported = holder if tells_holder else None
     # Only the node that serves the name can grant it, so it goes first. An asker who may not know that gets other nodes
     # as well, and can't distinguish it from them.
     first: tuple[Candidate, ...] = ()
-    if holder is not None and holder not in wanted.tried and view.nodes[holder].inventory.addresses:
+    if holder is not None and holder not in query.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)
         if tells_holder:
-            return Placement(first, told, len(view.nodes), "")
+            return Placement(first, reported, len(view.nodes), "")
     # Draw fitting nodes at random until there are enough, then sort only those: sorting all would send every tenant to
     # the same best node.
-    found: list[tuple[int, str, SeenNode]] = []
-    for _, node_id in _shuffled(_fitting(view, wanted), draw):
+    scored: list[tuple[int, str, NodeView]] = []
+    for _, node_id in _shuffled(_candidates(view, query), draw):
         node = view.nodes[node_id]
-        if node_id in wanted.tried or node_id == holder:
+        if node_id in query.tried or node_id == holder:
             continue
-        found.append((_free_bytes(node, wanted, order), node_id, node))
-        if len(first) + len(found) == choices:
+        scored.append((_free_bytes(node, query, order), node_id, node))
+        if len(first) + len(scored) == choices:
             break
-    found.sort(key=lambda one: one[0], reverse=order is PlacementOrder.SPREAD)
-    candidates = first + tuple(_candidate(node_id, node) for _, node_id, node in found)
-    return Placement(candidates, told, len(view.nodes), "" if candidates else _sentence(view, wanted))
+    scored.sort(key=lambda one: one[0], reverse=order is PlacementOrder.SPREAD)
+    candidates = first + tuple(_candidate(node_id, node) for _, node_id, node in scored)
+    return Placement(candidates, reported, len(view.nodes), "" if candidates else _sentence(view, query))
 
 
-def _fitting(view: FleetView, wanted: PlaceWanted) -> list[tuple[int, str]]:
+def _candidates(view: FleetView, query: PlaceQuery) -> list[tuple[int, str]]:
     """Return the largest slice and the id of each node with these labels, and with room on the wanted card."""
-    index, room = view.index, _ROOMS.get(wanted.exclusivity, Room.ANY)
+    index, room = view.index, _ROOMS.get(query.exclusivity, Room.ANY)
     # Each index gives a set of nodes, or None for "any".
-    labelled, cards = index.with_labels(wanted.labels or {}), index.with_card(wanted.device)
+    labelled, cards = index.with_labels(query.labels or {}), index.with_card(query.device)
     if labelled == set() or cards == {}:
         return []
-    nodes = index.with_room(room, wanted.size_bytes)
+    nodes = index.with_room(room, query.size_bytes)
     # Room first, as a sorted list, and then filter it: the list keeps the order by free bytes.
     if labelled is not None:
         nodes = [node for node in nodes if node[1] in labelled]
     if cards is not None:
-        nodes = [node for node in nodes if node[1] in cards and cards[node[1]][room] >= wanted.size_bytes]
+        nodes = [node for node in nodes if node[1] in cards and cards[node[1]][room] >= query.size_bytes]
     return nodes
 
 
-def _free_bytes(node: SeenNode, wanted: PlaceWanted, order: PlacementOrder) -> int:
+def _free_bytes(node: NodeView, query: PlaceQuery, order: PlacementOrder) -> int:
     """Return the free bytes of the card that a fitting node would choose."""
     # The card that the node itself would choose: the smallest that fits, or the largest, by the order.
-    cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, wanted.device)]
-    free = [card.largest_bytes for card in cards if _has_room(card, wanted)]
+    cards = [card for index, card in enumerate(node.inventory.cards) if _is_meant(card, index, query.device)]
+    free = [card.largest_bytes for card in cards if _has_room(card, query)]
     return max(free) if order is PlacementOrder.SPREAD else min(free)
 
 
@@ -129,15 +129,15 @@ def _is_meant(card: CardRecord, index: int, device: str | None) -> bool:
     return device is None or device in (card.uuid, str(index))
 
 
-def _has_room(card: CardRecord, wanted: PlaceWanted) -> bool:
-    if card.largest_bytes < wanted.size_bytes:
+def _has_room(card: CardRecord, query: PlaceQuery) -> bool:
+    if card.largest_bytes < query.size_bytes:
         return False
-    if wanted.exclusivity is Exclusivity.PARTITION_EXCLUSIVE:
+    if query.exclusivity is Exclusivity.PARTITION_EXCLUSIVE:
         return card.is_partition and not card.leases
-    return wanted.exclusivity is not Exclusivity.DEVICE_EXCLUSIVE or not card.leases
+    return query.exclusivity is not Exclusivity.DEVICE_EXCLUSIVE or not card.leases
 
 
-def _candidate(node_id: str, node: SeenNode) -> Candidate:
+def _candidate(node_id: str, node: NodeView) -> Candidate:
     return Candidate(node_id, node.inventory.addresses)
 
 
@@ -153,34 +153,34 @@ def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int,
         moved[other] = moved.get(first, first)
 
 
-def _sentence(view: FleetView, wanted: PlaceWanted) -> str:
+def _sentence(view: FleetView, query: PlaceQuery) -> str:
     """Return why each node is not a candidate. A node counts once, for the first reason that applies."""
     index = view.index
     # Step 1: nodes that are out for reasons of their own, in the order of the table.
-    out: set[str] = set()
+    excluded: set[str] = set()
     counts = []
-    tried = {node_id for node_id in wanted.tried if node_id in view.nodes}
+    tried = {node_id for node_id in query.tried if node_id in view.nodes}
     for reason, nodes in (
         ("asked already", tried),
         ("silent", index.silent),
         ("draining", index.draining),
         ("without an address", index.unreachable),
     ):
-        counts.append((len(nodes - out), reason))
-        out |= nodes
+        counts.append((len(nodes - excluded), reason))
+        excluded |= nodes
     # Step 2: of the rest, those that lack what was asked for. None means that everything qualifies.
-    left = len(view.nodes) - len(out)
-    fitting: Set[str] | None = None
-    cards = index.with_card(wanted.device)
+    remaining = len(view.nodes) - len(excluded)
+    matching: Set[str] | None = None
+    cards = index.with_card(query.device)
     for reason, ids in (
-        ("without these labels", index.with_labels(wanted.labels or {})),
+        ("without these labels", index.with_labels(query.labels or {})),
         ("without this card", None if cards is None else cards.keys()),
     ):
         if ids is None:
             continue
-        fitting = ids - out if fitting is None else fitting & ids
-        counts.append((left - len(fitting), reason))
-        left = len(fitting)
+        matching = ids - excluded if matching is None else matching & ids
+        counts.append((remaining - len(matching), reason))
+        remaining = len(matching)
     # Step 3: what remains has the labels and the card, and so lacks the room.
-    counts.append((left, "without room"))
+    counts.append((remaining, "without room"))
     return ", ".join(f"{count} {reason}" for count, reason in counts if count) or "the fleet has no node"

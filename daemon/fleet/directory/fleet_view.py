@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import Final, NamedTuple
 
-from gpulease.daemon.fleet.directory.node_index import NodeIndex, SeenNode, rooms_of
+from gpulease.daemon.fleet.directory.node_index import NodeIndex, NodeView, rooms_of
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.records.fleet_records import (
     HORIZON,
@@ -42,7 +42,7 @@ _NO_INVENTORY: Final = InventoryRecord()
 """The inventory of a node that has not written a readable one: without addresses, so never a candidate."""
 
 
-class SeenClaim(NamedTuple):
+class ClaimView(NamedTuple):
     """A claim as the view read it, with its epoch."""
 
     record: ClaimRecord
@@ -61,8 +61,8 @@ class FleetView:
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[str, SeenNode] = {}
-        self.claims: dict[str, SeenClaim] = {}
+        self.nodes: dict[str, NodeView] = {}
+        self.claims: dict[str, ClaimView] = {}
         self.index = NodeIndex()
         self.horizon_s: float | None = None
         self.unreadable = UnreadableRecords()
@@ -78,7 +78,7 @@ class FleetView:
         """The number of records left out since the view began."""
         return self.unreadable.count
 
-    def replace(self, found: Iterable[KeyValue], now_s: float) -> None:
+    def replace(self, items: Iterable[KeyValue], now_s: float) -> None:
         """Replace the view by the whole store's records.
 
         A node with an unchanged record keeps its time: reading again does not make a silent node fresh.
@@ -87,21 +87,21 @@ class FleetView:
         before = self.nodes
         self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
         self._is_indexing = has_horizon = False
-        for item in found:
+        for item in items:
             has_horizon |= item.key == HORIZON
             self.put(item, now_s)
         if not has_horizon:
             self.horizon_s = None
         # Keep the time at which an unchanged record was first seen. Without this, each new read would hide that a node
         # has stopped.
-        for node_id, seen in self.nodes.items():
+        for node_id, node in self.nodes.items():
             old = before.get(node_id)
-            if old is not None and (old.incarnation, old.revision) == (seen.incarnation, seen.revision):
-                self.nodes[node_id] = seen._replace(changed_s=old.changed_s)
+            if old is not None and (old.incarnation, old.revision) == (node.incarnation, node.revision):
+                self.nodes[node_id] = node._replace(changed_s=old.changed_s)
         # Records last seen unreadable before this read are gone.
         self.unreadable.forget_before(int(now_s * NS_PER_S))
         # Build the index last, and only once.
-        self._index_anew()
+        self._reindex()
 
     def put(self, item: KeyValue, now_s: float) -> None:
         """Take a key's new value. An unreadable value counts as absent."""
@@ -134,22 +134,22 @@ class FleetView:
             return
         # The key names the node or the claim. A key that names none was never taken.
         is_claim = key.startswith(NAMES)
-        named = name_of(key) if is_claim else node_id_of(key)
-        if isinstance(named, Unreadable):
+        name = name_of(key) if is_claim else node_id_of(key)
+        if isinstance(name, Unreadable):
             return
         if is_claim:
-            self._delete_claim(named)
-        elif key.startswith(NODES) and (old := self.nodes.pop(named, None)) is not None:
-            self.index.remove(named, old)
-        elif key.startswith(INVENTORIES) and self._inventories.pop(named, None) is not None:
+            self._delete_claim(name)
+        elif key.startswith(NODES) and (old := self.nodes.pop(name, None)) is not None:
+            self.index.remove(name, old)
+        elif key.startswith(INVENTORIES) and self._inventories.pop(name, None) is not None:
             # The node itself stays: without an inventory it can't be a candidate, but its names are still served.
-            self._show(named, _NO_INVENTORY)
+            self._show(name, _NO_INVENTORY)
 
     def settle(self, silent_before_s: float) -> None:
         """Remove nodes from the index that are silent: their record last changed at this time or earlier."""
         if silent_before_s < self._settled_s:
             # The time moved back because the fleet's horizon is longer now.
-            self._index_anew()
+            self._reindex()
         self._settled_s = silent_before_s
         self.index.settle(silent_before_s)
 
@@ -188,10 +188,10 @@ class FleetView:
         # A heartbeat changes the record and rarely the inventory: then the computed rooms are still right.
         is_known = old is not None and old.inventory is inventory
         rooms = old.rooms if old is not None and is_known else rooms_of(*inventory.cards)
-        seen = SeenNode(record, inventory, item.create_revision, item.mod_revision, now_s, rooms)
-        self.nodes[node_id] = seen
+        node = NodeView(record, inventory, item.create_revision, item.mod_revision, now_s, rooms)
+        self.nodes[node_id] = node
         if self._is_indexing:
-            self.index.put(node_id, seen, old)
+            self.index.put(node_id, node, old)
         return None
 
     def _put_inventory(self, item: KeyValue) -> Unreadable | None:
@@ -223,12 +223,12 @@ class FleetView:
         if self._is_indexing:
             self.index.put(node_id, self.nodes[node_id], old)
 
-    def _index_anew(self) -> None:
+    def _reindex(self) -> None:
         self._is_indexing = True
         self.index = NodeIndex()
         # In the order of their changes, because the index expects times that do not decrease.
-        for node_id, seen in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
-            self.index.put(node_id, seen, None)
+        for node_id, view in sorted(self.nodes.items(), key=lambda node: node[1].changed_s):
+            self.index.put(node_id, view, None)
 
     def _put_claim(self, item: KeyValue) -> Unreadable | None:
         name, record = name_of(item.key), read_claim(item.value)
@@ -240,7 +240,7 @@ class FleetView:
             return NO_ROOM
         # The name may have passed from one tenant to another.
         self._delete_claim(name)
-        self.claims[name] = SeenClaim(record, record.epoch_base + item.mod_revision)
+        self.claims[name] = ClaimView(record, record.epoch_base + item.mod_revision)
         self._names_of.setdefault(record.tenant, set()).add(name)
         return None
 

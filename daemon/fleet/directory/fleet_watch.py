@@ -11,9 +11,9 @@ from dataclasses import field
 from random import Random
 from typing import Any, Final
 
-from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceQuery, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
-from gpulease.daemon.fleet.directory.node_index import SeenNode
+from gpulease.daemon.fleet.directory.node_index import NodeView
 from gpulease.daemon.fleet.etcd.client import EtcdClient
 from gpulease.daemon.fleet.etcd.transactions import (
     Get,
@@ -99,7 +99,7 @@ class FleetWatch:
         self._began_s = clock()
         self._is_read = False
         self._confirmed_s: float | None = None
-        self._why = "it has not answered yet"
+        self._reason = "it has not answered yet"
         self._was_current = False
         self._logged_unreadable = 0
         self._unreadable_lines = RateLimit(LINE_EVERY_S)
@@ -197,12 +197,12 @@ class FleetWatch:
         if self._is_read and self.age_s() <= VIEW_LIMIT_S:
             return None
         # Without a current view every answer could be wrong, so say why there is none.
-        since = f"has not reached etcd for {self.age_s():.0f} s"
+        cause = f"has not reached etcd for {self.age_s():.0f} s"
         if not self._is_read:
-            since = "has not read the fleet's records from etcd yet"
+            cause = "has not read the fleet's records from etcd yet"
         return Failure(
             Status.DISCONNECTED,
-            f"this directory {since}, so it does not know which nodes live: {self._why}",
+            f"this directory {cause}, so it does not know which nodes live: {self._reason}",
             hint="Ask another directory. The operator should check etcd and the network to it; leases continue.",
         )
 
@@ -219,11 +219,11 @@ class FleetWatch:
             )
         # Step 2: labels arrive as KEY=VALUE; one without "=" asks for an empty value.
         labels = dict(text.partition("=")[::2] for text in body.labels)
-        wanted = PlaceWanted(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
+        query = PlaceQuery(body.size_bytes, exclusivity, body.name, labels, body.device, frozenset(body.tried))
         # Step 3: choose candidates from the view.
         return place(
             self.view,
-            wanted,
+            query,
             self._order,
             self._draw,
             silent_before_s=self._silent_before_s(),
@@ -235,7 +235,7 @@ class FleetWatch:
         horizon_s = self.view.horizon_s or DEFAULT_TERMS.horizon_s
         return self._clock() - horizon_s * SILENT_PART
 
-    def _node_map(self, node_id: str, node: SeenNode, now_s: float) -> dict[str, Any]:
+    def _node_map(self, node_id: str, node: NodeView, now_s: float) -> dict[str, Any]:
         record = node.inventory
         return {
             "node_id": node_id,
@@ -264,7 +264,7 @@ class FleetWatch:
             # Step 1: read all records at one revision.
             answer = await self._client.do(Transaction(reads=FLEET_READS))
             if not isinstance(answer, TransactionAnswer):
-                self._why = answer.reason
+                self._reason = answer.reason
                 await asyncio.sleep(RETRY_S)
                 continue
             # Step 2: they are the view from now on.
@@ -277,7 +277,7 @@ class FleetWatch:
                     self._apply(batch)
             except WatchEnded as ended:
                 # The view stays as it was until it is read again.
-                self._why = str(ended)
+                self._reason = str(ended)
                 await asyncio.sleep(RETRY_S)
 
     def _apply(self, batch: WatchBatch) -> None:
@@ -305,7 +305,7 @@ class FleetWatch:
                 # The time of asking, not of the answer: the view is at least as fresh as that.
                 self._confirmed_s = asked_s
             else:
-                self._why = answer.reason
+                self._reason = answer.reason
             self._log_change()
             await asyncio.sleep(CHECK_S)
 
@@ -314,17 +314,17 @@ class FleetWatch:
         if is_current and not self._was_current:
             log_event(LogEvent.DIRECTORY_CURRENT, nodes=len(self.view.nodes), names=len(self.view.claims))
         elif self._was_current and not is_current:
-            log_event(LogEvent.DIRECTORY_STALE, reason=self._why)
+            log_event(LogEvent.DIRECTORY_STALE, reason=self._reason)
         self._was_current = is_current
 
     async def _count(self) -> None:
-        told = Counts()
+        counts = Counts()
         while True:
             await asyncio.sleep(COUNTS_S)
             # Only what came since the last line. Counters never decrease, so the difference is exact.
-            placements = self.counts.placements - told.placements
-            listings = self.counts.listings - told.listings
-            told = Counts(self.counts.placements.copy(), self.counts.listings.copy())
+            placements = self.counts.placements - counts.placements
+            listings = self.counts.listings - counts.listings
+            counts = Counts(self.counts.placements.copy(), self.counts.listings.copy())
             answered = placements["placed"], placements["unplaced"], listings["listed"]
             log_event(
                 LogEvent.DIRECTORY_COUNTS,

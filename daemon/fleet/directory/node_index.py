@@ -28,7 +28,7 @@ Rooms = tuple[int, ...]
 """The largest slice that cards of each kind of Room would grant; -1 without such a card."""
 
 
-class SeenNode(NamedTuple):
+class NodeView(NamedTuple):
     """A node in the view.
 
     Attributes:
@@ -50,13 +50,13 @@ class SeenNode(NamedTuple):
 
 def rooms_of(*cards: CardRecord) -> Rooms:
     """Return the largest slices that one of these cards would grant."""
-    found = [-1] * len(Room)
+    rooms = [-1] * len(Room)
     for card in cards:
         # The kinds are nested: an empty partition is also an empty card, and that is also any card.
         kinds = Room.ANY if card.leases else Room.EMPTY_PARTITION if card.is_partition else Room.EMPTY
         for kind in range(kinds + 1):
-            found[kind] = max(found[kind], card.largest_bytes)
-    return tuple(found)
+            rooms[kind] = max(rooms[kind], card.largest_bytes)
+    return tuple(rooms)
 
 
 class NodeIndex:
@@ -80,13 +80,13 @@ class NodeIndex:
         self._changes: OrderedDict[str, float] = OrderedDict()
         """Time of change of each node that is not silent, oldest first."""
 
-    def put(self, node_id: str, seen: SeenNode, old: SeenNode | None) -> None:
+    def put(self, node_id: str, node: NodeView, old: NodeView | None) -> None:
         """Replace a node. Nodes must come in the order of their heartbeats.
 
         A node with a new inventory but no heartbeat stays as silent as it was.
         """
         # Step 1: update only what has changed. Most calls are heartbeats, which change neither labels nor cards.
-        record = seen.inventory
+        record = node.inventory
         before = None if old is None else old.inventory
         if before is None or before.labels != record.labels:
             self._put_labels(node_id, _labels(before), _labels(record))
@@ -95,15 +95,15 @@ class NodeIndex:
         for nodes, is_in in ((self.draining, record.is_draining), (self.unreachable, not record.addresses)):
             (nodes.add if is_in else nodes.discard)(node_id)
         # Step 2: a heartbeat makes the node the freshest, at the end of the order.
-        if old is None or old.changed_s != seen.changed_s:
+        if old is None or old.changed_s != node.changed_s:
             self.silent.discard(node_id)
-            self._changes[node_id] = seen.changed_s
+            self._changes[node_id] = node.changed_s
             self._changes.move_to_end(node_id)
         # Step 3: nodes that can't be candidates have no room in the lists.
         is_out = record.is_draining or not record.addresses or node_id in self.silent
-        self._list(node_id, () if is_out else seen.rooms)
+        self._list(node_id, () if is_out else node.rooms)
 
-    def remove(self, node_id: str, old: SeenNode) -> None:
+    def remove(self, node_id: str, old: NodeView) -> None:
         self._put_labels(node_id, _labels(old.inventory), set())
         self._put_cards(node_id, _cards(old.inventory), {})
         for nodes in (self.draining, self.unreachable, self.silent):
@@ -132,7 +132,7 @@ class NodeIndex:
 
     def with_labels(self, labels: Mapping[str, str]) -> set[str] | None:
         """Return the ids of nodes with all these labels, read-only; None if every node qualifies."""
-        return _meet([self._by_label.get(label, set()) for label in labels.items()])
+        return _intersection([self._by_label.get(label, set()) for label in labels.items()])
 
     def with_card(self, device: str | None) -> Mapping[str, Rooms] | None:
         """Return, by node, the rooms of the card with that UUID or index, read-only; None for any card."""
@@ -169,9 +169,9 @@ class NodeIndex:
                 insort(nodes, (new, node_id))
 
 
-def _meet(found: Iterable[set[str]]) -> set[str] | None:
+def _intersection(sets: Iterable[set[str]]) -> set[str] | None:
     """Return the intersection of the sets, starting with the smallest to bound the work; None without sets."""
-    by_size = sorted(found, key=len)
+    by_size = sorted(sets, key=len)
     return by_size[0].intersection(*by_size[1:]) if by_size else None
 
 
@@ -181,9 +181,9 @@ def _labels(record: InventoryRecord | None) -> set[tuple[str, str]]:
 
 def _cards(record: InventoryRecord | None) -> dict[str, Rooms]:
     """Return the names by which tenants ask for the node's cards, with their free room."""
-    found: dict[str, Rooms] = {}
+    by_card: dict[str, Rooms] = {}
     for index, card in enumerate(() if record is None else record.cards[:MAX_CARDS]):
         rooms = rooms_of(card)
         for text in (card.uuid, str(index)):
-            found[text] = tuple(map(max, found[text], rooms)) if text in found else rooms
-    return found
+            by_card[text] = tuple(map(max, by_card[text], rooms)) if text in by_card else rooms
+    return by_card

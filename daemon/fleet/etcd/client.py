@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from gpulease.daemon.fleet.etcd import etcd_messages as messages
-from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, EtcdSettingsRejected
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, certificate_files, read_certificates
 from gpulease.daemon.fleet.etcd.transactions import (
     Compacted,
@@ -87,7 +87,7 @@ WATCH_RETRY_S: Final = 0.2
 _LEADER_NEEDED: Final = (("hasleader", "true"),)
 """Metadata that makes a member without a leader refuse at once (etcd, v3rpc/interceptor.go), and end its watches."""
 
-WHY_LIMIT_S: Final = 0.2
+REASON_LIMIT_S: Final = 0.2
 """Time to find out why no member is reachable. Members that refuse answer at once; silent ones give no reason."""
 
 SIZES_LIMIT_S: Final = 1.0
@@ -131,13 +131,15 @@ class EtcdSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.endpoints) <= MAX_ENDPOINTS:
-            raise BadEtcdSettings(f"name 1 to {MAX_ENDPOINTS} members of etcd, not {len(self.endpoints)}")
+            raise EtcdSettingsRejected(f"name 1 to {MAX_ENDPOINTS} members of etcd, not {len(self.endpoints)}")
         if (self.cert_file is None) != (self.key_file is None):
-            raise BadEtcdSettings("a certificate for etcd needs its key, and a key its certificate: set both or none")
+            raise EtcdSettingsRejected(
+                "a certificate for etcd needs its key, and a key its certificate: set both or none"
+            )
         if self.cert_file is not None and self.ca_file is None:
-            raise BadEtcdSettings("a certificate for etcd needs the CA of etcd's own certificates: set it too")
+            raise EtcdSettingsRejected("a certificate for etcd needs the CA of etcd's own certificates: set it too")
         if not self.timeout_s > 0:
-            raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
+            raise EtcdSettingsRejected(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
 
     def read_certificates(self) -> Certificates | None:
         """Return the files' present contents; None for plain text. Raises BadEtcdSettings."""
@@ -167,7 +169,7 @@ class _EtcdMember:
             await self.channel.wait_for_state_change(state)
         return self
 
-    async def why_not(self, within_s: float) -> str:
+    async def failure_reason(self, within_s: float) -> str:
         """Return why the member is unreachable, in gRPC's words: gRPC reports the reason only to a failed call."""
         try:
             await self.calls.status(messages.StatusRequest(), timeout=within_s)
@@ -247,8 +249,8 @@ class EtcdClient:
 
         # Leave out members that do not answer, and those with a channel that was closed because the certificates
         # changed.
-        found = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
-        return [size for size in found if isinstance(size, StoreSize)]
+        replies = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
+        return [size for size in replies if isinstance(size, StoreSize)]
 
     async def watch(self, prefix: bytes, from_revision: int) -> AsyncGenerator[WatchBatch, None]:
         """Yield all changes of keys with that prefix from a revision on (0: from now on), across interruptions.
@@ -293,15 +295,15 @@ class EtcdClient:
 
     async def _connected(self, unfit: Sequence[_EtcdMember], until: float) -> _EtcdMember | None:
         """Return a member with a connection that is up, the last good one first; None if that takes too long."""
-        fit = [member for member in self._members if member not in unfit]
+        usable = [member for member in self._members if member not in unfit]
         # A connection that is up is used as it is, so an ordinary request waits for nothing here.
-        for member in fit:
+        for member in usable:
             if member.is_connected:
                 return member
         # No connection is up. One reason may be certificates that have expired, so read them again.
         if self._renew_certificates():
-            fit = self._members
-        return await _first_connected(fit, _left_s(until))
+            usable = self._members
+        return await _first_connected(usable, _left_s(until))
 
     async def _connected_for_watch(self) -> _EtcdMember:
         """Return a member for a watch, another one each time, once one is connected. Raises WatchRefused."""
@@ -328,7 +330,7 @@ class EtcdClient:
         try:
             certificates = self._read_now()
         # The files are being replaced at this moment. The next attempt reads them again.
-        except BadEtcdSettings:
+        except EtcdSettingsRejected:
             return False
         if certificates == self._certificates or not self._members:
             return False
@@ -339,39 +341,39 @@ class EtcdClient:
         self._closing = asyncio.gather(*(member.channel.close(None) for member in old))
         return True
 
-    async def _why_none(self) -> str:
+    async def _failure_reason(self) -> str:
         """Return the reasons why all members are unreachable."""
-        asked = (member.why_not(WHY_LIMIT_S) for member in self._members)
-        return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*asked))
+        reasons = (member.failure_reason(REASON_LIMIT_S) for member in self._members)
+        return "no member of etcd can be reached; " + "; ".join(await asyncio.gather(*reasons))
 
     async def _attempt(
-        self, ask: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
+        self, call: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | TransactionRejected:
         """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
         until = asyncio.get_running_loop().time() + self._settings.timeout_s
         # Members that failed this attempt are unfit for it; the loop ends with the time or with the last member.
         unfit: list[_EtcdMember] = []
-        why = ""
+        reason = ""
         while (member := await self._connected(unfit, until)) is not None:
             # A read may be repeated, so it leaves time for other members. A write is sent once and gets all the time.
             limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
             try:
-                return await ask(member, min(limit_s, _left_s(until)))
+                return await call(member, min(limit_s, _left_s(until)))
             except grpc.aio.AioRpcError as error:
-                why = f"{member.endpoint}: {_words(error)}"
+                reason = f"{member.endpoint}: {_words(error)}"
                 # etcd may have applied the write and then reported lack of space, so the caller has to read it back.
                 if error.details() == _NO_SPACE and not is_read:
                     return _WITHOUT_SPACE
                 # etcd answered and wrote nothing: another member would refuse, too.
                 if _is_refusal(error):
-                    return TransactionRejected(why)
+                    return TransactionRejected(reason)
                 self._prefer_another(member)
                 # A write goes to a second member only after this one error, which etcd raises before it looks at the
                 # write.
                 if not is_read and error.details() != _NO_LEADER:
-                    return Unknown(why)
+                    return Unknown(reason)
                 unfit.append(member)
-        return Unknown(why or await self._why_none())
+        return Unknown(reason or await self._failure_reason())
 
     async def _ask(
         self, member: _EtcdMember, transaction: Transaction, request: Any, limit_s: float
@@ -381,13 +383,13 @@ class EtcdClient:
         # _request).
         written = len(transaction.writes) if reply.succeeded else 0
         ranges = [each.response_range for each in reply.responses[written:]]
-        found, counts = tuple(_key_values(each.kvs) for each in ranges), tuple(each.count for each in ranges)
-        return TransactionAnswer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id, counts)
+        items, counts = tuple(_key_values(each.kvs) for each in ranges), tuple(each.count for each in ranges)
+        return TransactionAnswer(reply.succeeded, reply.header.revision, items, reply.header.cluster_id, counts)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
         """Read keys at one revision, with Range: an etcd without space refuses even read-only transactions."""
         revision, cluster_id, size_bytes = 0, 0, 0
-        found: list[tuple[KeyValue, ...]] = []
+        items: list[tuple[KeyValue, ...]] = []
         counts: list[int] = []
         # The first page fixes the revision for all further pages and reads, so that together they are one snapshot.
         for get in reads:
@@ -411,8 +413,8 @@ class EtcdClient:
                 if not is_last:
                     # Continue with the key directly after the page's last one.
                     request.key = kvs[-1].key + b"\0"
-            found.append(tuple(kvs))
-        return TransactionAnswer(True, revision, tuple(found), cluster_id, tuple(counts))
+            items.append(tuple(kvs))
+        return TransactionAnswer(True, revision, tuple(items), cluster_id, tuple(counts))
 
     async def _after_no_space(self, transaction: Transaction) -> Outcome:
         """Distinguish a write that lack of space prevented from one that was done anyway."""
@@ -507,8 +509,8 @@ def _prefix_end(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b"\0"
 
 
-def _key_values(found: Any) -> tuple[KeyValue, ...]:
-    return tuple(KeyValue(each.key, each.value, each.create_revision, each.mod_revision) for each in found)
+def _key_values(messages: Any) -> tuple[KeyValue, ...]:
+    return tuple(KeyValue(each.key, each.value, each.create_revision, each.mod_revision) for each in messages)
 
 
 def _batch(reply: Any) -> WatchBatch:

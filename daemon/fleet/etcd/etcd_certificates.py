@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
+from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
 from gpulease.daemon.host.ipc import close_all
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -56,11 +56,11 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
         # All or none: a key without its certificate would be of no use.
         for path in files.values():
             fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        found = [os.fstat(fd) for fd in fds]
+        stats = [os.fstat(fd) for fd in fds]
     except OSError as error:
         close_all(fds)
-        raise BadEtcdSettings(f"{path}: {error.strerror}") from None
-    return fds, tuple(map(_stamp_of, found))
+        raise EtcdSettingsRejected(f"{path}: {error.strerror}") from None
+    return fds, tuple(map(_stamp_of, stats))
 
 
 def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
@@ -68,22 +68,22 @@ def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
     try:
         return tuple(_stamp_of(os.stat(path)) for path in files.values())
     except OSError as error:
-        raise BadEtcdSettings(f"{error.filename}: {error.strerror}") from None
+        raise EtcdSettingsRejected(f"{error.filename}: {error.strerror}") from None
 
 
-def _stamp_of(found: os.stat_result) -> Stamp:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _stamp_of(stat: os.stat_result) -> Stamp:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:
     """Return the contents of the passed open files, named by `names`; None without `ca`. Raises BadEtcdSettings."""
     if len(names) != len(fds):
-        raise BadEtcdSettings("the files of certificates could not be passed on: too many files are open")
+        raise EtcdSettingsRejected("the files of certificates could not be passed on: too many files are open")
     try:
         # pread(2) leaves the offset alone: the descriptors share it with the sender.
-        found = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
+        contents = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
     except OSError as error:
-        raise BadEtcdSettings(f"a certificate can't be read: {error.strerror}") from None
-    if "ca" not in found:
+        raise EtcdSettingsRejected(f"a certificate can't be read: {error.strerror}") from None
+    if "ca" not in contents:
         return None
-    return Certificates(found["ca"], found.get("key"), found.get("certificate"))
+    return Certificates(contents["ca"], contents.get("key"), contents.get("certificate"))

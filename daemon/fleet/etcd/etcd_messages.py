@@ -77,8 +77,8 @@ def messages_of(package: str, fields: Mapping[str, str]) -> dict[str, Any]:
     # Step 2: a pool of its own, in which no other description of etcd exists.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    found = {name: pool.FindMessageTypeByName(f"{package}.{name}") for name in fields}
-    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in found.items()}
+    descriptors = {name: pool.FindMessageTypeByName(f"{package}.{name}") for name in fields}
+    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in descriptors.items()}
 
 
 _CLASSES: Final = messages_of(_PACKAGE, MESSAGES)

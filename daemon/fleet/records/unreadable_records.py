@@ -19,7 +19,7 @@ MAX_KEY_CHARS: Final = 200
 
 
 @dataclass(slots=True)
-class _Found:
+class _Unreadable:
     mod_revision: int
     reason: str
     seen_ns: int
@@ -35,40 +35,40 @@ class UnreadableRecords:
 
     def __init__(self) -> None:
         self.count = 0
-        self._found: dict[bytes, _Found] = {}
+        self._records: dict[bytes, _Unreadable] = {}
 
     def add(self, item: KeyValue, reason: str, now_ns: int = 0) -> None:
         """Count a value that could not be read at that time."""
         # Each revision counts once, however often it is read.
-        before = self._found.pop(item.key, None)
+        before = self._records.pop(item.key, None)
         if before is None or before.mod_revision != item.mod_revision:
             self.count += 1
         # Forget the key that was met longest ago.
-        while len(self._found) >= MAX_REMEMBERED:
-            del self._found[next(iter(self._found))]
-        self._found[item.key] = _Found(item.mod_revision, reason, now_ns)
+        while len(self._records) >= MAX_REMEMBERED:
+            del self._records[next(iter(self._records))]
+        self._records[item.key] = _Unreadable(item.mod_revision, reason, now_ns)
 
     def forget(self, key: bytes) -> None:
         """Forget a key that has another value now, or none."""
-        self._found.pop(key, None)
+        self._records.pop(key, None)
 
-    def forget_before(self, seen_ns: int) -> None:
+    def forget_older(self, seen_ns: int) -> None:
         """Forget the keys last met before that time: they may be gone since."""
-        while self._found:
+        while self._records:
             # The dictionary is in the order of the last meetings.
-            key, found = next(iter(self._found.items()))
-            if found.seen_ns >= seen_ns:
+            key, oldest = next(iter(self._records.items()))
+            if oldest.seen_ns >= seen_ns:
                 return
-            del self._found[key]
+            del self._records[key]
 
     def sentence(self) -> str:
         """Return what an operator should know of the present ones; "" without any."""
-        if not self._found:
+        if not self._records:
             return ""
-        shown = [f"{shown_key(key)} ({found.reason})" for key, found in islice(self._found.items(), MAX_SHOWN)]
-        if len(self._found) > MAX_SHOWN:
-            shown.append(f"and {len(self._found) - MAX_SHOWN} more")
-        values = counted(len(self._found), "value")
+        shown = [f"{shown_key(key)} ({record.reason})" for key, record in islice(self._records.items(), MAX_SHOWN)]
+        if len(self._records) > MAX_SHOWN:
+            shown.append(f"and {len(self._records) - MAX_SHOWN} more")
+        values = counted(len(self._records), "value")
         return (
             f"{values} in etcd can't be read: {', '.join(shown)}."
             " Find out who wrote that, and delete it if no newer daemon did"

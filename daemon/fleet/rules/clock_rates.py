@@ -72,7 +72,7 @@ class _Poll(NamedTuple):
     """One of this node's heartbeats: a revision that the store reached between two times."""
 
     revision: int
-    asked_ns: int
+    sent_ns: int
     answered_ns: int
 
 
@@ -140,24 +140,24 @@ class ClockRates:
         self._polls.clear()
         self._slot = None
 
-    def saw(self, found: tuple[KeyValue, ...], revision: int, asked_ns: int, now_ns: int) -> float | None:
+    def observe(self, items: tuple[KeyValue, ...], revision: int, sent_ns: int, now_ns: int) -> float | None:
         """Take the slots that an acknowledged heartbeat of that revision read.
 
         Returns the others' rate if, by their readings, this node's clock is wrong; else None.
         """
         # Step 1: this heartbeat is a revision between two times of the own clock.
-        self._polls.append(_Poll(revision, asked_ns, now_ns))
+        self._polls.append(_Poll(revision, sent_ns, now_ns))
         mine = None
-        there: set[bytes] = set()
+        present: set[bytes] = set()
         # Step 2: compare each slot's revision with the own heartbeats around it.
-        for item in found:
+        for item in items:
             if item.key not in _SLOT_KEYS:
                 self._membership.distrust(item, "its key must be one of the slots")
                 continue
-            there.add(item.key)
+            present.add(item.key)
             # Remember when each slot last changed: a slot that stops changing has lost its owner.
-            known = self._writes.get(item.key)
-            if known is None or known[0] != item.mod_revision:
+            write = self._writes.get(item.key)
+            if write is None or write[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
             record = self._membership.read(read_clock, item)
             if record is None:
@@ -168,11 +168,11 @@ class ClockRates:
             else:
                 self._take(item.key, record, now_ns)
         # A clock counts for as long as its slot exists.
-        self._clocks = {key: clock for key, clock in self._clocks.items() if key in there}
+        self._clocks = {key: clock for key, clock in self._clocks.items() if key in present}
         # Step 3: keep the own slot, or take an abandoned one.
         self._slot = mine
         if mine is None:
-            self._take_slot({item.key: item.mod_revision for item in found}, now_ns)
+            self._take_slot({item.key: item.mod_revision for item in items}, now_ns)
         # Step 4: judge by the median.
         return self._judge()
 
@@ -182,11 +182,11 @@ class ClockRates:
         if clock and (clock.last.instance, clock.last.revision) == (record.instance, record.revision):
             return
         # The own heartbeats directly before and after the slot's revision enclose it on this clock.
-        before = [poll.asked_ns for poll in self._polls if poll.revision < record.revision]
-        after = [poll.answered_ns for poll in self._polls if poll.revision >= record.revision]
-        if not before or not after:
+        before = [poll.sent_ns for poll in self._polls if poll.revision < record.revision]
+        later_polls = [poll.answered_ns for poll in self._polls if poll.revision >= record.revision]
+        if not before or not later_polls:
             return
-        reading = _Reading(record.instance, record.revision, record.low_ns, record.high_ns, before[-1], after[0])
+        reading = _Reading(record.instance, record.revision, record.low_ns, record.high_ns, before[-1], later_polls[0])
         # The same clock, within the window: the first reading stays, so that the interval narrows.
         if clock and clock.first.instance == record.instance and now_ns - clock.first.high_ns < WINDOW_NS:
             clock.last = reading
@@ -195,7 +195,7 @@ class ClockRates:
 
     def _put(self, slot: bytes) -> Put:
         poll = self._polls[-1]
-        record = ClockRecord(self._instance, poll.revision, poll.asked_ns, poll.answered_ns)
+        record = ClockRecord(self._instance, poll.revision, poll.sent_ns, poll.answered_ns)
         return Put(slot, record.encode())
 
     def _take_slot(self, revisions: dict[bytes, int], now_ns: int) -> None:
@@ -208,7 +208,7 @@ class ClockRates:
                 self._clocks.pop(key, None)
                 compare = ModRevisionIs(key, revisions.get(key, 0))
                 transaction = Transaction((compare,), (self._put(key),))
-                self._membership.ask(now_ns, transaction, lambda outcome, asked_ns, now_ns: None)
+                self._membership.ask(now_ns, transaction, lambda outcome, sent_ns, now_ns: None)
                 return
 
     def _judge(self) -> float | None:

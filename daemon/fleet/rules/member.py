@@ -95,19 +95,21 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Stopping,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership, node_removal
+from gpulease.daemon.fleet.rules.membership import ISOLATED_TROUBLE, Membership, node_removal
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
 from gpulease.daemon.fleet.rules.node_fences import NodeFences
 from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
 from gpulease.daemon.fleet.rules.store_history import StoreHistory
 from gpulease.protocol.time_units import NS_PER_S
 
-_AFTER: Final = "an operator waits until no named lease of before runs anywhere, then"
+_OPERATOR_STEP: Final = "an operator waits until no named lease of before runs anywhere, then"
 
-RENEW: Final = f"{_AFTER} puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
+RENEW: Final = f"{_OPERATOR_STEP} puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
 """The step that lets nodes join a store other than the one they knew."""
 
-NEW_HORIZON: Final = f"set the fleet's; to give all nodes another one, {_AFTER} `etcdctl del {HORIZON.decode()}`"
+NEW_HORIZON: Final = (
+    f"set the fleet's; to give all nodes another one, {_OPERATOR_STEP} `etcdctl del {HORIZON.decode()}`"
+)
 """The step that lets a node join with a horizon other than the fleet's."""
 
 CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; check the clocks of all of them"
@@ -116,7 +118,9 @@ DUPLICATE_NODE_ID: Final = (
     "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
 )
 
-LEFT_OVER: Final = "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
+FOREIGN_DAEMON: Final = (
+    "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
+)
 
 REMEMBER_NS: Final = 60 * NS_PER_S
 """Time from one storing of the store's revision by the broker to the next. A backup older than that is noticed."""
@@ -234,11 +238,11 @@ class Member:
             case Answered():
                 self._answered(event, now_ns)
             case LiveClaims():
-                self._take_live(event, now_ns)
+                self._restore_claims(event, now_ns)
             case MarkKept():
-                self._ask_beat(event.beat, now_ns)
+                self._send_heartbeat(event.beat, now_ns)
             case ClaimWanted():
-                self._claims.want(event, now_ns)
+                self._claims.add_request(event, now_ns)
             case ClaimDropped():
                 self._claims.drop(event.request)
             case ClaimEnded():
@@ -246,7 +250,7 @@ class Member:
             case RecordChanged():
                 self._record = event
             case QuotaWanted():
-                self._quotas.want(event, now_ns)
+                self._quotas.add_request(event, now_ns)
             case QuotaDropped():
                 self._quotas.drop(event.request, now_ns)
             case QuotaEnded():
@@ -277,7 +281,7 @@ class Member:
         # fences it.
         if self._phase is _Phase.MEMBER and self._membership.horizon_ns <= now_ns and not self._is_isolated:
             self._is_isolated = True
-            self._membership.beating_since_ns = None
+            self._membership.member_since_ns = None
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._quotas.advance(now_ns)
@@ -302,26 +306,26 @@ class Member:
 
     def _answered(self, answered: Answered, now_ns: int) -> None:
         """Pass an outcome to the rule that asked. For a member, an answer from another store counts as none."""
-        asked = self._membership.take(answered.number)
+        question = self._membership.take(answered.number)
         # It was answered before, or asked by an earlier membership.
-        if asked is None:
+        if question is None:
             return
         outcome = answered.outcome
         if isinstance(outcome, TransactionAnswer) and self._phase is _Phase.MEMBER:
-            if text := self._difference(outcome, asked.floor):
+            if text := self._difference(outcome, question.floor):
                 self._lose_store(text, outcome)
                 outcome = Unknown(text)
             else:
                 self._membership.revision = max(self._membership.revision, outcome.revision)
-                self._membership.dates.saw(outcome.revision, now_ns)
+                self._membership.dates.observe(outcome.revision, now_ns)
         try:
-            asked.on_outcome(outcome, asked.asked_ns, now_ns)
+            question.on_outcome(outcome, question.sent_ns, now_ns)
         except Exception as error:
             # The rule that waits for this answer must get one anyway: it counts as lost, and the rule asks again.
-            where = extract_tb(error.__traceback__)[-1]
-            text = f"handling an answer of etcd's, in {where.name}, line {where.lineno}: {error!r}"[:MAX_FAULT_CHARS]
+            frame = extract_tb(error.__traceback__)[-1]
+            text = f"handling an answer of etcd's, in {frame.name}, line {frame.lineno}: {error!r}"[:MAX_FAULT_CHARS]
             self._note(Note.FAULT, text)
-            asked.on_outcome(Unknown(text), asked.asked_ns, now_ns)
+            question.on_outcome(Unknown(text), question.sent_ns, now_ns)
 
     def _difference(self, answer: TransactionAnswer, floor: int) -> str:
         """Return why an answer came from a store other than the joined one; "" if it did not."""
@@ -344,15 +348,15 @@ class Member:
         self, answer: TransactionAnswer, generation: KeyValue | None, horizon: KeyValue | None, now_ns: int
     ) -> bool:
         """Return whether this node may join the store. If the store is new to this node, remember it."""
-        known = self._identity.generation
+        known_generation = self._identity.generation
         # A new store, or a lost one: create the key only after all leases of a lost store are over.
-        if generation is None and not known:
+        if generation is None and not known_generation:
             self._make_generation(now_ns)
             return False
         # A new generation is the operator's word that the store is the right one, whatever its revisions say. Without
         # it, the store must have reached what this node remembers.
         value = read_generation(generation.value) if generation else ""
-        is_renewed = bool(value) and bool(known) and value != known
+        is_renewed = bool(value) and bool(known_generation) and value != known_generation
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
         if self._identity.is_restored and not is_renewed:
             text = RESTORED
@@ -361,20 +365,20 @@ class Member:
         act = RENEW
         # Nodes rely on each other's horizon, so one with a different value must not join.
         if not text and horizon and (theirs := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
-            other = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
-            text = f"the fleet has {other}, and this node {self._horizon_s:g}"
+            difference = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
+            text = f"the fleet has {difference}, and this node {self._horizon_s:g}"
             act = NEW_HORIZON
         # Stay out, log the reason once for the operator, and check again after the time of a heartbeat.
         if text:
             refusal = f"{text}: {act}"
-            if self._membership.trouble is CUT_OFF:
+            if self._membership.trouble is ISOLATED_TROUBLE:
                 self._note(Note.REFUSED, refusal)
             self._membership.trouble = Why.STALE, refusal
             self._due_ns = now_ns + self._membership.beat_ns
             if self._membership.incarnation:
                 self._lose_store(text, answer, self._due_ns)
             return False
-        self._membership.trouble = CUT_OFF
+        self._membership.trouble = ISOLATED_TROUBLE
         # Leases from before the renewal may live under epochs up to this one, so new epochs must begin above it, and
         # not before those leases are over.
         if is_renewed:
@@ -399,23 +403,23 @@ class Member:
         if now_ns >= self._due_ns:
             self._no_generation_ns = None
             writes = (Put(GENERATION, self._membership.nonce().encode()),)
-            self._ask(now_ns, Transaction((CreateRevisionIs(GENERATION, 0),), writes), self._again)
+            self._ask(now_ns, Transaction((CreateRevisionIs(GENERATION, 0),), writes), self._read_again)
 
     # --- joining ---
 
-    def _take_live(self, live: LiveClaims, now_ns: int) -> None:
+    def _restore_claims(self, claims: LiveClaims, now_ns: int) -> None:
         """Take the broker's claims. The node joins if it has none, or if it knows their incarnation."""
         if self._phase is _Phase.STARTING:
             # Leases live, and nothing says which membership claimed their names: end them.
-            if (live.epochs or live.quotas) and not self._membership.incarnation:
+            if (claims.epochs or claims.quotas) and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
                 return
-            self._claims.restore(live.epochs)
-            self._quotas.restore(live.quotas)
+            self._claims.restore(claims.epochs)
+            self._quotas.restore(claims.quotas)
             # A store with revisions below the epoch of a living lease is an earlier state of the joined one.
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
         # Later reports count only while the leases of a lost membership end, and only once none is left.
-        elif self._phase is not _Phase.ENDING or live.epochs or live.quotas:
+        elif self._phase is not _Phase.ENDING or claims.epochs or claims.quotas:
             return
         self._phase = _Phase.JOINING
         self._due_ns = max(self._due_ns, now_ns)
@@ -423,7 +427,7 @@ class Member:
     def _read_store(self, now_ns: int) -> None:
         self._ask(now_ns, Transaction(reads=(*self._reads, Get(EPOCHS))), self._store_read)
 
-    def _store_read(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
+    def _store_read(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         """Continue the earlier membership, or delete its record, or join."""
         # The same snapshot holds the record, the generation and the horizon, so that they can be compared in the join.
         record, generation, horizon = _own_and_fleet(answer)
@@ -453,7 +457,7 @@ class Member:
         elif record:
             # No claimed lease of the record's membership lives here: the broker has said so. Delete it, then join.
             compare = ModRevisionIs(self._key, record.mod_revision)
-            self._ask(now_ns, Transaction((compare,), self._removal), self._again)
+            self._ask(now_ns, Transaction((compare,), self._removal), self._read_again)
         else:
             # Join. All conditions go into the transaction: the record is still absent, and generation, horizon and
             # epochs are those just read.
@@ -474,46 +478,46 @@ class Member:
                 writes += (write,) if now_ns >= due_ns else ()
             self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
 
-    def _created(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
+    def _created(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         is_joined = answer.succeeded and not self._difference(answer, self._membership.revision)
         if is_joined and self._take_epochs(answer.found[0], answer.revision):
-            self._join(answer.revision, answer.revision, asked_ns, now_ns)
+            self._join(answer.revision, answer.revision, sent_ns, now_ns)
         else:
             self._due_ns = now_ns + self._membership.retry_ns
 
     def _is_own(self, record: KeyValue) -> bool:
         """Return whether this daemon wrote the record. An unreadable one counts as another daemon's."""
-        found = self._membership.read(read_node, record)
-        return found is not None and self._mark.covers(found)
+        node = self._membership.read(read_node, record)
+        return node is not None and self._mark.covers(node)
 
     def _is_uncounted(self, record: KeyValue) -> bool:
         """Return whether both the record and this daemon's journal are from a version without heartbeat numbers."""
-        found = self._membership.read(read_node, record)
-        return found is not None and not self._mark.run and not found.beat
+        node = self._membership.read(read_node, record)
+        return node is not None and not self._mark.run and not node.beat
 
     def _is_silent(self, record: KeyValue, now_ns: int) -> bool:
         """Return whether another daemon's record was unchanged for half a horizon. Otherwise report the wait."""
-        membership, seen = self._membership, self._foreign
-        if seen is None or seen.mod_revision != record.mod_revision:
-            self._foreign = _ForeignRecord(record.mod_revision, now_ns, is_alive=seen is not None)
+        membership, foreign_record = self._membership, self._foreign
+        if foreign_record is None or foreign_record.mod_revision != record.mod_revision:
+            self._foreign = _ForeignRecord(record.mod_revision, now_ns, is_alive=foreign_record is not None)
         foreign = self._foreign
         assert foreign is not None
-        text = DUPLICATE_NODE_ID if foreign.is_alive else f"{LEFT_OVER} {membership.silence_ns / NS_PER_S:g} s"
+        text = DUPLICATE_NODE_ID if foreign.is_alive else f"{FOREIGN_DAEMON} {membership.silence_ns / NS_PER_S:g} s"
         membership.trouble = Why.ISOLATED, text
-        if seen is None or seen.is_alive != foreign.is_alive:
+        if foreign_record is None or foreign_record.is_alive != foreign.is_alive:
             self._note(Note.REFUSED, text)
         return now_ns >= foreign.since_ns + membership.silence_ns
 
-    def _again(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
+    def _read_again(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         self._due_ns = now_ns
 
-    def _join(self, incarnation: int, mod_revision: int, asked_ns: int, now_ns: int) -> None:
+    def _join(self, incarnation: int, mod_revision: int, sent_ns: int, now_ns: int) -> None:
         self._membership.incarnation = incarnation
         self._membership.mod_revision = mod_revision
         self._enter(now_ns)
         # One transaction wrote both.
         self._joined_revision = incarnation
-        self._acknowledge(asked_ns)
+        self._acknowledge(sent_ns)
 
     def _enter(self, now_ns: int, entered: str = "") -> None:
         """Become a member, and send a heartbeat at once, which also finds the claims of earlier incarnations.
@@ -541,26 +545,26 @@ class Member:
         self._due_ns = now_ns + self._membership.beat_ns
         self._membership.effects.append(KeepMark(self._mark))
 
-    def _ask_beat(self, beat: int, now_ns: int) -> None:
+    def _send_heartbeat(self, beat: int, now_ns: int) -> None:
         is_awaited = self._awaits_mark and beat == self._mark.beat
         if not is_awaited or self._is_asking or not self._is_running or self._phase is not _Phase.MEMBER:
             return
         self._awaits_mark = False
-        told = self._record
-        inventory = () if told == self._written else (self._inventory(),)
+        record = self._record
+        inventory = () if record == self._written else (self._inventory(),)
         writes = (self._write(now_ns), *inventory, *self._clocks.write())
-        held = Get(held_key(self._membership.node_id), is_prefix=True)
-        reads = (*self._reads, held, self._clocks.read(), Get(EPOCHS), Get(JOINED), self._history.read())
+        held_records = Get(held_key(self._membership.node_id), is_prefix=True)
+        reads = (*self._reads, held_records, self._clocks.read(), Get(EPOCHS), Get(JOINED), self._history.read())
         compare = ModRevisionIs(self._key, self._membership.mod_revision)
 
-        def on_answer(answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
+        def on_answer(answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
             if answer.succeeded:
-                self._written = told
-            self._beaten(answer, asked_ns, now_ns)
+                self._written = record
+            self._beaten(answer, sent_ns, now_ns)
 
         self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
-    def _beaten(self, answer: TransactionAnswer, asked_ns: int, now_ns: int) -> None:
+    def _beaten(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         """Take the answer to a heartbeat: acknowledged, done by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         joined = answer.found[6][0] if answer.found[6] else None
@@ -587,8 +591,8 @@ class Member:
         # when it was sent.
         self._joined_revision = _revision(joined)
         self._membership.mod_revision = record.mod_revision
-        written_ns = asked_ns if answer.succeeded else self._attempts.get(self._nonce(record))
-        self._due_ns = asked_ns + self._membership.beat_ns if answer.succeeded else now_ns
+        written_ns = sent_ns if answer.succeeded else self._attempts.get(self._nonce(record))
+        self._due_ns = sent_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
         # An operator has renewed the generation: leave before any claim under the old one.
         if self._is_renewed(generation, horizon):
@@ -606,7 +610,7 @@ class Member:
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
         self._quotas.sweep(answer.found[3], now_ns)
-        self._history.saw(answer.found[7], now_ns)
+        self._history.observe(answer.found[7], now_ns)
         if now_ns >= self._remembered_ns + REMEMBER_NS:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
@@ -615,18 +619,18 @@ class Member:
         # etcd may have written the record at any moment after it.
         if written_ns is not None:
             self._acknowledge(written_ns)
-            if self._membership.beating_since_ns is None:
-                self._membership.beating_since_ns = now_ns
+            if self._membership.member_since_ns is None:
+                self._membership.member_since_ns = now_ns
         if answer.succeeded:
-            self._take_rate(self._clocks.saw(answer.found[4], answer.revision, asked_ns, now_ns))
+            self._take_rate(self._clocks.observe(answer.found[4], answer.revision, sent_ns, now_ns))
 
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
         """Return whether an operator renewed or deleted either key.
 
         An unreadable horizon is not an operator's wish for another one: members keep the one that they know.
         """
-        known = "" if generation is None else read_generation(generation.value)
-        if known != self._identity.generation or horizon is None:
+        previous = "" if generation is None else read_generation(generation.value)
+        if previous != self._identity.generation or horizon is None:
             return True
         return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
 
@@ -640,14 +644,14 @@ class Member:
             self._note(Note.CLOCK, f"the other nodes' clocks run {rate:.4f} times as fast as this node's: {CLOCK}")
         self._rate = rate
 
-    def _take_epochs(self, found: tuple[KeyValue, ...], revision: int) -> bool:
+    def _take_epochs(self, items: tuple[KeyValue, ...], revision: int) -> bool:
         """Take the record that lets nodes claim names, with its epoch base.
 
         Returns whether the membership may continue.
         """
-        membership, epochs = self._membership, self._epochs(found)
-        membership.epochs_revision = _revision(found[0] if found else None)
-        if found and epochs is None and membership.is_settled:
+        membership, epochs = self._membership, self._epochs(items)
+        membership.epochs_revision = _revision(items[0] if items else None)
+        if items and epochs is None and membership.is_settled:
             # An unreadable value sets no other base: this node keeps the known one, and writes that.
             return True
         is_of_now = epochs is not None and epochs.generation == self._identity.generation
@@ -661,13 +665,13 @@ class Member:
             membership.epoch_base = epochs.base
             self._identity = replace(self._identity, epoch_base=epochs.base)
             membership.effects.append(Remembered(self._identity))
-        membership.is_settled, membership.trouble, self._unsettled_ns = True, CUT_OFF, None
+        membership.is_settled, membership.trouble, self._unsettled_ns = True, ISOLATED_TROUBLE, None
         return True
 
-    def _missing_epochs(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
+    def _missing_epochs(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
         """Return that record's write, which is missing, and the earliest time for it."""
-        epochs, own_base = self._epochs(found), self._membership.epoch_base
-        if self._membership.is_settled or (not found and self._unsettled_ns is None):
+        epochs, own_base = self._epochs(items), self._membership.epoch_base
+        if self._membership.is_settled or (not items and self._unsettled_ns is None):
             # Either the generation was never renewed, or the record was deleted or spoiled: no wait is needed.
             base, due_ns = own_base, now_ns
         else:
@@ -679,9 +683,9 @@ class Member:
             base = max(self._highest_epoch, own_base + revision, (epochs.base if epochs else 0) + revision) + EPOCH_GAP
         return due_ns, Put(EPOCHS, EpochsRecord(self._identity.generation, base).encode())
 
-    def _settle(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
+    def _settle(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
         """Let nodes claim names once all leases from before the generation are over."""
-        due_ns, write = self._missing_epochs(found, revision, now_ns)
+        due_ns, write = self._missing_epochs(items, revision, now_ns)
         # Too early: some lease from before the generation may live. Say so to whoever asks for a name.
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
@@ -692,7 +696,7 @@ class Member:
             self._is_settling = True
             self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
 
-    def _settled(self, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+    def _settled(self, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
         """Send a heartbeat at once, to read which node's record won."""
         self._is_settling = False
         self._membership.is_suspect |= isinstance(outcome, TransactionAnswer)
@@ -714,7 +718,7 @@ class Member:
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
         self._membership.horizon_ns = 0
-        self._membership.beating_since_ns = None
+        self._membership.member_since_ns = None
         self._membership.dates.forget()
         self._membership.is_settled = False
         self._attempts.clear()
@@ -749,8 +753,8 @@ class Member:
             self._membership.is_suspect = True
             return
         if self._membership.incarnation and self._phase in (_Phase.JOINING, _Phase.MEMBER):
-            how = "restored or copied" if missed_ns is None else f"paused for {missed_ns / NS_PER_S:.1f} s"
-            self._lose(Reason.PAUSED, f"this machine was {how}, and its clock with it")
+            description = "restored or copied" if missed_ns is None else f"paused for {missed_ns / NS_PER_S:.1f} s"
+            self._lose(Reason.PAUSED, f"this machine was {description}, and its clock with it")
 
     # --- the end ---
 
@@ -766,7 +770,7 @@ class Member:
             self._membership.effects.append(Stopped(has_left=False))
             return
 
-        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             is_gone = isinstance(outcome, TransactionAnswer) and outcome.succeeded
             self._membership.effects.append(Stopped(has_left=is_gone))
 
@@ -782,8 +786,14 @@ class Member:
         return Put(self._key, NodeRecord(nonce, now_ns // 1_000_000, self._mark.beat).encode())
 
     def _inventory(self) -> Put:
-        told = self._record
-        record = InventoryRecord(told.addresses, dict(told.labels), told.cards, told.is_draining, told.version)
+        current_record = self._record
+        record = InventoryRecord(
+            current_record.addresses,
+            dict(current_record.labels),
+            current_record.cards,
+            current_record.is_draining,
+            current_record.version,
+        )
         return Put(inventory_key(self._membership.node_id), record.encode())
 
     def _ask(self, now_ns: int, transaction: Transaction, on_answer: OnAnswer) -> None:
@@ -791,16 +801,16 @@ class Member:
         self._is_asking = True
         phase = self._phase
 
-        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._is_asking = False
             # The membership ended meanwhile: the answer means nothing any more.
             if self._phase is not phase:
                 return
             if isinstance(outcome, TransactionAnswer):
-                on_answer(outcome, asked_ns, now_ns)
+                on_answer(outcome, sent_ns, now_ns)
                 return
             # No answer: forget whatever only an unbroken row of answers proves.
-            self._membership.beating_since_ns = None
+            self._membership.member_since_ns = None
             self._foreign = None
             self._clocks.lose_slot()
             is_rejected = isinstance(outcome, TransactionRejected)
@@ -811,12 +821,12 @@ class Member:
 
     def _nonce(self, record: KeyValue) -> str:
         """Return the nonce of a node's record; "" if it is unreadable."""
-        found = self._membership.read(read_node, record)
-        return "" if found is None else found.nonce
+        node = self._membership.read(read_node, record)
+        return "" if node is None else node.nonce
 
-    def _epochs(self, found: tuple[KeyValue, ...]) -> EpochsRecord | None:
+    def _epochs(self, items: tuple[KeyValue, ...]) -> EpochsRecord | None:
         """Return the record that lets nodes claim names; None if absent or unreadable."""
-        return self._membership.read(read_epochs, found[0]) if found else None
+        return self._membership.read(read_epochs, items[0]) if items else None
 
     def _note(self, note: Note, text: str = "") -> None:
         self._membership.effects.append(Noted(note, text))
@@ -826,5 +836,5 @@ def _own_and_fleet(answer: TransactionAnswer) -> tuple[KeyValue | None, ...]:
     return tuple(found[0] if found else None for found in answer.found[:3])
 
 
-def _revision(found: KeyValue | None) -> int:
-    return found.mod_revision if found else 0
+def _revision(item: KeyValue | None) -> int:
+    return item.mod_revision if item else 0

@@ -25,7 +25,7 @@ from gpulease.protocol.time_units import NS_PER_S
 SILENT_PART: Final = 0.5
 """Part of the horizon after which the daemon behind an unchanged record may be dead."""
 
-CUT_OFF: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
+ISOLATED_TROUBLE: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S
@@ -57,7 +57,7 @@ class PendingQuestion(NamedTuple):
         floor: A revision that the store had reached when the question was sent.
     """
 
-    asked_ns: int
+    sent_ns: int
     floor: int
     on_outcome: OnOutcome
 
@@ -70,7 +70,7 @@ class Membership:
         incarnation: Create revision of the node's record; 0: the node is not a member.
         mod_revision: Mod revision of the node's record after its last heartbeat.
         horizon_ns: Deadline of claimed leases.
-        beating_since_ns: Time since which every heartbeat was acknowledged; None: the last was not.
+        member_since_ns: Time since which every heartbeat was acknowledged; None: the last was not.
         revision: A revision that the store has reached.
         generation_revision: Mod revision of the generation key.
         epochs_revision: Mod revision of the key under which nodes may claim names.
@@ -89,7 +89,7 @@ class Membership:
         self.incarnation = incarnation
         self.mod_revision = 0
         self.horizon_ns = 0
-        self.beating_since_ns: int | None = None
+        self.member_since_ns: int | None = None
         self.revision = 0
         self.generation_revision = 0
         self.epochs_revision = 0
@@ -97,7 +97,7 @@ class Membership:
         self.is_settled = False
         self.earlier_over_ns = 0
         self.is_suspect = False
-        self.trouble = CUT_OFF
+        self.trouble = ISOLATED_TROUBLE
         self.effects: list[Effect] = []
         self.now_ns = 0
         horizon_ns = int(terms.horizon_s * NS_PER_S)
@@ -115,15 +115,15 @@ class Membership:
         self.rho = terms.rho
         self.dates = RevisionDates(self.poll_ns)
         self._unreadable = UnreadableRecords()
-        self._told = RecordsUnreadable(0, "")
-        self._asked: dict[int, PendingQuestion] = {}
+        self._reported = RecordsUnreadable(0, "")
+        self._pending: dict[int, PendingQuestion] = {}
         self._numbers = 0
         self._nonces = 0
 
     @property
     def is_quiet(self) -> bool:
         """Whether no request to etcd is unanswered."""
-        return not self._asked
+        return not self._pending
 
     def is_member(self, now_ns: int) -> bool:
         """Whether this node may grant claimed leases now."""
@@ -150,14 +150,14 @@ class Membership:
         compares = (*transaction.compares, *self.as_member())
         reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
 
-        def on_answer(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_answer(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             # The record is older than this node's last heartbeat, so the store went back in time.
             if isinstance(outcome, TransactionAnswer) and any(
                 record.mod_revision < floor for record in outcome.found[-3]
             ):
                 self.is_suspect = True
                 outcome = Unknown("etcd has an earlier state of this node's record")
-            on_outcome(outcome, asked_ns, now_ns)
+            on_outcome(outcome, sent_ns, now_ns)
 
         self.ask(now_ns, Transaction(compares, transaction.writes, reads), on_answer)
 
@@ -214,8 +214,8 @@ class Membership:
         self._unreadable.forget_before(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
         # Only a change is reported: this runs with every heartbeat.
-        if now != self._told:
-            self._told = now
+        if now != self._reported:
+            self._reported = now
             self.effects.append(now)
 
     def nonce(self) -> str:
@@ -226,9 +226,9 @@ class Membership:
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
         # The floor is what the store had reached when this was sent: an answer below it comes from an earlier state.
         self._numbers += 1
-        self._asked[self._numbers] = PendingQuestion(now_ns, self.revision, on_outcome)
+        self._pending[self._numbers] = PendingQuestion(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))
 
     def take(self, number: int) -> PendingQuestion | None:
         """Return the question that this answer belongs to; None if it was answered before."""
-        return self._asked.pop(number, None)
+        return self._pending.pop(number, None)

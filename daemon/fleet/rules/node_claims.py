@@ -43,11 +43,11 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Noted,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
+from gpulease.daemon.fleet.rules.membership import ISOLATED_TROUBLE, Membership
 from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
 from gpulease.protocol.fast_dataclass import dataclass
 
-MAX_WANTS: Final = 1_024
+MAX_REQUESTS: Final = 1_024
 """Claims that may wait on one node. Stops tenants from making a node ask etcd without end."""
 
 MAX_HOLDERS: Final = 1_024
@@ -62,7 +62,7 @@ RETRY_AFTER_MS: Final = 1_000
 
 
 @dataclass(slots=True)
-class _Want:
+class _ClaimRequest:
     """A wanted claim.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Want:
         refusal: Why the last attempt failed; None: none was answered.
     """
 
-    wanted: ClaimWanted
+    claim: ClaimWanted
     nonce: str
     next_ns: int
     is_asking: bool = False
@@ -86,7 +86,7 @@ class NodeClaims:
         """Revisions of the granted claims that have not ended."""
         self._membership = membership
         self._fences = fences
-        self._wants: dict[int, _Want] = {}
+        self._requests: dict[int, _ClaimRequest] = {}
         self._releasing: set[tuple[str, int]] = set()
         self._holders: dict[str, str] = {}
         self._former: frozenset[tuple[str, int]] = frozenset()
@@ -94,16 +94,16 @@ class NodeClaims:
 
     # --- what the broker wants ---
 
-    def want(self, wanted: ClaimWanted, now_ns: int) -> None:
+    def add_request(self, claim: ClaimWanted, now_ns: int) -> None:
         """Take a request for a name; `advance` makes the first attempt."""
-        if len(self._wants) >= MAX_WANTS:
-            self._refuse(wanted, Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node")
+        if len(self._requests) >= MAX_REQUESTS:
+            self._refuse(claim, Why.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node")
             return
-        self._wants[wanted.request] = _Want(wanted, self._membership.nonce(), now_ns)
+        self._requests[claim.request] = _ClaimRequest(claim, self._membership.nonce(), now_ns)
 
     def drop(self, request: int) -> None:
         """Forget a request. If its last attempt claims the name, the claim is deleted."""
-        self._wants.pop(request, None)
+        self._requests.pop(request, None)
 
     def end(self, name: str, epoch: int, now_ns: int) -> None:
         """Delete the claim of a lease that is over. A claim unknown to this member waits like a foreign one."""
@@ -129,95 +129,100 @@ class NodeClaims:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
         # One that has waited long enough is refused with its last reason, but only after an attempt was answered.
-        for want in list(self._wants.values()):
-            if want.is_asking:
+        for request in list(self._requests.values()):
+            if request.is_asking:
                 continue
-            is_over = now_ns >= want.wanted.wait_until_ns
-            if is_over and (want.refusal or not is_member):
-                why, text = want.refusal if want.refusal and is_member else self._membership.trouble
-                del self._wants[want.wanted.request]
-                self._refuse(want.wanted, why, text)
-            elif is_member and now_ns >= want.next_ns:
-                self._attempt(want, now_ns)
+            is_over = now_ns >= request.claim.wait_until_ns
+            if is_over and (request.refusal or not is_member):
+                reason, text = request.refusal if request.refusal and is_member else self._membership.trouble
+                del self._requests[request.claim.request]
+                self._refuse(request.claim, reason, text)
+            elif is_member and now_ns >= request.next_ns:
+                self._attempt(request, now_ns)
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` has something to do; None if nothing is due by itself."""
         is_member = self._membership.is_member(now_ns)
-        waiting = [want for want in self._wants.values() if not want.is_asking]
-        ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
-        return min([*ends, *(want.next_ns for want in waiting if is_member)], default=None)
+        waiting = [request for request in self._requests.values() if not request.is_asking]
+        deadlines = [max(request.claim.wait_until_ns, now_ns) for request in waiting]
+        return min([*deadlines, *(request.next_ns for request in waiting if is_member)], default=None)
 
     # --- attempts ---
 
-    def _attempt(self, want: _Want, now_ns: int) -> None:
-        membership, wanted = self._membership, want.wanted
-        key = name_key(wanted.name)
-        ids = membership.node_id, membership.incarnation, wanted.lease_id, wanted.tenant
-        record = ClaimRecord(*ids, want.nonce, membership.epoch_base)
-        held = Put(held_key(membership.node_id, wanted.name), want.nonce.encode())
+    def _attempt(self, request: _ClaimRequest, now_ns: int) -> None:
+        membership, claim = self._membership, request.claim
+        key = name_key(claim.name)
+        ids = membership.node_id, membership.incarnation, claim.lease_id, claim.tenant
+        record = ClaimRecord(*ids, request.nonce, membership.epoch_base)
+        held = Put(held_key(membership.node_id, claim.name), request.nonce.encode())
         # If the last attempt found the name taken, read the holder's node in the same transaction.
-        holder = self._holders.get(wanted.name)
-        looks = reads_of(holder) if holder else ()
-        transaction = Transaction((CreateRevisionIs(key, 0),), (Put(key, record.encode()), held), (Get(key), *looks))
-        want.is_asking = True
-        on_outcome = partial(self._answered, want, membership.incarnation, holder)
+        holder = self._holders.get(claim.name)
+        holder_reads = reads_of(holder) if holder else ()
+        transaction = Transaction(
+            (CreateRevisionIs(key, 0),), (Put(key, record.encode()), held), (Get(key), *holder_reads)
+        )
+        request.is_asking = True
+        on_outcome = partial(self._answered, request, membership.incarnation, holder)
         membership.ask_as_member(now_ns, transaction, on_outcome)
 
     def _answered(
-        self, want: _Want, incarnation: int, holder: str | None, outcome: Outcome, asked_ns: int, now_ns: int
+        self, request: _ClaimRequest, incarnation: int, holder: str | None, outcome: Outcome, sent_ns: int, now_ns: int
     ) -> None:
         """Take the outcome of an attempt made in that incarnation, which also read that holder's node."""
-        want.is_asking = False
-        wanted = want.wanted
-        is_wanted = self._wants.get(wanted.request) is want
+        request.is_asking = False
+        claim = request.claim
+        is_wanted = self._requests.get(claim.request) is request
         # The claim may exist: repeat the attempt with the same nonce, which finds the claim if it does.
         if isinstance(outcome, Unknown):
-            want.next_ns = now_ns + self._membership.retry_ns
-            want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
+            request.next_ns = now_ns + self._membership.retry_ns
+            request.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
             return
         if isinstance(outcome, TransactionRejected):
-            want.next_ns = now_ns + self._membership.poll_ns
-            want.refusal = Why.REJECTED, f"the fleet's store refused the claim; an operator must act: {outcome.reason}"
+            request.next_ns = now_ns + self._membership.poll_ns
+            request.refusal = (
+                Why.REJECTED,
+                f"the fleet's store refused the claim; an operator must act: {outcome.reason}",
+            )
             return
         # A failed attempt may have found the claim of an earlier one that got no answer.
-        revision = outcome.revision if outcome.succeeded else self._revision_of_mine(want, incarnation, outcome)
+        revision = outcome.revision if outcome.succeeded else self._revision_of_mine(request, incarnation, outcome)
         if not revision:
             if is_wanted:
-                self._taken(want, holder, outcome, now_ns)
+                self._taken(request, holder, outcome, now_ns)
         # The broker gave up meanwhile, so the claim would block the name for nothing.
         elif not is_wanted:
-            self._release(wanted.name, revision, now_ns)
+            self._release(claim.name, revision, now_ns)
         elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
             # The claim can't be used now. A beat or the next attempt finds it.
-            want.refusal = CUT_OFF
-            want.next_ns = now_ns + self._membership.retry_ns
+            request.refusal = ISOLATED_TROUBLE
+            request.next_ns = now_ns + self._membership.retry_ns
         else:
             # The claim is visible in etcd and this node is a member: only now may the broker admit the lease.
-            del self._wants[wanted.request]
-            self.live[wanted.name] = revision
+            del self._requests[claim.request]
+            self.live[claim.name] = revision
             epoch = revision + self._membership.epoch_base
-            self._membership.effects.append(ClaimGiven(wanted.request, wanted.name, epoch))
+            self._membership.effects.append(ClaimGiven(claim.request, claim.name, epoch))
 
-    def _revision_of_mine(self, want: _Want, incarnation: int, answer: TransactionAnswer) -> int:
+    def _revision_of_mine(self, request: _ClaimRequest, incarnation: int, answer: TransactionAnswer) -> int:
         """Return the revision at which an earlier attempt of the same request claimed the name; 0 if none did."""
         record = self._claim(answer.found[0])
-        mine = record is not None and (record.nonce, record.incarnation) == (want.nonce, incarnation)
+        mine = record is not None and (record.nonce, record.incarnation) == (request.nonce, incarnation)
         return answer.found[0][0].mod_revision if mine else 0
 
-    def _taken(self, want: _Want, looked_at: str | None, answer: TransactionAnswer, now_ns: int) -> None:
+    def _taken(self, request: _ClaimRequest, read_node: str | None, answer: TransactionAnswer, now_ns: int) -> None:
         """Wait for a name that another claim has, and check the node that has it."""
-        membership, name = self._membership, want.wanted.name
-        want.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
-        want.next_ns = now_ns + membership.poll_ns
+        membership, name = self._membership, request.claim.name
+        request.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
+        request.next_ns = now_ns + membership.poll_ns
         if not answer.found[0]:
             # The name is free, so the failed condition was this node's membership. Its next heartbeat will show that.
-            want.refusal = CUT_OFF
+            request.refusal = ISOLATED_TROUBLE
             membership.is_suspect = True
             return
         revision = answer.found[0][0].mod_revision
         record = self._claim(answer.found[0])
         if record is None:
-            want.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
+            request.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
         # The claim is this node's own, from an earlier incarnation or an attempt that everyone has forgotten.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
@@ -225,15 +230,15 @@ class NodeClaims:
             if is_earlier or self._is_orphan(name, revision, record.nonce):
                 self._release_if_over(name, revision, record.nonce, now_ns)
         # The attempt did not read the holder's record. Repeat it at once, with that read.
-        elif record.node_id != looked_at:
+        elif record.node_id != read_node:
             self._remember_holder(name, record.node_id)
-            want.next_ns = now_ns
+            request.next_ns = now_ns
         else:
             # The attempt read the holder's record: if it was silent for too long, fence it and take the name from it.
-            looked = answer.found[1], answer.found[2]
-            is_free, want.next_ns = self._fences.poll(record.node_id, record.incarnation, looked, now_ns)
+            holder_state = answer.found[1], answer.found[2]
+            is_free, request.next_ns = self._fences.poll(record.node_id, record.incarnation, holder_state, now_ns)
             if is_free:
-                want.next_ns = now_ns + membership.poll_ns
+                request.next_ns = now_ns + membership.poll_ns
                 transaction = self._fences.delete_claim(name, record.node_id, revision)
                 membership.ask(now_ns, transaction, partial(self._freed, name))
 
@@ -244,13 +249,13 @@ class NodeClaims:
 
     # --- the end of claims ---
 
-    def sweep(self, found: tuple[KeyValue, ...], revision: int, now_ns: int) -> str | None:
+    def sweep(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> str | None:
         """Compare this node's claims, read by a heartbeat at that revision, with the leases that live.
 
         Deletes claims without a lease or a waiting request. Returns the name of a living lease with a lost claim.
         """
         claimed = {}
-        for item in found:
+        for item in items:
             if is_quotas(item.key, self._membership.node_id):
                 # QuotaShards compares those.
                 continue
@@ -266,7 +271,11 @@ class NodeClaims:
             if self._release_if_over(name, claim_revision, nonce, now_ns):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
         # A claim above the heartbeat's revision was made after it, so its absence proves nothing.
-        lost = (name for name, made in self.live.items() if made <= revision and claimed.get(name) != made)
+        lost = (
+            name
+            for name, revision_of_claim in self.live.items()
+            if revision_of_claim <= revision and claimed.get(name) != revision_of_claim
+        )
         return next(lost, None)
 
     def _is_orphan(self, name: str, revision: int, nonce: str) -> bool:
@@ -276,7 +285,7 @@ class NodeClaims:
         """
         if self.live.get(name) == revision or (name, revision) in self._releasing:
             return False
-        return all(want.nonce != nonce for want in self._wants.values())
+        return all(request.nonce != nonce for request in self._requests.values())
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
         """Delete a claim unless another daemon with this node's id may serve it. Returns whether it deletes."""
@@ -296,26 +305,26 @@ class NodeClaims:
         held = held_key(self._membership.node_id, name)
         transaction = Transaction((ModRevisionIs(name_key(name), revision),), (Delete(name_key(name)), Delete(held)))
 
-        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, revision))
             if isinstance(outcome, TransactionAnswer) and not outcome.succeeded:
                 # The claim was deleted by someone else, but this node's list entry for it remains.
                 leftover = Transaction((ModRevisionIs(held, revision),), (Delete(held),))
-                self._membership.ask(now_ns, leftover, lambda outcome, asked_ns, now_ns: None)
-            self._freed(name, outcome, asked_ns, now_ns)
+                self._membership.ask(now_ns, leftover, lambda outcome, sent_ns, now_ns: None)
+            self._freed(name, outcome, sent_ns, now_ns)
 
         self._membership.ask(now_ns, transaction, on_outcome)
 
-    def _freed(self, name: str, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+    def _freed(self, name: str, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
         """Let the requests that wait for a name try again, because its claim was deleted."""
         if isinstance(outcome, TransactionAnswer):
-            for want in self._wants.values():
-                if want.wanted.name == name:
-                    want.next_ns = min(want.next_ns, now_ns)
+            for request in self._requests.values():
+                if request.claim.name == name:
+                    request.next_ns = min(request.next_ns, now_ns)
 
-    def _claim(self, found: tuple[KeyValue, ...]) -> ClaimRecord | None:
+    def _claim(self, items: tuple[KeyValue, ...]) -> ClaimRecord | None:
         """Read a claim; None if absent or unreadable."""
-        return self._membership.read(read_claim, found[0]) if found else None
+        return self._membership.read(read_claim, items[0]) if items else None
 
-    def _refuse(self, wanted: ClaimWanted, why: Why, text: str) -> None:
-        self._membership.effects.append(ClaimRefused(wanted.request, why, text, RETRY_AFTER_MS))
+    def _refuse(self, claim: ClaimWanted, why: Why, text: str) -> None:
+        self._membership.effects.append(ClaimRefused(claim.request, why, text, RETRY_AFTER_MS))

@@ -30,10 +30,10 @@ from gpulease.daemon.fleet.records.fleet_records import fenced_key, held_key, na
 from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import Membership, node_removal
 
-MAX_GONE: Final = 1_024
+MAX_SILENT_NODES: Final = 1_024
 """Remembered memberships without record and mark. Bounds memory; the wait for a forgotten one restarts."""
 
-BEATS_TO_COME_BACK: Final = 2
+BEATS_TO_REJOIN: Final = 2
 """Own heartbeats that must succeed after an outage before this node fences another, which may have had the same
 outage."""
 
@@ -51,13 +51,13 @@ class NodeFences:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._gone_ns: dict[tuple[str, int], int] = {}
+        self._silent_since_ns: dict[tuple[str, int], int] = {}
         """By node and incarnation: the time since which its record is known to be gone."""
         self._asking: set[str] = set()
 
     def forget(self) -> None:
         """Forget observations of another store, where incarnations mean something else."""
-        self._gone_ns.clear()
+        self._silent_since_ns.clear()
 
     def poll(self, node_id: str, incarnation: int, reads: FenceReads, now_ns: int) -> tuple[bool, int]:
         """Check a node that has a claim of that incarnation, and fence it if it was silent for too long.
@@ -75,11 +75,11 @@ class NodeFences:
             return now_ns >= over_ns, max(now_ns, min(next_ns, over_ns))
         # Case 3: the record is unchanged. During an outage this node can't distinguish a dead node from a store that it
         # does not reach.
-        if membership.beating_since_ns is None:
+        if membership.member_since_ns is None:
             return False, next_ns
         # Fence it once its silence outlasts every lease, and once others had time to return after an outage.
         silent_ns = membership.dates.written_by_ns(records[0].mod_revision, now_ns)
-        back_ns = membership.beating_since_ns + BEATS_TO_COME_BACK * membership.beat_ns
+        back_ns = membership.member_since_ns + BEATS_TO_REJOIN * membership.beat_ns
         due_ns = max(silent_ns + membership.wait_ns, back_ns)
         if now_ns < due_ns:
             return False, min(next_ns, due_ns)
@@ -101,12 +101,12 @@ class NodeFences:
         if records and records[0].create_revision > incarnation:
             return self._membership.dates.written_by_ns(records[0].create_revision, now_ns)
         key = node_id, incarnation
-        if key not in self._gone_ns:
+        if key not in self._silent_since_ns:
             # Forget the oldest observation; its wait would restart.
-            while len(self._gone_ns) >= MAX_GONE:
-                del self._gone_ns[next(iter(self._gone_ns))]
-            self._gone_ns[key] = now_ns
-        return self._gone_ns[key]
+            while len(self._silent_since_ns) >= MAX_SILENT_NODES:
+                del self._silent_since_ns[next(iter(self._silent_since_ns))]
+            self._silent_since_ns[key] = now_ns
+        return self._silent_since_ns[key]
 
     def _fence(self, node_id: str, mod_revision: int, now_ns: int) -> None:
         """Remove the record of a silent node, and leave the mark."""
@@ -120,7 +120,7 @@ class NodeFences:
         compares = ModRevisionIs(node_key(node_id), mod_revision), mine, *membership.as_member()
         writes: tuple[Put | Delete, ...] = (*node_removal(node_id), Put(fenced_key(node_id), b""))
 
-        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._asking.discard(node_id)
             if isinstance(outcome, TransactionAnswer) and outcome.succeeded:
                 membership.effects.append(Noted(Note.FENCED_OTHER, node_id=node_id))

@@ -51,23 +51,23 @@ def missed_ns(before: MachineReading, now: MachineReading) -> int | None:
     if now.generations != before.generations:
         return None
     # The longest time that can have passed on this machine's clock, so that the difference is the shortest stop.
-    own_ns = now.ended_ns - before.began_ns
+    elapsed_ns = now.ended_ns - before.began_ns
     # Processors that were added meanwhile have no earlier reading.
     others_ns = [stolen - before.stolen_ns[cpu] for cpu, stolen in now.stolen_ns.items() if cpu in before.stolen_ns]
     if before.host_ns is not None and now.host_ns is not None:
         others_ns.append(now.host_ns - before.host_ns)
-    return max((other_ns - own_ns for other_ns in others_ns if other_ns > own_ns), default=0)
+    return max((other_ns - elapsed_ns for other_ns in others_ns if other_ns > elapsed_ns), default=0)
 
 
 def stolen_of(stat: bytes) -> dict[str, int]:
     """Return the stolen time of each processor, in nanoseconds, from the text of /proc/stat; {} if it has none."""
-    found = {}
+    stolen = {}
     for line in stat.splitlines():
         # Fields of a line `cpuN`: user, nice, system, idle, iowait, irq, softirq, steal (proc(5)).
         words = line.split()
         if words and words[0].startswith(b"cpu") and words[0] != b"cpu" and len(words) > 8 and words[8].isdigit():
-            found[words[0].decode()] = int(words[8]) * NS_PER_TICK
-    return found
+            stolen[words[0].decode()] = int(words[8]) * NS_PER_TICK
+    return stolen
 
 
 def is_new_generation(uevent: bytes) -> bool:

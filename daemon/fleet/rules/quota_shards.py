@@ -36,7 +36,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaWanted,
     Why,
 )
-from gpulease.daemon.fleet.rules.membership import CUT_OFF, Membership
+from gpulease.daemon.fleet.rules.membership import ISOLATED_TROUBLE, Membership
 from gpulease.daemon.fleet.rules.node_fences import FenceReads, NodeFences, reads_of
 from gpulease.daemon.fleet.rules.quota_records import (
     SHARDS,
@@ -66,7 +66,7 @@ MAX_DROPS: Final = 64
 MAX_LOOKS: Final = 32
 """Nodes that one attempt checks, by two reads each. Bounds a transaction; etcd takes 128 operations."""
 
-MAX_WANTS: Final = 1_024
+MAX_REQUESTS: Final = 1_024
 """Claims of bytes that may wait on one node. Stops tenants from making it ask etcd without end."""
 
 MAX_TENANTS: Final = 1_024
@@ -79,7 +79,7 @@ RETRY_AFTER_MS: Final = 1_000
 
 
 @dataclass(slots=True)
-class _WantedBytes:
+class _BytesRequest:
     """A wanted claim of bytes.
 
     Attributes:
@@ -88,7 +88,7 @@ class _WantedBytes:
         refusal: Why the last attempt failed.
     """
 
-    wanted: QuotaWanted
+    demand: QuotaWanted
     next_ns: int
     nodes: tuple[str, ...] = ()
     is_asking: bool = False
@@ -124,11 +124,11 @@ class QuotaShards:
         """Leases of this daemon's earlier memberships, which are over."""
         self._membership = membership
         self._fences = fences
-        self._wants: dict[int, _WantedBytes] = {}
+        self._requests: dict[int, _BytesRequest] = {}
         self._endings: dict[tuple[str, str], int] = {}
         """When to try to remove the entry of a tenant's lease; without attempts that are under way."""
         self._removing: set[tuple[str, str]] = set()
-        self._looked_at: dict[str, tuple[str, ...]] = {}
+        self._read_nodes: dict[str, tuple[str, ...]] = {}
         """By tenant, the nodes to check, so that the bytes of a dead one return even without a waiting request."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
@@ -137,20 +137,20 @@ class QuotaShards:
         """Whether a lease has bytes, or an entry is still to be removed."""
         return bool(self.live or self._endings or self._removing)
 
-    def want(self, wanted: QuotaWanted, now_ns: int) -> None:
+    def add_request(self, demand: QuotaWanted, now_ns: int) -> None:
         """Take a request for bytes; `advance` makes the first attempt."""
         # Bounded before it is kept.
-        if len(self._wants) >= MAX_WANTS:
-            self._refuse(wanted, (Why.BUSY, f"{MAX_WANTS} claims wait at this node: ask another node"))
+        if len(self._requests) >= MAX_REQUESTS:
+            self._refuse(demand, (Why.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node"))
         else:
-            self._wants[wanted.request] = _WantedBytes(wanted, now_ns, self._looked_at.get(wanted.tenant, ()))
+            self._requests[demand.request] = _BytesRequest(demand, now_ns, self._read_nodes.get(demand.tenant, ()))
 
     def drop(self, request: int, now_ns: int) -> None:
         """Forget a request, and remove what its last attempt wrote."""
-        want = self._wants.pop(request, None)
+        pending = self._requests.pop(request, None)
         # What its attempts may have written must go, or it would count against the tenant.
-        if want and (want.is_asking or want.may_be_written):
-            self.end(want.wanted.tenant, want.wanted.lease_id, now_ns)
+        if pending and (pending.is_asking or pending.may_be_written):
+            self.end(pending.demand.tenant, pending.demand.lease_id, now_ns)
 
     def ended(self, tenant: str, lease_id: str, now_ns: int) -> None:
         """Return the bytes of a lease that is over, if this member has them."""
@@ -176,14 +176,14 @@ class QuotaShards:
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 
-    def sweep(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
+    def sweep(self, items: tuple[KeyValue, ...], now_ns: int) -> None:
         """Remove orphans among this node's entries, which a heartbeat read.
 
         An orphan has neither a lease nor a waiting request.
         """
         # An entry that a waiting request wrote is not an orphan, though no lease has it yet.
-        awaited = {want.wanted.lease_id for want in self._wants.values()}
-        for item in found:
+        awaited = {request.demand.lease_id for request in self._requests.values()}
+        for item in items:
             if not is_quotas(item.key, self._membership.node_id):
                 continue
             key = held_entry(item.key, self._membership.node_id)
@@ -209,14 +209,16 @@ class QuotaShards:
         is_member = self._membership.is_member(now_ns)
         # Step 1: waiting requests. One that has waited long enough is refused with the last reason, but gets at least
         # one attempt.
-        for want in list(self._wants.values()):
-            if want.is_asking:
+        for request in list(self._requests.values()):
+            if request.is_asking:
                 continue
-            if now_ns >= want.wanted.wait_until_ns and (want.refusal or not is_member):
-                self.drop(want.wanted.request, now_ns)
-                self._refuse(want.wanted, want.refusal if want.refusal and is_member else self._membership.trouble)
-            elif is_member and now_ns >= want.next_ns:
-                self._read(want, now_ns)
+            if now_ns >= request.demand.wait_until_ns and (request.refusal or not is_member):
+                self.drop(request.demand.request, now_ns)
+                self._refuse(
+                    request.demand, request.refusal if request.refusal and is_member else self._membership.trouble
+                )
+            elif is_member and now_ns >= request.next_ns:
+                self._read(request, now_ns)
         # Step 2: bytes to be returned.
         for key, due_ns in list(self._endings.items()):
             if now_ns >= due_ns:
@@ -226,45 +228,45 @@ class QuotaShards:
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` has something to do; None if nothing is due by itself."""
         # An attempt under way has no time of its own: its answer is the next event.
-        waiting = [want for want in self._wants.values() if not want.is_asking]
-        ends = [max(want.wanted.wait_until_ns, now_ns) for want in waiting]
-        tries = [want.next_ns for want in waiting] if self._membership.is_member(now_ns) else []
-        return min([*ends, *tries, *self._endings.values()], default=None)
+        waiting = [request for request in self._requests.values() if not request.is_asking]
+        deadlines = [max(request.demand.wait_until_ns, now_ns) for request in waiting]
+        tries = [request.next_ns for request in waiting] if self._membership.is_member(now_ns) else []
+        return min([*deadlines, *tries, *self._endings.values()], default=None)
 
     # --- one attempt: read all shards, then write those that change ---
 
-    def _read(self, want: _WantedBytes, now_ns: int) -> None:
-        want.is_asking = True
+    def _read(self, request: _BytesRequest, now_ns: int) -> None:
+        request.is_asking = True
         # Read the shards, the default, and the records of the nodes that may be dead, at one revision.
-        nodes = want.nodes
-        looks = (read for node in nodes for read in reads_of(node))
-        reads = (Get(quota_prefix(want.wanted.tenant), is_prefix=True), Get(QUOTA_DEFAULT), *looks)
-        on_outcome = partial(self._answered, want, nodes)
+        nodes = request.nodes
+        fence_reads = (read for node in nodes for read in reads_of(node))
+        reads = (Get(quota_prefix(request.demand.tenant), is_prefix=True), Get(QUOTA_DEFAULT), *fence_reads)
+        on_outcome = partial(self._answered, request, nodes)
         self._membership.ask(now_ns, Transaction(reads=reads), on_outcome)
 
     def _answered(
-        self, want: _WantedBytes, nodes: tuple[str, ...], outcome: Outcome, asked_ns: int, now_ns: int
+        self, request: _BytesRequest, nodes: tuple[str, ...], outcome: Outcome, sent_ns: int, now_ns: int
     ) -> None:
-        want.is_asking = False
+        request.is_asking = False
         # The request was dropped meanwhile, or etcd has not answered.
-        if self._wants.get(want.wanted.request) is not want or not self._is_answer(outcome, want, now_ns):
+        if self._requests.get(request.demand.request) is not request or not self._is_answer(outcome, request, now_ns):
             return
         # Step 1: is there a quota that can be read?
-        tenant = want.wanted.tenant
+        tenant = request.demand.tenant
         quota = self._quota(tenant, outcome)
         if isinstance(quota, Unreadable):
             text = f"the fleet's quota of tenant {tenant!r} can't be read: an operator of the fleet repairs it"
-            self._refuse_at_once(want, Why.REJECTED, text, now_ns)
+            self._refuse_at_once(request, Why.REJECTED, text, now_ns)
         elif quota is None:
-            self._refuse_at_once(want, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
+            self._refuse_at_once(request, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
         # Step 2: an earlier attempt that got no answer has written the entry.
-        elif self._is_mine(quota.home.used.get(want.wanted.lease_id)):
-            self._give(want, now_ns)
+        elif self._is_mine(quota.home.used.get(request.demand.lease_id)):
+            self._grant(request, now_ns)
         else:
             # Step 3: drop the entries of dead nodes, and place the new one in what that leaves.
-            looked = zip(outcome.found[2::2], outcome.found[3::2], strict=True)
-            self._drop_dead(tenant, quota, dict(zip(nodes, looked, strict=True)), now_ns)
-            self._place(want, quota, now_ns)
+            fence_answers = zip(outcome.found[2::2], outcome.found[3::2], strict=True)
+            self._drop_dead(tenant, quota, dict(zip(nodes, fence_answers, strict=True)), now_ns)
+            self._place(request, quota, now_ns)
 
     def _quota(self, tenant: str, answer: TransactionAnswer) -> _Quota | Unreadable | None:
         """Return a tenant's quota, made from the default if it has none of its own; None without either."""
@@ -289,9 +291,9 @@ class QuotaShards:
         home = shards.get(shard_key(tenant, self._slot))
         return _Quota(home, shards, changed, {}, default) if home else None
 
-    def _shards(self, found: tuple[KeyValue, ...]) -> dict[bytes, Shard]:
-        shards = read_shards(found)
-        for item in found:
+    def _shards(self, items: tuple[KeyValue, ...]) -> dict[bytes, Shard]:
+        shards = read_shards(items)
+        for item in items:
             if not shards[item.key].is_readable:
                 self._membership.distrust(item, shards[item.key].unreadable)
         return shards
@@ -299,34 +301,37 @@ class QuotaShards:
     def _is_mine(self, entry: QuotaEntry | None) -> bool:
         return entry is not None and entry.incarnation == self._membership.incarnation
 
-    def _place(self, want: _WantedBytes, quota: _Quota, now_ns: int) -> None:
+    def _place(self, request: _BytesRequest, quota: _Quota, now_ns: int) -> None:
         """Write a lease's entry into the home shard, moving budgets of others there if necessary."""
         # The sums over all shards: what the tenant may use, and what it uses.
-        membership, wanted, home = self._membership, want.wanted, quota.home
+        membership, demand, home = self._membership, request.demand, quota.home
         shards = quota.shards.values()
         total_bytes = sum(shard.budget_bytes for shard in shards)
         left_bytes = total_bytes - sum(shard.used_bytes for shard in shards)
-        whose = f"tenant {wanted.tenant!r} has a quota of {size_text(total_bytes)} in the fleet"
-        asked = f"{size_text(wanted.size_bytes)} were asked for"
+        quota_text = f"tenant {demand.tenant!r} has a quota of {size_text(total_bytes)} in the fleet"
+        request_text = f"{size_text(demand.size_bytes)} were asked for"
         # Waiting can't help: only an operator can enlarge the quota.
-        if wanted.size_bytes > total_bytes:
-            self._refuse_at_once(want, Why.TOO_LARGE, f"{whose}, and {asked}", now_ns)
+        if demand.size_bytes > total_bytes:
+            self._refuse_at_once(request, Why.TOO_LARGE, f"{quota_text}, and {request_text}", now_ns)
             return
         # Waiting may help: leases end, and entries of dead nodes can be removed. Check the nodes that have entries.
-        if wanted.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
-            want.refusal = Why.TAKEN, f"{whose}: {size_text(max(0, left_bytes))} are left, and {asked}"
-            if wanted.size_bytes <= left_bytes:
-                want.refusal = Why.BUSY, f"tenant {wanted.tenant!r} has {MAX_ENTRIES} leases at this node and its like"
+        if demand.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
+            request.refusal = Why.TAKEN, f"{quota_text}: {size_text(max(0, left_bytes))} are left, and {request_text}"
+            if demand.size_bytes <= left_bytes:
+                request.refusal = (
+                    Why.BUSY,
+                    f"tenant {demand.tenant!r} has {MAX_ENTRIES} leases at this node and its like",
+                )
             foreign = {entry.node_id for shard in shards for entry in shard.used.values()}
             # Nodes that the last attempt did not check come first, so that all get their turn.
-            nodes = sorted(foreign - {membership.node_id}, key=lambda node: (node in want.nodes, node))[:MAX_LOOKS]
-            want.next_ns = now_ns if nodes and not want.nodes else now_ns + membership.poll_ns
-            want.nodes = tuple(nodes)
-            self._remember(wanted.tenant, want.nodes)
+            nodes = sorted(foreign - {membership.node_id}, key=lambda node: (node in request.nodes, node))[:MAX_LOOKS]
+            request.next_ns = now_ns if nodes and not request.nodes else now_ns + membership.poll_ns
+            request.nodes = tuple(nodes)
+            self._remember(demand.tenant, request.nodes)
             return
         # The quota suffices. Move what the home shard lacks from the fullest shards, and half of the rest of each, so
         # that the next leases of this tenant find it there.
-        missing = wanted.size_bytes - (home.budget_bytes - home.used_bytes)
+        missing = demand.size_bytes - (home.budget_bytes - home.used_bytes)
         # While one shard is overdrawn, free bytes in others are not really the tenant's. So this write must compare all
         # shards.
         is_overdrawn = any(shard.budget_bytes < shard.used_bytes for shard in shards)
@@ -339,70 +344,72 @@ class QuotaShards:
             missing -= moved
             quota.changed.add(other.key)
         # The entry, and its key in the node's list, are written in one transaction.
-        home.used[wanted.lease_id] = QuotaEntry(membership.node_id, membership.incarnation, wanted.size_bytes)
+        home.used[demand.lease_id] = QuotaEntry(membership.node_id, membership.incarnation, demand.size_bytes)
         quota.changed.add(home.key)
-        held = held_entry_key(membership.node_id, wanted.tenant, wanted.lease_id)
+        held = held_entry_key(membership.node_id, demand.tenant, demand.lease_id)
         quota.writes[held] = Put(held, b"")
-        self._write(want, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
+        self._write(request, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
 
     def _remember(self, tenant: str, nodes: tuple[str, ...]) -> None:
         # Move the tenant to the end; the one that asked longest ago goes first.
-        self._looked_at.pop(tenant, None)
-        while len(self._looked_at) >= MAX_TENANTS:
-            del self._looked_at[next(iter(self._looked_at))]
-        self._looked_at[tenant] = nodes
+        self._read_nodes.pop(tenant, None)
+        while len(self._read_nodes) >= MAX_TENANTS:
+            del self._read_nodes[next(iter(self._read_nodes))]
+        self._read_nodes[tenant] = nodes
 
-    def _write(self, want: _WantedBytes, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
+    def _write(self, request: _BytesRequest, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
         # Compare every shard that is written, and the default: if one has changed meanwhile, nothing is written.
         compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
         writes = (*(quota.shards[key].put() for key in sorted(quota.changed)), *quota.writes.values())
-        want.is_asking = True
-        on_outcome = partial(self._written, want, membership.incarnation)
+        request.is_asking = True
+        on_outcome = partial(self._written, request, membership.incarnation)
         membership.ask_as_member(now_ns, Transaction(tuple(compares), writes), on_outcome)
 
-    def _written(self, want: _WantedBytes, incarnation: int, outcome: Outcome, asked_ns: int, now_ns: int) -> None:
-        want.is_asking = False
-        want.may_be_written |= not isinstance(outcome, TransactionAnswer)
-        wanted = want.wanted
-        if self._wants.get(wanted.request) is not want:
+    def _written(self, request: _BytesRequest, incarnation: int, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
+        request.is_asking = False
+        request.may_be_written |= not isinstance(outcome, TransactionAnswer)
+        demand = request.demand
+        if self._requests.get(demand.request) is not request:
             # Whoever dropped it has removed the entry, unless this attempt was done after that.
-            self.end(wanted.tenant, wanted.lease_id, now_ns)
-        elif self._is_answer(outcome, want, now_ns):
+            self.end(demand.tenant, demand.lease_id, now_ns)
+        elif self._is_answer(outcome, request, now_ns):
             # Another node was quicker, if this one is a member still: then try again at once, for one of them always
             # gets on. If it is none, no attempt can succeed, until the next beat shows that.
-            want.next_ns = now_ns
-            want.may_be_written |= outcome.succeeded
+            request.next_ns = now_ns
+            request.may_be_written |= outcome.succeeded
             if outcome.succeeded and incarnation == self._membership.incarnation:
-                self._give(want, now_ns)
+                self._grant(request, now_ns)
             elif not self._membership.is_standing(incarnation, outcome):
-                want.refusal, self._membership.is_suspect = CUT_OFF, True
-                want.next_ns = now_ns + self._membership.poll_ns
+                request.refusal, self._membership.is_suspect = ISOLATED_TROUBLE, True
+                request.next_ns = now_ns + self._membership.poll_ns
 
-    def _is_answer(self, outcome: Outcome, want: _WantedBytes, now_ns: int) -> TypeGuard[TransactionAnswer]:
+    def _is_answer(self, outcome: Outcome, request: _BytesRequest, now_ns: int) -> TypeGuard[TransactionAnswer]:
         """Return whether the outcome is an answer. If not, note when to try again and why."""
         if isinstance(outcome, TransactionAnswer):
             return True
-        want.next_ns = now_ns + self._membership.poll_ns
+        request.next_ns = now_ns + self._membership.poll_ns
         if isinstance(outcome, TransactionRejected):
-            want.refusal = Why.REJECTED, f"the fleet's store refused; an operator must act: {outcome.reason}"
+            request.refusal = Why.REJECTED, f"the fleet's store refused; an operator must act: {outcome.reason}"
         else:
-            want.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
+            request.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
         return False
 
-    def _give(self, want: _WantedBytes, now_ns: int) -> None:
+    def _grant(self, request: _BytesRequest, now_ns: int) -> None:
         # The membership may have ended while the answer was on its way. The entry then stays until a later attempt, or
         # the drop, finds it.
         if self._membership.is_member(now_ns):
-            del self._wants[want.wanted.request]
-            self.live[want.wanted.lease_id] = want.wanted.tenant
-            self._membership.effects.append(QuotaGiven(want.wanted.request, want.wanted.tenant, want.wanted.lease_id))
+            del self._requests[request.demand.request]
+            self.live[request.demand.lease_id] = request.demand.tenant
+            self._membership.effects.append(
+                QuotaGiven(request.demand.request, request.demand.tenant, request.demand.lease_id)
+            )
         else:
-            want.refusal, want.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
+            request.refusal, request.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 
-    def _drop_dead(self, tenant: str, quota: _Quota, found: dict[str, FenceReads], now_ns: int) -> None:
+    def _drop_dead(self, tenant: str, quota: _Quota, fence_reads: dict[str, FenceReads], now_ns: int) -> None:
         """Remove entries with leases that are surely over."""
         membership = self._membership
         for shard in quota.shards.values():
@@ -415,8 +422,8 @@ class QuotaShards:
                     is_earlier = entry.incarnation != membership.incarnation
                     is_over = is_earlier and (is_known or membership.is_over(now_ns))
                 # Another node's: only if its record was read in the same transaction.
-                elif entry.node_id in found:
-                    is_over, _ = self._fences.poll(entry.node_id, entry.incarnation, found[entry.node_id], now_ns)
+                elif entry.node_id in fence_reads:
+                    is_over, _ = self._fences.poll(entry.node_id, entry.incarnation, fence_reads[entry.node_id], now_ns)
                 else:
                     is_over = False
                 if is_over:
@@ -434,10 +441,10 @@ class QuotaShards:
         held = Delete(held_entry_key(membership.node_id, tenant, lease_id))
         self._removing.add((tenant, lease_id))
 
-        def on_read(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_read(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             # Read first: the write below compares the revision, so that it never removes another lease's entry.
             if not isinstance(outcome, TransactionAnswer):
-                on_written(outcome, asked_ns, now_ns)
+                on_written(outcome, sent_ns, now_ns)
                 return
             # Without a shard, only the node's list entry is left to delete.
             transaction = Transaction((ModRevisionIs(key, 0),), (held,))
@@ -447,7 +454,7 @@ class QuotaShards:
                 transaction = Transaction((ModRevisionIs(key, shard.mod_revision),), writes)
             membership.ask(now_ns, transaction, on_written)
 
-        def on_written(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_written(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             # Repeat until it succeeds: an entry that stays would count against the tenant forever.
             self._removing.discard((tenant, lease_id))
             if not (isinstance(outcome, TransactionAnswer) and outcome.succeeded):
@@ -455,10 +462,10 @@ class QuotaShards:
 
         membership.ask(now_ns, Transaction(reads=(Get(key),)), on_read)
 
-    def _refuse_at_once(self, want: _WantedBytes, why: Why, text: str, now_ns: int) -> None:
+    def _refuse_at_once(self, request: _BytesRequest, why: Why, text: str, now_ns: int) -> None:
         """Refuse a request that need not wait, because only an operator can help."""
-        self.drop(want.wanted.request, now_ns)
-        self._refuse(want.wanted, (why, text))
+        self.drop(request.demand.request, now_ns)
+        self._refuse(request.demand, (why, text))
 
-    def _refuse(self, wanted: QuotaWanted, refusal: tuple[Why, str]) -> None:
-        self._membership.effects.append(QuotaRefused(wanted.request, *refusal, RETRY_AFTER_MS))
+    def _refuse(self, demand: QuotaWanted, refusal: tuple[Why, str]) -> None:
+        self._membership.effects.append(QuotaRefused(demand.request, *refusal, RETRY_AFTER_MS))

@@ -42,9 +42,9 @@ class StoreHistory:
         """Forget earlier observations, so that they remove nothing: the store may be another one."""
         self._mark = None
 
-    def saw(self, found: tuple[KeyValue, ...], now_ns: int) -> None:
+    def observe(self, items: tuple[KeyValue, ...], now_ns: int) -> None:
         """Take the mark as read by a heartbeat, and remove the history before it if it is old."""
-        revision = found[0].mod_revision if found else 0
+        revision = items[0].mod_revision if items else 0
         # The mark was rewritten, by this node or another: its age starts again.
         if self._mark is None or self._mark[0] != revision:
             self._mark = revision, now_ns
@@ -52,7 +52,7 @@ class StoreHistory:
             return
         self._is_asking = True
 
-        def on_outcome(outcome: Outcome, asked_ns: int, now_ns: int) -> None:
+        def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._is_asking = False
             # This node rewrote the mark, so it alone removes the history before the old one.
             if isinstance(outcome, TransactionAnswer) and outcome.succeeded and revision:

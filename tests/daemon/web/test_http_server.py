@@ -33,7 +33,7 @@ async def served() -> AsyncIterator[Connect]:
     server = server_of(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        await server.begun.wait()
+        await server.listening.wait()
         writers = []
 
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -212,9 +212,9 @@ def acted(rig: WebRig, method: str, path: str, headers: dict[str, str] | None = 
 
 @pytest.mark.exhaustive
 def test_an_operator_drains_and_clears_fences(rig: WebRig, scene: Scene) -> None:
-    begun = acted(rig, "PUT", "drain?within_s=90.5").json()
-    assert (begun["draining"], begun["leases"]) == (True, 2)
-    assert 0 < begun["left_s"] <= 90.5
+    listening = acted(rig, "PUT", "drain?within_s=90.5").json()
+    assert (listening["draining"], listening["leases"]) == (True, 2)
+    assert 0 < listening["left_s"] <= 90.5
     assert acted(rig, "DELETE", "drain").json() == {"draining": False, "left_s": None, "leases": 2}
     assert acted(rig, "DELETE", "fences/GPU-1").json() == {"card": "GPU-1", "cleared": 2}
     assert acted(rig, "PUT", "drain/GPU-1?within_s=60").json()["draining"]

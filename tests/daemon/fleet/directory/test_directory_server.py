@@ -17,7 +17,7 @@ import pytest
 
 from gpulease.daemon.fleet.directory import directory_server, fleet_watch
 from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer
-from gpulease.daemon.fleet.directory.fleet_view import SeenClaim
+from gpulease.daemon.fleet.directory.fleet_view import ClaimView
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
@@ -459,7 +459,7 @@ async def test_a_fault_of_the_directory_is_an_answer_too(scene: Scene) -> None:
     """A view that no record could make: a listing of it can't be encoded, and a placement can't be made."""
     peer = await (await scene.connect(scene.unix())).hello()
     odd = ClaimRecord("n1", 2**70, "\ud800", f"uid:{os.getuid()}", "n")
-    scene.watch.view.claims["model-c"] = SeenClaim(odd, 7)
+    scene.watch.view.claims["model-c"] = ClaimView(odd, 7)
     scene.watch.view.index.silent = None  # type: ignore[assignment]
     for op, body in ((Opcode.FLEET_LIST, Empty()), (Opcode.PLACE, replace(PLACE, size_bytes=1 << 50))):
         assert (await peer.ask(op, body)).status is Status.INTERNAL

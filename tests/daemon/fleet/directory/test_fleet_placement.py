@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceQuery, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
-from gpulease.daemon.fleet.directory.node_index import SeenNode
+from gpulease.daemon.fleet.directory.node_index import NodeView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.records.fleet_records import (
     CardRecord,
@@ -59,7 +59,7 @@ def placed(
     tells_holder: bool = True,
     **wanted: Any,
 ) -> Placement:
-    asked = PlaceWanted(**{"size_bytes": 8 * GIB} | wanted)
+    asked = PlaceQuery(**{"size_bytes": 8 * GIB} | wanted)
     return place(view, asked, order, Random(seed), silent_before_s=SILENT_BEFORE_S, tells_holder=tells_holder)
 
 
@@ -207,12 +207,12 @@ def test_whoever_is_named_fits_and_nobody_who_fits_is_missed(
     assert bool(answer.why) is not bool(named)
 
 
-class CountedNodes(dict[str, SeenNode]):
+class CountedNodes(dict[str, NodeView]):
     """Nodes of a view, and how many of them were looked at."""
 
     looks = 0
 
-    def __getitem__(self, node_id: str) -> SeenNode:
+    def __getitem__(self, node_id: str) -> NodeView:
         self.looks += 1
         return super().__getitem__(node_id)
 
@@ -298,7 +298,7 @@ def test_an_index_that_lived_through_changes_answers_as_a_look_at_each_node(
             if where == "beside":
                 view.put(KeyValue(node_key(node_id), NodeRecord("n").encode(), INCARNATION, 9), now_s)
         view.settle(now_s - 15.0)
-    wanted = PlaceWanted(size_gib * GIB, exclusivity, labels=labels, device=device)
+    wanted = PlaceQuery(size_gib * GIB, exclusivity, labels=labels, device=device)
     answer = place(view, wanted, PlacementOrder.PACK, Random(1), silent_before_s=now_s - 15.0)
     fitting = {node_id for node_id, seen in view.nodes.items() if fits(seen, wanted, now_s - 15.0)}
     assert set(ids(answer)) == fitting
@@ -306,7 +306,7 @@ def test_an_index_that_lived_through_changes_answers_as_a_look_at_each_node(
     assert sum(counted) == (0 if fitting else len(view.nodes))
 
 
-def fits(seen: SeenNode, wanted: PlaceWanted, silent_before_s: float) -> bool:
+def fits(seen: NodeView, wanted: PlaceQuery, silent_before_s: float) -> bool:
     """Say by the node's record alone whether it may be asked."""
     record = seen.inventory
     cards = [one for at, one in enumerate(record.cards) if wanted.device in (None, str(at), one.uuid)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceQuery, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.directory.node_index import Room
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
@@ -208,5 +208,5 @@ def test_no_record_stops_a_placement(members: dict[str, Any], order: PlacementOr
     view = FleetView()
     view.put(of(node_key("good"), NODE.encode()), 5.0)
     view.put(of(NODES + b"any", changed(**members)), 5.0)
-    answer = place(view, PlaceWanted(1, labels={"zone": "a"}), order, Random(1), silent_before_s=1.0)
+    answer = place(view, PlaceQuery(1, labels={"zone": "a"}), order, Random(1), silent_before_s=1.0)
     assert "good" in {candidate.node_id for candidate in answer.candidates}

@@ -62,7 +62,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 )
 from gpulease.daemon.fleet.rules.member import DUPLICATE_NODE_ID, EPOCH_GAP, FOREIGN, LEFT_OVER, UNSETTLED
 from gpulease.daemon.fleet.rules.membership import MAX_CLOCK_ERROR
-from gpulease.daemon.fleet.rules.node_claims import MAX_WANTS
+from gpulease.daemon.fleet.rules.node_claims import MAX_REQUESTS
 from gpulease.daemon.fleet.rules.quota_records import shard_key
 from helpers.readable import readable
 
@@ -844,9 +844,9 @@ def test_a_waiter_is_refused_when_its_wait_is_over(etcd: ModelEtcd) -> None:
 
 def test_claims_that_wait_are_bounded(etcd: ModelEtcd) -> None:
     host = Host(etcd)
-    for request in range(MAX_WANTS + 1):
+    for request in range(MAX_REQUESTS + 1):
         host.want(wait_s=100, request=request)
-    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(MAX_WANTS, Why.BUSY)]
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(MAX_REQUESTS, Why.BUSY)]
 
 
 def test_a_living_lease_whose_claim_somebody_deleted_ends(etcd: ModelEtcd) -> None:
