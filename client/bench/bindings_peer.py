@@ -80,7 +80,7 @@ def _open_calls() -> Calls:
     to_card, from_card = api.cuMemcpyHtoD, api.cuMemcpyDtoH
 
     # The default argument keeps the packed values alive as long as the function.
-    def launch(_kept: object = (values, pointers)) -> None:
+    def launch(_alive: object = (values, pointers)) -> None:
         if launch_kernel(function, 1, 1, 1, THREADS, 1, 1, 0, 0, packed, 0)[0]:
             raise BindingsCallFailed("cuLaunchKernel")
 

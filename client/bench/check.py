@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from gpulease.client.bench.bounds import Bound, BoundOutcome, has_fallen, load_bounds, outcomes
 from gpulease.client.bench.core import core_figures
-from gpulease.client.bench.figures import Figures, Say
+from gpulease.client.bench.figures import Figures, LogLine
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.region_times import measure_regions
-from gpulease.client.bench.suite import REQUEST_CONTEXTS, RunSize, measure_beside_direct_calls
+from gpulease.client.bench.suite import REQUEST_CONTEXTS, RunSize, measure_with_direct_calls
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.transform import transform_ptx
@@ -45,12 +45,12 @@ MAX_FILE_BYTES: Final = 1 << 20
 """Largest earlier file that is read, in bytes; a run's file has 20 KiB. Stops a wrong path from filling memory."""
 
 
-def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
+def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]:
     """Measure everything that has a bound, on the running daemon or on private ones; returns the report.
 
     Args:
         driver: The driver of private daemons, which a running one must have; "auto" for any.
-        say: Receives the name of each measurement before it starts.
+        log: Receives the name of each measurement before it starts.
         warn: Receives what could not be measured.
 
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
@@ -59,20 +59,20 @@ def measure_promises(driver: str, say: Say, warn: Say) -> dict[str, Any]:
     # Whether "auto" finds a card is known only once a daemon runs: a card's sizes also suit the embedded driver.
     size = "cpu" if driver == "cpu" else "cuda"
     # The whole bench first: its private daemons must be alone on the card.
-    bench = measure_beside_direct_calls(RunSize(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), say, warn)
+    bench = measure_with_direct_calls(RunSize(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), log, warn)
     driver_name = bench["driver"]
     report |= {"title": bench["title"], "driver": driver_name, "card": bench["card"], "bench": bench}
     # Regions and the decode engine share one daemon; the core and the gateway have their own.
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon(driver_name))
-        report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[driver_name], say)
-        report |= _decode(address, driver_name, say)
-    say("the lease core with its journal, audit log and log")
+        report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[driver_name], log)
+        report |= _decode(address, driver_name, log)
+    log("the lease core with its journal, audit log and log")
     # Wait for leases to expire only where a bound says how late they may.
     has_expiry = any("_late_" in bound.figure for bound in load_bounds(driver_name))
     kept = ("journal", "audit", "log")
     report["core"] = core_figures(CORE_LEASES[driver_name], kept, has_expiry=has_expiry)
-    say("requests of one lease each, the tenant's own contexts used again")
+    log("requests of one lease each, the tenant's own contexts used again")
     # A daemon of its own: its pool holds the contexts that requests use again.
     with private_daemon(driver_name, warm_contexts=REQUEST_CONTEXTS, settings='recycle = "same-tenant"\n') as address:
         report["gateway"] = request_figures(address, REQUEST_S, has_pool=True)
@@ -93,7 +93,7 @@ def _host() -> Figures:
     return {"python_us": best_s * 1e6}
 
 
-def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
+def _decode(address: str, driver: str, log: LogLine) -> dict[str, Any]:
     # Imported only here: a decoder needs an extra. Without it nothing would be checked, so it is required.
     try:
         from gpulease.client.bench.checkpoint_load import warm_load_figures
@@ -116,12 +116,12 @@ def _decode(address: str, driver: str, say: Say) -> dict[str, Any]:
 
     # The kernels alone are not promised, so their times are left out.
     plan = DecodePlan((shape,), BATCHES[driver], (CONTEXT,), ("decode_torch",), times_kernels=False)
-    measure_decode(address, plan, keep, say)
-    say(f"{shape}: a decoder compared with its engine")
+    measure_decode(address, plan, keep, log)
+    log(f"{shape}: a decoder compared with its engine")
     served = asyncio.run(measure_throughput(checkpoint, address, DECODER_S, DECODER_BATCHES[driver]))
-    say(f"{shape}: a rebind behind {REBIND_TOKENS} tokens")
+    log(f"{shape}: a rebind behind {REBIND_TOKENS} tokens")
     (rebind,) = asyncio.run(measure_rebinds(address, checkpoint, (REBIND_TOKENS,)))
-    say(f"{shape}: its files loaded from the page cache")
+    log(f"{shape}: its files loaded from the page cache")
     return {
         "decode": steps,
         "decoder": {str(one["sequences"]): one for one in served},

@@ -185,7 +185,7 @@ def written(shape: str) -> Iterator[Path]:
     checkpoint = RandomCheckpoint(SHAPES[shape], 1)
     with tempfile.TemporaryDirectory(prefix="gpulease-") as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(_said(checkpoint.config)))
+        (folder / "config.json").write_text(json.dumps(_words(checkpoint.config)))
         entries, at = {}, 0
         # First the header: each tensor's place follows from the sizes of those before it.
         for tensor, sizes in model_tensors(checkpoint.config):
@@ -205,7 +205,7 @@ def written(shape: str) -> Iterator[Path]:
         yield folder
 
 
-def _said(config: ModelConfig) -> dict[str, object]:
+def _words(config: ModelConfig) -> dict[str, object]:
     """The content of a config.json that describes this shape."""
     return {
         "architectures": [FAMILIES[config.family]],

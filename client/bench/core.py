@@ -35,11 +35,11 @@ def core_figures(leases: int, kinds: tuple[str, ...], *, has_expiry: bool = True
     # A process of its own: the client imports nothing of the daemon.
     command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table"]
     command += [*([] if has_expiry else ["--no-expiry"]), str(leases), *kinds]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)
     try:
         # The figures are the last line; a log may come before them.
-        figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        figures: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        last_line = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        last_line = (result.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
         raise MissingPrerequisite(f"the core can't be measured: {last_line}") from None
     return figures

@@ -145,8 +145,8 @@ class DirectSession:
             function = self.call("cuModuleGetFunction", self._modules[module.handle], kernel.encode())
             # More than 48 KiB of shared memory must be asked for by name (CUDA C++ Programming Guide, Shared Memory).
             if shared_bytes > SHARED_BYTES:
-                most = self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                self.call("cuFuncSetAttribute", function, most, shared_bytes)
+                max_shared = self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self.call("cuFuncSetAttribute", function, max_shared, shared_bytes)
             self._functions[module.handle, kernel] = function
         return function
 
@@ -181,12 +181,12 @@ class DirectEngine:
         self._session = session
         self._forward = forward
         self._buckets = buckets
-        most = forward.limits.max_rows
+        max_rows = forward.limits.max_rows
         # One stream, event, and pair of host arrays for each step in progress.
         self._streams = [session.call("cuStreamCreate", 1) for _ in range(MAX_STEPS)]
         self._events = [session.call("cuEventCreate", 2) for _ in range(MAX_STEPS)]
-        self._rows = [session.pinned(most, ROW) for _ in range(MAX_STEPS)]
-        self._results = [session.pinned(most, RESULT) for _ in range(MAX_STEPS)]
+        self._rows = [session.pinned(max_rows, ROW) for _ in range(MAX_STEPS)]
+        self._results = [session.pinned(max_rows, RESULT) for _ in range(MAX_STEPS)]
         self._graphs: dict[tuple[int, int], Any] = {}
         self._steps: deque[tuple[int, int]] = deque()
         self._next = 0

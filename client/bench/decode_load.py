@@ -73,15 +73,15 @@ def figures_of(outcomes: Iterable[RequestOutcome]) -> dict[str, Any]:
     """The figures of some requests; times in milliseconds, None without a sample."""
     finished = list(outcomes)
     # Only complete replies count as goodput; the others' times still count.
-    whole = [one for one in finished if not one.error]
+    complete = [one for one in finished if not one.error]
     spent_s = max((one.ended_at for one in finished), default=0.0) - min((one.sent_at for one in finished), default=0.0)
     # The first token from the request on; then the gaps between two tokens.
     first = [one.token_times[0] - one.sent_at for one in finished if one.token_times]
     gaps = [b - a for one in finished for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
-    tokens = sum(len(one.token_times) for one in whole)
+    tokens = sum(len(one.token_times) for one in complete)
     return {
         "requests": len(finished),
-        "whole": len(whole),
+        "whole": len(complete),
         "goodput_tokens_s": round(tokens / spent_s, 1) if spent_s > 0 else 0.0,
         **_percentiles("first_token", first),
         **_percentiles("inter_token", gaps),

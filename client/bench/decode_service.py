@@ -123,8 +123,10 @@ class _Service:
             request.cancel()
 
     @contextlib.asynccontextmanager
-    async def load(self, tenants: Sequence[str], each: int, length: int, tokens: int) -> AsyncIterator[Counter[str]]:
-        """Keep `each` requests per tenant live, drawn from a few; yields counts, including outputs that differ."""
+    async def load(
+        self, tenants: Sequence[str], per_tenant: int, length: int, tokens: int
+    ) -> AsyncIterator[Counter[str]]:
+        """Keep `per_tenant` requests live per tenant, of a few kinds; yields counts, including outputs that differ."""
         outputs: dict[tuple[str, int], list[int]] = {}
         counts: Counter[str] = Counter(outputs=0, wrong_outputs=0)
 
@@ -135,15 +137,15 @@ class _Service:
                 # The same request must give the same output each time, whatever was revoked meanwhile.
                 counts["wrong_outputs"] += outputs.setdefault((tenant, number), output_tokens) != output_tokens
 
-        tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(each)]
+        tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(per_tenant)]
         try:
             yield counts
         finally:
             for task in tasks:
                 # Wait for the end of all tasks: only a cancelled one has ended as it should.
                 task.cancel()
-            ends = await asyncio.gather(*tasks, return_exceptions=True)
-            counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in ends)
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in outcomes)
 
     def live(self) -> list[LiveSequence]:
         return [sequence for tenant in self.decoder.scheduler.tenants.values() for sequence in tenant.live.values()]
@@ -162,20 +164,20 @@ FIGURES: Final = ("throughput", "survivors", "rebinds", "shares")
 
 
 @contextlib.asynccontextmanager
-async def _serving(checkpoint: Checkpoint, address: str, most: int) -> AsyncIterator[tuple[_Service, list[str]]]:
-    """Open a decoder for TENANTS tenants with at most `most` live sequences; yields it and the tenants' names."""
+async def _serving(checkpoint: Checkpoint, address: str, max_batch: int) -> AsyncIterator[tuple[_Service, list[str]]]:
+    """Open a decoder for TENANTS tenants with at most `max_batch` live sequences; yields it and the tenants' names."""
     names = [f"tenant-{number}" for number in range(TENANTS)]
     # Blocks for each tenant's share of the live sequences, of full length.
-    blocks = most // TENANTS * POSITIONS // PAGE
+    blocks = max_batch // TENANTS * POSITIONS // PAGE
     # One tenant counts three times as much, for `shares`.
     weights = [1.0] * (TENANTS - 1) + [3.0]
     tenants = [
-        TenantConfig(name, most, blocks, weight, max_waiting=2 * most)
+        TenantConfig(name, max_batch, blocks, weight, max_waiting=2 * max_batch)
         for name, weight in zip(names, weights, strict=True)
     ]
     # Enough rebinds at once to never limit what is measured.
-    prefill_rows = min(128, most)
-    settings = DecoderSettings(most + prefill_rows, prefill_rows, most, POSITIONS, rebinds_at_once=1_000_000)
+    prefill_rows = min(128, max_batch)
+    settings = DecoderSettings(max_batch + prefill_rows, prefill_rows, max_batch, POSITIONS, rebinds_at_once=1_000_000)
     times = DecoderTimes()
     async with Decoder.open(checkpoint, tenants, settings, address=address, observers=[times]) as decoder:
         yield _Service(decoder, times), names
@@ -190,11 +192,11 @@ async def measure_throughput(
 
 
 async def measure(
-    checkpoint: Checkpoint, address: str, for_s: float, most: int, figure_names: Collection[str] = FIGURES
+    checkpoint: Checkpoint, address: str, for_s: float, max_batch: int, figure_names: Collection[str] = FIGURES
 ) -> None:
-    """Print the wanted figures, measured for `for_s` seconds each, with at most `most` live sequences."""
-    async with _serving(checkpoint, address, most) as (service, names):
-        for batch in (batch for batch in BATCHES if batch <= most and "throughput" in figure_names):
+    """Print the wanted figures, measured for `for_s` seconds each, with at most `max_batch` live sequences."""
+    async with _serving(checkpoint, address, max_batch) as (service, names):
+        for batch in (batch for batch in BATCHES if batch <= max_batch and "throughput" in figure_names):
             print_figures(await throughput(service, names, batch, for_s / 4))
         if "survivors" in figure_names:
             print_figures(await survivors(service, names, for_s))
@@ -210,19 +212,21 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
     Measured for `for_s` seconds and LEAST_STEPS, or until a sequence is about to end: a step of fewer sequences is
     another step.
     """
-    length, tokens, ends = 16, POSITIONS - 32, service.times.step_ends
+    length, tokens, step_ends = 16, POSITIONS - 32, service.times.step_ends
     # The batch is divided among the tenants; a small one goes to the first of them.
-    each = max(1, batch // len(names))
-    async with service.load(names[: min(batch, len(names))], each, length, tokens):
+    per_tenant = max(1, batch // len(names))
+    async with service.load(names[: min(batch, len(names))], per_tenant, length, tokens):
         # Wait until each sequence has emitted some tokens: from then on every step has a row of each.
         await _until(lambda: service.decoder.scheduler.live_sequences == batch)
         await _until(lambda: min(sequence.length for sequence in service.live()) >= length + WARM_TOKENS)
         service.times.clear()
         first = [sequence.length for sequence in service.live()]
-        until, most = time.monotonic() + for_s, POSITIONS - 2 * WARM_TOKENS - max(first)
-        await _until(lambda: (time.monotonic() >= until and len(ends) >= LEAST_STEPS) or len(ends) >= most)
-        rate = batch * _per_s(ends)
-        steps = _StepsAgain(service, first, len(ends))
+        until, max_steps = time.monotonic() + for_s, POSITIONS - 2 * WARM_TOKENS - max(first)
+        await _until(
+            lambda: (time.monotonic() >= until and len(step_ends) >= LEAST_STEPS) or len(step_ends) >= max_steps
+        )
+        rate = batch * _per_s(step_ends)
+        steps = _StepsAgain(service, first, len(step_ends))
     await _quiet(service)
     bare = batch * _per_s(await steps.run())
     return {
@@ -234,9 +238,9 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
     }
 
 
-def _per_s(ends: Sequence[float]) -> float:
+def _per_s(times: Sequence[float]) -> float:
     """Number of steps per second, from the times of their ends."""
-    return (len(ends) - 1) / (ends[-1] - ends[0])
+    return (len(times) - 1) / (times[-1] - times[0])
 
 
 class _StepsAgain:
@@ -268,14 +272,14 @@ class _StepsAgain:
 
     async def run(self) -> list[float]:
         """Compute the steps, two in progress, as under the decoder. Returns the times of their ends."""
-        ends: list[float] = []
+        step_ends: list[float] = []
         for step in range(self._count):
             await self._start(step)
             if step:
                 await self._engine.finish()
-                ends.append(time.monotonic())
+                step_ends.append(time.monotonic())
         await self._engine.finish()
-        return ends
+        return step_ends
 
     async def _start(self, step: int) -> None:
         rows, position = self._rows, self._first + step
@@ -342,7 +346,10 @@ async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[
         await asyncio.sleep(for_s)
         tenants = [service.decoder.scheduler.tenants[name] for name in names]
         # The scheduler's counter divides service by the weight: multiply by it to get tokens.
-        served = [(tenant.counter - was) * tenant.config.weight for tenant, was in zip(tenants, before, strict=True)]
+        served = [
+            (tenant.counter - counter_before) * tenant.config.weight
+            for tenant, counter_before in zip(tenants, before, strict=True)
+        ]
     await _quiet(service)
     return {"figure": "service of weights 1 : 3", "served": served, "ratio": served[1] / served[0]}
 
@@ -374,14 +381,14 @@ def checkpoint_named(name: str) -> Checkpoint:
 def main(words: Sequence[str]) -> None:
     """Measure, as the words say (see the module's docstring)."""
     # Words that are missing have defaults: the smallest shape, ten seconds, 256 sequences.
-    chosen, for_s, most = (*words[:3], *("two-layers", "10", "256")[len(words) :])
+    chosen, for_s, max_batch = (*words[:3], *("two-layers", "10", "256")[len(words) :])
     names = words[3:] or FIGURES
     if unknown := set(names) - set(FIGURES):
         sys.exit(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     checkpoint = checkpoint_named(chosen)
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
-        asyncio.run(measure(checkpoint, address, float(for_s), int(most), names))
+        asyncio.run(measure(checkpoint, address, float(for_s), int(max_batch), names))
 
 
 if __name__ == "__main__":

@@ -97,24 +97,24 @@ def plan_for(driver: str, *, quick: bool) -> DecodePlan:
     return QUICK_EMBEDDED if quick else EMBEDDED
 
 
-def measure_decode(address: str, plan: DecodePlan, report: Report, say: Callable[[str], object]) -> None:
+def measure_decode(address: str, plan: DecodePlan, report: Report, log: Callable[[str], object]) -> None:
     """Report all figures of a plan, on the daemon at this address and of the other ways.
 
     Args:
         address: The daemon's address.
         plan: The plan.
         report: Receives each figure.
-        say: Receives the name of each measurement before it starts.
+        log: Receives the name of each measurement before it starts.
     """
     # Each shape: on a lease first, then every other way in a process of its own, so that none disturbs another.
     for shape in plan.shapes:
-        say(f"{shape}: the decode engine on a lease")
+        log(f"{shape}: the decode engine on a lease")
         target, steps = asyncio.run(measure(address, shape, plan, report))
-        say(f"{shape}: the same engine and kernels on the driver in a process of its own")
+        log(f"{shape}: the same engine and kernels on the driver in a process of its own")
         for figure in _figures_of("decode_direct", shape, target, plan):
             report(_beside(figure, steps))
         for module in plan.other_ways:
-            say(f"{shape}: {module.removeprefix('decode_')}")
+            log(f"{shape}: {module.removeprefix('decode_')}")
             for figure in _figures_of(module, shape, "", plan):
                 report(_beside(figure, steps))
 
@@ -129,10 +129,13 @@ def _beside(figure: Figure, steps: Steps) -> Figure:
     leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
     if leased is None or "ms" not in figure:
         return figure
-    beside = {"tokens_per_s": figure["batch"] / figure["ms"] * 1e3, "leased_ratio": figure["ms"] / leased.took_s / 1e3}
+    comparison = {
+        "tokens_per_s": figure["batch"] / figure["ms"] * 1e3,
+        "leased_ratio": figure["ms"] / leased.took_s / 1e3,
+    }
     if "results" in figure:
-        beside["same_results"] = figure["results"] == leased.results
-    return {name: value for name, value in figure.items() if name != "results"} | beside
+        comparison["same_results"] = figure["results"] == leased.results
+    return {name: value for name, value in figure.items() if name != "results"} | comparison
 
 
 def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
@@ -141,20 +144,20 @@ def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Itera
     lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
     words = [word for word in (shape, target, *lists) if word]
     command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words]
-    why = {"figure": module.removeprefix("decode_"), "shape": shape}
+    labels = {"figure": module.removeprefix("decode_"), "shape": shape}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        yield why | {"skipped": f"no end within {CHILD_TIMEOUT_S} s"}
+        yield labels | {"skipped": f"no end within {CHILD_TIMEOUT_S} s"}
         return
     # Libraries print other lines, too.
-    for line in done.stdout.splitlines():
+    for line in result.stdout.splitlines():
         with contextlib.suppress(ValueError):
             if isinstance(figure := json.loads(line), dict):
                 yield figure
     # A way that is not installed, or failed, leaves one figure that says so.
-    if done.returncode:
-        yield why | {"skipped": (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]}
+    if result.returncode:
+        yield labels | {"skipped": (result.stderr.strip() or f"exit status {result.returncode}").splitlines()[-1]}
 
 
 async def measure(address: str, shape: str, plan: DecodePlan, report: Report = print_figures) -> tuple[str, Steps]:

@@ -16,7 +16,7 @@ PROCESS_TIMEOUT_S: Final = 300.0
 """Longest time for one round of direct calls, in seconds. Stops a hung driver from hanging the benchmark."""
 
 Figures = dict[str, float]
-Say = Callable[[str], object]
+LogLine = Callable[[str], object]
 """Receives the name of each measurement before it starts."""
 
 
@@ -134,13 +134,13 @@ def figures_of(
     # Nothing of this process's environment is left out: libraries may need it.
     environment = os.environ | (variables or {})
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, input=standard_input, capture_output=True, timeout=timeout_s, check=False, env=environment
         )
         # Only the first line: a library may print more at exit.
-        figures: Figures = json.loads(done.stdout.splitlines()[0])
+        figures: Figures = json.loads(result.stdout.splitlines()[0])
     except (IndexError, ValueError):
-        last_line = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        last_line = (result.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
         raise MissingPrerequisite(f"the direct calls failed: {last_line}") from None
     except subprocess.TimeoutExpired:
         raise MissingPrerequisite(f"the direct calls have not ended within {timeout_s:.0f} s") from None

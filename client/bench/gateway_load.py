@@ -80,12 +80,12 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
             load.ask()  # compiles the kernel
             figures = {f"{count} at a time": load_figures(load.ask, count, seconds) for count in AT_A_TIME}
             if has_pool:
-                took = []
+                durations = []
                 # Requests that each find a full pool: what one alone would take.
                 for _ in range(SPACED):
                     await_pool(address)
-                    took.append(load.ask())
-                figures["alone, pool full"] = percentiles_ms(took)
+                    durations.append(load.ask())
+                figures["alone, pool full"] = percentiles_ms(durations)
             return figures
         finally:
             store.close()

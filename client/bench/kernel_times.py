@@ -68,12 +68,12 @@ def kernel_figures(address: str) -> dict[str, Figures]:
     with _session(address) as session:
         cold = [_load_ms(session, image) for image in images]
     with _session(address) as session:
-        again = [_load_ms(session, image) for image in images]
+        reloads = [_load_ms(session, image) for image in images]
         module = session.module_load(kernels_ptx())
         figures = {name: _measure(session, module, work) for name, work in works().items()}
     return figures | {
         "load_cold": {"leased_ms": percentile(cold, 50)},
-        "load_again": {"leased_ms": percentile(again, 50)},
+        "load_again": {"leased_ms": percentile(reloads, 50)},
     }
 
 
@@ -172,7 +172,7 @@ class Prepared:
     def __init__(self, session: GpuSession, module: Module, work: KernelWork) -> None:
         # Pack once: the arguments are the same for each launch.
         self._session, self._module, self._work = session, module, work
-        self._wanted = work.numpy()
+        self._expected = work.numpy()
         self._buffers = [_upload(session, array) for array in (work.into, *work.operands)]
         self._args = KernelArgs()
         for buffer in self._buffers:
@@ -195,8 +195,8 @@ class Prepared:
         self.launch()
         output = np.empty_like(self._work.into)
         self._session.mem_read(self._buffers[0], 0, output.nbytes, into=output)
-        if not np.allclose(output, self._wanted, rtol=1e-3, atol=1e-3):
-            raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(output - self._wanted).max()}")
+        if not np.allclose(output, self._expected, rtol=1e-3, atol=1e-3):
+            raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(output - self._expected).max()}")
 
     def free(self) -> None:
         """Free the arrays on the card; `launch` can't be called after it."""

@@ -26,7 +26,7 @@ SLICE_BYTES: Final = 256 << 20
 POOL_TIMEOUT_S: Final = 30.0
 """Longest time for a pool to be full again, in seconds; a context takes 0.3 s."""
 
-_POOL_LOOK_S: Final = 0.01
+_POOL_POLL_S: Final = 0.01
 
 FIRST_PTX: Final = b""".version 7.0
 .target sm_75
@@ -73,12 +73,12 @@ def _one_lease_ms(address: str) -> tuple[float, ...]:
         module, into = session.module_load(ptx), session.mem_alloc(4)
         session.launch(module, next(iter(module.kernels)), (1,), (1,), KernelArgs().push_buffer(into))
         session.sync()
-        done = time.perf_counter()
+        finished = time.perf_counter()
     # Freed once the daemon has proved its memory free.
     freeing = time.perf_counter()
     lease.free()
     freed = time.perf_counter()
-    return tuple(seconds * 1e3 for seconds in (answered - started, done - started, freed - freeing))
+    return tuple(seconds * 1e3 for seconds in (answered - started, finished - started, freed - freeing))
 
 
 def await_pool(address: str) -> None:
@@ -91,7 +91,7 @@ def await_pool(address: str) -> None:
             return
         if time.monotonic() > until:
             raise RuntimeError(f"the pool has {card['warm_contexts']} of {card['warm_wanted']} contexts")
-        time.sleep(_POOL_LOOK_S)
+        time.sleep(_POOL_POLL_S)
 
 
 def _start_figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
@@ -105,7 +105,7 @@ REVOKED_LEASE_S: Final = 60.0
 SPINNING_S: Final = 0.05
 """Seconds for which a kernel runs before its lease is revoked."""
 
-TOLD_S: Final = 10.0
+NOTICE_LIMIT_S: Final = 10.0
 """Seconds for a revoked tenant to get its error."""
 
 SPIN_PTX: Final = b""".version 7.0
@@ -127,7 +127,7 @@ AGAIN:
 """
 """A kernel that never ends by itself: its flag stays 0."""
 
-_END_LOOK_S: Final = 0.002
+_END_POLL_S: Final = 0.002
 
 
 def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
@@ -171,7 +171,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
             # Answered once the memory is proved free.
             ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "a measurement"), address)
             free_ms.append((time.monotonic() - started) * 1e3)
-            waiting.join(TOLD_S)
+            waiting.join(NOTICE_LIMIT_S)
             if not refused_at:
                 raise RuntimeError("a tenant did not learn that its lease is revoked")
             errors_ms.append((refused_at[0] - started) * 1e3)
@@ -200,12 +200,12 @@ def _wait_until_torn_down(lease: GpuLease) -> LeaseReport:
         report = lease.query()
         if report["state"] in ("torndown", "fenced"):
             return report
-        time.sleep(_END_LOOK_S)
+        time.sleep(_END_POLL_S)
 
 
 def _end_figures(name: str, errors_ms: list[float], free_ms: list[float]) -> dict[str, float]:
     return {
-        f"{name}_{what}_p{percent}_ms": percentile(samples, percent)
-        for what, samples in (("told", errors_ms), ("free", free_ms))
+        f"{name}_{figure}_p{percent}_ms": percentile(samples, percent)
+        for figure, samples in (("told", errors_ms), ("free", free_ms))
         for percent in (50, 99)
     }

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpulease.client import Busy, GpuBuilder, GpuExclusivityClass, GpuLease, GpuSession
-from gpulease.client.bench.figures import Figures, Say, percentile
+from gpulease.client.bench.figures import Figures, LogLine, percentile
 from gpulease.client.bench.woven_data import EXTRA_BYTES, WovenData, woven_bytes
 from gpulease.client.console.private_daemon import private_daemon
 from gpulease.client.console.reports import first_card
@@ -89,7 +89,7 @@ def patterns() -> dict[str, Iterator[int]]:
     }
 
 
-def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) -> dict[str, Any]:
+def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLine) -> dict[str, Any]:
     """Measure models that are parked, and models that are loaded again, `seconds` in all; returns the report.
 
     Raises MissingPrerequisite.
@@ -107,7 +107,7 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) 
     vram_bytes = min(vram_bytes, int(card["capacity_bytes"]))
     # Host memory for those that are parked, the one that leaves, and the one that comes.
     settings = _SETTINGS.format(park_memory=(MODELS - RESIDENT + 2) * (slice_bytes + (4 << 20)))
-    each_s = seconds / 2 / len(patterns())
+    pattern_s = seconds / 2 / len(patterns())
     report: dict[str, Any] = {
         "card": card["name"],
         "driver": card["driver"],
@@ -116,8 +116,8 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, say: Say) 
         "on": vram_bytes,
     }
     with private_daemon(driver, vram=(str(vram_bytes),), settings=settings) as address:
-        report["parked"] = _measure_parked(address, slice_bytes, size_bytes, each_s, say)
-        report["loaded again"] = _measure_loaded(address, slice_bytes, size_bytes, each_s, say)
+        report["parked"] = _measure_parked(address, slice_bytes, size_bytes, pattern_s, log)
+        report["loaded again"] = _measure_loaded(address, slice_bytes, size_bytes, pattern_s, log)
     return report
 
 
@@ -132,9 +132,11 @@ def _builder(address: str, size_bytes: int) -> GpuBuilder:
     return builder.exclusivity(GpuExclusivityClass.SHARED)
 
 
-def _measure_parked(address: str, slice_bytes: int, size_bytes: int, each_s: float, say: Say) -> dict[str, Figures]:
+def _measure_parked(
+    address: str, slice_bytes: int, size_bytes: int, pattern_s: float, log: LogLine
+) -> dict[str, Figures]:
     with contextlib.ExitStack() as stack:
-        say(f"{MODELS} models of {size_bytes >> 20} MiB")
+        log(f"{MODELS} models of {size_bytes >> 20} MiB")
         models: list[tuple[GpuLease, WovenData]] = []
         for number in range(MODELS):
             lease = stack.enter_context(_builder(address, slice_bytes).acquire())
@@ -153,7 +155,7 @@ def _measure_parked(address: str, slice_bytes: int, size_bytes: int, each_s: flo
             took_s = time.perf_counter() - began
             return is_there, took_s, model.check()
 
-        return _run(request, each_s, say, "parked")
+        return _run(request, pattern_s, log, "parked")
 
 
 def _phase(address: str, lease: GpuLease) -> str:
@@ -197,8 +199,10 @@ class _LoadedModels:
             self._end(self._models.popitem()[1])
 
 
-def _measure_loaded(address: str, slice_bytes: int, size_bytes: int, each_s: float, say: Say) -> dict[str, Figures]:
-    say("the same from the page cache")
+def _measure_loaded(
+    address: str, slice_bytes: int, size_bytes: int, pattern_s: float, log: LogLine
+) -> dict[str, Figures]:
+    log("the same from the page cache")
     with tempfile.TemporaryFile() as file:
         # The bytes as the card weaves them, with 0 as the origin: every model reads this file.
         with _builder(address, slice_bytes).acquire() as lease, GpuSession(lease) as session:
@@ -210,16 +214,18 @@ def _measure_loaded(address: str, slice_bytes: int, size_bytes: int, each_s: flo
         with mmap.mmap(file.fileno(), size_bytes, prot=mmap.PROT_READ) as source:
             models = _LoadedModels(address, slice_bytes, size_bytes, source)
             try:
-                return _run(models.request, each_s, say, "loaded again")
+                return _run(models.request, pattern_s, log, "loaded again")
             finally:
                 models.close()
 
 
-def _run(request: Callable[[int], tuple[bool, float, int]], each_s: float, say: Say, what: str) -> dict[str, Figures]:
+def _run(
+    request: Callable[[int], tuple[bool, float, int]], pattern_s: float, log: LogLine, label: str
+) -> dict[str, Figures]:
     figures: dict[str, Figures] = {}
     for name, numbers in patterns().items():
-        say(f"{what}: requests {name}")
-        counted, until = PatternFigures(), time.monotonic() + each_s
+        log(f"{label}: requests {name}")
+        counted, until = PatternFigures(), time.monotonic() + pattern_s
         while time.monotonic() < until:
             try:
                 is_there, took_s, wrong = request(next(numbers))

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeVar
 import click
 
 from gpulease.client import GpuBuilder, GpuExclusivityClass, GpuLease, GpuLeaseError, GpuSession, KernelArgs
-from gpulease.client.bench.figures import Say
+from gpulease.client.bench.figures import LogLine
 from gpulease.client.bench.woven_data import BLOCK, EXTRA_BYTES, GRID, STEPS, WORD_BYTES, WovenData, end_of
 from gpulease.client.console.private_daemon import PrivateDaemon, killable_daemon
 from gpulease.client.console.reports import cards_of, first_card, leases_of
@@ -135,29 +135,29 @@ class _Tenant:
 
     def run(self) -> None:
         while time.monotonic() < self._until:
-            ending = self._random.choice(ENDINGS)
+            way_out = self._random.choice(ENDINGS)
             try:
-                self._live(ending)
-                self._counts.did[ending] += 1
+                self._live(way_out)
+                self._counts.did[way_out] += 1
             # Whatever it is: a thread that ends would make the storm a calm one.
             except Exception as error:
-                self._counts.surprise(f"{ending}: {type(error).__name__}: {error}")
+                self._counts.surprise(f"{way_out}: {type(error).__name__}: {error}")
                 time.sleep(1.0)
 
-    def _live(self, ending: str) -> None:
-        seconds = SHORT_LEASE_S if ending == "expire" else LEASE_S
+    def _live(self, way_out: str) -> None:
+        seconds = SHORT_LEASE_S if way_out == "expire" else LEASE_S
         idle_s = self._random.choice((0.0, 0.2, 1.0))
         builder = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
         builder = builder.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
         lease = _patient(builder.acquire)
         try:
-            with contextlib.suppress(*(_Over if ending == "expire" else ())):
+            with contextlib.suppress(*(_Over if way_out == "expire" else ())):
                 work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)
-                for _ in range(self._random.randint(*ROUNDS) if ending != "expire" else 1 << 30):
+                for _ in range(self._random.randint(*ROUNDS) if way_out != "expire" else 1 << 30):
                     if time.monotonic() > self._until:
                         break
                     work.round()
-                self._end(ending, lease, work)
+                self._end(way_out, lease, work)
         except GpuLeaseError:
             if not self._ended_cold(lease):
                 raise
@@ -168,11 +168,11 @@ class _Tenant:
         report = _patient(lambda: ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), self._address).report)
         return report["cause"] == "worker_died" and ENDED_COLD in report["reason"]
 
-    def _end(self, ending: str, lease: GpuLease, work: "_Work") -> None:
+    def _end(self, way_out: str, lease: GpuLease, work: "_Work") -> None:
         # Half of all ends come while the session is parked.
         if self._random.random() < 0.5:
             work.park()
-        match ending:
+        match way_out:
             case "free" | "expire":
                 work.session.close()
                 _patient(lease.free)
@@ -208,10 +208,10 @@ class _Work:
 
     def round(self) -> None:
         """Do one thing at random, and check all data."""
-        for do in self._random.choices(
+        for action in self._random.choices(
             (self.park, self._rest, self._use_graph, self._use_streams, self._use_regions), k=2
         ):
-            do()
+            action()
         self._begin()
         self._counts.wrong += _patient(self._data.check)
         self._counts.did["checks"] += 1
@@ -375,13 +375,13 @@ class _Operator:
             case "drain" if self._drains:
                 self._drain(str(self._random.randrange(self._cards)))
 
-    def _move(self, lease_id: int, card: str | None, what: str) -> None:
+    def _move(self, lease_id: int, card: str | None, label: str) -> None:
         """Move one session; most refusals come from its own tenant, who works on or ends the lease."""
         try:
             ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, card), self._address)
-            self._counts.did[what] += 1
+            self._counts.did[label] += 1
         except (Busy, CapacityExceeded, Drained, Unsupported):
-            self._counts.did[f"not {what}"] += 1
+            self._counts.did[f"not {label}"] += 1
 
     def _drain(self, card: str) -> None:
         """Drain a card for a moment, and move what can be moved: to the other cards, or else to the host's memory."""
@@ -394,8 +394,8 @@ class _Operator:
             for lease in _lease_reports(self._address):
                 if lease["card_uuid"] == uuid and time.monotonic() < until:
                     other = self._random.choice(others) if others else None
-                    what = "moved off a drained card" if others else "parked cold"
-                    self._move(int(lease["lease_id"], 16), other, what)
+                    label = "moved off a drained card" if others else "parked cold"
+                    self._move(int(lease["lease_id"], 16), other, label)
             self._counts.did["drained cards"] += 1
         finally:
             _patient(lambda: ask(Opcode.CARD_DRAIN, CardDrain(card, None), self._address))
@@ -425,10 +425,10 @@ def _kill_brokers(daemon: PrivateDaemon, counts: StormCounts, until: float) -> N
         counts.did["killed brokers"] += 1
 
 
-def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
+def measure_storm(driver: str, minutes: float, log: LogLine) -> dict[str, Any]:
     """Run a storm; returns the report. Raises MissingPrerequisite."""
     counts = StormCounts()
-    with _small_daemon(driver, say) as (daemon, gpu, audit):
+    with _small_daemon(driver, log) as (daemon, gpu, audit):
         address, until = daemon.address, time.monotonic() + minutes * 60
         tenants = [_Tenant(address, gpu, seed, counts, until) for seed in range(TENANTS)]
         work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
@@ -436,19 +436,19 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
         # One of them drains: with all cards drained at once, tenants would only wait.
         work += [_Operator(address, len(cards), seed, counts, until, drains=seed == 7).run for seed in (7, 8)]
         work.append(lambda: _kill_brokers(daemon, counts, until))
-        say(f"the storm, for {minutes:g} minutes")
+        log(f"the storm, for {minutes:g} minutes")
         threads = [threading.Thread(target=one, daemon=True) for one in work]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        say("every byte must be back")
+        log("every byte must be back")
         leftovers = _end_everything(address, counts)
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
         unaccounted = sum(int(card[name]) for card in cards for name in ("held_bytes", "fenced_bytes"))
         unaccounted += int(cards[0]["park_host_bytes"])
         daemon.stop()
-        ends = _ends(audit, counts.regions)
+        ends_by_reason = _ends(audit, counts.regions)
     return {
         "minutes": minutes,
         "did": dict(sorted(counts.did.items())),
@@ -456,8 +456,8 @@ def measure_storm(driver: str, minutes: float, say: Say) -> dict[str, Any]:
         "surprises": counts.surprises,
         "leases_left": leftovers,
         "unaccounted_bytes": unaccounted,
-        "granted": len(ends),
-        "ends_per_lease": sorted(set(ends.values())),
+        "granted": len(ends_by_reason),
+        "ends_per_lease": sorted(set(ends_by_reason.values())),
     }
 
 
@@ -469,9 +469,9 @@ def is_calm(report: dict[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _small_daemon(driver: str, say: Say) -> Iterator[tuple[PrivateDaemon, str, str]]:
+def _small_daemon(driver: str, log: LogLine) -> Iterator[tuple[PrivateDaemon, str, str]]:
     """Start a daemon with cards of HELD slices; yields it, its driver, and its audit log's folder."""
-    say("what a lease is charged")
+    log("what a lease is charged")
     with killable_daemon(driver) as daemon:
         driver = first_card(daemon.address)["driver"]
         size_bytes = slice_bytes(driver)
@@ -509,7 +509,7 @@ def _ends(folder: str, regions: set[str]) -> Counter[str]:
     if shown.returncode:
         raise click.ClickException(f"the audit log can't be read: {shown.stderr.strip()}")
     granted: set[str] = set()
-    ends: Counter[str] = Counter()
+    ends_by_reason: Counter[str] = Counter()
     for line in shown.stdout.splitlines():
         record = json.loads(line)
         # If a killed daemon had recorded a grant, the next daemon adopts the lease.
@@ -517,8 +517,8 @@ def _ends(folder: str, regions: set[str]) -> Counter[str]:
             if "parent" not in record["data"] or record["data"]["lease"] in regions:
                 granted.add(record["data"]["lease"])
         elif record["kind"] == "end":
-            ends[record["data"]["lease"]] += 1
-    return Counter({lease: ends[lease] for lease in granted})
+            ends_by_reason[record["data"]["lease"]] += 1
+    return Counter({lease: ends_by_reason[lease] for lease in granted})
 
 
 def storm_table(report: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from subprocess import CalledProcessError, TimeoutExpired, run
 from typing import Any, Final
 
 from gpulease.client.bench.bounds import load_bounds
-from gpulease.client.bench.figures import Figures, Say, figures_of, medians
+from gpulease.client.bench.figures import Figures, LogLine, figures_of, medians
 from gpulease.client.bench.lease_life import warm_acquisition
 from gpulease.client.bench.round_trips import measure_session
 from gpulease.client.console.exit_status import MissingPrerequisite
@@ -79,8 +79,8 @@ NOTES: Final = (
 )
 
 
-def measure_beside_peers(
-    address: str, card: Mapping[str, Any], rounds: int, launches: int, samples: int, say: Say
+def measure_with_peers(
+    address: str, card: Mapping[str, Any], rounds: int, launches: int, samples: int, log: LogLine
 ) -> dict[str, Any]:
     """Measure all callers in turn, each but the session in a process of its own; medians of rounds count.
 
@@ -94,18 +94,18 @@ def measure_beside_peers(
             LEASED: partial(_measure_leased, address, launches, samples, has_pool=has_pool)
         }
         if card["driver"] == "cuda":
-            others, absent = _peers(Path(folder), str(card["uuid"]), launches, samples)
-            ready |= others
+            peers, absent = _peers(Path(folder), str(card["uuid"]), launches, samples)
+            ready |= peers
         else:
             absent = dict.fromkeys(CALLERS[1:], NO_CARD)
-        figures = _in_turn(ready, absent, rounds, say)
+        figures = _in_turn(ready, absent, rounds, log)
     if not has_pool:
         absent["the session's set-up"] = NO_POOL
     return report_of(figures, absent, rounds, has_goals=card["driver"] == "cuda")
 
 
 def _in_turn(
-    ready: Mapping[str, Callable[[], Figures]], absent: dict[str, str], rounds: int, say: Say
+    ready: Mapping[str, Callable[[], Figures]], absent: dict[str, str], rounds: int, log: LogLine
 ) -> dict[str, Figures]:
     """Measure each caller in each round; one that fails is moved to `absent`."""
     names = list(ready)
@@ -117,7 +117,7 @@ def _in_turn(
         for name in names[first:] + names[:first]:
             if name in absent:
                 continue
-            say(f"round {number + 1} of {rounds}: round trips, {name}")
+            log(f"round {number + 1} of {rounds}: round trips, {name}")
             try:
                 rounds_by_name[name].append(ready[name]())
             except MissingPrerequisite as error:
@@ -156,15 +156,15 @@ def _peers(
         (BINDINGS, "bindings_peer", "cuda.bindings.driver"),
         (PYCUDA, "pycuda_peer", "pycuda.driver"),
     ):
-        if why := why_missing(name, needed):
-            absent[name] = why
+        if reason := missing_reason(name, needed):
+            absent[name] = reason
         else:
             command = (sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words)
             ready[name] = partial(figures_of, command, variables=variables)
     return ready, absent
 
 
-def why_missing(package: str, module: str) -> str:
+def missing_reason(package: str, module: str) -> str:
     """A sentence if that module is not installed, else ""."""
     try:
         # Looking for a submodule imports its parent, which may be missing as well.

@@ -75,12 +75,12 @@ class _PrefixLoad:
         self._decoder, self._prefix = decoder, prefix
         self._vocabulary = decoder.scheduler.settings.vocabulary
 
-    def _prompt(self, text: int, own: int) -> list[int]:
+    def _prompt(self, text: int, unique: int) -> list[int]:
         def tokens(seed: int, count: int) -> list[int]:
             numbers = random.Random(seed)
             return [numbers.randrange(3, self._vocabulary) for _ in range(count)]
 
-        return tokens(text, self._prefix) + tokens(1000 + own, OWN_TOKENS)
+        return tokens(text, self._prefix) + tokens(1000 + unique, OWN_TOKENS)
 
     async def _read(self, prompt: Sequence[int]) -> float:
         """Compute an answer. Returns the seconds to its first token."""
@@ -95,16 +95,16 @@ class _PrefixLoad:
 
     async def first_tokens(self, rounds: int) -> dict[str, Any]:
         """Time the first token behind a prefix that is new, and behind one that a sequence before had."""
-        new, again = [], []
+        new, reused = [], []
         await self._read(self._prompt(0, 0))
         for text in range(1, rounds + 1):
             new.append(await self._read(self._prompt(text, 1)))
-            again.append(await self._read(self._prompt(text, 2)))
+            reused.append(await self._read(self._prompt(text, 2)))
         return {
             "figure": "first token",
             "prefix": self._prefix,
             "new_ms": percentile(new, 50) * 1e3,
-            "again_ms": percentile(again, 50) * 1e3,
+            "again_ms": percentile(reused, 50) * 1e3,
         }
 
     async def at_once(self, sequences: int) -> dict[str, Any]:
@@ -113,10 +113,10 @@ class _PrefixLoad:
         began = time.perf_counter()
         # The prefix is there, as it is in a server; without reuse that changes nothing.
         await self._read(self._prompt(0, 0))
-        tasks = [asyncio.create_task(self._read(self._prompt(0, own))) for own in range(1, sequences + 1)]
-        most = 0
+        tasks = [asyncio.create_task(self._read(self._prompt(0, unique))) for unique in range(1, sequences + 1)]
+        peak = 0
         while not all(task.done() for task in tasks):
-            most = max(most, len(tenant.live))
+            peak = max(peak, len(tenant.live))
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         # In the order of the prompts, not in that of their ends.
@@ -125,7 +125,7 @@ class _PrefixLoad:
             "figure": "at once",
             "prefix": self._prefix,
             "blocks": tenant.region_blocks,
-            "sequences": most,
+            "sequences": peak,
             "reserved_before": tenant.region_blocks // -(-(self._prefix + OWN_TOKENS + ANSWER - 1) // PAGE),
             "took_s": time.perf_counter() - began,
         }

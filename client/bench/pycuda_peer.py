@@ -59,7 +59,7 @@ def _open_calls() -> Calls:
     call, address, grid, block = function.prepared_call, int(counters), (1, 1), (THREADS, 1, 1)
 
     # pycuda unloads modules and frees memory that nothing refers to.
-    def launch(_kept: object = (module, other, counters)) -> None:
+    def launch(_alive: object = (module, other, counters)) -> None:
         call(grid, block, address, THREADS, STEP)
 
     def read_counters() -> "NDArray[np.uint32]":

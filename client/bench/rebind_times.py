@@ -99,12 +99,12 @@ async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: i
 
 async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:
     """Compute a prompt in chunks, with two steps in progress."""
-    most = engine.limits.max_rows
-    for begin in range(0, prompt, most):
+    max_rows = engine.limits.max_rows
+    for begin in range(0, prompt, max_rows):
         # As in a decoder: the next step is queued while one computes.
         if engine.steps_under_way == MAX_STEPS:
             await engine.finish()
-        await engine.start(_rows(engine, pool, range(begin, min(begin + most, prompt))), [pool])
+        await engine.start(_rows(engine, pool, range(begin, min(begin + max_rows, prompt))), [pool])
     while engine.steps_under_way:
         await engine.finish()
 
@@ -143,10 +143,10 @@ def main(arguments: Sequence[str]) -> None:
     """Measure the model that the arguments name, for the prompts they name."""
     checkpoint = checkpoint_named(arguments[0] if arguments else str(TINY_MODEL))
     prompts = [int(argument) for argument in arguments[1:]] or PROMPTS
-    fitting = [prompt for prompt in prompts if prompt + PAGE <= checkpoint.config.context]
+    lengths = [prompt for prompt in prompts if prompt + PAGE <= checkpoint.config.context]
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
-        print(table_of(asyncio.run(measure_rebinds(address, checkpoint, fitting))))
+        print(table_of(asyncio.run(measure_rebinds(address, checkpoint, lengths))))
 
 
 if __name__ == "__main__":

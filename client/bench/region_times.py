@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, KernelArgs, Region, RegionRevoked
-from gpulease.client.bench.figures import Figures, Say, in_a_process, per_call_us, percentile, timed_us
+from gpulease.client.bench.figures import Figures, LogLine, in_a_process, per_call_us, percentile, timed_us
 from gpulease.client.console.reports import first_card
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
@@ -30,11 +30,11 @@ FLOOR_TIMEOUT_S: Final = 120
 LAUNCHES: Final = 10_000
 
 
-def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures:
+def measure_regions(address: str, ptx: bytes, samples: int, log: LogLine) -> Figures:
     """The figures of regions on the daemon's first card; times in us or ms, as their names say."""
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
-    figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, say)
+    figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, log)
     # One session for all parts: a region's cost must not depend on what came before.
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
     with builder.acquire() as lease, GpuSession(lease) as session:
@@ -46,14 +46,14 @@ def measure_regions(address: str, ptx: bytes, samples: int, say: Say) -> Figures
             ("revoked in graphs", bench.refused_in_graphs),
             ("a neighbour's launches", bench.neighbour),
         ):
-            say(f"regions: {name}")
+            log(f"regions: {name}")
             figures |= measure(samples)
     return figures
 
 
-def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, say: Say) -> Figures:
+def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, log: LogLine) -> Figures:
     """Time the same driver calls in a process of their own, without a lease."""
-    say("regions: the driver's own calls")
+    log("regions: the driver's own calls")
     words = (driver, card_uuid, str(size_bytes), str(samples))
     return in_a_process("region_floor", *words, timeout_s=FLOOR_TIMEOUT_S)
 

@@ -85,12 +85,12 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
         if not _listens(at):
             return None
         started = time.perf_counter()
-        done = subprocess.run(
+        result = subprocess.run(
             [program, *send], stdin=zeros, stdout=nowhere, stderr=nowhere, timeout=_STREAM_TIMEOUT_S, check=False
         )
         seconds = time.perf_counter() - started
         # Every byte must have left: a server that stopped would look fast.
-        return None if done.returncode or os.lseek(zeros.fileno(), 0, os.SEEK_CUR) < size else size / seconds / 1e9
+        return None if result.returncode or os.lseek(zeros.fileno(), 0, os.SEEK_CUR) < size else size / seconds / 1e9
 
 
 def _listens(at: str) -> bool:
@@ -119,9 +119,9 @@ def make_certificates(folder: Path) -> tuple[str, dict[str, str]]:
     # The test tools of the daemon: a CA, a certificate for the host, and one for the tenant.
     for words in (("init",), ("issue", "--server", HOST), ("issue", "--tenant", "bench")):
         command = [sys.executable, "-P", "-m", "gpulease.daemon.remote.pki", words[0], str(folder), *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PKI_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise NoCertificates((done.stderr.strip().splitlines() or ["no output"])[-1])
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PKI_TIMEOUT_S, check=False)
+        if result.returncode:
+            raise NoCertificates((result.stderr.strip().splitlines() or ["no output"])[-1])
     # The daemon's settings, then the variables by which a tenant names its files.
     paths = {"certificate": f"server-{HOST}.pem", "key": f"server-{HOST}.key", "client_ca": "ca.pem"}
     settings = "".join(f'{name} = "{folder / path}"\n' for name, path in paths.items())

@@ -146,8 +146,8 @@ def _burst_us(calls: Calls, count: int) -> tuple[float, float]:
         launch()
     returned = time.perf_counter()
     calls.sync()
-    ended = time.perf_counter()
-    return (returned - started) / count * 1e6, (ended - started) / count * 1e6
+    end = time.perf_counter()
+    return (returned - started) / count * 1e6, (end - started) / count * 1e6
 
 
 def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
@@ -216,7 +216,7 @@ def _calls_of(session: GpuSession) -> Calls:
         return counts
 
     # The default argument keeps the other allocation alive.
-    def launch(_kept: object = other) -> None:
+    def launch(_alive: object = other) -> None:
         session.launch(module, "count", grid, block, args)
 
     return Calls(

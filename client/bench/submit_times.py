@@ -17,10 +17,10 @@ ROOM_BYTES: Final = 1 << 20
 THREADS: Final = 32
 SESSION_SAMPLES: Final = 500
 
-GONE_S: Final = 30.0
+TEARDOWN_LIMIT_S: Final = 30.0
 """Longest time for a job's memory to be proved free, in seconds."""
 
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 _X: Final = np.arange(1, THREADS + 1, dtype=np.float32)
 
 
@@ -34,18 +34,18 @@ def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> d
     with builder.acquire() as lease:
         # One description, run many times: only the run is timed.
         submission = lease.submit("scale", ptx).block([THREADS]).inout(_X).args(_arguments(KernelArgs()))
-        alone = []
+        single = []
         for _ in range(count):
             # The job before must have left its memory, or this one would wait for it.
             _await_end(lease)
             if has_pool:
                 await_pool(address)
-            alone.append(_run(submission))
+            single.append(_run(submission))
         if has_pool:
-            return _figures("warm_submit", alone)
+            return _figures("warm_submit", single)
         # One job right after the other: what a tenant gets that does not wait.
         in_a_row = [_run(submission) for _ in range(count)]
-        return _in_a_session(lease, ptx) | _figures("submit", alone) | _figures("submit_next", in_a_row)
+        return _in_a_session(lease, ptx) | _figures("submit", single) | _figures("submit_next", in_a_row)
 
 
 def _arguments(args: KernelArgs) -> KernelArgs:
@@ -78,11 +78,11 @@ def _in_a_session(lease: GpuLease, ptx: bytes) -> dict[str, float]:
 
 def _await_end(lease: GpuLease) -> None:
     """Wait until no job is in progress: the next one would wait for its memory. Raises GpuLeaseError."""
-    until = time.monotonic() + GONE_S
+    until = time.monotonic() + TEARDOWN_LIMIT_S
     while "submit" in lease.query():
         if time.monotonic() > until:
-            raise GpuLeaseError(f"a submit's memory is not proved free within {GONE_S:g} s")
-        time.sleep(_LOOK_S)
+            raise GpuLeaseError(f"a submit's memory is not proved free within {TEARDOWN_LIMIT_S:g} s")
+        time.sleep(_POLL_S)
 
 
 def _figures(name: str, samples_ms: list[float]) -> dict[str, float]:

@@ -10,12 +10,12 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.bench.figures import Figures, Say, in_a_process, medians
+from gpulease.client.bench.figures import Figures, LogLine, in_a_process, medians
 from gpulease.client.bench.gateway_load import request_figures
 from gpulease.client.bench.kernel_times import kernel_figures
 from gpulease.client.bench.lease_life import SPIN_PTX, acquisition, expiry, revocation, warm_acquisition
 from gpulease.client.bench.overlap import overlap
-from gpulease.client.bench.peers import measure_beside_peers
+from gpulease.client.bench.peers import measure_with_peers
 from gpulease.client.bench.remote import NoCertificates, make_certificates, openssl_stream_rate, remote_figures
 from gpulease.client.bench.session_speed import bulk_copies, copy_sizes, graph_figures, hot_path
 from gpulease.client.bench.submit_times import submit_figures
@@ -59,7 +59,7 @@ class RunSize:
     tls: str
 
 
-def measure_beside_direct_calls(plan: RunSize, say: Say, warn: Say) -> dict[str, Any]:
+def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dict[str, Any]:
     """Measure everything on the running daemon, or on a private one; returns the report.
 
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
@@ -68,22 +68,22 @@ def measure_beside_direct_calls(plan: RunSize, say: Say, warn: Say) -> dict[str,
         running = address = running_address()
         if address is None:
             # A private daemon listens for TCP and TLS too, so that distance can be measured.
-            address, plan = _start_private_daemon(plan, stack, say, warn)
+            address, plan = _start_private_daemon(plan, stack, log, warn)
         card = _card_for(address, plan.driver)
-        measured = _measure(address, card, plan, say)
+        measured = _measure(address, card, plan, log)
         # On a running daemon the peers are measured at once: it has its pool, or has none.
         if running is not None:
-            measured.round_trips = _beside_peers(address, card, plan, say)
+            measured.round_trips = _with_peers(address, card, plan, log)
     # The private daemon so far has no pool of contexts: warm leases are measured on another one.
     if running is None:
-        say(f"{plan.leases} leases and submits with warm contexts")
+        log(f"{plan.leases} leases and submits with warm contexts")
         with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
             measured.leases |= _acquisition(address, plan.leases, has_pool=True)
-            measured.round_trips = _beside_peers(address, _card_for(address, plan.driver), plan, say)
+            measured.round_trips = _with_peers(address, _card_for(address, plan.driver), plan, log)
     return _report(card, plan, measured)
 
 
-def measure_round_trips(plan: RunSize, say: Say) -> dict[str, Any]:
+def measure_round_trips(plan: RunSize, log: LogLine) -> dict[str, Any]:
     """Measure only round trips, compared with other callers of the driver.
 
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing, and WrongResult.
@@ -94,7 +94,7 @@ def measure_round_trips(plan: RunSize, say: Say) -> dict[str, Any]:
             address = stack.enter_context(private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS))
         card = _card_for(address, plan.driver)
         title = card_title(card["driver"], card["name"], card["uuid"])
-        return {"title": title, "round_trips": _beside_peers(address, card, plan, say)}
+        return {"title": title, "round_trips": _with_peers(address, card, plan, log)}
 
 
 def _card_for(address: str, driver: str) -> dict[str, Any]:
@@ -108,17 +108,21 @@ def _card_for(address: str, driver: str) -> dict[str, Any]:
     return card
 
 
-def _beside_peers(address: str, card: dict[str, Any], plan: RunSize, say: Say) -> dict[str, Any]:
-    return measure_beside_peers(address, card, plan.rounds, plan.launches, SAMPLES, say)
+def _with_peers(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) -> dict[str, Any]:
+    return measure_with_peers(address, card, plan.rounds, plan.launches, SAMPLES, log)
 
 
-def measure_requests(driver: str, seconds: float, say: Say) -> dict[str, dict[str, Figures]]:
+def measure_requests(driver: str, seconds: float, log: LogLine) -> dict[str, dict[str, Figures]]:
     """Measure requests with a lease each, on private daemons with and without a pool, for `seconds` each."""
-    figures, count, again = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
+    figures, count, same_tenant = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
     # Three daemons: without a pool, with one, and with one that gives a tenant its own contexts again.
-    daemons = {"fresh contexts": (0, ""), f"pool of {count}": (count, ""), "the tenant's own again": (count, again)}
+    daemons = {
+        "fresh contexts": (0, ""),
+        f"pool of {count}": (count, ""),
+        "the tenant's own again": (count, same_tenant),
+    }
     for name, (contexts, settings) in daemons.items():
-        say(f"requests of one lease each, {name}")
+        log(f"requests of one lease each, {name}")
         with private_daemon(driver, warm_contexts=contexts, settings=settings) as address:
             figures[name] = request_figures(address, seconds, has_pool=bool(contexts))
     return figures
@@ -141,43 +145,45 @@ class _Measured:
     round_trips: dict[str, Any] = field(default_factory=dict)
 
 
-def _start_private_daemon(plan: RunSize, stack: contextlib.ExitStack, say: Say, warn: Say) -> tuple[str, RunSize]:
+def _start_private_daemon(
+    plan: RunSize, stack: contextlib.ExitStack, log: LogLine, warn: LogLine
+) -> tuple[str, RunSize]:
     """Start a daemon that also listens for TCP and TLS; returns its address, and the plan with these two addresses."""
     # Ports are free at this moment; the daemon takes them a little later.
     tcp = f"tcp:127.0.0.1:{_free_port()}"
     settings = _make_reachable_by_tls(stack, warn)
     tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
     also_at = (tcp, tls) if tls else (tcp,)
-    say("starting a private daemon")
+    log("starting a private daemon")
     address = stack.enter_context(private_daemon(plan.driver, also_at=also_at, settings=settings))
     return address, replace(plan, tcp=tcp, tls=tls)
 
 
-def _measure(address: str, card: dict[str, Any], plan: RunSize, say: Say) -> _Measured:
+def _measure(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) -> _Measured:
     driver, count = card["driver"], plan.leases
     # The order of the report: sessions, the life of a lease, distance, kernels.
-    leased, by_socket, direct = _rounds(address, driver, plan.rounds, plan.launches, say)
-    say(f"{count} leases and submits, acquired and freed")
+    leased, by_socket, direct = _rounds(address, driver, plan.rounds, plan.launches, log)
+    log(f"{count} leases and submits, acquired and freed")
     leases = _acquisition(address, count, has_pool=card["warm_wanted"] > 0)
-    say(f"{count} leases that expire under an endless kernel")
+    log(f"{count} leases that expire under an endless kernel")
     leases |= expiry(address, count)
-    say(f"{count} leases that are revoked under one")
+    log(f"{count} leases that are revoked under one")
     leases |= revocation(address, count)
-    say(f"{count} contexts without a lease")
+    log(f"{count} contexts without a lease")
     bare = _bare(card, count)
-    say(f"how soon a worker stops launching, over {plan.flips} flips")
+    log(f"how soon a worker stops launching, over {plan.flips} flips")
     gate = _gate(card, plan.flips)
     tcp: dict[str, Figures] = {}
     tls: dict[str, Figures] = {}
     if plan.tcp:
-        say("copies over TCP")
+        log("copies over TCP")
         tcp = _over_tcp(plan.tcp, copy_sizes(driver), plan.rounds)
     if plan.tls and plan.tcp:
-        say("calls and copies over TLS, compared with TCP")
+        log("calls and copies over TLS, compared with TCP")
         tls = _over_tls(plan, copy_sizes(driver))
-    say("kernels, compared with numpy")
+    log("kernels, compared with numpy")
     kernels = kernel_figures(address)
-    say("copies and kernels in two streams")
+    log("copies and kernels in two streams")
     overlapped = overlap(address, driver)
     return _Measured(leased, by_socket, direct, leases, bare, gate, tcp, tls, kernels, overlapped)
 
@@ -216,19 +222,19 @@ def _rounded(figures: Figures, digits: int) -> Figures:
     return {name: round(value, digits) for name, value in figures.items()}
 
 
-def _rounds(address: str, driver: str, rounds: int, launches: int, say: Say) -> tuple[Figures, Figures, Figures]:
+def _rounds(address: str, driver: str, rounds: int, launches: int, log: LogLine) -> tuple[Figures, Figures, Figures]:
     leased: list[Figures] = []
     by_socket: list[Figures] = []
     direct: list[Figures] = []
     # Direct and leased in turn, in each round, so that a change of the host's speed affects both.
     for number in range(1, rounds + 1):
-        say(f"round {number} of {rounds}: launches and copies, the driver called directly")
+        log(f"round {number} of {rounds}: launches and copies, the driver called directly")
         direct.append(_direct(driver, launches))
         for figures, shared, way in ((leased, True, "shared memory"), (by_socket, False, "its socket")):
-            say(f"round {number} of {rounds}: launches and copies, in a session through {way}")
-            more = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
-            more |= graph_figures(address, transform_ptx(), SAMPLES, shared_memory=shared)
-            figures.append(hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared) | more)
+            log(f"round {number} of {rounds}: launches and copies, in a session through {way}")
+            copies = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
+            copies |= graph_figures(address, transform_ptx(), SAMPLES, shared_memory=shared)
+            figures.append(hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared) | copies)
     return medians(leased), medians(by_socket), medians(direct)
 
 
@@ -269,7 +275,7 @@ def _over_tls(plan: RunSize, sizes: tuple[int, ...]) -> dict[str, Figures]:
     return {"tls": by_tls, "tcp": by_tcp, "ratio": ratio, "stream": stream}
 
 
-def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: Say) -> str:
+def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: LogLine) -> str:
     """Make certificates, and have this process use them until the stack is left; return a daemon's settings.
 
     Returns "" if no certificates can be made.

@@ -31,11 +31,11 @@ def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
                 str(server.getsockname()[1]),
                 str(size),
             ]
-            far_end = subprocess.Popen(command)
+            peer = subprocess.Popen(command)
             server.settimeout(_TIMEOUT_S)
             with server.accept()[0] as sock:
                 figures |= _rates(sock, size)
-            far_end.wait(_TIMEOUT_S)
+            peer.wait(_TIMEOUT_S)
     return figures
 
 

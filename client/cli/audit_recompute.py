@@ -154,7 +154,9 @@ def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
         raise click.UsageError("logit_bias must be a JSON object of token ids with a number each") from None
 
 
-def _check(decode_record: DecodeRecord, prompt: TokenDigest, here: ComputedBy, requested: SamplingParameters) -> None:
+def _check(
+    decode_record: DecodeRecord, prompt: TokenDigest, computed_here: ComputedBy, requested: SamplingParameters
+) -> None:
     """Report every difference that shows before computing, and exit if there is one."""
     pairs = (
         # In this order: an explanation that comes first makes the later ones unnecessary.
@@ -170,15 +172,17 @@ def _check(decode_record: DecodeRecord, prompt: TokenDigest, here: ComputedBy, r
             decode_record.grammar_by,
             grammar_library() if requested.grammar else "",
         ),
-        ("model", EXIT_MODEL_DIFFERS, decode_record.by.model_sha256, here.model_sha256),
-        ("set of kernels", EXIT_KERNELS_DIFFER, decode_record.by.kernels_sha256, here.kernels_sha256),
+        ("model", EXIT_MODEL_DIFFERS, decode_record.by.model_sha256, computed_here.model_sha256),
+        ("set of kernels", EXIT_KERNELS_DIFFER, decode_record.by.kernels_sha256, computed_here.kernels_sha256),
     )
     wrong = [
-        (what, status, recorded, recomputed) for what, status, recorded, recomputed in pairs if recorded != recomputed
+        (member, status, recorded, recomputed)
+        for member, status, recorded, recomputed in pairs
+        if recorded != recomputed
     ]
-    for what, _, recorded, recomputed in wrong:
+    for member, _, recorded, recomputed in wrong:
         click.echo(
-            f"gpulease: audit recompute: the {what} must be the record's, {recorded}, not {recomputed}", err=True
+            f"gpulease: audit recompute: the {member} must be the record's, {recorded}, not {recomputed}", err=True
         )
     if wrong:
         # The status of the first difference; the lines above name all.

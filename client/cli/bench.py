@@ -14,12 +14,12 @@ from gpulease.client.bench.bounds import BoundOutcome, keeps_bounds
 from gpulease.client.bench.check import check_promises, fallen, measure_promises, read_earlier
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import keeps_core_bounds, measure_core
-from gpulease.client.bench.figures import Figures, Say, print_figures
+from gpulease.client.bench.figures import Figures, LogLine, print_figures
 from gpulease.client.bench.park_models import is_right, measure_park, park_table
 from gpulease.client.bench.park_storm import is_calm, measure_storm, storm_table
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
 from gpulease.client.bench.region_times import measure_regions
-from gpulease.client.bench.suite import RunSize, measure_beside_direct_calls, measure_requests, measure_round_trips
+from gpulease.client.bench.suite import RunSize, measure_requests, measure_round_trips, measure_with_direct_calls
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import private_daemon, running_address
 from gpulease.client.console.reports import first_card
@@ -170,7 +170,7 @@ def bench(
     as_json: bool,
 ) -> None:
     """Measure leases on the running daemon, or on a private one. Prints progress on stderr."""
-    say = _progress_lines()
+    log = _progress_lines()
     if peers:
         click.echo(files("gpulease.client.bench").joinpath("PEERS.md").read_text(encoding="utf-8").rstrip())
         return
@@ -178,34 +178,34 @@ def bench(
         raise click.UsageError("--core takes --leases, not --quick")
     # Each option below replaces the whole bench by one part of it.
     if check:
-        _run_check(driver, against, to, say, as_json)
+        _run_check(driver, against, to, log, as_json)
     if against is not None:
         raise click.UsageError("--against goes with --check")
     minutes = minutes or (QUICK_MINUTES if quick else STORM_MINUTES)
     if park:
-        _run_park(driver, model_mib, minutes, say, as_json)
+        _run_park(driver, model_mib, minutes, log, as_json)
     if park_storm:
-        report = measure_storm(driver, minutes, say)
+        report = measure_storm(driver, minutes, log)
         click.echo(indented_json(report) if as_json else storm_table(report))
         sys.exit(0 if is_calm(report) else 1)
     if decode:
-        _run_decode(driver, quick, say, as_json)
+        _run_decode(driver, quick, log, as_json)
         return
     if core:
-        say("the lease core alone")
+        log("the lease core alone")
         _run_core(leases or CORE_LEASES, as_json)
     if regions:
-        _run_regions(driver, QUICK_REGION_SAMPLES if quick else REGION_SAMPLES, say, as_json)
+        _run_regions(driver, QUICK_REGION_SAMPLES if quick else REGION_SAMPLES, log, as_json)
     if gateway:
-        figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, say)
+        figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, log)
         click.echo(indented_json(figures) if as_json else _request_table(figures))
         return
     # None of the parts was chosen: the whole bench.
     plan = _plan(driver, quick, (rounds, launches, leases), tcp, tls)
     if round_trips:
-        _run_round_trips(plan, say, as_json)
+        _run_round_trips(plan, log, as_json)
         return
-    report = measure_beside_direct_calls(plan, say, lambda text: click.echo(text, err=True))
+    report = measure_with_direct_calls(plan, log, lambda text: click.echo(text, err=True))
     click.echo(indented_json(report) if as_json else _tables(report))
 
 
@@ -213,24 +213,24 @@ def _plan(driver: str, quick: bool, options: tuple[int | None, int | None, int |
     """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
     # What is given replaces the usual size; 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
-    rounds, launches, leases = (one or other for one, other in zip(options, usual, strict=True))
+    rounds, launches, leases = (one or default for one, default in zip(options, usual, strict=True))
     return RunSize(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
 
 
-def _run_round_trips(plan: RunSize, say: Say, as_json: bool) -> None:
-    report = measure_round_trips(plan, say)
+def _run_round_trips(plan: RunSize, log: LogLine, as_json: bool) -> None:
+    report = measure_round_trips(plan, log)
     shown = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
     click.echo(indented_json(report) if as_json else shown)
 
 
-def _run_park(driver: str, model_mib: int | None, minutes: float, say: Say, as_json: bool) -> NoReturn:
+def _run_park(driver: str, model_mib: int | None, minutes: float, log: LogLine, as_json: bool) -> NoReturn:
     size_bytes = None if model_mib is None else model_mib << 20
-    report = measure_park(driver, size_bytes, minutes * 60, say)
+    report = measure_park(driver, size_bytes, minutes * 60, log)
     click.echo(indented_json(report) if as_json else park_table(report))
     sys.exit(0 if is_right(report) else 1)
 
 
-def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
+def _run_decode(driver: str, quick: bool, log: LogLine, as_json: bool) -> None:
     # Imported only here: a decoder needs an extra, and the other figures don't.
     from gpulease.client.bench.decode_speed import measure_decode, plan_for
 
@@ -243,13 +243,13 @@ def _run_decode(driver: str, quick: bool, say: Say, as_json: bool) -> None:
         # With --json everything is one object at the end; otherwise each figure is a line as it comes.
         if not as_json:
             print_figures({"figure": "title", "title": title})
-        measure_decode(address, plan, figures.append if as_json else print_figures, say)
+        measure_decode(address, plan, figures.append if as_json else print_figures, log)
     if as_json:
         click.echo(indented_json({"title": title, "figures": figures}))
 
 
-def _run_check(driver: str, against: Path | None, to: Path, say: Say, as_json: bool) -> NoReturn:
-    report = measure_promises(driver, say, lambda text: click.echo(text, err=True))
+def _run_check(driver: str, against: Path | None, to: Path, log: LogLine, as_json: bool) -> NoReturn:
+    report = measure_promises(driver, log, lambda text: click.echo(text, err=True))
     # First of all: the figures are kept whatever goes wrong afterwards.
     try:
         to.write_text(indented_json(report) + "\n", encoding="utf-8")
@@ -321,11 +321,11 @@ def _run_core(leases: int, as_json: bool) -> NoReturn:
     sys.exit(0 if keeps_core_bounds(figures) else 1)
 
 
-def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn:
+def _run_regions(driver: str, samples: int, log: LogLine, as_json: bool) -> NoReturn:
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon(driver))
         title, driver = Scene.at(address).title(), str(first_card(address)["driver"])
-        figures = measure_regions(address, transform_ptx(), samples, say)
+        figures = measure_regions(address, transform_ptx(), samples, log)
     # Every row is printed; only those with a bound decide about the status.
     rows = [[text, f"{figures[name]:.2f}"] for name, text in _REGION_ROWS]
     shown = f"{title}\n\n{table(['regions', ''], rows)}"
@@ -333,7 +333,7 @@ def _run_regions(driver: str, samples: int, say: Say, as_json: bool) -> NoReturn
     sys.exit(0 if keeps_bounds(driver, {"regions": figures}) else 1)
 
 
-def _progress_lines() -> Say:
+def _progress_lines() -> LogLine:
     """Print each step on stderr as a plain line: a terminal shows it, and a log keeps it."""
     # Elapsed seconds show which part takes long.
     began_s = time.monotonic()
@@ -513,10 +513,10 @@ def round_trip_table(report: Mapping[str, Any]) -> str:
     figures, ratio, goals = report["figures"], report["ratio"], report["goals"]
     # Only callers that were measured have columns; the session comes first.
     callers = [name for name in CALLERS if name in figures]
-    others = [name for name in callers if name != LEASED]
+    other_callers = [name for name in callers if name != LEASED]
     head = [f"round trips, medians of {report['rounds']} rounds", "unit"]
     head += [text for name in callers for text in (f"{name} p50", "p99")]
-    head += [*(f"leased/{name}" for name in others), "goal", "met"]
+    head += [*(f"leased/{name}" for name in other_callers), "goal", "met"]
     rows = []
     for row in ROWS:
         # A row without a figure of the session has nothing to compare.
@@ -524,14 +524,14 @@ def round_trip_table(report: Mapping[str, Any]) -> str:
             continue
         cells = [row.text, row.unit.replace("gb_s", "GB/s")]
         cells += [_figure_text(figures[name], row.figure(percent)) for name in callers for percent in (50, 99)]
-        cells += [_figure_text(ratio[name], row.stem) for name in others]
+        cells += [_figure_text(ratio[name], row.stem) for name in other_callers]
         goal = goals.get(row.stem, {"goal": "", "is_met": None})
         rows.append([*cells, goal["goal"], {True: "yes", False: "no", None: ""}[goal["is_met"]]])
     # Several callers may be missing for the same reason: one line for each reason.
     reasons: dict[str, list[str]] = {}
-    for name, why in report["absent"].items():
-        reasons.setdefault(why, []).append(name)
-    lines = [*NOTES, *(f"Left out: {', '.join(names)}: {why}." for why, names in reasons.items())]
+    for name, reason in report["absent"].items():
+        reasons.setdefault(reason, []).append(name)
+    lines = [*NOTES, *(f"Left out: {', '.join(names)}: {reason}." for reason, names in reasons.items())]
     return "\n".join([table(head, rows), *lines, "Other remoting systems: gpulease bench --peers."])
 
 

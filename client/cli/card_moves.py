@@ -58,14 +58,14 @@ def leases_on(uuid: str) -> list[Report]:
     return [lease for lease in leases if lease["card_uuid"] == uuid and not lease.get("parent")]
 
 
-def card_uuid_of(named: str, option: str) -> str:
+def card_uuid_of(name: str, option: str) -> str:
     """Return the UUID of a card that is named by it or by its index. Raises UsageError."""
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty()))
     for card in cards:
-        if named in (card["uuid"], str(card["index"])):
+        if name in (card["uuid"], str(card["index"])):
             return str(card["uuid"])
     indexes = ", ".join(str(card["index"]) for card in cards)
-    raise click.UsageError(f"{option} must be the UUID or index of a card of this node ({indexes}), not {named!r}")
+    raise click.UsageError(f"{option} must be the UUID or index of a card of this node ({indexes}), not {name!r}")
 
 
 def _size_of(lease: Report) -> int:
@@ -116,8 +116,8 @@ def _not_moved(number: int, uuid: str, error: GpuLeaseError) -> Report:
 def _text(outcome: Report) -> str:
     match outcome["outcome"]:
         case "moved":
-            how = f"{size_text(outcome['moved_bytes'])} in {seconds_text(outcome['took_us'] / 1_000_000)}"
-            return f"moved to {outcome['card_uuid']}: {how}"
+            amount = f"{size_text(outcome['moved_bytes'])} in {seconds_text(outcome['took_us'] / 1_000_000)}"
+            return f"moved to {outcome['card_uuid']}: {amount}"
         case "ended":
             return "its lease has ended"
         case _:

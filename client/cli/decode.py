@@ -126,29 +126,29 @@ def decode(
         sampling = SamplingParameters(temperature, top_p, top_k, seed)
     except RequestRejected as error:
         raise click.UsageError(str(error)) from None
-    say: Callable[[str], None] = _hold_back if as_json else partial(click.echo, err=True)
+    log: Callable[[str], None] = _hold_back if as_json else partial(click.echo, err=True)
     with contextlib.ExitStack() as stack:
         # Check the model's path before starting a daemon for it.
         checkpoint = open_model(path) if path else None
         address = running_address()
         if address is None:
-            say("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
+            log("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
             address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
-        why = ""
+        reason = ""
         if checkpoint is None:
-            chosen, why = model_at_hand(address)
+            chosen, reason = model_at_hand(address)
             checkpoint = open_model(chosen)
-        say(f"The model is {checkpoint.name}{why and f': {why}'}.")
+        log(f"The model is {checkpoint.name}{reason and f': {reason}'}.")
         tokenizer = checkpoint.tokenizer()
         # A chat message goes into the model's template; a plain prompt is continued as it is.
         tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if is_chat else tokenizer.encode(prompt)
         prompt_request = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
         answer = asyncio.run(_continue(address, prompt_request, _hold_back if as_json else _show))
     if as_json:
-        click.echo(json.dumps({"model": checkpoint.name, "why": why, "prompt_tokens": tokens} | asdict(answer)))
+        click.echo(json.dumps({"model": checkpoint.name, "why": reason, "prompt_tokens": tokens} | asdict(answer)))
     else:
         _show("" if answer.text.endswith("\n") else "\n")
-        say(_summary(answer))
+        log(_summary(answer))
 
 
 def model_at_hand(address: str) -> tuple[Path, str]:
@@ -228,20 +228,20 @@ def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
     first: tuple[float, int] | None = None
     with click.progressbar(length=1, label="Loading", file=sys.stderr, item_show_func=lambda text: text) as bar:
 
-        def progress(done: int, total: int) -> None:
+        def progress(done_bytes: int, total: int) -> None:
             nonlocal first
-            _note_size(answer, done, total)
+            _note_size(answer, done_bytes, total)
             # The rate counts from the first report: opening the lease is not part of it.
-            first = first or (time.monotonic(), done)
+            first = first or (time.monotonic(), done_bytes)
             took_s = time.monotonic() - first[0]
-            rate = f", {(done - first[1]) / took_s / 1e9:.1f} GB/s" if took_s else ""
+            rate = f", {(done_bytes - first[1]) / took_s / 1e9:.1f} GB/s" if took_s else ""
             bar.length = total
-            bar.update(done - bar.pos, f"{size_text(done)}{rate}")
+            bar.update(done_bytes - bar.pos, f"{size_text(done_bytes)}{rate}")
 
         yield progress
 
 
-def _note_size(answer: _Answer, done: int, total: int) -> None:
+def _note_size(answer: _Answer, done_bytes: int, total: int) -> None:
     answer.load_bytes = total
 
 

@@ -23,7 +23,7 @@ from gpulease.protocol.messages import CardDrain, Drain, DrainStatus, Empty
 POLL_S: Final = 0.2
 """Seconds between two queries for the remaining leases."""
 
-AWAY_S: Final = 30.0
+DAEMON_RESTART_S: Final = 30.0
 """How long to wait for a daemon that restarts meanwhile, in seconds."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -139,7 +139,7 @@ def _ask_patiently(op: Opcode) -> Any:
     Raises Disconnected.
     """
     # A daemon that restarts is away for seconds; one that stays away is gone.
-    until = time.monotonic() + AWAY_S
+    until = time.monotonic() + DAEMON_RESTART_S
     while True:
         try:
             return ask(op, Empty())

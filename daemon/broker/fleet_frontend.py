@@ -25,7 +25,7 @@ from gpulease.daemon.broker.name_claims import (
 )
 from gpulease.daemon.contract.control_page import boot_ns
 from gpulease.daemon.contract.messages import Ready
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Stamp, certificate_files, certificate_stamps, open_certificates
 from gpulease.daemon.fleet.etcd.transactions import StoreSize
 from gpulease.daemon.fleet.fleet_messages import (
@@ -410,7 +410,7 @@ class FleetFrontend:
         )
         try:
             fds, self._sent_stamps = await asyncio.to_thread(open_certificates, self._files)
-        except EtcdSettingsRejected as error:
+        except BadEtcdSettings as error:
             raise CannotListen(f"{_BROKEN}: {error}") from None
         try:
             self._process.send(start, tuple(fds))
@@ -475,7 +475,7 @@ class FleetFrontend:
             if await asyncio.to_thread(certificate_stamps, self._files) == self._sent_stamps:
                 return
             fds, names = await asyncio.to_thread(open_certificates, self._files)
-        except EtcdSettingsRejected:
+        except BadEtcdSettings:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
             # Record them only if they were sent, so that otherwise the next round tries again.

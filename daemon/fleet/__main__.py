@@ -16,7 +16,7 @@ from typing import Final
 from gpulease.daemon.contract.message_fields import MalformedMessage, expect_message
 from gpulease.daemon.contract.messages import HelperBroken
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected, port_of
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, port_of
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, received_certificates
 from gpulease.daemon.fleet.fleet_messages import START, FleetStart
 from gpulease.daemon.fleet.machine_readings import MachineReadings
@@ -70,7 +70,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         asyncio.run(_serve(start, files, channel, readings))
     except ChannelClosed:
         return 0
-    except (EtcdSettingsRejected, MalformedMessage, SandboxBroken, OSError) as error:
+    except (BadEtcdSettings, MalformedMessage, SandboxBroken, OSError) as error:
         send_message(channel, HelperBroken(str(error)).to_map())
         return 1
     return 0

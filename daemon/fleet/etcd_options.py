@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected, parse_endpoints
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings, parse_endpoints
 from gpulease.daemon.fleet.etcd.transactions import Transaction, TransactionAnswer, TransactionRejected, Unknown
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
@@ -45,7 +45,7 @@ def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             settings = EtcdSettings(parse_endpoints(etcd), etcd_ca, etcd_certificate, etcd_key)
-        except EtcdSettingsRejected as error:
+        except BadEtcdSettings as error:
             raise click.UsageError(str(error)) from None
         return command(etcd=settings, **others)
 

@@ -14,7 +14,7 @@ from typing import Final
 import click
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import (
     CreateRevisionIs,
     Delete,
@@ -174,7 +174,7 @@ def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> Non
     try:
         # Every expected failure is a sentence on standard error.
         freed = asyncio.run(run())
-    except (NotFenced, NotDone, EtcdSettingsRejected) as error:
+    except (NotFenced, NotDone, BadEtcdSettings) as error:
         click.echo(f"gpulease fleet fence: {error}", err=True)
         sys.exit(EXIT_FAILED)
     click.echo(f"Free names: {', '.join(sorted(freed))}." if freed else "The node had no names.")

@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd.transactions import Get, KeyValue, ModRevisionIs, Transaction
 from gpulease.daemon.fleet.etcd_options import EXIT_FAILED, NotDone, done, etcd_options
 from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT
@@ -160,7 +160,7 @@ def main(tenant: str, size: int | None, etcd: EtcdSettings) -> None:
     """
     try:
         lines = asyncio.run(run(etcd, tenant, size))
-    except (NotSet, NotDone, EtcdSettingsRejected) as error:
+    except (NotSet, NotDone, BadEtcdSettings) as error:
         click.echo(f"gpulease fleet quota: {error}", err=True)
         sys.exit(EXIT_FAILED)
     for sentence in lines:

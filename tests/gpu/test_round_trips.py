@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpulease.client.bench.peers import BINDINGS, CALLERS, PYCUDA, ROWS, C, measure_beside_peers
+from gpulease.client.bench.peers import BINDINGS, CALLERS, PYCUDA, ROWS, C, measure_with_peers
 from gpulease.client.cli.bench import round_trip_table
 from gpulease.client.console.reports import first_card
 from helpers.daemon import Daemon
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_every_caller_gives_every_figure(daemon: Daemon) -> None:
-    report = measure_beside_peers(daemon.address, first_card(daemon.address), 1, 2_000, 100, print)
+    report = measure_with_peers(daemon.address, first_card(daemon.address), 1, 2_000, 100, print)
     print(round_trip_table(report))
     # The driver itself needs these two; a compiler may be missing.
     assert not {BINDINGS, PYCUDA} & set(report["absent"])

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.bench.figures import Say
+from gpulease.client.bench.figures import LogLine
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.named_tenant import Tenant, Work, acquire_name, overlaps
 from gpulease.client.console.private_daemon import PrivateDaemon, short_folder
@@ -101,7 +101,7 @@ FAULTS: Final[Mapping[str, Callable[[_Scene], None]]] = {
 STAYS: Final = "leader"
 
 
-def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: Say) -> Figures:
+def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: LogLine) -> Figures:
     """Measure each of these faults `rounds` times, each time in a new fleet: a killed node stays dead.
 
     Raises MissingPrerequisite, or GpuLeaseError if no node serves the name again.

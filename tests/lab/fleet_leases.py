@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.client import GpuBuilder
-from gpulease.client.bench.figures import Figures, Say, load_figures, medians, percentiles_ms
+from gpulease.client.bench.figures import Figures, LogLine, load_figures, medians, percentiles_ms
 from gpulease.client.bench.session_speed import hot_path
 from gpulease.client.console.private_fleet import PrivateFleet, end_all, lasting_daemon, private_etcd
 from gpulease.client.console.transform import transform_ptx
@@ -74,7 +74,7 @@ class _Leases:
 
 
 def measure_leases(
-    folder: Path, horizon_s: int, acquires: int, load_s: float, rounds: int, launches: int, say: Say
+    folder: Path, horizon_s: int, acquires: int, load_s: float, rounds: int, launches: int, say: LogLine
 ) -> LeaseFigures:
     """Measure placements, grants per second and launches on private daemons in a new folder.
 

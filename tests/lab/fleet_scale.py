@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import click
 
-from gpulease.client.bench.figures import Say
+from gpulease.client.bench.figures import LogLine
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import short_folder, unwound_by_signals
 from gpulease.client.console.private_fleet import etcd_program, private_etcd
@@ -83,7 +83,7 @@ def plan_of(quick: bool, **given: int | None) -> FleetPlan:
     return replace(QUICK if quick else FleetPlan(), **sizes)
 
 
-def measure_fleet(plan: FleetPlan, say: Say) -> Figures:
+def measure_fleet(plan: FleetPlan, say: LogLine) -> Figures:
     """Measure all of it. Raises MissingPrerequisite, immediately without etcd, or GpuLeaseError."""
     # Before anything else: without etcd no part can be measured.
     etcd_program()
@@ -113,7 +113,7 @@ def reaches_fleet_goals(found: Figures) -> bool:
     return packs_well and fails_over(found["fail_over"])
 
 
-def _refusals(plan: FleetPlan, say: Say) -> list[Figures]:
+def _refusals(plan: FleetPlan, say: LogLine) -> list[Figures]:
     found = []
     for used in USED:
         for order in ORDERS:
@@ -122,7 +122,7 @@ def _refusals(plan: FleetPlan, say: Say) -> list[Figures]:
     return found
 
 
-def _beats(plan: FleetPlan, folder: Path, say: Say) -> list[Figures]:
+def _beats(plan: FleetPlan, folder: Path, say: LogLine) -> list[Figures]:
     found = []
     for count in plan.beat_nodes:
         say(f"beats of {count:,} simulated nodes on {MEMBERS} members of etcd")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
-from gpulease.daemon.fleet.directory.fleet_placement import PlaceWanted, place
+from gpulease.daemon.fleet.directory.fleet_placement import PlaceQuery, place
 from gpulease.daemon.fleet.directory.fleet_view import FleetView
 from gpulease.daemon.fleet.etcd.transactions import KeyValue
 from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord, inventory_key, node_key
@@ -121,7 +121,7 @@ class SimulatedFleet:
         # Like a client: each candidate in turn, and then a second question that names those that refused.
         tried: list[str] = []
         for _ in range(TRIES):
-            wanted = PlaceWanted(size_gib * GIB, tried=frozenset(tried))
+            wanted = PlaceQuery(size_gib * GIB, tried=frozenset(tried))
             for candidate in place(self.view, wanted, self.order, self.draw, silent_before_s=-1.0).candidates:
                 tried.append(candidate.node_id)
                 if self.grant(int(candidate.node_id), size_gib, now_s):

@@ -16,7 +16,7 @@ from gpulease.daemon.fleet.directory.directory_metrics import metrics_served
 from gpulease.daemon.fleet.directory.directory_server import NO_TENANTS, CannotServe, DirectoryServer, bound_at
 from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.fleet.etcd.client import EtcdClient, EtcdSettings
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.fleet.etcd_options import FILE, etcd_options
 from gpulease.daemon.host.processes import set_name
 from gpulease.daemon.host.version import AGENT
@@ -90,7 +90,7 @@ def main(
         asyncio.run(
             _serve(etcd, addresses, files, frozenset(operators), of_certificate, PlacementOrder(placement), http)
         )
-    except (CannotServe, BadIdentity, EtcdSettingsRejected) as error:
+    except (CannotServe, BadIdentity, BadEtcdSettings) as error:
         flush_logs()
         click.echo(f"gpulease serve directory: {error}", err=True)
         sys.exit(EXIT_CANNOT_SERVE)

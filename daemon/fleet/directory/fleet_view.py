@@ -99,7 +99,7 @@ class FleetView:
             if old is not None and (old.incarnation, old.revision) == (node.incarnation, node.revision):
                 self.nodes[node_id] = node._replace(changed_s=old.changed_s)
         # Records last seen unreadable before this read are gone.
-        self.unreadable.forget_before(int(now_s * NS_PER_S))
+        self.unreadable.forget_older(int(now_s * NS_PER_S))
         # Build the index last, and only once.
         self._reindex()
 

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from gpulease.daemon.fleet.etcd import etcd_messages as messages
-from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, EtcdSettingsRejected
+from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings
 from gpulease.daemon.fleet.etcd.etcd_certificates import Certificates, certificate_files, read_certificates
 from gpulease.daemon.fleet.etcd.transactions import (
     Compacted,
@@ -131,15 +131,13 @@ class EtcdSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.endpoints) <= MAX_ENDPOINTS:
-            raise EtcdSettingsRejected(f"name 1 to {MAX_ENDPOINTS} members of etcd, not {len(self.endpoints)}")
+            raise BadEtcdSettings(f"name 1 to {MAX_ENDPOINTS} members of etcd, not {len(self.endpoints)}")
         if (self.cert_file is None) != (self.key_file is None):
-            raise EtcdSettingsRejected(
-                "a certificate for etcd needs its key, and a key its certificate: set both or none"
-            )
+            raise BadEtcdSettings("a certificate for etcd needs its key, and a key its certificate: set both or none")
         if self.cert_file is not None and self.ca_file is None:
-            raise EtcdSettingsRejected("a certificate for etcd needs the CA of etcd's own certificates: set it too")
+            raise BadEtcdSettings("a certificate for etcd needs the CA of etcd's own certificates: set it too")
         if not self.timeout_s > 0:
-            raise EtcdSettingsRejected(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
+            raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
 
     def read_certificates(self) -> Certificates | None:
         """Return the files' present contents; None for plain text. Raises BadEtcdSettings."""
@@ -330,7 +328,7 @@ class EtcdClient:
         try:
             certificates = self._read_now()
         # The files are being replaced at this moment. The next attempt reads them again.
-        except EtcdSettingsRejected:
+        except BadEtcdSettings:
             return False
         if certificates == self._certificates or not self._members:
             return False

@@ -12,7 +12,7 @@ MAX_ENDPOINTS: Final = 16
 _ENDPOINT: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}))(?::([0-9]{1,5}))?")
 
 
-class EtcdSettingsRejected(ValueError):
+class BadEtcdSettings(ValueError):
     """Settings that reach no etcd. The text names the mistake and the correct form."""
 
 
@@ -20,17 +20,17 @@ def parse_endpoints(address: str) -> tuple[str, ...]:
     """Return the members that `etcd://HOST[:PORT][,HOST[:PORT]]...` names, as HOST:PORT. Raises BadEtcdSettings."""
     scheme, separator, hosts = address.partition("://")
     if not separator or scheme != "etcd":
-        raise EtcdSettingsRejected(f"{address!r} must be an address of etcd: write etcd://HOST,HOST:PORT")
+        raise BadEtcdSettings(f"{address!r} must be an address of etcd: write etcd://HOST,HOST:PORT")
     endpoints = []
     for host in hosts.split(","):
         # A host name or an address, and a port if it is not the usual one.
         match = _ENDPOINT.fullmatch(host)
         port = int(match[2] or DEFAULT_PORT) if match else 0
         if match is None or not 0 < port < 1 << 16:
-            raise EtcdSettingsRejected(f"{host!r} in {address!r} must be a member of etcd: write HOST or HOST:PORT")
+            raise BadEtcdSettings(f"{host!r} in {address!r} must be a member of etcd: write HOST or HOST:PORT")
         endpoints.append(f"{match[1]}:{port}")
     if len(set(endpoints)) != len(endpoints) or len(endpoints) > MAX_ENDPOINTS:
-        raise EtcdSettingsRejected(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
+        raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
     return tuple(endpoints)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpulease.daemon.fleet.etcd.endpoints import EtcdSettingsRejected
+from gpulease.daemon.fleet.etcd.endpoints import BadEtcdSettings
 from gpulease.daemon.host.ipc import close_all
 from gpulease.protocol.fast_dataclass import dataclass
 
@@ -59,7 +59,7 @@ def open_certificates(files: Mapping[str, Path]) -> tuple[list[int], tuple[Stamp
         stats = [os.fstat(fd) for fd in fds]
     except OSError as error:
         close_all(fds)
-        raise EtcdSettingsRejected(f"{path}: {error.strerror}") from None
+        raise BadEtcdSettings(f"{path}: {error.strerror}") from None
     return fds, tuple(map(_stamp_of, stats))
 
 
@@ -68,7 +68,7 @@ def certificate_stamps(files: Mapping[str, Path]) -> tuple[Stamp, ...]:
     try:
         return tuple(_stamp_of(os.stat(path)) for path in files.values())
     except OSError as error:
-        raise EtcdSettingsRejected(f"{error.filename}: {error.strerror}") from None
+        raise BadEtcdSettings(f"{error.filename}: {error.strerror}") from None
 
 
 def _stamp_of(stat: os.stat_result) -> Stamp:
@@ -78,12 +78,12 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
 def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:
     """Return the contents of the passed open files, named by `names`; None without `ca`. Raises BadEtcdSettings."""
     if len(names) != len(fds):
-        raise EtcdSettingsRejected("the files of certificates could not be passed on: too many files are open")
+        raise BadEtcdSettings("the files of certificates could not be passed on: too many files are open")
     try:
         # pread(2) leaves the offset alone: the descriptors share it with the sender.
         contents = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}
     except OSError as error:
-        raise EtcdSettingsRejected(f"a certificate can't be read: {error.strerror}") from None
+        raise BadEtcdSettings(f"a certificate can't be read: {error.strerror}") from None
     if "ca" not in contents:
         return None
     return Certificates(contents["ca"], contents.get("key"), contents.get("certificate"))

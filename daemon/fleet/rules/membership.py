@@ -211,7 +211,7 @@ class Membership:
 
     def report_unreadable(self) -> None:
         """Report unreadable values, if they differ from those of the last report."""
-        self._unreadable.forget_before(self.now_ns - UNREADABLE_NS)
+        self._unreadable.forget_older(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
         # Only a change is reported: this runs with every heartbeat.
         if now != self._reported:

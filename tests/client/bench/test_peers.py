@@ -20,9 +20,9 @@ from gpulease.client.bench.peers import (
     ROWS,
     C,
     compile_direct_calls,
-    measure_beside_peers,
+    measure_with_peers,
+    missing_reason,
     report_of,
-    why_missing,
 )
 from gpulease.client.bench.round_trips import Calls, WrongCallerResult, measure_calls, measure_session
 from gpulease.client.cli.bench import round_trip_table
@@ -64,8 +64,8 @@ def test_ratios_goals_and_the_missing_are_told_in_the_table() -> None:
 
 
 def test_what_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert why_missing("numpy", "numpy.linalg") == ""
-    missing = why_missing("some-package", "some_package_of_nobody.driver")
+    assert missing_reason("numpy", "numpy.linalg") == ""
+    missing = missing_reason("some-package", "some_package_of_nobody.driver")
     assert missing == "some-package is not installed: pip install some-package"
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingPrerequisite, match="no C compiler was found: install one of cc, gcc, clang"):
@@ -130,7 +130,7 @@ def test_a_session_is_measured_without_peers_on_the_embedded_driver(
 ) -> None:
     monkeypatch.setattr(peers, "measure_session", lambda address, launches, samples: measure_session(address, 1, 3))
     card = {"driver": "cpu", "warm_wanted": 0, "uuid": "none"}
-    report = measure_beside_peers(daemon.address, card, 1, 1, 3, lambda text: None)
+    report = measure_with_peers(daemon.address, card, 1, 1, 3, lambda text: None)
     starts = {f"session_start_p{percent}_ms" for percent in (50, 99)}
     assert set(report["figures"]) == {LEASED}
     assert set(report["figures"][LEASED]) == EVERY_FIGURE - starts

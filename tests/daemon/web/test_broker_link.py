@@ -45,7 +45,7 @@ async def request_at(broker: socket.socket) -> dict[str, Any]:
 def test_every_message_of_the_broker_is_handled() -> None:
     async def story(channel: BrokerChannel, broker: socket.socket) -> None:
         for message in TO_WEB.messages:
-            channel._take(message)  # type: ignore[arg-type]
+            channel._dispatch(message)  # type: ignore[arg-type]
         assert (await request_at(broker))["op"] == "pong"
 
     assert len(play(story)) == 3, "the token, the samples, the membership"

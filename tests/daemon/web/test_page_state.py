@@ -10,7 +10,7 @@ import pytest
 from gpulease.daemon.web import page_state as feed_module
 from gpulease.daemon.web.app import Cached
 from gpulease.daemon.web.broker_link import BrokerSilent
-from gpulease.daemon.web.page_state import LOOK_UP_PAUSE_S, MAX_CHANGES, MAX_TO_LOOK_UP, Feed
+from gpulease.daemon.web.page_state import LOOKUP_PAUSE_S, MAX_CHANGES, MAX_LOOKUPS, Feed
 from gpulease.daemon.web.view import Changed
 from gpulease.protocol.connection import Request
 from gpulease.protocol.messages import LeaseEvent
@@ -179,10 +179,10 @@ def test_a_thousand_leases_that_come_and_go_are_not_all_asked_for() -> None:
             feed.on_event(event(number, Phase.ENDED))
         await asyncio.sleep(0.2)
         asked = scene.asked.count(Opcode.LEASE_QUERY)
-        assert 1 <= asked <= 1 + (time.monotonic() - began_s) / LOOK_UP_PAUSE_S
+        assert 1 <= asked <= 1 + (time.monotonic() - began_s) / LOOKUP_PAUSE_S
         found = await feed.latest()
         assert len(found.changes) == MAX_CHANGES
-        assert len(feed._to_look_up) <= MAX_TO_LOOK_UP
+        assert len(feed._lookup_queue) <= MAX_LOOKUPS
 
     fed(play)
 

@@ -19,7 +19,7 @@ from gpulease.daemon.fleet.etcd.client import (
     EtcdClient,
     EtcdSettings,
 )
-from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, EtcdSettingsRejected, parse_endpoints
+from gpulease.daemon.fleet.etcd.endpoints import MAX_ENDPOINTS, BadEtcdSettings, parse_endpoints
 from gpulease.daemon.fleet.etcd.transactions import (
     Compacted,
     CreateRevisionIs,
@@ -625,20 +625,20 @@ def test_an_address_names_members(address: str, endpoints: tuple[str, ...]) -> N
     ],
 )
 def test_what_names_no_members_is_refused(address: str) -> None:
-    with pytest.raises(EtcdSettingsRejected):
+    with pytest.raises(BadEtcdSettings):
         parse_endpoints(address)
 
 
 def test_settings_that_reach_nothing_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     for endpoints in ((), tuple(f"h{number}:1" for number in range(MAX_ENDPOINTS + 1))):
-        with pytest.raises(EtcdSettingsRejected, match="members"):
+        with pytest.raises(BadEtcdSettings, match="members"):
             EtcdSettings(endpoints)
-    with pytest.raises(EtcdSettingsRejected, match="key"):
+    with pytest.raises(BadEtcdSettings, match="key"):
         EtcdSettings(("h:1",), ca_file=file, cert_file=file)
-    with pytest.raises(EtcdSettingsRejected, match="CA"):
+    with pytest.raises(BadEtcdSettings, match="CA"):
         EtcdSettings(("h:1",), cert_file=file, key_file=file)
-    with pytest.raises(EtcdSettingsRejected, match="timeout"):
+    with pytest.raises(BadEtcdSettings, match="timeout"):
         EtcdSettings(("h:1",), timeout_s=0)
-    with pytest.raises(EtcdSettingsRejected, match="No such file"):
+    with pytest.raises(BadEtcdSettings, match="No such file"):
         EtcdClient(EtcdSettings(("h:1",), ca_file=file))

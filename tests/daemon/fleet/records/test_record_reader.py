@@ -242,7 +242,7 @@ def test_each_revision_of_a_key_counts_once_and_is_shown_until_it_is_gone() -> N
     assert unreadable.count == 2
     assert unreadable.sentence().startswith("2 values in etcd can't be read: /a (it is none), /b?[2J (it is none). ")
     unreadable.add(found(b"/a", 6), "it is none", 6)
-    unreadable.forget_before(6)
+    unreadable.forget_older(6)
     assert (unreadable.count, unreadable.sentence()[:41]) == (3, "1 value in etcd can't be read: /a (it is ")
     unreadable.forget(b"/a")
     assert unreadable.sentence() == ""

@@ -60,7 +60,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Stopping,
     Why,
 )
-from gpulease.daemon.fleet.rules.member import DUPLICATE_NODE_ID, EPOCH_GAP, FOREIGN, LEFT_OVER, UNSETTLED
+from gpulease.daemon.fleet.rules.member import DUPLICATE_NODE_ID, EPOCH_GAP, FOREIGN, FOREIGN_DAEMON, UNSETTLED
 from gpulease.daemon.fleet.rules.membership import MAX_CLOCK_ERROR
 from gpulease.daemon.fleet.rules.node_claims import MAX_REQUESTS
 from gpulease.daemon.fleet.rules.quota_records import shard_key
@@ -276,7 +276,7 @@ def test_a_twin_stays_out_while_the_first_beats(etcd: ModelEtcd) -> None:
     together(60, host, twin)
     assert (twin.take(Joined), host.take(EndClaimed)) == ([], [])
     assert [noted.text for noted in twin.take(Noted) if noted.note is Note.REFUSED] == [
-        f"{LEFT_OVER} 15 s",
+        f"{FOREIGN_DAEMON} 15 s",
         DUPLICATE_NODE_ID,
     ]
     twin.ask_for("other")
