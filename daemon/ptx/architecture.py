@@ -23,31 +23,31 @@ class Architecture:
     def __str__(self) -> str:
         return f"sm_{self.number}"
 
-    def why_not(self, version: tuple[int, int], target: str) -> str:
+    def rejection(self, version: tuple[int, int], target: str) -> str:
         """Return the reason why PTX of this version and target can't run here, or ""."""
         # A newer version may have added instructions that the parser would misread.
         if version > NEWEST_PTX:
             written, newest = (".".join(map(str, one)) for one in (version, NEWEST_PTX))
             return f"the image is PTX {written}, this driver knows PTX up to {newest}"
-        found = _TARGET.fullmatch(target)
-        if found is None:
+        match = _TARGET.fullmatch(target)
+        if match is None:
             return f"the target must be an architecture like sm_90, not {target[:60]!r}; this device is {self}"
-        number, only = int(found[1]), found[2]
+        number, suffix = int(match[1]), match[2]
         # A newer card runs older code, never the other way round.
         if number > self.number:
             return f"the image is for {target}, this device is {self}"
         # Suffix "a": architecture-specific, for exactly this capability. Suffix "f": for its family, one major version.
-        if only == "a" and number != self.number:
+        if suffix == "a" and number != self.number:
             return f"the image is for {target}, which runs on sm_{number} alone; this device is {self}"
-        if only == "f" and number // 10 != self.number // 10:
+        if suffix == "f" and number // 10 != self.number // 10:
             return f"the image is for {target}, which runs on that family alone; this device is {self}"
         return ""
 
 
 def takes_long_parameters(version: tuple[int, int], target: str) -> bool:
     """Say whether kernels of such an image may have more than 4352 bytes of parameters (PTX ISA section 5.1.6.1)."""
-    found = _TARGET.fullmatch(target)
-    return found is not None and version >= (8, 1) and int(found[1]) >= 70
+    match = _TARGET.fullmatch(target)
+    return match is not None and version >= (8, 1) and int(match[1]) >= 70
 
 
 SM_90: Final = Architecture()
@@ -56,8 +56,8 @@ SM_90: Final = Architecture()
 
 def parse_architecture(text: str) -> Architecture:
     """Parse a setting like "sm_90". Raises ValueError for a suffix, or a capability that no card has."""
-    found = _TARGET.fullmatch(text)
-    if found is None or found[2] or int(found[1]) not in _KNOWN:
-        known = ", ".join(f"sm_{number}" for number in sorted(_KNOWN))
-        raise ValueError(f"the architecture must be one of {known}, not {text!r}")
-    return Architecture(int(found[1]))
+    match = _TARGET.fullmatch(text)
+    if match is None or match[2] or int(match[1]) not in _KNOWN:
+        known_targets = ", ".join(f"sm_{number}" for number in sorted(_KNOWN))
+        raise ValueError(f"the architecture must be one of {known_targets}, not {text!r}")
+    return Architecture(int(match[1]))

@@ -101,24 +101,24 @@ def describe(
         tag: The launch's tag.
     """
     place = f"by thread {_triple(fault.thread)} of block {_triple(fault.block)}"
-    where = f"{place} in kernel {kernel}, PTX line {fault.line}"
+    location = f"{place} in kernel {kernel}, PTX line {fault.line}"
     # Step 1: an assertion: its record holds three addresses of texts and a line number.
     if fault.access == Access.ASSERTION:
         message, file, function = (text_at(fault.assertion[n]) for n in range(3))
         failed = f"assertion failed: {file}:{fault.assertion[3]}: {function}: {message},"
-        return KernelFault(f"{failed} {where}", tag=tag, kernel=kernel)
+        return KernelFault(f"{failed} {location}", tag=tag, kernel=kernel)
     # Step 2: an event other than an access of memory: a trap, a barrier, a call through a bad pointer.
     if fault.access in _EVENTS:
-        return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {where}", tag=tag, kernel=kernel)
+        return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {location}", tag=tag, kernel=kernel)
     # Step 3: a memory access. The check of alignment runs before the check of bounds, so a misaligned address is that.
     space = _SPACES[fault.space]
-    what = "misaligned" if fault.address % fault.size else "illegal"
-    kind = what if space in _UNNAMED else f"{what} {space.value}"
+    fault_kind = "misaligned" if fault.address % fault.size else "illegal"
+    kind = fault_kind if space in _UNNAMED else f"{fault_kind} {space.value}"
     access = Access(fault.access).name.lower()
     # Only global memory has allocations to name; shared and local windows have none.
-    missed = miss_text(fault.address, fault.size) if what == "illegal" and space in _UNNAMED else ""
+    missed = miss_text(fault.address, fault.size) if fault_kind == "illegal" and space in _UNNAMED else ""
     return KernelFault(
-        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {where}{missed and ': '}{missed}",
+        f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {location}{missed and ': '}{missed}",
         tag=tag,
         kernel=kernel,
         address=fault.address,
@@ -181,8 +181,8 @@ class CpuGraph:
             record, is_shared = context.record(
                 step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0
             )
-            before, behind = record[:_TAG_AT], record[_TAG_END:]
-            return lambda tag, _: context.submit(b"".join((before, tag, behind)), is_shared)
+            before, tail = record[:_TAG_AT], record[_TAG_END:]
+            return lambda tag, _: context.submit(b"".join((before, tag, tail)), is_shared)
         # A copy: it is made by the caller's thread, and waits for what is queued before it.
         address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
         if isinstance(step, DataStep) or step.to_device:
@@ -213,8 +213,8 @@ class _Position:
 
     def is_done(self) -> bool:
         """Say whether all of it has run, or was skipped because of a fault."""
-        _, ended = self._stream.progress()
-        return ended >= self._queued
+        _, ended_count = self._stream.progress()
+        return ended_count >= self._queued
 
 
 class CpuContext:
@@ -302,7 +302,7 @@ class CpuContext:
         """Return 0: freed pages go back to the host at once."""
         return 0
 
-    def trim(self, most_bytes: int, poll: Poll = keep_waiting) -> None:
+    def trim(self, max_bytes: int, poll: Poll = keep_waiting) -> None:
         """Do nothing: host memory has nothing to give back (`Context.trim`)."""
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
@@ -405,10 +405,10 @@ class CpuContext:
     def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CpuModule:
         """Load a module; `adopt_parked` has brought its variables (`Context.adopt_module`)."""
         try:
-            wanted = ModulePlace.from_numbers(place)
+            saved_place = ModulePlace.from_numbers(place)
             # Numbers of kernels that were unloaded meanwhile stay unused, as in the other context.
-            self._next_number = wanted.first_number
-            return self._load(image, admit_all, wanted)
+            self._next_number = saved_place.first_number
+            return self._load(image, admit_all, saved_place)
         except (ImageRejected, ValueError, TypeError) as error:
             raise ImageMismatch(str(error)) from None
 
@@ -593,9 +593,9 @@ class CpuContext:
         attributes: DriverLaunchAttributes,
     ) -> None:
         """Raise LaunchRejected: a block can't wait for others of a grid or cluster here (`Context.launch_with`)."""
-        what = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
+        label = "a cooperative launch" if attributes.is_cooperative else "a launch in clusters"
         raise LaunchRejected(
-            f"kernel {kernel.name}: the embedded driver runs blocks one after another, and does not do {what}",
+            f"kernel {kernel.name}: the embedded driver runs blocks one after another, and does not do {label}",
             hint="Run it on a card, or launch one kernel for each part between two waits of the grid.",
         )
 
@@ -648,8 +648,8 @@ class CpuContext:
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
             raise LaunchRejected("this kernel's module is not loaded")
         if kernel.refusal is not None:
-            why, hint = kernel.refusal
-            raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {why}", hint=hint)
+            reason, hint = kernel.refusal
+            raise LaunchRejected(f"kernel {kernel.name} can't run on the embedded driver: {reason}", hint=hint)
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
         # Step 2: the shape, and shared memory. Dynamic shared memory lies after the static variables, aligned.
@@ -698,8 +698,8 @@ class CpuContext:
 
     def running(self) -> dict[int, int]:
         """Return the running launch's number by stream (`Context.running`); all streams share queue 0."""
-        queued, ended = self._stream.progress()
-        return {} if queued == ended else {0: ended}
+        queued, ended_count = self._stream.progress()
+        return {} if queued == ended_count else {0: ended_count}
 
     def sync(self, poll: Poll = keep_waiting) -> None:
         self._stream.wait(poll)

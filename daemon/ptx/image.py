@@ -118,7 +118,7 @@ class TranslatedImage:
         return cls(
             tuple(map(_kernel_from, kernels)),
             tuple(
-                ModuleVariable(name, size, initial, tuple(Relocation(*found) for found in relocations))
+                ModuleVariable(name, size, initial, tuple(Relocation(*entry) for entry in relocations))
                 for name, size, initial, relocations in variables
             ),
             addressed,
@@ -148,9 +148,9 @@ def translate_image(
 
 def check_size(variables: tuple[ModuleVariable, ...], slice_bytes: int) -> None:
     """Raise ImageRejected if a module's variables can't all fit a slice."""
-    wanted = sum(variable.size for variable in variables)
-    if wanted > slice_bytes:
-        raise ImageRejected(f"the module's variables take {wanted} bytes, the slice has {slice_bytes}")
+    size_bytes = sum(variable.size for variable in variables)
+    if size_bytes > slice_bytes:
+        raise ImageRejected(f"the module's variables take {size_bytes} bytes, the slice has {slice_bytes}")
 
 
 def _decode(image: bytes) -> str:
@@ -176,11 +176,11 @@ def _decode(image: bytes) -> str:
 
 def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
     places = {name: (n, symbol) for n, part in enumerate(parts) for name, symbol in part.runners.items()}
-    needs = {name: found for part in parts for name, found in part.needs.items()}
+    needs = {name: needed for part in parts for name, needed in part.needs.items()}
     # If a kernel's largest block does not fit an area, it could not run even alone.
     for function in tree.functions:
-        if function.name in needs and not needs[function.name].fit(_most_threads(function)):
-            reason = f"a block of {_most_threads(function)} threads keeps more than there is room for"
+        if function.name in needs and not needs[function.name].fit(_max_threads(function)):
+            reason = f"a block of {_max_threads(function)} threads keeps more than there is room for"
             tree.refusals[function.name] = rejected(reason, line=function.line)
     # Raises if this left no kernel.
     tree.check()
@@ -200,7 +200,7 @@ def _kernels(tree: Image, parts: list[Part]) -> tuple[KernelFacts, ...]:
 _NO_NEEDS = KernelNeeds(0, 0, 0, 0, parks=False)
 
 
-def _most_threads(function: Function) -> int:
+def _max_threads(function: Function) -> int:
     return min(function.bounds.max_threads or MAX_THREADS_PER_BLOCK, MAX_THREADS_PER_BLOCK)
 
 
@@ -217,7 +217,7 @@ def _facts(
         name=function.name,
         parameters=tuple(Parameter(p.offset, p.size) for p in function.parameters),
         parameter_bytes=function.parameter_bytes,
-        max_threads_per_block=_most_threads(function),
+        max_threads_per_block=_max_threads(function),
         required_block=function.bounds.required,
         static_shared_bytes=function.shared_bytes,
         dynamic_shared_offset=function.dynamic_shared_offset,
@@ -242,7 +242,7 @@ class LoadedCode:
 
 
 # Code that this process holds, by key; the most recently used is last.
-_held: OrderedDict[bytes, LoadedCode] = OrderedDict()
+_cached_code: OrderedDict[bytes, LoadedCode] = OrderedDict()
 
 
 def ready_to_look_up() -> None:
@@ -256,16 +256,16 @@ def load_code(
     """Return an image's code, translated now or earlier for this architecture and order. Raises ImageRejected."""
     # The architecture decides what is refused, and the seed is compiled into the code: both belong to the key.
     key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
-    code = _held.get(key)
+    code = _cached_code.get(key)
     if code is None:
         bind_library()
         translated = _kept_image(key)
         if translated is None:
             translated = translate_image(image, slice_bytes=slice_bytes, architecture=architecture, shuffle=shuffle)
             _keep(key, translated)
-        code = _held[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
+        code = _cached_code[key] = LoadedCode(translated, tuple(map(PartCode, translated.parts)))
         drop_oldest_code()
-    _held.move_to_end(key)
+    _cached_code.move_to_end(key)
     # The code may come from a lease with a larger slice.
     check_size(code.image.variables, slice_bytes)
     return code
@@ -273,7 +273,7 @@ def load_code(
 
 def forget_code() -> None:
     """Drop all code that this process holds; a loaded module keeps its own."""
-    _held.clear()
+    _cached_code.clear()
 
 
 def _kept_image(key: bytes) -> TranslatedImage | None:
@@ -294,9 +294,9 @@ def _keep(key: bytes, translated: TranslatedImage) -> None:
 
 def drop_oldest_code() -> None:
     """Drop the least recently used code while this process holds too much; a loaded module keeps its own."""
-    total = sum(held.size_bytes for held in _held.values())
-    while total > MAX_HELD_CODE_BYTES and len(_held) > 1:
-        _, dropped = _held.popitem(last=False)
+    total = sum(code.size_bytes for code in _cached_code.values())
+    while total > MAX_HELD_CODE_BYTES and len(_cached_code) > 1:
+        _, dropped = _cached_code.popitem(last=False)
         total -= dropped.size_bytes
 
 
@@ -433,9 +433,9 @@ def load(
     handles = _handles_of(code, place)
     # Step 2: variables have addresses now; addressed functions get handles; then initialisers are filled in.
     names = [variable.name for variable in variables]
-    named = dict(zip(names, addresses, strict=True))
+    address_of = dict(zip(names, addresses, strict=True))
     if place is None:
-        _relocate(variables, named | handles, arena)
+        _relocate(variables, address_of | handles, arena)
     addresses_and_handles = (*addresses, *handles.values())
     # Step 3: the table in which compiled code finds both, in the order the translation counted them.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
@@ -451,8 +451,8 @@ def load(
         )
         for offset, facts in enumerate(code.image.kernels)
     }
-    found = ModulePlace(addresses, tuple(handles.values()), first_number)
-    return CpuModule(kernels, device_bytes, code, addresses, found, (table, paces))
+    module_place = ModulePlace(addresses, tuple(handles.values()), first_number)
+    return CpuModule(kernels, device_bytes, code, addresses, module_place, (table, paces))
 
 
 def _handles_of(code: LoadedCode, place: ModulePlace | None) -> dict[str, int]:

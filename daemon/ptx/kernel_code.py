@@ -66,10 +66,10 @@ class PartCode:
 
     def address(self, symbol: str) -> int:
         """Return a function's address; compiles the part if needed. Raises LaunchRejected like `compile_source`."""
-        found = self._addresses.get(symbol)
-        if found is None:
-            found = self._addresses[symbol] = self._compiled().address(symbol)
-        return found
+        known_address = self._addresses.get(symbol)
+        if known_address is None:
+            known_address = self._addresses[symbol] = self._compiled().address(symbol)
+        return known_address
 
     def _compiled(self) -> NativeCode:
         # Three places, cheapest first: this process, the directory of kept code, LLVM.

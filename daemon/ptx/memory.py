@@ -325,20 +325,20 @@ class MemoryArena:
         self.allocated_bytes -= size
         # Forbid the bytes before they are reused, then zero them: the next owner must find zeros.
         self._unmark(offset, size)
-        held_in = self._class_of(offset)
-        if held_in.block_bytes >= _DISCARD_BYTES:
-            self.memory.discard(offset, held_in.block_bytes)
+        size_class = self._class_of(offset)
+        if size_class.block_bytes >= _DISCARD_BYTES:
+            self.memory.discard(offset, size_class.block_bytes)
         else:
             self.memory.view[offset : offset + size] = bytes(size)
-        held_in.give(offset)
+        size_class.give(offset)
 
     def bytes_at(self, address: int, size: int) -> memoryview:
         """Return `size` bytes of one allocation. Raises DriverError if they are not all in one."""
         offset = address - self.memory.address
         if 0 <= offset < self._classes[-1].end:
             # The block that holds the address, and whether an allocation of enough bytes begins there.
-            held_in = self._class_of(offset)
-            start = offset - (offset - held_in.start) % held_in.block_bytes
+            size_class = self._class_of(offset)
+            start = offset - (offset - size_class.start) % size_class.block_bytes
             if offset + size <= start + self._sizes.get(start, -1):
                 return self.memory.view[offset : offset + size]
         raise DriverError(f"{size} bytes at {address:#x} are not within one allocation")
@@ -348,15 +348,15 @@ class MemoryArena:
         offset = address - self.memory.address
         if not 0 <= offset < self._classes[-1].end:
             return ""
-        held_in = self._class_of(offset)
+        size_class = self._class_of(offset)
         # The access lies in the red zone of this block, or just before the next block.
-        start = offset - (offset - held_in.start) % held_in.block_bytes
-        behind = start + held_in.block_bytes
+        start = offset - (offset - size_class.start) % size_class.block_bytes
+        end_address = start + size_class.block_bytes
         misses = []
         if start in self._sizes:
             misses.append((offset + size - start - self._sizes[start], "past the end", start))
-        if behind in self._sizes:
-            misses.append((behind - offset, "before the start", behind))
+        if end_address in self._sizes:
+            misses.append((end_address - offset, "before the start", end_address))
         if not misses:
             return ""
         # Of two candidates, the closer one.
@@ -405,8 +405,8 @@ class MemoryArena:
         blocks: list[set[int]] = [set() for _ in self._classes]
         for offset, size in allocations.items():
             number = _shift_of(size) - _FIRST_SHIFT
-            held_in = self._classes[number] if 0 < size <= self._slice_bytes else None
-            if held_in is None or not held_in.start <= offset < held_in.start + used_bytes[number]:
+            size_class = self._classes[number] if 0 < size <= self._slice_bytes else None
+            if size_class is None or not size_class.start <= offset < size_class.start + used_bytes[number]:
                 raise DriverError(f"an allocation of {size} bytes can't be at {offset:#x}")
             blocks[number].add(offset)
         for one, used, bytes_ in zip(self._classes, blocks, used_bytes, strict=True):
@@ -432,16 +432,16 @@ class MemoryArena:
     def _mark(self, offset: int, size: int) -> None:
         """Write into the shadow how many bytes of each granule may be touched; the last granule may be partial."""
         first, rest = offset >> GRANULE_SHIFT, size % GRANULE_BYTES
-        whole = size >> GRANULE_SHIFT
-        self._fill(first, whole, _FULL_ENTRIES)
+        granules = size >> GRANULE_SHIFT
+        self._fill(first, granules, _FULL_ENTRIES)
         if rest:
-            self._fill(first + whole, 1, rest.to_bytes(_SHADOW_ENTRY_BYTES, "little"))
+            self._fill(first + granules, 1, rest.to_bytes(_SHADOW_ENTRY_BYTES, "little"))
 
     def _unmark(self, offset: int, size: int) -> None:
         self._fill(offset >> GRANULE_SHIFT, -(-size >> GRANULE_SHIFT), _NO_ENTRIES)
 
     def _fill(self, first: int, count: int, entries: bytes) -> None:
         for start in range(first, first + count, _SHADOW_PIECE):
-            held = min(_SHADOW_PIECE, first + count - start) * _SHADOW_ENTRY_BYTES
+            piece_bytes = min(_SHADOW_PIECE, first + count - start) * _SHADOW_ENTRY_BYTES
             place = start * _SHADOW_ENTRY_BYTES
-            self.shadow.view[place : place + held] = entries[:held]
+            self.shadow.view[place : place + piece_bytes] = entries[:piece_bytes]

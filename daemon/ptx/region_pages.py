@@ -45,7 +45,7 @@ class EmbeddedRegions:
         self._ended: dict[int, int] = {}
         self.taken_bytes = 0
         # The sum of stray accesses at the last poll, and the regions that were reported.
-        self._seen = 0
+        self._reported_strays = 0
         self._named: set[int] = set()
 
     def open(self, size_bytes: int) -> int:
@@ -93,8 +93,8 @@ class EmbeddedRegions:
 
     def bytes_at(self, address: int, size_bytes: int) -> memoryview:
         """Return `size_bytes` of one active region. Raises DriverError if they are not all in one."""
-        for start, held in self._active.items():
-            if start <= address and address + size_bytes <= start + held:
+        for start, region_size in self._active.items():
+            if start <= address and address + size_bytes <= start + region_size:
                 offset = address - self._arena.memory.address
                 return self._arena.memory.view[offset : offset + size_bytes]
         raise DriverError(f"{size_bytes} bytes at {address:#x} are not within one active region")
@@ -109,11 +109,11 @@ class EmbeddedRegions:
             return None
         ended = [(address, size, self.stray_accesses(address)) for address, size in self._ended.items()]
         where = (self._arena.regions_start, self._arena.regions_bytes)
-        return where, self._next, self.active(), ended, self._seen, sorted(self._named)
+        return where, self._next, self.active(), ended, self._reported_strays, sorted(self._named)
 
     def restore(self, state: tuple[Any, ...]) -> None:
         """Enter another context's `state`; nothing was opened here. Raises DriverError or ValueError."""
-        where, self._next, active, ended, self._seen, named = state
+        where, self._next, active, ended, self._reported_strays, named = state
         if where != (self._arena.regions_start, self._arena.regions_bytes):
             raise DriverError(f"its regions would begin at {self._arena.regions_start:#x}")
         for address, size_bytes in active:
@@ -145,16 +145,16 @@ class EmbeddedRegions:
     def new_strays(self) -> list[tuple[int, int]]:
         """Return address and size of ended regions that were accessed; each region is returned once."""
         # One sum over all regions makes the usual case, no stray access at all, a single comparison.
-        if self._head.strays == self._seen:
+        if self._head.strays == self._reported_strays:
             return []
-        self._seen = self._head.strays
-        found = [
+        self._reported_strays = self._head.strays
+        strays = [
             (address, size)
             for address, size in self._ended.items()
             if address not in self._named and self.stray_accesses(address)
         ]
-        self._named.update(address for address, _ in found)
-        return found
+        self._named.update(address for address, _ in strays)
+        return strays
 
     def close(self) -> None:
         self._words.release()

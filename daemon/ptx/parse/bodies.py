@@ -228,18 +228,22 @@ class BodyParser(CallParser):
             self._pending.append((len(self.instructions), self.scope, first))
         # Step 5: `alloca` and its kin are replaced by the instructions that perform them.
         text = cursor.source.line_text(first.start)
-        made = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
-        self.instructions.extend(self._stack_steps(made, opcode) if made.opcode in stack_memory.OPCODES else (made,))
+        instruction = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
+        self.instructions.extend(
+            self._stack_steps(instruction, opcode) if instruction.opcode in stack_memory.OPCODES else (instruction,)
+        )
 
-    def _stack_steps(self, made: Instruction, at: Lexeme) -> list[Instruction]:
+    def _stack_steps(self, instruction: Instruction, at: Lexeme) -> list[Instruction]:
         # The first such instruction of a function reserves the memory and the registers.
         if self._stack is None:
             room = self._place(self.local, stack_memory.ROOM, at)
-            taken, is_over = (self.registers.add(f"alloca.{name}", SCALARS[name]) for name in ("u64", "pred"))
-            self._stack = stack_memory.StackMemory(room, taken, is_over)
-        steps = self._stack.steps(made)
+            used, is_over = (self.registers.add(f"alloca.{name}", SCALARS[name]) for name in ("u64", "pred"))
+            self._stack = stack_memory.StackMemory(room, used, is_over)
+        steps = self._stack.steps(instruction)
         if steps is None:
-            raise self.cursor.problem(f"this form of {made.spelling[:80]} is not supported by the embedded driver", at)
+            raise self.cursor.problem(
+                f"this form of {instruction.spelling[:80]} is not supported by the embedded driver", at
+            )
         return steps
 
     def _parse_guard(self) -> PredicateGuard | None:
@@ -272,7 +276,7 @@ class BodyParser(CallParser):
         return listing.names if isinstance(listing, Listing) and listing.kind == ".branchtargets" else (name,)
 
     def _place_of(self, name: str, scope: Scope, at: Lexeme) -> Target:
-        found = scope.find_label(name)
-        if found is None:
+        place = scope.find_label(name)
+        if place is None:
             raise self.cursor.problem(f"unknown name {name[:60]}", at)
-        return Target(name, found)
+        return Target(name, place)

@@ -146,8 +146,8 @@ def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
         name = at.text[1:]
         if name == "align":
             # After the type it belongs to .ptr: the alignment of what the parameter points to, not of the parameter.
-            given = parse_alignment(cursor)
-            alignment = alignment if scalar else given
+            parsed = parse_alignment(cursor)
+            alignment = alignment if scalar else parsed
         elif name in _VECTOR_LENGTHS:
             lanes = _VECTOR_LENGTHS[name]
         # A handle of an image takes 64 bits.

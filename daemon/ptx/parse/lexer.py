@@ -54,17 +54,17 @@ class Source:
         """Yield the tokens from a position on, then one of kind "end". Memory does not grow with the text."""
         length, match = len(self.text), _TOKEN.match
         while position < length:
-            found = match(self.text, position)
+            matched = match(self.text, position)
             # The text is a tenant's: an unknown character ends the scan with a refusal.
-            if found is None or found.lastgroup == "unclosed":
+            if matched is None or matched.lastgroup == "unclosed":
                 at = Lexeme("?", self.text[position], position, line)
-                raise self.problem("this comment never ends" if found else "unexpected character", at)
-            kind, word = found.lastgroup or "", found.group()
+                raise self.problem("this comment never ends" if matched else "unexpected character", at)
+            kind, word = matched.lastgroup or "", matched.group()
             if kind == "blank":
                 line += word.count("\n")
             else:
                 yield Lexeme(word if kind == "sign" else kind, word, position, line)
-            position = found.end()
+            position = matched.end()
         yield Lexeme("end", "", length, line)
 
 
@@ -78,12 +78,12 @@ def parse_whole_integer(text: str) -> int | None:
     """Parse an integer literal as written, however large, or return None if the text is not one."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
-    found = _INTEGER.fullmatch(text)
-    if found is None:
+    matched = _INTEGER.fullmatch(text)
+    if matched is None:
         return None
     for group, base in (("x", 16), ("b", 2), ("o", 8), ("d", 10)):
-        if found[group] is not None:
-            return int(found[group], base)
+        if matched[group] is not None:
+            return int(matched[group], base)
     return None
 
 

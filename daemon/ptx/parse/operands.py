@@ -229,10 +229,10 @@ class CallParser(OperandParser):
         if kind == ".branchtargets":
             return Listing(kind, tuple(names))
         # The common signature stands for all targets, so the call needs no prototype.
-        found = [self._signatures.get(name) for name in names]
-        if found[0] is None or any(other is None or other.layout != found[0].layout for other in found):
+        signatures = [self._signatures.get(name) for name in names]
+        if signatures[0] is None or any(other is None or other.layout != signatures[0].layout for other in signatures):
             raise cursor.problem("the functions of a .calltargets must be declared and have the same parameters")
-        return Listing(kind, tuple(names), found[0])
+        return Listing(kind, tuple(names), signatures[0])
 
     def _parse_passed(self) -> tuple[DeclaredVariable, ...]:
         """Parse `(a, b)`, the variables of a call's arguments or results."""
@@ -258,9 +258,9 @@ class CallParser(OperandParser):
         return listing.signature
 
     def _check(self, site: CallSite, at: Lexeme) -> None:
-        for given, wanted in (
+        for actual, formal in (
             (site.arguments, site.signature.parameters),
             (site.results, site.signature.results),
         ):
-            if [variable.size for variable in given] != [variable.size for variable in wanted]:
+            if [variable.size for variable in actual] != [variable.size for variable in formal]:
                 raise self.cursor.problem("the sizes of the arguments and results must be those of the function", at)

@@ -56,19 +56,19 @@ class _ImageParser:
         self.variables: list[DeclaredVariable] = []
         self._refusals: dict[str, ImageRejected] = {}
         self._aliases: dict[str, tuple[str, Lexeme]] = {}
-        self._instructions_left = MAX_IMAGE_INSTRUCTIONS
+        self._instruction_budget = MAX_IMAGE_INSTRUCTIONS
         self._dynamic_alignment = 1
-        self._most_parameter_bytes = MAX_PARAMETER_BYTES
+        self._max_parameter_bytes = MAX_PARAMETER_BYTES
 
     def parse(self) -> Image:
         # Step 1: the two directives that begin every module decide whether this device runs it at all.
         version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
         if not takes_long_parameters(version, target):
-            self._most_parameter_bytes = MAX_OLD_PARAMETER_BYTES
-        if why := self._architecture.why_not(version, target):
+            self._max_parameter_bytes = MAX_OLD_PARAMETER_BYTES
+        if reason := self._architecture.rejection(version, target):
             hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
-            raise self.cursor.problem(why, at, hint=hint)
+            raise self.cursor.problem(reason, at, hint=hint)
         # Step 2: everything else, in any order.
         while self.cursor.peek.kind != "end":
             self._parse_item()
@@ -149,8 +149,8 @@ class _ImageParser:
                 cursor.expect("string")
                 cursor.expect(";")
             case _:
-                what = f".{name}" if name else at.text or "the end"
-                raise cursor.problem(f"{what[:60]!r} is not supported at the top level", at)
+                label = f".{name}" if name else at.text or "the end"
+                raise cursor.problem(f"{label[:60]!r} is not supported at the top level", at)
 
     def _parse_variable(self, space: Space, *, is_extern: bool) -> None:
         variable = parse_variable(self.cursor, space, is_extern=is_extern)
@@ -170,7 +170,7 @@ class _ImageParser:
         cursor.kernel = name[:60]
         if name in self.functions or name in self.signatures:
             raise NameTaken(name)
-        parameters, size = parse_parameters(cursor, Space.PARAM, self._most_parameter_bytes)
+        parameters, size = parse_parameters(cursor, Space.PARAM, self._max_parameter_bytes)
         self.functions[name] = self._parse_function(name, at, Signature(parameters, size), is_kernel=True)
 
     def _parse_func(self, at: Lexeme) -> None:
@@ -182,13 +182,13 @@ class _ImageParser:
         signature = Signature(*parse_parameters(cursor, Space.PARAM), results, result_bytes)
         skip_function_directives(cursor)
         # A function may be declared any number of times, and defined once.
-        known = self.signatures.get(name)
+        earlier = self.signatures.get(name)
         if name in self.subroutines or name in self.functions:
             raise NameTaken(name)
         # The name can be called and its address taken from here on.
-        if known is None:
+        if earlier is None:
             self.scope.declare(name, DeclaredVariable(name, Space.CODE, 0, 1))
-        elif known.layout != signature.layout:
+        elif earlier.layout != signature.layout:
             raise cursor.problem(f"{name[:60]} is declared with other parameters before", at)
         self.signatures[name] = signature
         if len(self.signatures) > MAX_FUNCTIONS:
@@ -218,9 +218,9 @@ class _ImageParser:
 
     def _count_instructions(self, count: int, at: Lexeme) -> None:
         # An image's sum, so that many small functions are bounded as one large one is.
-        if count > self._instructions_left:
+        if count > self._instruction_budget:
             raise self.cursor.problem(f"the image has more than {MAX_IMAGE_INSTRUCTIONS} instructions", at)
-        self._instructions_left -= count
+        self._instruction_budget -= count
 
     def _skip_body(self, start: Lexeme, error: ImageRejected) -> None:
         """Go back to the end of a function's parameters, and take its braces. Raises `error` if they don't balance."""
@@ -264,8 +264,8 @@ class _ImageParser:
     def _resolve_aliases(self) -> None:
         """Give each alias the body of the function that it names (PTX ISA section 11.3.3)."""
         defined = dict(self.subroutines)
-        for name, (meant, at) in self._aliases.items():
-            function = defined.get(meant)
+        for name, (target, at) in self._aliases.items():
+            function = defined.get(target)
             if function is None or name not in self.signatures or name in defined:
                 raise self.cursor.problem("an alias must be declared and not defined, and name a defined function", at)
             if self.signatures[name].layout != function.signature.layout:
@@ -273,15 +273,15 @@ class _ImageParser:
             # A copy counts like the original: a chain of aliases must not multiply the work.
             self._count_instructions(len(function.instructions), at)
             self.subroutines[name] = replace(function, name=name)
-            if meant in self._refusals:
-                self._refusals[name] = self._refusals[meant]
+            if target in self._refusals:
+                self._refusals[name] = self._refusals[target]
 
     def _check_relocations(self) -> None:
         """Raise ImageRejected for an initialiser that names something without an address in device memory."""
-        known = {variable.name for variable in self.variables} | self.subroutines.keys()
+        names = {variable.name for variable in self.variables} | self.subroutines.keys()
         for variable in self.variables:
             for relocation in variable.relocations:
-                if relocation.symbol not in known:
+                if relocation.symbol not in names:
                     name = relocation.symbol[:60]
                     raise self.cursor.problem(f"the address of {name}, which initialises a variable, is unknown")
 

@@ -109,11 +109,11 @@ class Scope:
 
     def _range_of(self, name: str) -> Scalar | None:
         for prefix in _stems(name):
-            held = self._ranges.get(prefix)
+            register_range = self._ranges.get(prefix)
             number = name[len(prefix) :]
             # `%r01` does not belong to `%r<100>`: members are written without leading zeros.
-            if held and (number == "0" or number[0] != "0") and int(number) < held[0]:
-                return held[1]
+            if register_range and (number == "0" or number[0] != "0") and int(number) < register_range[0]:
+                return register_range[1]
         return None
 
 

@@ -120,11 +120,17 @@ none:
 
 
 def checked_pointer(
-    t: OperandTranslator, operand: Operand, space: Space, size: int, access: Access, *, wanted: Value | None = None
+    t: OperandTranslator,
+    operand: Operand,
+    space: Space,
+    size: int,
+    access: Access,
+    *,
+    needed_bytes: Value | None = None,
 ) -> Value:
     """Return a host pointer for an access of `size` bytes; where the access is not allowed, the thread faults.
 
-    With `wanted`, an i64, only the first `wanted` bytes must exist. The others can be read, and their values mean
+    With `needed_bytes`, an i64, only that many bytes must exist. The others can be read, and their values mean
     nothing.
     """
     address, space = address_in(t, operand, space)
@@ -132,7 +138,7 @@ def checked_pointer(
     if space in _WINDOWS and _is_surely_inside(address, size, _static_limit(t, space)):
         return t.ir.offset(window_base(t, space), address)
     fault, go_on = t.ir.fresh("fault"), t.ir.fresh("valid")
-    pointer = reach(t, address, space, (size, access), fault, wanted)
+    pointer = reach(t, address, space, (size, access), fault, needed_bytes)
     t.ir.branch(go_on)
     t.ir.block(fault)
     _fail(t, access, space, address, size)
@@ -144,17 +150,17 @@ def checked_access(
     t: OperandTranslator,
     operand: Operand,
     space: Space,
-    what: tuple[int, Access],
-    make: Callable[[Value], Sequence[Value]],
+    size_and_access: tuple[int, Access],
+    operation: Callable[[Value], Sequence[Value]],
 ) -> Sequence[Value]:
-    """Perform a load or store of `what` bytes and kind, and return what `make` returns; zeros for an ended region.
+    """Perform a load or store of this size and kind, and return what `operation` returns; zeros for an ended region.
 
-    `make` writes a single basic block for the pointer that it gets. So the loop around the access stays simple.
+    `operation` writes a single basic block for the pointer that it gets. So the loop around the access stays simple.
     """
-    size, access = what
+    size, access = size_and_access
     address, space = address_in(t, operand, space)
     if space in _WINDOWS:
-        return make(checked_pointer(t, operand, space, size, access))
+        return operation(checked_pointer(t, operand, space, size, access))
     ir = t.ir
     # There are three cases: the access is allowed; it is in an ended region, where no memory is accessed; or it faults.
     inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
@@ -164,52 +170,54 @@ def checked_access(
     ir.block(fault)
     _fail(t, access, space, address, size)
     ir.block(inside)
-    made = make(pointer_at(t, address, space))
+    results = operation(pointer_at(t, address, space))
     ir.branch(done)
     ir.block(done)
     # A load in an ended region gives 0.
-    return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in made]
+    return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in results]
 
 
 def reach(
     t: OperandTranslator,
     address: Value,
     space: Space,
-    what: tuple[int, Access],
+    size_and_access: tuple[int, Access],
     otherwise: str,
-    wanted: Value | None = None,
+    needed_bytes: Value | None = None,
 ) -> Value:
     """Return a host pointer for an access of this size and kind; branches to `otherwise` where it is not allowed."""
-    size, _ = what
-    valid = is_valid(t, address, space, size, wanted)
+    size, _ = size_and_access
+    valid = is_valid(t, address, space, size, needed_bytes)
     if space not in _WINDOWS:
-        return reach_global(t.ir, address, valid, what, otherwise)
+        return reach_global(t.ir, address, valid, size_and_access, otherwise)
     there = t.ir.fresh("there")
     t.ir.branch_if(valid, there, otherwise, extra=LIKELY)
     t.ir.block(there)
     return pointer_at(t, address, space)
 
 
-def reach_global(ir: IrWriter, address: Value, valid: Value, what: tuple[int, Access], otherwise: str) -> Value:
+def reach_global(
+    ir: IrWriter, address: Value, valid: Value, size_and_access: tuple[int, Access], otherwise: str
+) -> Value:
     """Return a host pointer for a global access, or for its substitute in an ended region."""
-    size, access = what
+    size, access = size_and_access
     inside, outside, there = (ir.fresh(stem) for stem in ("inside", "outside", "there"))
     # LIKELY keeps the code for the substitute out of the loop that LLVM lays out.
     ir.branch_if(valid, inside, outside, extra=LIKELY)
     ir.block(outside)
-    other = stand_in(ir, address, size, access)
-    ir.branch_if(ir.compare("icmp ne", other, NULL), there, otherwise)
+    placeholder = stand_in(ir, address, size, access)
+    ir.branch_if(ir.compare("icmp ne", placeholder, NULL), there, otherwise)
     ir.block(inside)
     pointer = ir.cast("inttoptr", address, "ptr")
     ir.branch(there)
     ir.block(there)
-    return ir.value("ptr", f"phi ptr [ {pointer.text}, %{inside} ], [ {other.text}, %{outside} ]")
+    return ir.value("ptr", f"phi ptr [ {pointer.text}, %{inside} ], [ {placeholder.text}, %{outside} ]")
 
 
 def stand_in(ir: IrWriter, address: Value, size: int, access: Access) -> Value:
     """Return a pointer to the substitute for an access in an ended region; null if the address is in none."""
-    given = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
-    return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({given})")
+    arguments = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
+    return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({arguments})")
 
 
 def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
@@ -238,11 +246,11 @@ def shared_pointer(t: OperandTranslator, operand: Operand, size: int, access: Ac
     return pointer_at(t, offset, Space.SHARED)
 
 
-def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, wanted: Value | None = None) -> Value:
+def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, needed_bytes: Value | None = None) -> Value:
     """Compute whether an access of `size` bytes is allowed."""
     if space in _WINDOWS:
         return window_is_valid(t.ir, address, size, window_limit(t, space))
-    valid = global_is_valid(t.ir, address, size, wanted)
+    valid = global_is_valid(t.ir, address, size, needed_bytes)
     return _generic_is_valid(t, address, size, valid) if space is Space.GENERIC else valid
 
 
@@ -355,8 +363,8 @@ def address_type(t: OperandTranslator, register: Register) -> Scalar:
     return bits_type(register.type.bits)
 
 
-def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | None = None) -> Value:
-    """Compute whether a global address may be accessed; with `wanted`, only that many bytes must exist."""
+def global_is_valid(ir: IrWriter, address: Value, size: int, needed_bytes: Value | None = None) -> Value:
+    """Compute whether a global address may be accessed; with `needed_bytes`, only that many bytes must exist."""
     # These three never change while a kernel runs, so LLVM hoists them out of loops.
     arena = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.arena.offset)
     shadow = ir.fixed("ptr", ENVIRONMENT, BlockEnvironment.shadow.offset)
@@ -367,7 +375,7 @@ def global_is_valid(ir: IrWriter, address: Value, size: int, wanted: Value | Non
     # The granule's entry says how many of its bytes exist, from its start.
     entry = ir.offset(shadow, ir.binary("shl", granule, 1))
     allowed = ir.cast("zext", ir.load("i16", entry, extra=", align 2" + INVARIANT), "i64")
-    end = ir.binary("add", ir.binary("and", offset, GRANULE_BYTES - 1), wanted or constant("i64", size))
+    end = ir.binary("add", ir.binary("and", offset, GRANULE_BYTES - 1), needed_bytes or constant("i64", size))
     return ir.binary("and", ir.compare("icmp ule", end, allowed), _is_aligned(ir, address, size))
 
 
@@ -384,8 +392,8 @@ def _generic_is_valid(t: OperandTranslator, address: Value, size: int, valid: Va
     for space in (Space.SHARED, Space.LOCAL):
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
         offset = t.ir.binary("sub", address, base)
-        found = window_is_valid(t.ir, offset, size, window_limit(t, space))
-        valid = t.ir.binary("or", valid, found)
+        valid_in_window = window_is_valid(t.ir, offset, size, window_limit(t, space))
+        valid = t.ir.binary("or", valid, valid_in_window)
     return valid
 
 

@@ -49,14 +49,14 @@ def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         ir.emit(f"store {_source(t, i, size, None)}, {into}, align {size}")
         return
     # Only the bytes to be copied need to exist, so write zeros first, and read the source only if there are such bytes.
-    taken = bytes_taken(t, i.operands[3], size)
+    source_bytes = bytes_taken(t, i.operands[3], size)
     ir.emit(f"store {kind} 0, {into}, align {size}")
     some, done = ir.fresh("some"), ir.fresh("copied")
-    ir.branch_if(ir.compare("icmp ne", taken, 0), some, done)
+    ir.branch_if(ir.compare("icmp ne", source_bytes, 0), some, done)
     ir.block(some)
-    value = _source(t, i, size, ir.cast("zext", taken, "i64"))
+    value = _source(t, i, size, ir.cast("zext", source_bytes, "i64"))
     # Mask the bytes that are not copied.
-    unwanted = ir.binary("sub", constant("i32", 8 * size), ir.binary("shl", taken, 3))
+    unwanted = ir.binary("sub", constant("i32", 8 * size), ir.binary("shl", source_bytes, 3))
     mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
     ir.emit(f"store {ir.binary('and', value, mask)}, {into}, align {size}")
     ir.block(done)
@@ -79,9 +79,9 @@ def copied_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> int:
     return size.value
 
 
-def _source(t: "ThreadTranslator", i: Instruction, size: int, wanted: Value | None) -> Value:
-    """Load the source, of which only the first `wanted` bytes must exist."""
-    source = checked_pointer(t, i.operands[1], Space.GLOBAL, size, Access.LOAD, wanted=wanted)
+def _source(t: "ThreadTranslator", i: Instruction, size: int, needed_bytes: Value | None) -> Value:
+    """Load the source, of which only the first `needed_bytes` bytes must exist."""
+    source = checked_pointer(t, i.operands[1], Space.GLOBAL, size, Access.LOAD, needed_bytes=needed_bytes)
     return t.ir.value(f"i{8 * size}", f"load i{8 * size}, {source}, align {size}")
 
 

@@ -53,8 +53,8 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     # The block's last thread also counts the lanes that its warp lacks.
     is_last = ir.compare("icmp eq", ir.binary("add", flat_thread(ir), 1), threads)
     lacking = ir.binary("and", ir.binary("sub", constant("i32", 0), threads), WARP_THREADS - 1)
-    come = ir.binary("add", ir.select(is_last, lacking, constant("i32", 0)), 1)
-    ir.store(ir.binary("add", ir.load("i32", place), come), place)
+    arrived = ir.binary("add", ir.select(is_last, lacking, constant("i32", 0)), 1)
+    ir.store(ir.binary("add", ir.load("i32", place), arrived), place)
 
 
 @FAMILY.form("bar{.cta}.red.popc.u32", (3, 4))
@@ -69,8 +69,8 @@ def count_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("barrier{.cta}.red.op{.aligned}.pred", (3, 4), op=("and", "or"))
 def combine_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Wait, and return whether the predicate is true for all threads, or for any."""
-    came, trues = _reduce(t, i, m["op"])
-    result = t.ir.compare("icmp eq", trues, came) if m["op"] == "and" else t.ir.compare("icmp ne", trues, 0)
+    arrived, trues = _reduce(t, i, m["op"])
+    result = t.ir.compare("icmp eq", trues, arrived) if m["op"] == "and" else t.ir.compare("icmp ne", trues, 0)
     t.write(i.operands[0], PREDICATE, result)
 
 

@@ -121,9 +121,9 @@ def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: S
     ir.branch_if(ir.compare("icmp ult", offset, size), "check", "done")
     ir.block("check")
     to, at = ir.binary("add", into, offset), ir.binary("add", source, offset)
-    taken = reach(inner, at, source_space, (_STEP, Access.LOAD), "unread")
-    given = reach(inner, to, into_space, (_STEP, Access.STORE), "unwritten")
-    ir.emit(f"store {ir.load('i128', taken)}, {given}, align {_STEP}")
+    source_pointer = reach(inner, at, source_space, (_STEP, Access.LOAD), "unread")
+    target_pointer = reach(inner, to, into_space, (_STEP, Access.STORE), "unwritten")
+    ir.emit(f"store {ir.load('i128', source_pointer)}, {target_pointer}, align {_STEP}")
     ir.store(ir.binary("add", offset, _STEP), _OFFSET)
     ir.branch("each")
     # A failed check reports the offset at which it happened.

@@ -44,22 +44,22 @@ def link(image: Image) -> Image:
     # Step 2: functions with barriers or warp operations must be inlined, and so must all their callers.
     functions = {function.name: function for function in image.subroutines}
     callers, watching = _callers(image), watching_functions(image)
-    must = _spread({name for name, function in functions.items() if meets(function)}, callers)
+    meeting = _spread({name for name, function in functions.items() if meets(function)}, callers)
     # Step 3: functions that wait in a loop should also be inlined: inside a call a thread can't let others run, so it
     # would wait there forever.
     turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
     # If that makes a kernel too large, call these functions instead, so that at least the image loads.
-    if turning - must:
-        wanted = must | _spread(turning, callers)
-        found = _inlined(image, functions, wanted, MAX_WATCHING_INSTRUCTIONS)
-        if found.refusals.keys() == image.refusals.keys():
-            return found
-    return _inlined(image, functions, must, MAX_INSTRUCTIONS)
+    if turning - meeting:
+        to_inline = meeting | _spread(turning, callers)
+        inlined = _inlined(image, functions, to_inline, MAX_WATCHING_INSTRUCTIONS)
+        if inlined.refusals.keys() == image.refusals.keys():
+            return inlined
+    return _inlined(image, functions, meeting, MAX_INSTRUCTIONS)
 
 
-def _inlined(image: Image, functions: dict[str, Function], wanted: set[str], most: int) -> Image:
+def _inlined(image: Image, functions: dict[str, Function], to_inline: set[str], max_instructions: int) -> Image:
     # A kernel that can't be expanded is refused alone.
-    inliner = Inliner(functions, wanted, most)
+    inliner = Inliner(functions, to_inline, max_instructions)
     refusals, kernels = dict(image.refusals), []
     for kernel in image.functions:
         try:
@@ -86,7 +86,7 @@ class CallGraph:
 
     def reached(self, kernel: Function) -> set[str]:
         """Return the functions that may run when a kernel does; a pointer may lead to any that is addressed."""
-        found: set[str] = set()
+        reachable: set[str] = set()
         pending = [callees_of(kernel)]
         while pending:
             names = pending.pop()
@@ -94,21 +94,21 @@ class CallGraph:
             self._steps += len(names)
             if self._steps > MAX_CALL_GRAPH_STEPS:
                 raise rejected("too many kernels call too many functions", line=kernel.line, kernel=kernel.name)
-            if "" in names and not found.issuperset(self._addressed):
+            if "" in names and not reachable.issuperset(self._addressed):
                 names = names.union(self._addressed)
             for name in names:
-                if name in self._calls and name not in found:
-                    found.add(name)
+                if name in self._calls and name not in reachable:
+                    reachable.add(name)
                     pending.append(self._calls[name])
-        return found
+        return reachable
 
 
 def watching_functions(image: Image) -> frozenset[str]:
     """Return the functions in which a thread may poll memory that others write; "" if a pointer may lead to one."""
     callers = _callers(image)
-    found = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
+    watching = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
     # A call through a pointer polls if any function behind a pointer does, and then so do that call's callers.
-    return frozenset(_spread({*found, ""}, callers) if found.intersection(image.addressed or ()) else found)
+    return frozenset(_spread({*watching, ""}, callers) if watching.intersection(image.addressed or ()) else watching)
 
 
 def _callers(image: Image) -> dict[str, set[str]]:
@@ -121,12 +121,12 @@ def _callers(image: Image) -> dict[str, set[str]]:
 
 def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
     """Return the seeds and everything that calls them, directly or not."""
-    found, pending = set(seeds), list(seeds)
+    spread, pending = set(seeds), list(seeds)
     while pending:
-        fresh = callers.get(pending.pop(), set()) - found
-        found |= fresh
+        fresh = callers.get(pending.pop(), set()) - spread
+        spread |= fresh
         pending.extend(fresh)
-    return found
+    return spread
 
 
 def variables_of(function: Function) -> Iterator[DeclaredVariable]:
@@ -144,9 +144,9 @@ def variables_of(function: Function) -> Iterator[DeclaredVariable]:
 def _addressed(image: Image) -> tuple[str, ...]:
     # Addresses are taken by instructions and by initialisers of variables.
     defined = {function.name for function in image.subroutines}
-    named = {v.name for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.space is Space.CODE}
-    named.update(relocation.symbol for variable in image.variables for relocation in variable.relocations)
-    return tuple(sorted(named & defined))
+    names = {v.name for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.space is Space.CODE}
+    names.update(relocation.symbol for variable in image.variables for relocation in variable.relocations)
+    return tuple(sorted(names & defined))
 
 
 class _Shared:
@@ -166,14 +166,14 @@ class _Shared:
 
     def find(self, owner: str, variable: DeclaredVariable) -> DeclaredVariable | None:
         """Return a variable in its place, or None if it has none."""
-        found = self._places.get((owner, variable))
-        return self._before.find(owner, variable) if found is None and self._before else found
+        place = self._places.get((owner, variable))
+        return self._before.find(owner, variable) if place is None and self._before else place
 
 
 def _static(function: Function) -> dict[DeclaredVariable, str]:
     """Return the sized shared variables that a function names, and the owner of each."""
-    named = {v for v in variables_of(function) if v.space is Space.SHARED and not v.is_dynamic}
-    return {v: "" if v in function.module_shared else function.name for v in sorted(named, key=lambda v: v.offset)}
+    variables = {v for v in variables_of(function) if v.space is Space.SHARED and not v.is_dynamic}
+    return {v: "" if v in function.module_shared else function.name for v in sorted(variables, key=lambda v: v.offset)}
 
 
 def _key(variable: DeclaredVariable, owner: str) -> DeclaredVariable:
@@ -200,7 +200,7 @@ def _place_shared(image: Image) -> Image:
         reached = graph.reached(kernel)
         if sharing & reached:
             try:
-                kernel = _behind(kernel, shared, alignment)
+                kernel = _with_own_shared(kernel, shared, alignment)
             except ImageRejected as error:
                 image.refusals.setdefault(kernel.name, error)
         if uses_dynamic & reached:
@@ -219,7 +219,7 @@ def _place_shared(image: Image) -> Image:
     )
 
 
-def _behind(kernel: Function, shared: _Shared, alignment: int) -> Function:
+def _with_own_shared(kernel: Function, shared: _Shared, alignment: int) -> Function:
     own = _Shared(shared)
     for variable, owner in _static(kernel).items():
         own.add(owner, _key(variable, owner))

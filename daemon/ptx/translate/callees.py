@@ -110,9 +110,9 @@ class Callees:
         distance = ir.binary("sub", _HANDLE, first)
         step = constant("i64", HANDLE_STEP.bit_length() - 1)
         number = ir.intrinsic("llvm.fshr.i64", "i64", distance, distance, step)
-        fitting = self._by_layout.get(layout, [])
-        ir.switch(number, "none", [(place, f"to{place}") for place, _ in fitting])
-        for place, function in fitting:
+        candidates = self._by_layout.get(layout, [])
+        ir.switch(number, "none", [(place, f"to{place}") for place, _ in candidates])
+        for place, function in candidates:
             ir.block(f"to{place}")
             status = ir.value("i32", f"call i32 @{self._names[function]}({SIGNATURE})")
             ir.ret_value(status)
@@ -123,8 +123,8 @@ class Callees:
 
 def frame_address(ir: IrWriter) -> Value:
     """Return the address of the native frame, as i64."""
-    found = ir.intrinsic("llvm.frameaddress.p0", "ptr", constant("i32", 0))
-    return ir.cast("ptrtoint", found, "i64")
+    address = ir.intrinsic("llvm.frameaddress.p0", "ptr", constant("i32", 0))
+    return ir.cast("ptrtoint", address, "i64")
 
 
 def name_stack_end(ir: IrWriter) -> None:

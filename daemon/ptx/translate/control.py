@@ -83,8 +83,8 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     t.ir.block(go_on)
     # Step 3: copy the results from where the callee left them to the caller's variables.
     base, returned = window_base(t, Space.CALL), Value("ptr", "%returned")
-    for given, formal in zip(site.results, site.signature.results, strict=True):
-        t.ir.copy(t.ir.offset(base, given.offset), t.ir.offset(returned, formal.offset), given.size)
+    for actual, formal in zip(site.results, site.signature.results, strict=True):
+        t.ir.copy(t.ir.offset(base, actual.offset), t.ir.offset(returned, formal.offset), actual.size)
 
 
 def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> Value:
@@ -93,8 +93,8 @@ def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> 
     passed, returned = Value("ptr", "%passed"), Value("ptr", "%returned")
     if site.arguments:
         base = window_base(t, Space.CALL)
-        for given, formal in zip(site.arguments, site.signature.parameters, strict=True):
-            t.ir.copy(t.ir.offset(passed, formal.offset), t.ir.offset(base, given.offset), given.size)
+        for actual, formal in zip(site.arguments, site.signature.parameters, strict=True):
+            t.ir.copy(t.ir.offset(passed, formal.offset), t.ir.offset(base, actual.offset), actual.size)
     arguments = ", ".join(map(str, (*GIVEN, passed, returned, t.stack(), STACK_END, *further)))
     return t.ir.value("i32", f"call i32 @{name}({arguments})")
 

@@ -132,11 +132,11 @@ def _clamp(t: OperandTranslator, value: Value, source: Scalar, into: Scalar) -> 
     """Clamp to the range of the target type, still in the source's width."""
     sign = "s" if source.is_signed else "u"
     low, high = _range(into)
-    least, most = _range(source)
+    lowest, highest = _range(source)
     # A bound that the source type can't exceed would not fit the constant's type.
-    if high < most:
+    if high < highest:
         value = t.ir.intrinsic(f"llvm.{sign}min.{value.type}", value.type, value, constant(value.type, high))
-    if low > least:
+    if low > lowest:
         value = t.ir.intrinsic(f"llvm.{sign}max.{value.type}", value.type, value, constant(value.type, low))
     return value
 

@@ -74,40 +74,40 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
         return frozenset()
     # Step 1: for each function by itself, find the code that can run, and what depends on the address.
     facts = {f.name: _facts(f) if _reads_barrier(f) else _Facts(f.instructions) for f in functions}
-    trapping = {name for name, found in facts.items() if any(i.opcode == "trap" for i in found.reached)}
+    trapping = {name for name, fact in facts.items() if any(i.opcode == "trap" for i in fact.reached)}
     # Step 2: a call graph of the code that can run. The graph reads only calls, so labels may lead nowhere here.
     kernels, subroutines = (
         tuple(replace(f, instructions=facts[f.name].reached) for f in part)
         for part in (tree.functions, tree.subroutines)
     )
     graph = CallGraph(replace(tree, functions=kernels, subroutines=subroutines))
-    found: set[str] = set()
+    fact: set[str] = set()
     # Step 3: for each kernel and everything that it reaches, look for a trap that depends on the address, or for any
     # trap if the address was passed on.
     for kernel in kernels:
         names = {kernel.name, *graph.reached(kernel)}
         passes_on = any(facts[name].passes_on for name in names)
         if any(facts[name].needs_barrier for name in names) or (passes_on and names & trapping):
-            found.add(kernel.name)
-    return frozenset(found)
+            fact.add(kernel.name)
+    return frozenset(fact)
 
 
-def confirm_by_text(ptx: bytes, found: frozenset[str]) -> frozenset[str]:
+def confirm_by_text(ptx: bytes, kernels: frozenset[str]) -> frozenset[str]:
     """Confirm a finding in machine code by its PTX: keep the kernels that do need a cooperative launch.
 
     Machine code does not show what a trap depends on. If this module can't read the text, all kernels are kept.
     """
     target = _TARGET.search(ptx)
-    if not found or target is None or len(ptx) > MAX_IMAGE_BYTES:
-        return found
+    if not kernels or target is None or len(ptx) > MAX_IMAGE_BYTES:
+        return kernels
     # The driver for cards may accept text that this parser refuses, so a refusal proves nothing.
     try:
         tree = link(parse(ptx.decode(), Architecture(int(target[1]))))
     except (ImageRejected, UnicodeDecodeError):
-        return found
+        return kernels
     if tree.refusals:
-        return found
-    return found & cooperative_kernels(tree)
+        return kernels
+    return kernels & cooperative_kernels(tree)
 
 
 def _reads_barrier(function: Function) -> bool:
@@ -120,10 +120,10 @@ def _is_barrier(operand: Operand) -> bool:
 
 def _operands(instruction: Instruction) -> list[Operand]:
     """Return the operands, a vector's one by one, without addresses: what is loaded does not depend on the barrier."""
-    found: list[Operand] = []
+    operands: list[Operand] = []
     for operand in instruction.operands:
-        found += operand.elements if isinstance(operand, Vector) else [operand]
-    return [operand for operand in found if not isinstance(operand, Address)]
+        operands += operand.elements if isinstance(operand, Vector) else [operand]
+    return [operand for operand in operands if not isinstance(operand, Address)]
 
 
 def _facts(function: Function) -> _Facts:
@@ -160,12 +160,12 @@ def _followers(last: Instruction, block: Block, values: "_Values", *, falls: boo
 
 
 def _reached(follows: Sequence[Sequence[int]]) -> list[int]:
-    found, pending = {0}, [0]
+    reached, pending = {0}, [0]
     while pending:
-        fresh = [number for number in follows[pending.pop()] if number not in found]
-        found.update(fresh)
+        fresh = [number for number in follows[pending.pop()] if number not in reached]
+        reached.update(fresh)
         pending.extend(fresh)
-    return sorted(found)
+    return sorted(reached)
 
 
 def _surely_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int]], values: "_Values") -> set[int]:
@@ -175,14 +175,14 @@ def _surely_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int
     for number, followers in enumerate(follows):
         if len(set(followers)) == 1:
             before.setdefault(followers[0], []).append(number)
-    found = {n for n, i in enumerate(last) if i.opcode == "trap" and (i.guard is None or values.decides(i))}
-    found -= {n for n in found if values.runs(last[n]) is False}
-    pending = list(found)
+    trapping = {n for n, i in enumerate(last) if i.opcode == "trap" and (i.guard is None or values.decides(i))}
+    trapping -= {n for n in trapping if values.runs(last[n]) is False}
+    pending = list(trapping)
     while pending:
-        fresh = [number for number in before.get(pending.pop(), ()) if number not in found]
-        found.update(fresh)
+        fresh = [number for number in before.get(pending.pop(), ()) if number not in trapping]
+        trapping.update(fresh)
         pending.extend(fresh)
-    return found
+    return trapping
 
 
 class _Values:

@@ -113,8 +113,8 @@ def copy_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     scalar = m.scalar()
     sign_bit = 1 << (scalar.bits - 1)
     source, magnitude = (t.to_bits(t.read(i.operands[n], scalar), scalar) for n in (1, 2))
-    taken = t.ir.binary("and", source, sign_bit)
-    t.write(i.operands[0], scalar, t.ir.binary("or", taken, t.ir.binary("and", magnitude, sign_bit - 1)))
+    sign = t.ir.binary("and", source, sign_bit)
+    t.write(i.operands[0], scalar, t.ir.binary("or", sign, t.ir.binary("and", magnitude, sign_bit - 1)))
 
 
 def read_float(t: OperandTranslator, i: Instruction, position: int, scalar: Scalar, m: Modifiers) -> Value:

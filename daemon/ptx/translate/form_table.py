@@ -108,10 +108,10 @@ def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
         if modifiers is not None:
             return form, modifiers
     # For a known opcode, another spelling could help the user.
-    known = instruction.opcode in _FORMS
-    what = "this form of" if known else "the instruction"
+    is_known = instruction.opcode in _FORMS
+    label = "this form of" if is_known else "the instruction"
     raise rejected(
-        f"{what} {instruction.spelling[:80]} is not supported by the embedded driver",
+        f"{label} {instruction.spelling[:80]} is not supported by the embedded driver",
         line=instruction.line,
         text=instruction.text,
         kernel=kernel,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
 # Kinds of modifiers that must keep their order among themselves: types, layouts, spaces.
-_TOLD_BY_PLACE = (
+_ORDERED_KINDS = (
     re.compile(r"(?:b|u|s|f|bf|tf)\d+(?:x\d)?|e\dm\d(?:x\d)?|pred"),
     re.compile(r"row|col"),
     re.compile(r"global|shared(?:::cta|::cluster)?"),
@@ -82,42 +82,42 @@ class Form:
 
     def match(self, instruction: Instruction) -> Modifiers | None:
         """Return the instruction's modifiers by name, or None if its spelling does not match."""
-        found: dict[str, str] = {}
-        given = list(instruction.modifiers)
+        values: dict[str, str] = {}
+        modifiers = list(instruction.modifiers)
         # Slots and modifiers advance together; an optional slot may be passed over.
         for name, choices, optional in self.slots:
-            if given and given[0] in choices:
-                found[name] = given.pop(0)
+            if modifiers and modifiers[0] in choices:
+                values[name] = modifiers.pop(0)
             elif not optional:
                 return None
         # A modifier left over is unknown here.
-        if given or len(instruction.operands) not in self.arity:
+        if modifiers or len(instruction.operands) not in self.arity:
             return None
-        return Modifiers(found)
+        return Modifiers(values)
 
     def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
         """Match modifiers in an order that the ISA does not list, but ptxas accepts."""
         # Sort the modifiers into the slots' order, then match as usual.
-        given = list(instruction.modifiers)
-        if any(modifier in _FIRST for modifier in given[1:]):
+        modifiers = list(instruction.modifiers)
+        if any(modifier in _FIRST for modifier in modifiers[1:]):
             return None
         arranged: list[str] = []
         for _, choices, optional in self.slots:
-            fitting = next((one for one in given if one in choices), None)
-            if fitting is not None:
-                arranged.append(fitting)
-                given.remove(fitting)
+            choice = next((one for one in modifiers if one in choices), None)
+            if choice is not None:
+                arranged.append(choice)
+                modifiers.remove(choice)
             elif not optional:
                 return None
         # Where position carries meaning, sorting must not have changed the order.
-        if given or _told_by_place(instruction.modifiers) != _told_by_place(arranged):
+        if modifiers or _ordered_modifiers(instruction.modifiers) != _ordered_modifiers(arranged):
             return None
         return self.match(replace(instruction, modifiers=tuple(arranged)))
 
 
-def _told_by_place(modifiers: Sequence[str]) -> list[list[str]]:
+def _ordered_modifiers(modifiers: Sequence[str]) -> list[list[str]]:
     """Return the types, the layouts and the spaces, each in their order."""
-    return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _TOLD_BY_PLACE]
+    return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _ORDERED_KINDS]
 
 
 class InstructionFamily:

@@ -84,21 +84,21 @@ class Tiles:
             ]
         width = _LANES_OF_ROW * self.per_word
         # In A and B a lane has one word of each tile, which is `per_word` elements wide.
-        found = []
+        elements = []
         for word in range(self.a_words if part == "a" else self.b_words):
             if part == "a":
                 chunk, tile = divmod(word, self.rows)
             else:
                 tile, chunk = divmod(word, self.chunks)
-            found += [(_EIGHT * tile, width * chunk + n) for n in range(self.per_word)]
-        return found
+            elements += [(_EIGHT * tile, width * chunk + n) for n in range(self.per_word)]
+        return elements
 
 
 def tiles_of(shape: str, kind: str) -> Tiles:
     """Return the division of a shape such as `m16n8k16` for the element type of A and B, or of C if only C is used."""
-    found = _SHAPE.fullmatch(shape)
-    assert found is not None, shape
-    m, n, k = map(int, found.groups())
+    match = _SHAPE.fullmatch(shape)
+    assert match is not None, shape
+    m, n, k = map(int, match.groups())
     return Tiles(m, n, k, max(1, 32 // BITS[kind]))
 
 

@@ -45,14 +45,16 @@ def meets(function: Function) -> bool:
 class Inliner:
     """Expands calls of the functions named in `wanted`, as long as a function stays within `most` instructions."""
 
-    def __init__(self, functions: dict[str, Function], wanted: set[str], most: int = MAX_INSTRUCTIONS) -> None:
+    def __init__(
+        self, functions: dict[str, Function], to_inline: set[str], max_instructions: int = MAX_INSTRUCTIONS
+    ) -> None:
         self._functions = functions
-        self._wanted = wanted
+        self._to_inline = to_inline
         self._expanded: dict[str, Function] = {}
-        self._most = most
+        self._max_instructions = max_instructions
         # The length of all functions' results together, which bounds the work for an image with many functions that
         # each expand to the limit.
-        self._left = 4 * MAX_INSTRUCTIONS
+        self._instruction_budget = 4 * MAX_INSTRUCTIONS
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
         """Return the function with those calls replaced by bodies, its callees expanded first. Raises ImageRejected."""
@@ -73,23 +75,23 @@ class Inliner:
         """Replace a function's calls by `bodies`, and count the result against the limit for the whole image."""
         if not bodies:
             return function
-        joined = _splice(function, bodies, self._most)
-        self._left -= len(joined.instructions)
-        if self._left < 0:
+        joined = _splice(function, bodies, self._max_instructions)
+        self._instruction_budget -= len(joined.instructions)
+        if self._instruction_budget < 0:
             raise rejected(_TOO_MANY, kernel=function.name)
         return joined
 
     def _callee_of(self, instruction: Instruction) -> str | None:
         site = instruction.operands[-1] if instruction.operands else None
-        return site.name if isinstance(site, CallSite) and site.name in self._wanted else None
+        return site.name if isinstance(site, CallSite) and site.name in self._to_inline else None
 
 
 def _problem(function: Function, instruction: Instruction, reason: str) -> ImageRejected:
     return rejected(reason, line=instruction.line, text=instruction.text, kernel=function.name)
 
 
-def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Function:
-    """Replace each numbered call by its body. Raises ImageRejected for more than `most` instructions."""
+def _splice(caller: Function, bodies: dict[int, Function], max_instructions: int) -> Function:
+    """Replace each numbered call by its body. Raises ImageRejected for more than `max_instructions` instructions."""
     # Step 1: where each instruction of the caller will be. A guarded call takes one more, the branch around the body.
     places = [0]
     for number, instruction in enumerate(caller.instructions):
@@ -100,7 +102,7 @@ def _splice(caller: Function, bodies: dict[int, Function], most: int) -> Functio
     steps = {body.name: _steps(body) for body in {id(body): body for body in bodies.values()}.values()}
     built = len(caller.instructions) + sum(steps[body.name] for body in bodies.values())
     registers = len(caller.registers) + sum(len(body.registers) for body in bodies.values())
-    if built > most or registers > MAX_REGISTERS_PER_FUNCTION:
+    if built > max_instructions or registers > MAX_REGISTERS_PER_FUNCTION:
         raise rejected(_TOO_MANY, kernel=caller.name)
     # Step 3: copy, with the caller's labels moved and the calls replaced.
     instructions: list[Instruction] = []
@@ -138,7 +140,7 @@ def _body(
     calls = round_up(caller.call_bytes, callee.call_alignment)
     # Parameters become the variables that the caller passes.
     passed = dict(zip(callee.parameters + callee.results, site.arguments + site.results, strict=True))
-    if any(given.alignment < wanted.alignment for wanted, given in passed.items()):
+    if any(actual.alignment < formal.alignment for formal, actual in passed.items()):
         raise _problem(caller, call, "an argument is less aligned than its parameter")
 
     def place(variable: DeclaredVariable) -> DeclaredVariable:

@@ -115,8 +115,8 @@ class IrWriter:
 
     def resize(self, value: Value, type_name: str, *, signed: bool) -> Value:
         """Truncate or extend an integer to another integer type."""
-        have, want = int(value.type[1:]), int(type_name[1:])
-        return self.cast("trunc" if have > want else "sext" if signed else "zext", value, type_name)
+        from_bits, to_bits = int(value.type[1:]), int(type_name[1:])
+        return self.cast("trunc" if from_bits > to_bits else "sext" if signed else "zext", value, type_name)
 
     def require(self, definition: str) -> None:
         """Add a definition or declaration to the module, once."""

@@ -36,7 +36,7 @@ _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
 _COUNTED = ("atom", "red", "cp")
 
 # The most that lanes may access together in global memory: it then lies in at most three granules.
-_MOST_BYTES = 2 * GRANULE_BYTES
+_MAX_BYTES = 2 * GRANULE_BYTES
 
 _WORD_BYTES = 4
 
@@ -85,7 +85,7 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
     # Step 4: the addresses differ. An access that may span more granules than are checked together is done by lanes.
     check_policy(t, i, m, 2)
     moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
-    is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MOST_BYTES
+    is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MAX_BYTES
     if space not in _SPACES or is_long:
         raise NotWide
     kind = _LongAccess if len(moved) > 1 and m.scalar().size >= _WORD_BYTES else _Access

@@ -33,13 +33,13 @@ def translate_copy(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
     size = copied_bytes(t, i, m)
     count = len(i.operands) - ("policy" in m)
     check_policy(t, i, m, 3 if count == 3 else 4)
-    taken = constant("i32", size) if count == 3 else bytes_taken(t, i.operands[3], size)
+    source_bytes = constant("i32", size) if count == 3 else bytes_taken(t, i.operands[3], size)
     # The function reads the lanes' addresses and sizes from memory.
     into, source = (_laid_out(t, name, _address(t, i.operands[n], space)) for n, name, space in _ENDS)
-    counts = _laid_out(t, "taken", taken)
+    counts = _laid_out(t, "taken", source_bytes)
     name = _require_function(t, size)
     line = constant("i32", i.line)
-    given = [
+    arguments = [
         ENVIRONMENT,
         window_base(t, Space.SHARED),
         window_limit(t, Space.SHARED),
@@ -49,7 +49,7 @@ def translate_copy(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
         t.mask,
         line,
     ]
-    t.call_each(name, given)
+    t.call_each(name, arguments)
     return True
 
 
@@ -57,9 +57,9 @@ _ENDS = ((0, "addresses", Space.SHARED), (1, "sources", Space.GLOBAL))
 
 
 def _address(t: LaneRegisters, operand: Operand, space: Space) -> Value:
-    address, found = address_in(t, operand, space)
-    if found is not space:
-        raise t.problem(f"an address in .{found.value} where one in .{space.value} is needed")
+    address, is_known = address_in(t, operand, space)
+    if is_known is not space:
+        raise t.problem(f"an address in .{is_known.value} where one in .{space.value} is needed")
     return address
 
 
@@ -99,8 +99,8 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     index = ir.resize(lane, "i64", signed=False)
     place = ir.load("i64", ir.offset(Value("ptr", "%into"), ir.binary("shl", index, 3)))
     address = ir.load("i64", ir.offset(Value("ptr", "%from"), ir.binary("shl", index, 3)))
-    taken = ir.load("i32", ir.offset(Value("ptr", "%taken"), ir.binary("shl", index, 2)))
-    wanted = ir.cast("zext", taken, "i64")
+    source_bytes = ir.load("i32", ir.offset(Value("ptr", "%taken"), ir.binary("shl", index, 2)))
+    wide_bytes = ir.cast("zext", source_bytes, "i64")
     pointer = ir.offset(Value("ptr", "%base"), place)
     # One comparison checks alignment and bounds: rotated, the low bits of an unaligned place become the highest.
     slot = ir.intrinsic("llvm.fshr.i64", "i64", place, place, constant("i64", shift))
@@ -108,7 +108,7 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.block("inside")
     # Another one suffices if the granule is the one just checked, the address is aligned, and all bytes are taken.
     differs = ir.binary("and", ir.binary("xor", address, granule), ~(GRANULE_BYTES - size))
-    differs = ir.binary("or", differs, ir.cast("zext", ir.binary("xor", taken, whole), "i64"))
+    differs = ir.binary("or", differs, ir.cast("zext", ir.binary("xor", source_bytes, whole), "i64"))
     ir.branch_if(ir.compare("icmp eq", differs, 0), "known", "unknown")
     # Known: copy at once.
     ir.block("known")
@@ -117,18 +117,18 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.branch("next")
     # Unknown: nothing to copy, or a check of this address, which also finds out about its whole granule.
     ir.block("unknown")
-    ir.branch_if(ir.compare("icmp eq", taken, 0), "none", "some")
+    ir.branch_if(ir.compare("icmp eq", source_bytes, 0), "none", "some")
     ir.block("none")
     ir.emit(f"store {kind} 0, {pointer}, align {size}")
     ir.branch("next")
     ir.block("some")
-    valid = global_is_valid(ir, address, size, wanted)
+    valid = global_is_valid(ir, address, size, wide_bytes)
     own = ir.binary("and", address, -GRANULE_BYTES)
     is_whole = global_is_valid(ir, own, GRANULE_BYTES)
     found = ir.select(is_whole, constant("i32", size), constant("i32", _NO_SIZE))
     source = reach_global(ir, address, valid, (size, Access.LOAD), "missing")
     # Bytes that are not taken become zeros.
-    unwanted = ir.binary("sub", constant("i64", 8 * size), ir.binary("shl", wanted, 3))
+    unwanted = ir.binary("sub", constant("i64", 8 * size), ir.binary("shl", wide_bytes, 3))
     mask = ir.binary("lshr", Value(kind, "-1"), ir.resize(unwanted, kind, signed=False))
     value = ir.load(kind, source, extra=f", align {size}")
     ir.emit(f"store {ir.binary('and', value, mask)}, {pointer}, align {size}")

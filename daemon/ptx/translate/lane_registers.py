@@ -162,7 +162,7 @@ class LaneRegisters(BodyTranslator):
         # A single group has no other to wait for.
         if self._is_alone:
             return
-        kept = self._kept_registers()
+        kept = self._registers_to_save()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
         # Step 1: lay out the frame: where to resume, the lanes alive, then the registers, each at a whole slot.

@@ -103,32 +103,32 @@ class ThreadTranslator(OperandTranslator):
         """Return to the block's loop, and resume after this point when called again."""
         # Step 1: what is kept is what some later instruction reads.
         self.carry = None
-        kept = self._kept_registers()
-        self._saved_registers += len(kept)
+        saved = self._registers_to_save()
+        self._saved_registers += len(saved)
         if self._saved_registers > MAX_SAVED_REGISTERS:
             raise self.problem(f"more than {MAX_SAVED_REGISTERS} registers are live at all waits together")
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
         # Step 2: save, note where to resume, return.
         head = self.waits.head_bytes
-        slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(kept))]
-        for register, slot in zip(kept, slots, strict=True):
+        slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(saved))]
+        for register, slot in zip(saved, slots, strict=True):
             self.ir.store(self._load(register), slot)
         self.ir.store(constant("i32", len(self._resumes)), FRAME)
         self.ir.ret(status)
         # Step 3: the code that runs when the thread is called again: load everything back.
         self.ir.block(resume)
-        for number, register in enumerate(kept):
+        for number, register in enumerate(saved):
             slot = self.ir.offset(FRAME, head + SLOT_BYTES * number)
             self._store(register, self.ir.load(f"i{register.type.bits}", slot))
-        self.frame_bytes = max(self.frame_bytes, head + SLOT_BYTES * len(kept))
+        self.frame_bytes = max(self.frame_bytes, head + SLOT_BYTES * len(saved))
 
-    def _kept_registers(self) -> list[Register]:
-        live = self._live[self.index]
+    def _registers_to_save(self) -> list[Register]:
+        live_bits = self._live[self.index]
         if self.index in self.waits.yields and self.instruction is not None:
             # A yield comes before its branch, so the branch's own registers are needed, too.
-            live |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
-        kept = [register for register in self.function.registers if live >> register.index & 1]
-        if len(kept) > MAX_LIVE_REGISTERS:
-            raise self.problem(f"{len(kept)} registers live where a thread waits are more than {MAX_LIVE_REGISTERS}")
-        return kept
+            live_bits |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
+        saved = [register for register in self.function.registers if live_bits >> register.index & 1]
+        if len(saved) > MAX_LIVE_REGISTERS:
+            raise self.problem(f"{len(saved)} registers live where a thread waits are more than {MAX_LIVE_REGISTERS}")
+        return saved

@@ -40,16 +40,16 @@ class BodyTranslator(ThreadTranslator):
         # Step 1: find every instruction's form, so that an unsupported one refuses the kernel before any work.
         self._name = name
         body = self.function.instructions
-        found = [find_form(instruction, self.function.name) for instruction in body]
+        forms = [find_form(instruction, self.function.name) for instruction in body]
         # Step 2: what must be kept at waits, and the bounds on what LLVM will have to merge.
         if self.waits.sites:
-            self._find_live([form for form, _ in found])
-        self._check_merges([form for form, _ in found])
+            self._find_live([form for form, _ in forms])
+        self._check_merges([form for form, _ in forms])
         # Step 3: one block of IR for each piece of straight code, in PTX's order.
         starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")
-        for index, (instruction, (form, modifiers)) in enumerate(zip(body, found, strict=True)):
+        for index, (instruction, (form, modifiers)) in enumerate(zip(body, forms, strict=True)):
             if index in starts:
                 # The carry flag does not survive a label.
                 self.ir.block(f"at{index}")

@@ -87,8 +87,8 @@ def _pass(
 ) -> None:
     """Wait for the warp, then load the thread's elements into its room, or store the values."""
     ir = t.ir
-    named = Space(m.get("space").split("::")[0] or "generic")
-    address, space = address_in(t, place[0], named)
+    declared_space = Space(m.get("space").split("::")[0] or "generic")
+    address, space = address_in(t, place[0], declared_space)
     if space not in (Space.GENERIC, Space.GLOBAL, Space.SHARED):
         raise t.problem(f"a matrix must be in .global or .shared memory, not in .{space.value}")
     # Without a stride the matrix is dense.

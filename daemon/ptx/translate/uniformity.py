@@ -22,7 +22,7 @@ _VARYING = ("tid.x", "laneid", "warpid", "lanemask_")
 # These differ within a warp, too.
 _VARYING_IN_WARPS = (*_VARYING, "tid.y", "tid.z")
 
-_LEAVES = ("ret", "exit")
+_RETURNS = ("ret", "exit")
 
 
 class Unordered(Exception):
@@ -66,7 +66,7 @@ class Kinds:
 
 def leaves_at(body: Sequence[Instruction], index: int) -> bool:
     """Say whether a kernel ends at an instruction, or after the last one."""
-    return index >= len(body) or (body[index].opcode in _LEAVES and body[index].guard is None)
+    return index >= len(body) or (body[index].opcode in _RETURNS and body[index].guard is None)
 
 
 def uniformity_of(body: Sequence[Instruction], effects: Sequence[RegisterEffect], kinds: Kinds) -> Uniformity:
@@ -110,8 +110,8 @@ def written_by(instruction: Instruction, effect: RegisterEffect) -> int:
     # Liveness does not count a guarded write as one; here it is.
     if instruction.guard is None:
         return effect.writes
-    named = [operand for operand in instruction.operands[:1] if not isinstance(operand, Address)]
-    return sum({1 << register.index for operand in named for register in registers_of(operand)})
+    registers = [operand for operand in instruction.operands[:1] if not isinstance(operand, Address)]
+    return sum({1 << register.index for operand in registers for register in registers_of(operand)})
 
 
 def _is_varying(operand: Operand, specials: tuple[str, ...]) -> bool:
@@ -136,7 +136,7 @@ def _mixed(
     sides: Sequence[set[int]], end: int, blocks: Sequence[Block], written: Sequence[int], live: Sequence[int]
 ) -> int:
     """Return the registers that lanes on one way write and others may still need."""
-    found = 0
+    reached = 0
     for side, other in (sides, sides[::-1]):
         # Needed: at the end, or anywhere on the other way.
         needed = live[end] if end < len(blocks) else 0
@@ -144,8 +144,8 @@ def _mixed(
             needed |= live[number]
         for number in side:
             for registers in written[blocks[number].start : blocks[number].end]:
-                found |= registers & needed
-    return found
+                reached |= registers & needed
+    return reached
 
 
 class _Ways:
@@ -178,13 +178,13 @@ class _Ways:
 
         Either all lanes are there, or the others have skipped a choice without an alternative, and wait for a barrier.
         """
-        found = set(range(self._end))
+        reached = set(range(self._end))
         for number, (sides, end) in regions.items():
             others = [sides[1], sides[0]]
             for side, other in zip(sides, others, strict=True):
                 if other or number in side or not self._awaits_barrier(end, kinds):
-                    found -= side
-        return frozenset(found)
+                    reached -= side
+        return frozenset(reached)
 
     def _awaits_barrier(self, start: int, kinds: Kinds) -> bool:
         """Say whether every way from a block comes to a barrier before the end or an exchange."""
@@ -202,7 +202,7 @@ class _Ways:
             first = next((n for n in places if n in kinds.barriers or n in kinds.exchanges), None)
             if first is None:
                 pending.extend(self._blocks[number].follows)
-                if self._end in self._follows[number] or self._body[places[-1]].opcode in _LEAVES:
+                if self._end in self._follows[number] or self._body[places[-1]].opcode in _RETURNS:
                     return False
             elif first in kinds.exchanges or self._body[first].guard is not None:
                 return False
@@ -212,7 +212,7 @@ class _Ways:
         """Return the blocks that may follow; those where the kernel ends only with `keep`."""
         follows = [n for n in block.follows if keep or not leaves_at(body, self._blocks[n].start)]
         last = body[block.end - 1]
-        runs_off = block.end == len(body) and (last.opcode not in ("bra", *_LEAVES) or last.guard is not None)
+        runs_off = block.end == len(body) and (last.opcode not in ("bra", *_RETURNS) or last.guard is not None)
         if not follows or runs_off:
             follows.append(self._end)
         return list(dict.fromkeys(follows))
@@ -223,12 +223,12 @@ class _Ways:
         for number, followers in enumerate(follows):
             for follower in followers:
                 before.setdefault(follower, []).append(number)
-        found, pending = {self._end}, [self._end]
+        reached, pending = {self._end}, [self._end]
         while pending:
-            fresh = [number for number in before.get(pending.pop(), ()) if number not in found]
-            found.update(fresh)
+            fresh = [number for number in before.get(pending.pop(), ()) if number not in reached]
+            reached.update(fresh)
             pending.extend(fresh)
-        return found
+        return reached
 
     def _postdominators(self) -> list[int]:
         """Return for each block the blocks that every way from it to the end goes through, as bits; itself included."""
@@ -256,12 +256,12 @@ class _Ways:
         raise Unordered
 
     def _reached(self, start: int, end: int) -> set[int]:
-        found: set[int] = set()
+        reached: set[int] = set()
         pending = [start]
         while pending:
             number = pending.pop()
-            if number == end or number in found or number == self._end:
+            if number == end or number in reached or number == self._end:
                 continue
-            found.add(number)
+            reached.add(number)
             pending.extend(self._follows[number])
-        return found
+        return reached

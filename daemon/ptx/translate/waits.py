@@ -94,12 +94,12 @@ def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]
         site = i.operands[-1] if i.opcode == "call" else None
         calls = isinstance(site, CallSite) and site.name in watching_functions
         watching_before.append(watching_before[-1] + (calls or watches(i)))
-    found = set()
+    branches = set()
     for index, i in enumerate(body):
         # Of a branch back, the range is from its target to the branch itself.
         for target in i.operands:
             if not isinstance(target, Target) or target.index > index:
                 continue
             if watching_before[index + 1] > watching_before[target.index]:
-                found.add(index)
-    return found
+                branches.add(index)
+    return branches

@@ -56,18 +56,18 @@ def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value
     last = ir.binary("or", first, ir.binary("and", clamp, outside))
     match mode:
         case "up":
-            found = ir.binary("sub", own, distance)
-            inside = ir.compare("icmp sge", found, last)
+            source = ir.binary("sub", own, distance)
+            inside = ir.compare("icmp sge", source, last)
         case "down":
-            found = ir.binary("add", own, distance)
-            inside = ir.compare("icmp sle", found, last)
+            source = ir.binary("add", own, distance)
+            inside = ir.compare("icmp sle", source, last)
         case "bfly":
-            found = ir.binary("xor", own, distance)
-            inside = ir.compare("icmp sle", found, last)
+            source = ir.binary("xor", own, distance)
+            inside = ir.compare("icmp sle", source, last)
         case _:
-            found = ir.binary("or", first, ir.binary("and", distance, outside))
-            inside = ir.compare("icmp sle", found, last)
-    return ir.select(inside, found, own), inside
+            source = ir.binary("or", first, ir.binary("and", distance, outside))
+            inside = ir.compare("icmp sle", source, last)
+    return ir.select(inside, source, own), inside
 
 
 @FAMILY.form("vote.sync.mode.pred", 3, mode=("all", "any", "uni"))

@@ -80,7 +80,7 @@ context.close()
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, on disk and in this process."""
     monkeypatch.setenv(kept_code.DIRECTORY_VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setattr(image, "_held", type(image._held)())
+    monkeypatch.setattr(image, "_cached_code", type(image._cached_code)())
     return tmp_path / "kept"
 
 
@@ -106,7 +106,7 @@ def test_an_image_is_translated_once(kept: Path, monkeypatch: pytest.MonkeyPatch
     first = load_code(IMAGE, slice_bytes=1 << 20)
     monkeypatch.setattr(image, "translate_image", None)
     assert load_code(IMAGE, slice_bytes=1 << 20) is first
-    image._held.clear()
+    image._cached_code.clear()
     assert load_code(IMAGE, slice_bytes=1 << 20).image == first.image
 
 
@@ -149,7 +149,7 @@ def test_what_is_kept_but_makes_no_sense_is_translated_anew(kept: Path) -> None:
     compiled = translate_image(IMAGE, slice_bytes=1 << 20)
     for nonsense in (b"", b"\x80", b"\x94\x91\x01\x90\x90\x90"):
         kept_code.keep(kept_code.key_of(b"image", IMAGE, ptx), nonsense)
-        image._held.clear()
+        image._cached_code.clear()
         assert load_code(IMAGE, slice_bytes=1 << 20).image.kernels == compiled.kernels
 
 
@@ -157,7 +157,7 @@ def test_code_held_in_the_process_is_bounded(kept: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(image, "MAX_HELD_CODE_BYTES", 1)
     for number in range(3):
         load_code(IMAGE + b"\n" * number, slice_bytes=1 << 20)
-    assert len(image._held) == 1
+    assert len(image._cached_code) == 1
 
 
 @pytest.fixture

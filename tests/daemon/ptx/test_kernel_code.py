@@ -41,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return emit_object(text, effort)
 
     monkeypatch.setenv("GPULEASE_CPU_CACHE", "")
-    monkeypatch.setattr(image, "_held", type(image._held)())
+    monkeypatch.setattr(image, "_cached_code", type(image._cached_code)())
     monkeypatch.setattr(kernel_code, "emit_object", emit)
     return texts
 
@@ -122,10 +122,10 @@ def test_what_llvm_refuses_is_a_launch_refused(context: CpuContext, monkeypatch:
 def test_code_of_modules_that_are_gone_is_bounded(context: CpuContext, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = [context.module_load((HEAD + storing("k", n)).encode()) for n in range(4)]
     assert [run(context, module.kernels["k"]) for module in modules] == [0, 1, 2, 3]
-    assert len(image._held) == 4
+    assert len(image._cached_code) == 4
     monkeypatch.setattr(image, "MAX_HELD_CODE_BYTES", modules[3].code.size_bytes)
     context.module_unload(modules[0])
-    assert list(image._held.values()) == [modules[3].code]
+    assert list(image._cached_code.values()) == [modules[3].code]
     # What is loaded still runs.
     assert run(context, modules[1].kernels["k"]) == 1
 
