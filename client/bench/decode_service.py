@@ -260,8 +260,10 @@ class _StepsAgain:
         self._pools = [service.decoder.regions.pools[sequence.tenant.config.id] for sequence in live]
         self._first = np.array(first)
         # Blocks behind a sequence's window are free again: its rows take the region's first block instead.
-        most = max(len(sequence.blocks) for sequence in live)
-        self._blocks = np.array([sequence.blocks + [0] * (most - len(sequence.blocks)) for sequence in live]).clip(0)
+        max_blocks = max(len(sequence.blocks) for sequence in live)
+        self._blocks = np.array(
+            [sequence.blocks + [0] * (max_blocks - len(sequence.blocks)) for sequence in live]
+        ).clip(0)
         self._rows = rows = np.zeros(len(live), ROW)
         rows["top_p"], rows["inverse_temperature"] = 1, 1 / TEMPERATURE
         rows["table"] = [sequence.table for sequence in live]

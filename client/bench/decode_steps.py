@@ -65,8 +65,8 @@ def numbers_of(text: str) -> tuple[int, ...]:
 def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:
     """Limits that fit all steps of these batches and contexts, and a prompt's step."""
     # Positions for every step that is timed, since each one adds a token.
-    most = max(batches)
-    return StepLimits(max(most, PREFILL), most, max(contexts) + WARM_STEPS + STEPS)
+    max_batch = max(batches)
+    return StepLimits(max(max_batch, PREFILL), max_batch, max(contexts) + WARM_STEPS + STEPS)
 
 
 def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":

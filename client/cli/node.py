@@ -37,8 +37,8 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     # The node's drain concerns every card, so each reports the same time.
     left_ms = next((card.get("drain_left_ms") for card in cards), None)
     if left_ms is not None:
-        when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
-        click.echo(wrapped_text(f"The node is drained: it grants nothing, and {when}.", width))
+        end_text = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
+        click.echo(wrapped_text(f"The node is drained: it grants nothing, and {end_text}.", width))
     click.echo(_card_table(cards, width))
     # Below the table, a sentence for each card that has something to explain.
     for card in cards:
@@ -54,8 +54,8 @@ def _drained(card: Report) -> str:
     left_ms = card.get("card_drain_left_ms")
     if left_ms is None:
         return ""
-    when = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease there is ended"
-    return f"Card {card['index']} is drained: nothing new is granted on it, and {when}."
+    end_text = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease there is ended"
+    return f"Card {card['index']} is drained: nothing new is granted on it, and {end_text}."
 
 
 def _card_table(cards: list[Report], width: int | None) -> str:
@@ -297,8 +297,8 @@ def outcome_text(lease_id: LeaseId, outcome: int) -> str:
         case RevokeOutcome.TORN_DOWN:
             return f"Lease {lease_id} is torn down and its memory is free."
         case RevokeOutcome.FENCED:
-            why = "could not be proved free and is fenced, unless that was cleared since"
-            return f"Lease {lease_id} is over, but its memory {why}."
+            reason = "could not be proved free and is fenced, unless that was cleared since"
+            return f"Lease {lease_id} is over, but its memory {reason}."
         case _:
             return f"No such lease: {lease_id}."
 

@@ -274,8 +274,8 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
     if address is None:
         click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")
         address = stack.enter_context(private_daemon(EMBEDDED_DRIVER))
-    model, why = model_at_hand(address)
-    click.echo(f"The demonstration's model is {model.stem}: {why.partition('. ')[0]}.")
+    model, reason = model_at_hand(address)
+    click.echo(f"The demonstration's model is {model.stem}: {reason.partition('. ')[0]}.")
     # As many positions as a small region holds.
     positions = min(open_model(model).config.context, DEMO_POSITIONS)
     blocks = DEMO_SEQUENCES * -(-positions // PAGE)

@@ -91,14 +91,14 @@ def this_environment() -> Environment:
     package = Path(daemon.origin)
     python = Path(sys.executable)
     # The service must be able to read all of these: also those behind symbolic links, and a virtual environment's base.
-    own = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
+    prefixes = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
     # An installation has a script; a checkout runs the module.
     script = Path(sys.executable).with_name("gpuleased")
     if script.exists():
-        return Environment((str(script),), (), own)
+        return Environment((str(script),), (), prefixes)
     # In a checkout, the interpreter needs PYTHONPATH to find the packages.
     variables = (f"PYTHONPATH={package.parents[2]}",)
-    return Environment((sys.executable, "-P", "-m", "gpulease.daemon"), variables, own)
+    return Environment((sys.executable, "-P", "-m", "gpulease.daemon"), variables, prefixes)
 
 
 def filled_in(name: str, text: str, environment: Environment) -> str:

@@ -25,7 +25,7 @@ def ask_card(card_uuid: str, what: str) -> str:
     command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     # One figure, without its title and unit, so that nothing has to be parsed.
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise MissingPrerequisite(f"nvidia-smi does not say {what}: {error}") from None
-    return done.stdout.strip()
+    return result.stdout.strip()

@@ -39,10 +39,10 @@ _LOOK_S: Final = 0.01
 
 def running_address() -> str | None:
     """GPULEASE_ADDRESS, else the default socket if a daemon listens there, else None."""
-    named = os.environ.get(ADDRESS_VARIABLE)
+    address_text = os.environ.get(ADDRESS_VARIABLE)
     # A named address is used even if nothing answers there: the error should name it.
-    if named:
-        return named
+    if address_text:
+        return address_text
     address = parse_address(DEFAULT_ADDRESS)
     return DEFAULT_ADDRESS if isinstance(address, UnixAddress) and _answers(address.path) else None
 
@@ -218,14 +218,14 @@ def unwound_by_signals() -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()
     # Leave alone what the program or its parent has set: only default actions are replaced.
-    taken = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
-    for number in taken:
+    replaced = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in replaced:
         signal.signal(number, interrupt)
     # The block's own handlers, such as an interrupt's, run as usual.
     try:
         yield
     finally:
-        for number in taken:
+        for number in replaced:
             # The default action again, and then the signal itself: the parent sees how this process ended.
             signal.signal(number, signal.SIG_DFL)
         if came:

@@ -112,8 +112,8 @@ def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable
 
 def health_of(report: object) -> tuple[bool, list[Report]]:
     """(whether leases can be granted, the checks) of HEALTH. Raises MalformedReport."""
-    whole = _map(report, "the daemon's answer", {"ready": TRUTH, "checks": LIST}, {})
-    return whole["ready"], _maps(whole["checks"], "check", CHECK)
+    health = _map(report, "the daemon's answer", {"ready": TRUTH, "checks": LIST}, {})
+    return health["ready"], _maps(health["checks"], "check", CHECK)
 
 
 def json_text(report: object) -> str:

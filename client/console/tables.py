@@ -79,9 +79,9 @@ def fitted(
         texts: Titles of columns that are never figures, as in `table`.
         is_text_last: Whether the last column is text for people.
     """
-    whole = table(head, rows, texts=texts)
-    if width is None or _fits(whole, width):
-        return whole
+    full_table = table(head, rows, texts=texts)
+    if width is None or _fits(full_table, width):
+        return full_table
     # First try to wrap the last column.
     if is_text_last and (wrapped := _with_text_wrapped(head, rows, width)):
         return wrapped
@@ -119,7 +119,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
         # The first line stands next to the row, the rest below it at the same indentation.
         first, *rest = wrap(shown(row[-1]), width - begin) or [""]
         pad = " " * (begin - width_of(line))
-        lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + more for more in rest)]
+        lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + line_rest for line_rest in rest)]
     return "\n".join(lines)
 
 

@@ -448,9 +448,9 @@ def _check_integer(name: str, value: object, minimum: int, maximum: int) -> None
         raise RequestRejected(f"{name} must be an integer from {minimum} to {maximum}, not {value!r}")
 
 
-def _check_tokens(name: str, tokens: tuple[int, ...], most: int) -> None:
+def _check_tokens(name: str, tokens: tuple[int, ...], max_tokens: int) -> None:
     """Check a list of tokens in calls of C alone: it is checked for each sequence of a request."""
-    if len(tokens) > most:
-        raise RequestRejected(f"{name} must have at most {most} tokens, not {len(tokens)}")
+    if len(tokens) > max_tokens:
+        raise RequestRejected(f"{name} must have at most {max_tokens} tokens, not {len(tokens)}")
     if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) <= MAX_POSITIONS):
         raise RequestRejected(f"{name} must have integers from 0 to {MAX_POSITIONS} as tokens")

@@ -70,9 +70,9 @@ def used(*keys: str) -> dict[str, FileKey]:
     return dict.fromkeys(keys, FileKey(Effect.USED))
 
 
-def refused(why: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
+def refused(reason: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
     """Return entries for keys of which only neutral values are accepted. Args: why: What the engine does instead."""
-    return {key: FileKey(Effect.REFUSED, neutral, why) for key, neutral in keys.items()}
+    return {key: FileKey(Effect.REFUSED, neutral, reason) for key, neutral in keys.items()}
 
 
 def advice(keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
@@ -126,8 +126,8 @@ def _kind(value: Any) -> type:
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
-    more = f" and {len(names) - MAX_LOGGED_KEYS} more" if len(names) > MAX_LOGGED_KEYS else ""
-    return ", ".join(names[:MAX_LOGGED_KEYS]) + more
+    rest_text = f" and {len(names) - MAX_LOGGED_KEYS} more" if len(names) > MAX_LOGGED_KEYS else ""
+    return ", ".join(names[:MAX_LOGGED_KEYS]) + rest_text
 
 
 @lru_cache(MAX_LOGGED_FILES)

@@ -56,7 +56,7 @@ class TokenFilter:
         self.mask = self._without(lasts) if lasts else self._usual
 
     def _without(self, tokens: set[int]) -> NDArray[np.uint32]:
-        mask, found = self._usual.copy(), np.fromiter(tokens, np.uint32, len(tokens))
+        mask, places = self._usual.copy(), np.fromiter(tokens, np.uint32, len(tokens))
         # Several tokens may be bits of one word.
-        np.bitwise_and.at(mask, found // 32, ~(np.uint32(1) << found % 32))
+        np.bitwise_and.at(mask, places // 32, ~(np.uint32(1) << places % 32))
         return mask

@@ -113,8 +113,8 @@ class EmbeddedRegions:
 
     def restore(self, state: tuple[Any, ...]) -> None:
         """Enter another context's `state`; nothing was opened here. Raises DriverError or ValueError."""
-        where, self._next, active, ended, self._reported_strays, named = state
-        if where != (self._arena.regions_start, self._arena.regions_bytes):
+        place, self._next, active, ended, self._reported_strays, named = state
+        if place != (self._arena.regions_start, self._arena.regions_bytes):
             raise DriverError(f"its regions would begin at {self._arena.regions_start:#x}")
         for address, size_bytes in active:
             self._check(address, size_bytes)

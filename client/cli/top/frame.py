@@ -111,8 +111,8 @@ def _warnings(view: View, scene: ScreenSamples, now_s: float) -> list[Line]:
     # The node's drain stands above the cards; a card's own stands in its line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
-        when = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
-        lines.append([(f"DRAINED: no new leases, and {when}", Style.WARNING)])
+        end_text = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
+        lines.append([(f"DRAINED: no new leases, and {end_text}", Style.WARNING)])
     return lines
 
 
@@ -146,14 +146,14 @@ def _card(card: Report) -> Line:
 def _host(sample: Sample) -> list[Line]:
     """The host's memory for parked sessions, which is the node's; nothing where no session can be parked."""
     card = sample.cards[0] if sample.cards else {}
-    host_bytes, most = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
-    if host_bytes is None or not most:
+    host_bytes, limit_bytes = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
+    if host_bytes is None or not limit_bytes:
         return []
     return [
         [
             ("H ", Style.HEAD),
-            (bar_text(host_bytes / most, CARD_BAR), Style.GOOD),
-            (f" {_bytes(host_bytes)} of {_bytes(most)} of host memory held for parked sessions", Style.PLAIN),
+            (bar_text(host_bytes / limit_bytes, CARD_BAR), Style.GOOD),
+            (f" {_bytes(host_bytes)} of {_bytes(limit_bytes)} of host memory held for parked sessions", Style.PLAIN),
         ]
     ]
 

@@ -213,7 +213,7 @@ def _windows(members: Members, kind: str, layers: int) -> tuple[int | None, ...]
         return (window,) * layers
     full = members.whole("max_window_layers", DEFAULT_FULL_LAYERS)
     has_window = [name == SLIDING for name in kinds] or [layer >= full for layer in range(layers)]
-    return tuple(window if found else None for found in has_window) if any(has_window) else ()
+    return tuple(window if is_windowed else None for is_windowed in has_window) if any(has_window) else ()
 
 
 def _model_type(members: Members) -> str:

@@ -175,12 +175,12 @@ def prompt_logprobs(tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: in
     For each other token: its own, and those of the `ranks` likeliest at its place. The rank of a token that is not
     among the likeliest that were computed is not known, and None.
     """
-    names, found = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
+    names, logprobs = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
     for score in scores:
         places = {token: place for place, (token, _) in enumerate(score.ranks, 1)}
         # Its own first, as in vLLM. It may be one of the likeliest.
         logs = {score.token: score.log_probability} | dict(score.ranks[:ranks])
-        found.append(
+        logprobs.append(
             {
                 str(token): {
                     "logprob": max(log, LEAST_LOG_PROBABILITY),
@@ -190,7 +190,7 @@ def prompt_logprobs(tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: in
                 for token, log in logs.items()
             }
         )
-    return found
+    return logprobs
 
 
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[AnswerPiece]:

@@ -486,8 +486,8 @@ def _bad_words(value: Any) -> tuple[str, ...]:
     for word in words:
         # A space before a word is not part of it: the word is meant both with and without.
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARACTERS:
-            most = f"each must be a string of at most {MAX_STOP_CHARACTERS} characters, not only spaces"
-            raise invalid(f"bad_words: {quoted(word)}; {most}", "bad_words")
+            rule = f"each must be a string of at most {MAX_STOP_CHARACTERS} characters, not only spaces"
+            raise invalid(f"bad_words: {quoted(word)}; {rule}", "bad_words")
     return tuple(words)
 
 

@@ -406,10 +406,10 @@ class _Texts:
     async def _reply(
         self,
         request: Request,
-        done: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
+        run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
     ) -> Response:
-        """Reply with what `done` returns for the model that the body names: the request's, unless one is given."""
+        """Reply with what `run` returns for the model that the body names: the request's, unless one is given."""
         # The same id as in the log.
         tenant, request_id = "", request_id_of(request)
         headers = {"X-Request-Id": request_id}
@@ -420,7 +420,7 @@ class _Texts:
                 if body is None:
                     body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
                 source = await _unless_disconnected(place.source(body), request.receive)
-                return Response(json.dumps(await done(source, tenant, body)), 200, headers, JSON)
+                return Response(json.dumps(await run(source, tenant, body)), 200, headers, JSON)
         except ClientDisconnect:
             raise
         except Exception as error:

@@ -212,13 +212,13 @@ STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
 
 
 def check_parameters(
-    parameters: Mapping[str, Any], known: Mapping[str, RequestParameter], *, is_chat: bool, where: str = ""
+    parameters: Mapping[str, Any], table: Mapping[str, RequestParameter], *, is_chat: bool, where: str = ""
 ) -> None:
     """Check the names of a request's parameters, and the values of those that are not used.
 
     Args:
         parameters: The request's parameters.
-        known: The known parameters.
+        table: The known parameters.
         is_chat: Whether the request is a chat.
         where: A prefix for names in errors.
 
@@ -228,7 +228,7 @@ def check_parameters(
         # null means "not set", for every parameter.
         if value is None:
             continue
-        parameter = known.get(name)
+        parameter = table.get(name)
         is_known = parameter is not None and (parameter.is_of_chats if is_chat else parameter.is_of_completions)
         # Clients that always send a parameter of the other endpoint may do so if it changes nothing.
         if parameter is not None and not is_known and any(_is_alike(value, one) for one in parameter.neutral):

@@ -205,11 +205,11 @@ def digests_of(sampling: SamplingParameters) -> dict[str, str]:
         "allowed_token_ids": [str(token) for token in sorted(set(sampling.allowed_token_ids))],
         "bad_words": [" ".join(map(str, word)) for word in sorted(set(sampling.bad_words))],
     }
-    found = {
+    digests = {
         name: hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest() if lines else ""
         for name, lines in lists.items()
     }
-    return found | {"grammar": grammar_digest(sampling.grammar) if sampling.grammar else ""}
+    return digests | {"grammar": grammar_digest(sampling.grammar) if sampling.grammar else ""}
 
 
 def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:

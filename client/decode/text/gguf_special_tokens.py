@@ -93,16 +93,16 @@ def end_tokens(metadata: Members) -> tuple[int, ...]:
     texts = metadata.items(f"{AT}tokens")
     # A file without a vocabulary has no texts to search, and need not name an end token.
     lookup = _required if texts else special_token
-    ends = [lookup(metadata, "eos"), special_token(metadata, "eot"), special_token(metadata, "eom")]
+    special = [lookup(metadata, "eos"), special_token(metadata, "eot"), special_token(metadata, "eom")]
     # A key names a fill token, or else all of its known texts count.
     end_texts = set(END_TEXTS)
     for name in FILL_ENDS:
         if (named_token := special_token(metadata, name)) is not None:
-            ends.append(named_token)
+            special.append(named_token)
         else:
             end_texts.update(FILL_TEXTS[name])
-    ends += [token for token, text in enumerate(texts) if text in end_texts]
-    return tuple(dict.fromkeys(token for token in ends if token is not None))
+    special += [token for token, text in enumerate(texts) if text in end_texts]
+    return tuple(dict.fromkeys(token for token in special if token is not None))
 
 
 def special_token(metadata: Members, name: str) -> int | None:

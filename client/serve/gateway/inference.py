@@ -110,10 +110,12 @@ class InferenceKernel:
     def __post_init__(self) -> None:
         if not 0 < self.threads_per_block <= MAX_THREADS or self.bytes_per_thread < 1:
             raise InvalidRequest(f"kernel {self.name}: 1 to {MAX_THREADS} threads a block, at least a byte a thread")
-        known = BUFFERS + LENGTHS
+        known_names = BUFFERS + LENGTHS
         # Settings are written by people, so name the first wrong argument and all allowed ones.
-        if unknown := [argument for argument in self.arguments if argument not in known]:
-            raise InvalidRequest(f"kernel {self.name}: arguments: {unknown[0]!r} must be one of {', '.join(known)}")
+        if unknown := [argument for argument in self.arguments if argument not in known_names]:
+            raise InvalidRequest(
+                f"kernel {self.name}: arguments: {unknown[0]!r} must be one of {', '.join(known_names)}"
+            )
         if len(set(self.arguments)) != len(self.arguments):
             raise InvalidRequest(f"kernel {self.name}: arguments: each must occur only once")
         # A kernel needs an input and an output: separate ones, or one buffer for both.

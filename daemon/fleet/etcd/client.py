@@ -420,8 +420,8 @@ class EtcdClient:
         if not isinstance(read, TransactionAnswer):
             return Unknown("etcd says that no space is left, and the keys can't be read back")
         # A key with the written value, or without one after a deletion, may be the work of this write.
-        for write, found in zip(transaction.writes, read.found, strict=True):
-            value = found[0].value if found else None
+        for write, items in zip(transaction.writes, read.found, strict=True):
+            value = items[0].value if items else None
             if value == (write.value if isinstance(write, Put) else None):
                 return Unknown("etcd says that no space is left, and the write may be done all the same")
         # No key has what was written, so the transaction was not done.

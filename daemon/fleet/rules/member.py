@@ -833,7 +833,7 @@ class Member:
 
 
 def _own_and_fleet(answer: TransactionAnswer) -> tuple[KeyValue | None, ...]:
-    return tuple(found[0] if found else None for found in answer.found[:3])
+    return tuple(items[0] if items else None for items in answer.found[:3])
 
 
 def _revision(item: KeyValue | None) -> int:

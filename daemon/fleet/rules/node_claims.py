@@ -154,12 +154,12 @@ class NodeClaims:
         key = name_key(claim.name)
         ids = membership.node_id, membership.incarnation, claim.lease_id, claim.tenant
         record = ClaimRecord(*ids, request.nonce, membership.epoch_base)
-        held = Put(held_key(membership.node_id, claim.name), request.nonce.encode())
+        held_record = Put(held_key(membership.node_id, claim.name), request.nonce.encode())
         # If the last attempt found the name taken, read the holder's node in the same transaction.
         holder = self._holders.get(claim.name)
         holder_reads = reads_of(holder) if holder else ()
         transaction = Transaction(
-            (CreateRevisionIs(key, 0),), (Put(key, record.encode()), held), (Get(key), *holder_reads)
+            (CreateRevisionIs(key, 0),), (Put(key, record.encode()), held_record), (Get(key), *holder_reads)
         )
         request.is_asking = True
         on_outcome = partial(self._answered, request, membership.incarnation, holder)
@@ -302,14 +302,16 @@ class NodeClaims:
         if (name, revision) in self._releasing:
             return
         self._releasing.add((name, revision))
-        held = held_key(self._membership.node_id, name)
-        transaction = Transaction((ModRevisionIs(name_key(name), revision),), (Delete(name_key(name)), Delete(held)))
+        held_record = held_key(self._membership.node_id, name)
+        transaction = Transaction(
+            (ModRevisionIs(name_key(name), revision),), (Delete(name_key(name)), Delete(held_record))
+        )
 
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, revision))
             if isinstance(outcome, TransactionAnswer) and not outcome.succeeded:
                 # The claim was deleted by someone else, but this node's list entry for it remains.
-                leftover = Transaction((ModRevisionIs(held, revision),), (Delete(held),))
+                leftover = Transaction((ModRevisionIs(held_record, revision),), (Delete(held_record),))
                 self._membership.ask(now_ns, leftover, lambda outcome, sent_ns, now_ns: None)
             self._freed(name, outcome, sent_ns, now_ns)
 

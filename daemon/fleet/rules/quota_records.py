@@ -93,8 +93,8 @@ class Shard:
 
 def has_sound_budgets(shards: Iterable[Shard]) -> bool:
     """Return whether all shards of a tenant are readable, and the sum of their budgets would fit in one of them."""
-    some = list(shards)
-    return all(shard.is_readable for shard in some) and sum(shard.budget_bytes for shard in some) <= MAX_QUOTA_BYTES
+    listed = list(shards)
+    return all(shard.is_readable for shard in listed) and sum(shard.budget_bytes for shard in listed) <= MAX_QUOTA_BYTES
 
 
 class DefaultQuota(NamedTuple):
@@ -140,8 +140,8 @@ def held_entry(key: bytes, node_id: str) -> tuple[str, str] | Unreadable:
     return tenant, lease_id
 
 
-def read_shards(found: Iterable[KeyValue]) -> dict[bytes, Shard]:
-    return {item.key: _read_shard(item) for item in found}
+def read_shards(items: Iterable[KeyValue]) -> dict[bytes, Shard]:
+    return {item.key: _read_shard(item) for item in items}
 
 
 def _read_shard(item: KeyValue) -> Shard:
@@ -152,14 +152,14 @@ def _read_shard(item: KeyValue) -> Shard:
     return Shard(item.key, item.mod_revision, record.budget, used, record.default)
 
 
-def read_default(found: tuple[KeyValue, ...]) -> DefaultQuota | None:
+def read_default(items: tuple[KeyValue, ...]) -> DefaultQuota | None:
     """Read the quota of tenants without one of their own; None if etcd has no such record."""
-    if not found:
+    if not items:
         return None
-    record = read_record(DefaultRecord, found[0].value)
+    record = read_record(DefaultRecord, items[0].value)
     if isinstance(record, Unreadable):
-        return DefaultQuota(0, found[0].mod_revision, record.reason)
-    return DefaultQuota(record.total, found[0].mod_revision)
+        return DefaultQuota(0, items[0].mod_revision, record.reason)
+    return DefaultQuota(record.total, items[0].mod_revision)
 
 
 def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]:
@@ -170,18 +170,18 @@ def all_shards(tenant: str, shards: Mapping[bytes, Shard]) -> dict[bytes, Shard]
 
 def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0) -> None:
     """Set budgets with that sum. Used bytes come first: a lease keeps what it has."""
-    some = list(shards)
-    used = [shard.used_bytes for shard in some]
+    listed = list(shards)
+    used = [shard.used_bytes for shard in listed]
     # Enough for all: each shard gets what it uses, and an equal part of the rest.
     if (spare := total_bytes - sum(used)) >= 0:
-        budgets = [size + spare // len(some) for size in used]
+        budgets = [size + spare // len(listed) for size in used]
     else:
         # The quota is smaller than its use: scale every budget down, so that none has free bytes.
         budgets = [size * total_bytes // sum(used) for size in used]
     # Integer division leaves a rest. It goes to the first shard; if the quota is short, to shards that use more
     # than their budget.
     rest = total_bytes - sum(budgets)
-    for shard, size, budget_bytes in zip(some, used, budgets, strict=True):
-        more = rest if spare >= 0 else min(rest, size - budget_bytes)
-        shard.budget_bytes, shard.default_revision = budget_bytes + more, default_revision
-        rest -= more
+    for shard, size, budget_bytes in zip(listed, used, budgets, strict=True):
+        share = rest if spare >= 0 else min(rest, size - budget_bytes)
+        shard.budget_bytes, shard.default_revision = budget_bytes + share, default_revision
+        rest -= share

@@ -346,8 +346,8 @@ class QuotaShards:
         # The entry, and its key in the node's list, are written in one transaction.
         home.used[demand.lease_id] = QuotaEntry(membership.node_id, membership.incarnation, demand.size_bytes)
         quota.changed.add(home.key)
-        held = held_entry_key(membership.node_id, demand.tenant, demand.lease_id)
-        quota.writes[held] = Put(held, b"")
+        held_record = held_entry_key(membership.node_id, demand.tenant, demand.lease_id)
+        quota.writes[held_record] = Put(held_record, b"")
         self._write(request, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
 
     def _remember(self, tenant: str, nodes: tuple[str, ...]) -> None:
@@ -429,8 +429,8 @@ class QuotaShards:
                 if is_over:
                     del shard.used[lease_id]
                     quota.changed.add(shard.key)
-                    held = held_entry_key(entry.node_id, tenant, lease_id)
-                    quota.writes[held] = Delete(held)
+                    held_record = held_entry_key(entry.node_id, tenant, lease_id)
+                    quota.writes[held_record] = Delete(held_record)
 
     # --- giving back ---
 
@@ -438,7 +438,7 @@ class QuotaShards:
         """Rewrite the home shard without a lease's entry. Its revision rises even if the entry is absent."""
         membership = self._membership
         key = shard_key(tenant, self._slot)
-        held = Delete(held_entry_key(membership.node_id, tenant, lease_id))
+        held_record = Delete(held_entry_key(membership.node_id, tenant, lease_id))
         self._removing.add((tenant, lease_id))
 
         def on_read(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
@@ -447,10 +447,10 @@ class QuotaShards:
                 on_written(outcome, sent_ns, now_ns)
                 return
             # Without a shard, only the node's list entry is left to delete.
-            transaction = Transaction((ModRevisionIs(key, 0),), (held,))
+            transaction = Transaction((ModRevisionIs(key, 0),), (held_record,))
             if shard := self._shards(outcome.found[0]).get(key):
                 shard.used.pop(lease_id, None)
-                writes = (shard.put(), held) if shard.is_readable else (held,)
+                writes = (shard.put(), held_record) if shard.is_readable else (held_record,)
                 transaction = Transaction((ModRevisionIs(key, shard.mod_revision),), writes)
             membership.ask(now_ns, transaction, on_written)
 

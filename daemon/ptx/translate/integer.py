@@ -175,8 +175,8 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         sign = ir.cast("trunc", ir.binary("lshr", value, top), "i1")
         is_negative = ir.binary("and", sign, ir.compare("icmp ne", length, 0))
         # All bits of the result above those that the value really has get the sign.
-        held = ir.intrinsic(f"llvm.usub.sat.{kind}", kind, constant(kind, scalar.bits), start)
-        filled = ir.binary("xor", ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, held, length)), -1)
+        value_bits = ir.intrinsic(f"llvm.usub.sat.{kind}", kind, constant(kind, scalar.bits), start)
+        filled = ir.binary("xor", ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, value_bits, length)), -1)
         field = ir.binary("or", field, ir.select(is_negative, filled, constant(kind, 0)))
     t.write(i.operands[0], scalar, field)
 
@@ -193,8 +193,10 @@ def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     is_past = ir.compare("icmp ugt", start, last)
     # The mask of the bits replaced; empty if the field starts past the value.
     mask = ir.select(is_past, constant(kind, 0), ir.binary("shl", ones(t, length), shift))
-    kept = ir.binary("and", into, ir.binary("xor", mask, -1))
-    t.write(i.operands[0], scalar, ir.binary("or", kept, ir.binary("and", ir.binary("shl", field, shift), mask)))
+    outside_bits = ir.binary("and", into, ir.binary("xor", mask, -1))
+    t.write(
+        i.operands[0], scalar, ir.binary("or", outside_bits, ir.binary("and", ir.binary("shl", field, shift), mask))
+    )
 
 
 def _pair(t: OperandTranslator, i: Instruction, scalar: Scalar) -> tuple[Value, Value]:

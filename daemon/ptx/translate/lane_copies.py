@@ -123,9 +123,9 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.branch("next")
     ir.block("some")
     valid = global_is_valid(ir, address, size, wide_bytes)
-    own = ir.binary("and", address, -GRANULE_BYTES)
-    is_whole = global_is_valid(ir, own, GRANULE_BYTES)
-    found = ir.select(is_whole, constant("i32", size), constant("i32", _NO_SIZE))
+    own_granule = ir.binary("and", address, -GRANULE_BYTES)
+    is_whole = global_is_valid(ir, own_granule, GRANULE_BYTES)
+    checked_size = ir.select(is_whole, constant("i32", size), constant("i32", _NO_SIZE))
     source = reach_global(ir, address, valid, (size, Access.LOAD), "missing")
     # Bytes that are not taken become zeros.
     unwanted = ir.binary("sub", constant("i64", 8 * size), ir.binary("shl", wide_bytes, 3))
@@ -139,9 +139,9 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     _fail(ir, "missing", lane, address, (size, Access.LOAD, SPACE_NUMBERS[Space.GLOBAL]))
     # The next lane: what is known of the granule depends on the way here.
     ir.block("next")
-    for kept, fresh in ((granule, own), (whole, found)):
-        ways = f"[ {kept.text}, %known ], [ {kept.text}, %none ], [ {fresh.text}, %copied ]"
-        ir.lines.append(f"  {kept.text}.next = phi {kept.type} {ways}")
+    for current, fresh in ((granule, own_granule), (whole, checked_size)):
+        ways = f"[ {current.text}, %known ], [ {current.text}, %none ], [ {fresh.text}, %copied ]"
+        ir.lines.append(f"  {current.text}.next = phi {current.type} {ways}")
     ir.emit(f"%less = sub {left}, 1")
     ir.emit(f"%rest = and {left}, %less")
     ir.branch_if(ir.compare("icmp ne", Value(mask_type, "%rest"), 0), "head", "done")

@@ -67,9 +67,9 @@ def kinds_of(body: Sequence[Instruction]) -> Kinds:
     """Classify the instructions of a kernel by their meaning for lanes."""
     exchanges = frozenset(n for n, i in enumerate(body) if i.opcode in EXCHANGES or "warp" in i.modifiers)
     common = frozenset(n for n in exchanges if body[n].opcode in _SAME_FOR_ALL)
-    own = frozenset(n for n, i in enumerate(body) if is_private(i))
+    private = frozenset(n for n, i in enumerate(body) if is_private(i))
     barriers = frozenset(n for n, i in enumerate(body) if i.opcode in ("bar", "barrier")) - exchanges
-    return Kinds(own | (exchanges - common), common, barriers, exchanges)
+    return Kinds(private | (exchanges - common), common, barriers, exchanges)
 
 
 def open_warp(opening: VectorWriter) -> None:
@@ -165,19 +165,19 @@ def _shuffle(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
         _cross(t, i, distance.value % WARP_THREADS)
         return
     # In general each lane reads another's word from memory, by a gather that gives 0 for absent lanes.
-    own = t.read(i.operands[1], _WORD)
+    shown = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
     group = _meet(t, i.operands[4])
     is_there = has_lane(t, group, source)
     room = t.room("shown", ir.wide_type("i32"))
-    ir.raw(f"store {ir.whole(own)}, {room}")
+    ir.raw(f"store {ir.whole(shown)}, {room}")
     pointers = ir.wide_value("ptr", f"getelementptr i32, {room}, {ir.whole(source)}")
     flags, kind, many = ir.wide_type("i1"), ir.wide_type("i32"), ir.wide_type("ptr")
     name = f"llvm.masked.gather.v{ir.lanes}i32.v{ir.lanes}p0"
     ir.require(f"declare {kind} @{name}({many}, {flags}, {kind})")
-    given = f"{many} align 4 {pointers.text}, {ir.whole(is_there)}, {kind} zeroinitializer"
+    arguments = f"{many} align 4 {pointers.text}, {ir.whole(is_there)}, {kind} zeroinitializer"
     result, predicate = two_results(i.operands[0])
-    t.write(result, _WORD, ir.wide_value("i32", f"call {kind} @{name}({given})"))
+    t.write(result, _WORD, ir.wide_value("i32", f"call {kind} @{name}({arguments})"))
     if predicate is not None:
         t.write(predicate, PREDICATE, inside)
 
@@ -185,7 +185,7 @@ def _shuffle(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
 def _cross(t: LaneRegisters, i: Instruction, distance: int) -> None:
     """Take a value from the lane with a number that differs in some constant bits; from an absent lane, take 0."""
     ir = t.ir
-    own = t.read(i.operands[1], _WORD)
+    shown = t.read(i.operands[1], _WORD)
     there = ir.flags_of(_meet(t, i.operands[4]))
     order = ", ".join(f"i32 {lane ^ distance}" for lane in range(WARP_THREADS))
 
@@ -195,7 +195,7 @@ def _cross(t: LaneRegisters, i: Instruction, distance: int) -> None:
         return ir.wide_value(value.type, picked)
 
     result, predicate = two_results(i.operands[0])
-    t.write(result, _WORD, crossed(ir.select(there, own, constant("i32", 0))))
+    t.write(result, _WORD, crossed(ir.select(there, shown, constant("i32", 0))))
     if predicate is not None:
         t.write(predicate, PREDICATE, TRUE)
 

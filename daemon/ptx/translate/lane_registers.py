@@ -69,13 +69,13 @@ class LaneRegisters(BodyTranslator):
         self.ir.ret(ReturnStatus.FAULT)
         self.ir.blamed = before
 
-    def call_each(self, name: str, given: Iterable[Value]) -> str:
+    def call_each(self, name: str, arguments: Iterable[Value]) -> str:
         """Call a function that acts for one lane after another, and end the kernel if a lane's access is not allowed.
 
         Such a function returns that lane, or `NO_LANE`. Returns the label of the block after the call.
         """
         ir = self.ir
-        failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, given))})")
+        failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, arguments))})")
         fault, fine = ir.fresh("fault"), ir.fresh("fine")
         ir.branch_if(ir.compare("icmp eq", failed, NO_LANE), fine, fault, extra=LIKELY)
         ir.block(fault)
@@ -112,8 +112,8 @@ class LaneRegisters(BodyTranslator):
         # For all lanes a vector; for one lane its element, which was spilled to memory.
         if self._lane is None:
             return self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, ptr %r{register.index}")
-        held = self.ir.load(_held(register), self._place(register))
-        return self.ir.resize(held, kind, signed=False)
+        stored = self.ir.load(_held(register), self._place(register))
+        return self.ir.resize(stored, kind, signed=False)
 
     def _store(self, register: Register, value: Value) -> None:
         # A scalar register must get the same value in all lanes.
@@ -144,14 +144,14 @@ class LaneRegisters(BodyTranslator):
 
     def _spill(self, register: Register, number: int) -> Value:
         """Store a vector register to memory; returns where."""
-        held, ir = _held(register), self.ir
-        room = self.room(f"room{number}.{held}", ir.wide_type(held))
-        ir.raw(f"store {ir.whole(ir.resize(self._load(register), held, signed=False))}, {room}")
+        memory_kind, ir = _held(register), self.ir
+        room = self.room(f"room{number}.{memory_kind}", ir.wide_type(memory_kind))
+        ir.raw(f"store {ir.whole(ir.resize(self._load(register), memory_kind, signed=False))}, {room}")
         return room
 
     def _fetch(self, register: Register, room: Value) -> None:
-        held, ir = _held(register), self.ir
-        value = ir.wide_value(held, f"load {ir.wide_type(held)}, {room}")
+        memory_kind, ir = _held(register), self.ir
+        value = ir.wide_value(memory_kind, f"load {ir.wide_type(memory_kind)}, {room}")
         self._put(register, ir.resize(value, f"i{register.type.bits}", signed=False))
 
     # --- Waiting -----------------------------------------------------------------------------------------------
@@ -162,19 +162,19 @@ class LaneRegisters(BodyTranslator):
         # A single group has no other to wait for.
         if self._is_alone:
             return
-        kept = self._registers_to_save()
+        saved = self._registers_to_save()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
         # Step 1: lay out the frame: where to resume, the lanes alive, then the registers, each at a whole slot.
         places, end = [], SHORT_HEAD_BYTES + SLOT_BYTES
-        for register in kept:
+        for register in saved:
             places.append(self.ir.offset(FRAME, end))
             end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
-        self._saved_registers += len(kept)
+        self._saved_registers += len(saved)
         if end > MAX_LANE_FRAME_BYTES or self._saved_registers > MAX_LANE_SAVED_REGISTERS:
             raise NotTogether
         # Step 2: save. Vectors of predicates are stored as a mask, one bit for each lane.
-        for register, place in zip(kept, places, strict=True):
+        for register, place in zip(saved, places, strict=True):
             value = self._load(register)
             stored = self.ir.mask_of(value) if is_wide(value) and value.type == "i1" else value
             text = self.ir.whole(stored) if is_wide(stored) else str(stored)
@@ -187,7 +187,7 @@ class LaneRegisters(BodyTranslator):
         # Step 4: the code that runs when called again: load the registers and the mask.
         self.ir.block(resume)
         end = SHORT_HEAD_BYTES + SLOT_BYTES
-        for register in kept:
+        for register in saved:
             self._restore(register, self.ir.offset(FRAME, end))
             end += round_up(self._frame_bytes_of(register), SLOT_BYTES)
         self.frame_bytes = max(self.frame_bytes, end)

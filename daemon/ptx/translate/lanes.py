@@ -134,11 +134,11 @@ class LaneTranslator(LaneRegisters):
         self.carry = None
         self._block = number
         ir.block(f"check{number}")
-        found = ir.load(self._mask_type, pending)
-        ir.branch_if(ir.compare("icmp eq", found, 0), f"check{number + 1}", f"take{number}")
+        arriving = ir.load(self._mask_type, pending)
+        ir.branch_if(ir.compare("icmp eq", arriving, 0), f"check{number + 1}", f"take{number}")
         ir.block(f"take{number}")
         ir.store(constant(self._mask_type, 0), pending)
-        ir.store(found, _MASK)
+        ir.store(arriving, _MASK)
         ir.block(f"in{number}")
         # Where lanes never part, the mask is all that live.
         self._takes_all = number not in self._lanes.apart
@@ -312,8 +312,8 @@ class LaneTranslator(LaneRegisters):
             ir.branch_if(ir.compare("icmp ne", self.mask, 0), some, none)
             ir.block(some)
         # Step 1: registers that vary go to memory, where a lane finds its element.
-        named = {r.index: r for operand in instruction.operands for r in registers_of(operand)}
-        spilled = [register for register in named.values() if self._varies(register)]
+        registers = {r.index: r for operand in instruction.operands for r in registers_of(operand)}
+        spilled = [register for register in registers.values() if self._varies(register)]
         rooms = {r.index: self._spill(r, number) for number, r in enumerate(spilled)}
         # Step 2: the loop; `left` holds the lanes still to run, lowest first.
         left, again = Value("ptr", "%left"), ir.fresh("each")

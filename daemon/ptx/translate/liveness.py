@@ -81,7 +81,7 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> RegisterEffect
 
 
 def live_after(
-    instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], wanted: set[int]
+    instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], places: set[int]
 ) -> dict[int, int]:
     """Return for each wanted instruction the registers that are needed after it, as bits. Raises TooComplex."""
     blocks = blocks_of(instructions)
@@ -93,7 +93,7 @@ def live_after(
         for follower in block.follows:
             live |= live_in[follower]
         for index in range(block.end - 1, block.start - 1, -1):
-            if index in wanted:
+            if index in places:
                 result[index] = live
             live = effects[index].reads | (live & ~effects[index].writes)
     return result
@@ -152,21 +152,21 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
     """Return where blocks begin: at the start, at branch targets, after instructions that end a block."""
-    found = {0}
+    places = {0}
     for index, instruction in enumerate(instructions):
-        found.update(target.index for target in instruction.operands if isinstance(target, Target))
+        places.update(target.index for target in instruction.operands if isinstance(target, Target))
         if instruction.opcode in ENDS:
-            found.add(index + 1)
-    found.discard(len(instructions))
-    return found
+            places.add(index + 1)
+    places.discard(len(instructions))
+    return places
 
 
 def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int, int]) -> list[int]:
     last = instructions[end - 1]
-    found = [target.index for target in last.operands if isinstance(target, Target)]
+    places = [target.index for target in last.operands if isinstance(target, Target)]
     if last.opcode not in ENDS or last.guard is not None:
-        found.append(end)
-    return [block_at[index] for index in found if index in block_at]
+        places.append(end)
+    return [block_at[index] for index in places if index in block_at]
 
 
 def _summary(effects: Sequence[RegisterEffect]) -> RegisterEffect:

@@ -138,8 +138,8 @@ def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> No
     """Raise ImageRejected for a store to a function's own parameters (section 5.1.6)."""
     # The variable's own space counts, because the instruction only says `.param`.
     base = operand.base if isinstance(operand, Address) else None
-    named = base.space if isinstance(base, DeclaredVariable) else space
-    if named is Space.PARAM:
+    declared_space = base.space if isinstance(base, DeclaredVariable) else space
+    if declared_space is Space.PARAM:
         raise t.problem("a parameter can't be written")
 
 

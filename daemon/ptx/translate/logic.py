@@ -81,8 +81,8 @@ def _shift(t: OperandTranslator, i: Instruction, m: Modifiers, operation: str) -
     scalar, ir = m.scalar(), t.ir
     value, amount = t.read(i.operands[1], scalar), t.read(i.operands[2], _AMOUNT)
     # LLVM's shifts are undefined at the width and above, so the amount is clamped and the case selected.
-    most = ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", scalar.bits - 1))
-    shifted = ir.binary(operation, value, ir.resize(most, value.type, signed=False))
+    amount_within = ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", scalar.bits - 1))
+    shifted = ir.binary(operation, value, ir.resize(amount_within, value.type, signed=False))
     if operation != "ashr":
         is_past = ir.compare("icmp uge", amount, scalar.bits)
         shifted = ir.select(is_past, Value(value.type, "0"), shifted)

@@ -136,8 +136,8 @@ def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Produc
     words = t.ir.offset(frames, offset)
     into = t.ir.offset(own_room(t), _RESULTS_AT)
     step = constant("i64", scalar.size)
-    given = [*(t.ir.offset(words, place) for place in places), stride, step, lane(t), added, into, *product.details]
-    call_native(t, LANES_PART + product.function, given)
+    arguments = [*(t.ir.offset(words, place) for place in places), stride, step, lane(t), added, into, *product.details]
+    call_native(t, LANES_PART + product.function, arguments)
     take(t, registers_of(t, operands[0], product.counts[3]), scalar, at=_RESULTS_AT)
 
 
@@ -154,11 +154,11 @@ def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Sca
     places: dict[tuple[Operand, ...], int] = {}
     end = _place(places, 0, (left, right), scalar)
     for index, following in _followers(t, scalar):
-        behind = _place(wanted := dict(places), end, following, scalar)
+        behind = _place(wanted_places := dict(places), end, following, scalar)
         # C is shown last, and must fit as well.
         if behind > _SHOWN_BYTES - scalar.size * len(added):
             break
-        places, end = wanted, behind
+        places, end = wanted_places, behind
         t.shown_before[index] = places[following[0]], places[following[1]]
     shown = [register for part in places for register in part]
     meet(t, [t.read(register, scalar) for register in (*shown, *added)])
@@ -219,8 +219,8 @@ def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     into = registers_of(t, i.operands[0], count)
     # Each lane shows the address of its row; all are checked before any is read.
     meet(t, [_row_address(t, i.operands[1], m, count, Access.LOAD)])
-    own = lane(t)
-    group, part = ir.binary("lshr", own, 2), ir.binary("and", own, 3)
+    own_lane = lane(t)
+    group, part = ir.binary("lshr", own_lane, 2), ir.binary("and", own_lane, 3)
     # Lane 4g + t gets word t of row g, or with .trans elements g of rows 2t and 2t + 1.
     for number, register in enumerate(into):
         if "trans" not in m:
@@ -241,13 +241,13 @@ def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     words = [t.read(register, _WORD) for register in registers_of(t, i.operands[1], count)]
     # After the address each lane shows its registers, one for each matrix.
     meet(t, [_row_address(t, i.operands[0], m, count, Access.STORE), *words])
-    own = lane(t)
+    own_lane = lane(t)
     # Lanes beyond the matrices have no row to store.
     stores, done = ir.fresh("stores"), ir.fresh("stored")
-    ir.branch_if(ir.compare("icmp ult", own, 8 * count), stores, done)
+    ir.branch_if(ir.compare("icmp ult", own_lane, 8 * count), stores, done)
     ir.block(stores)
-    row, into = ir.binary("and", own, 7), _row(t, own)
-    word_at = ir.binary("add", _bytes(t, ir.binary("lshr", own, 3), 4), 8)
+    row, into = ir.binary("and", own_lane, 7), _row(t, own_lane)
+    word_at = ir.binary("add", _bytes(t, ir.binary("lshr", own_lane, 3), 4), 8)
     # A row is gathered from the four lanes that hold its words, or with .trans from eight lanes' halves.
     if "trans" not in m:
         for part in range(4):
@@ -267,8 +267,8 @@ def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     meet(t, [t.read(i.operands[1], _WORD)])
     # The two elements of the result's word are halves of two lanes' words.
-    own = lane(t)
-    group, part = ir.binary("lshr", own, 2), ir.binary("and", own, 3)
+    own_lane = lane(t)
+    group, part = ir.binary("lshr", own_lane, 2), ir.binary("and", own_lane, 3)
     half_at = _bytes(t, ir.binary("and", group, 1), 2)
     first = ir.binary("add", ir.binary("shl", part, 3), ir.binary("lshr", group, 1))
     holders = [kept_words(t, first), kept_words(t, ir.binary("add", first, 4))]

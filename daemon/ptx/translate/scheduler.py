@@ -135,17 +135,17 @@ class SchedulerWriter(RunnerWriter):
         """End the launch with a fault: a thread waits for something that can't come."""
         ir = self.ir
         frame = self._frame(flat)
-        said = {
+        fields = {
             field: ir.load("i32", ir.offset(frame, getattr(FrameHead, field).offset))
             for field in ("state", "kind", "members", "line")
         }
         # At a barrier the fault names its number, in an exchange the member mask.
-        at_barrier = ir.compare("icmp eq", said["state"], ThreadState.AT_BARRIER)
-        number = ir.binary("and", said["kind"], BARRIERS - 1)
-        what = ir.cast("zext", ir.select(at_barrier, number, said["members"]), "i64")
+        at_barrier = ir.compare("icmp eq", fields["state"], ThreadState.AT_BARRIER)
+        number = ir.binary("and", fields["kind"], BARRIERS - 1)
+        what = ir.cast("zext", ir.select(at_barrier, number, fields["members"]), "i64")
         access = ir.select(at_barrier, constant("i32", Access.BARRIER), constant("i32", Access.EXCHANGE))
         space = constant("i32", SPACE_NUMBERS[Space.GENERIC])
-        arguments = ", ".join(map(str, (ENVIRONMENT, what, constant("i32", 0), access, space, said["line"])))
+        arguments = ", ".join(map(str, (ENVIRONMENT, what, constant("i32", 0), access, space, fields["line"])))
         ir.emit(f"call void @{RECORD_FAULT}({arguments})")
         self._stop(self._indices(frame), block)
 

@@ -131,18 +131,18 @@ def _half(ir: IrWriter, value: Value, shift: int) -> Value:
 
 def _lane_mask(ir: IrWriter, name: str) -> Value:
     # All five follow from the lane's own bit and the bits below it.
-    own = ir.binary("shl", constant("i32", 1), ir.binary("urem", flat_thread(ir), WARP_THREADS))
-    below = ir.binary("sub", own, 1)
+    own_bit = ir.binary("shl", constant("i32", 1), ir.binary("urem", flat_thread(ir), WARP_THREADS))
+    below = ir.binary("sub", own_bit, 1)
     match name:
         case "lanemask_eq":
-            return own
+            return own_bit
         case "lanemask_lt":
             return below
         case "lanemask_le":
-            return ir.binary("or", below, own)
+            return ir.binary("or", below, own_bit)
         case "lanemask_ge":
             return ir.binary("xor", below, -1)
-    return ir.binary("xor", ir.binary("or", below, own), -1)
+    return ir.binary("xor", ir.binary("or", below, own_bit), -1)
 
 
 def block_threads(ir: IrWriter) -> Value:
@@ -153,8 +153,8 @@ def block_threads(ir: IrWriter) -> Value:
 def flat_thread(ir: IrWriter) -> Value:
     """The thread's number in its block, x fastest (PTX ISA section 10.1)."""
     # Code for lanes has computed it once for all of them.
-    if (known := ir.flat_thread()) is not None:
-        return known
+    if (thread := ir.flat_thread()) is not None:
+        return thread
     width, height = _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y")
     rows = ir.binary("add", ir.binary("mul", ir.argument("tid.z"), height), ir.argument("tid.y"))
     return ir.binary("add", ir.binary("mul", rows, width), ir.argument("tid.x"))

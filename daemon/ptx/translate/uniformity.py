@@ -188,13 +188,13 @@ class _Ways:
 
     def _awaits_barrier(self, start: int, kinds: Kinds) -> bool:
         """Say whether every way from a block comes to a barrier before the end or an exchange."""
-        seen: set[int] = set()
+        visited: set[int] = set()
         pending = [start]
         while pending:
             number = pending.pop()
-            if number in seen:
+            if number in visited:
                 continue
-            seen.add(number)
+            visited.add(number)
             if number == self._end or leaves_at(self._body, self._blocks[number].start):
                 return False
             # The first barrier or exchange in the block decides; without one, so do the blocks that follow.
@@ -234,17 +234,17 @@ class _Ways:
         """Return for each block the blocks that every way from it to the end goes through, as bits; itself included."""
         every = (1 << (self._end + 1)) - 1
         # Start with everything and remove what some way avoids, until nothing changes.
-        behind = [every] * self._end + [1 << self._end]
+        postdominators = [every] * self._end + [1 << self._end]
         changed = True
         while changed:
             changed = False
             for number in range(self._end - 1, -1, -1):
                 common = every
                 for follower in self._follows[number]:
-                    common &= behind[follower]
-                if (common := common | 1 << number) != behind[number]:
-                    behind[number], changed = common, True
-        return behind
+                    common &= postdominators[follower]
+                if (common := common | 1 << number) != postdominators[number]:
+                    postdominators[number], changed = common, True
+        return postdominators
 
     def _meeting(self, number: int) -> int:
         """Return the first block that every way from a branch comes to."""

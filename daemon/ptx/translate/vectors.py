@@ -99,11 +99,13 @@ class VectorWriter(IrWriter):
         wide = ".".join([*stem, *(f"v{self.lanes}{part}" for part in overloads if _is_type(part))])
         # The flag at the end of some stays a scalar.
         plain = arguments[-1:] if name.startswith(_FLAGGED) else ()
-        given = arguments[: len(arguments) - len(plain)]
-        types = ", ".join([*(self.wide_type(value.type) for value in given), *(value.type for value in plain)])
+        vector_arguments = arguments[: len(arguments) - len(plain)]
+        types = ", ".join(
+            [*(self.wide_type(value.type) for value in vector_arguments), *(value.type for value in plain)]
+        )
         result = self.wide_type(type_name)
         self.require(f"declare {result} @{wide}({types})")
-        passed = ", ".join([*map(self.whole, given), *map(str, plain)])
+        passed = ", ".join([*map(self.whole, vector_arguments), *map(str, plain)])
         return self.wide_value(type_name, f"call {result} @{wide}({passed})")
 
     @property

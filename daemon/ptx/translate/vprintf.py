@@ -290,8 +290,8 @@ def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
     # The part gets the printing code only if something prints.
     t.callees.prints = True
     bad, local = Value("ptr", "%bad"), constant("i64", t.local_limit)
-    given = ", ".join(map(str, (*GIVEN[:3], local, form, values, bad)))
-    count = ir.value("i32", f"call i32 @{PRINT}({given})")
+    arguments = ", ".join(map(str, (*GIVEN[:3], local, form, values, bad)))
+    count = ir.value("i32", f"call i32 @{PRINT}({arguments})")
     # The record may stop at an address that may not be read, which is a fault like a load's.
     is_read = ir.compare("icmp sge", count, 0)
     fail_unless(t, is_read, Access.LOAD, Space.GENERIC, ir.load("i64", bad), 1)

@@ -54,9 +54,9 @@ def exchange(
     """
     members = t.read(mask, t.WORD)
     # A thread must be in its own mask (section 9.7.13).
-    own = t.ir.binary("lshr", members, lane(t))
-    own = t.ir.cast("trunc", own, "i1")
-    fail_unless(t, own, Access.NO_MEMBER, Space.GENERIC, t.ir.cast("zext", members, "i64"), 0)
+    own_flag = t.ir.binary("lshr", members, lane(t))
+    own_flag = t.ir.cast("trunc", own_flag, "i1")
+    fail_unless(t, own_flag, Access.NO_MEMBER, Space.GENERIC, t.ir.cast("zext", members, "i64"), 0)
     # The words lie after the frame's head, one slot each.
     for number, word in enumerate(shown):
         t.ir.store(t.ir.resize(word, "i64", signed=False), t.ir.offset(FRAME, HEAD_BYTES + SLOT_BYTES * number))
@@ -136,8 +136,8 @@ def _stop(t: ThreadTranslator, state: ThreadState, kind: Value, members: Value, 
     if not t.waits.is_short:
         line = constant("i32", t.instruction.line if t.instruction else 0)
         flag = constant("i32", 0) if flag is None else ir.cast("zext", flag, "i32")
-        said = {"state": constant("i32", state), "kind": kind, "members": members, "flag": flag, "line": line}
-        for field, value in said.items():
+        fields = {"state": constant("i32", state), "kind": kind, "members": members, "flag": flag, "line": line}
+        for field, value in fields.items():
             ir.store(value, ir.offset(FRAME, getattr(FrameHead, field).offset))
     t.suspend(ReturnStatus.WAITS)
 

@@ -27,11 +27,11 @@ _MODES = ("up", "down", "bfly", "idx")
 def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """`shfl.sync`: another lane's value (section 9.7.9.6); beyond the segment it is the thread's own."""
     ir = t.ir
-    own = t.read(i.operands[1], _WORD)
+    word = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
     # Both are needed after the wait, when the operands may no longer be there: they are shown along with the value.
     packed = ir.binary("or", source, ir.binary("shl", ir.cast("zext", inside, "i32"), 5))
-    shown = ir.binary("or", ir.binary("shl", ir.cast("zext", packed, "i64"), 32), ir.cast("zext", own, "i64"))
+    shown = ir.binary("or", ir.binary("shl", ir.cast("zext", packed, "i64"), 32), ir.cast("zext", word, "i64"))
     group, _ = exchange(t, i.operands[4], [shown])
     # After the wait: the thread's own word has the lane to read, and that lane's word the value.
     packed = ir.cast("trunc", ir.binary("lshr", word_of(t, lane(t)), 32), "i32")
@@ -46,28 +46,28 @@ def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value) -> tuple[Value, Value]:
     """Return the lane to read, and whether it is in range, by the algorithm of section 9.7.9.6."""
-    ir, own = t.ir, lane(t)
+    ir, own_lane = t.ir, lane(t)
     distance = ir.binary("and", distance, 31)
     clamp = ir.binary("and", limits, 31)
     # The upper byte of c divides the warp into segments; the lower is the last lane allowed within one.
     segment = ir.binary("and", ir.binary("lshr", limits, 8), 31)
     outside = ir.binary("xor", segment, 31)
-    first = ir.binary("and", own, segment)
+    first = ir.binary("and", own_lane, segment)
     last = ir.binary("or", first, ir.binary("and", clamp, outside))
     match mode:
         case "up":
-            source = ir.binary("sub", own, distance)
+            source = ir.binary("sub", own_lane, distance)
             inside = ir.compare("icmp sge", source, last)
         case "down":
-            source = ir.binary("add", own, distance)
+            source = ir.binary("add", own_lane, distance)
             inside = ir.compare("icmp sle", source, last)
         case "bfly":
-            source = ir.binary("xor", own, distance)
+            source = ir.binary("xor", own_lane, distance)
             inside = ir.compare("icmp sle", source, last)
         case _:
             source = ir.binary("or", first, ir.binary("and", distance, outside))
             inside = ir.compare("icmp sle", source, last)
-    return ir.select(inside, source, own), inside
+    return ir.select(inside, source, own_lane), inside
 
 
 @FAMILY.form("vote.sync.mode.pred", 3, mode=("all", "any", "uni"))

@@ -72,7 +72,7 @@ class _FrontRequest:
 
     tenant: str
     place: AsyncExitStack
-    taken: RequestPlace
+    request_place: RequestPlace
     request_id: str = ""
     task: "asyncio.Task[None] | None" = None
     generations: "dict[int, Generation]" = field(default_factory=dict)
@@ -139,16 +139,18 @@ class FrontConnection:
             # The same two steps as next to the decoder, with the answer in between, which the front needs, too.
             async with request.place:
                 route = Route(message.model or None, message.is_stream)
-                source = await request.taken.source(message.body, lambda: self._send(Loading(message.number)), route)
+                source = await request.request_place.source(
+                    message.body, lambda: self._send(Loading(message.number)), route
+                )
                 answer = await source.read(request.tenant, message.body, is_chat=message.is_chat)
                 submitted = await source.submit(request.tenant, message.request_id, answer, is_chat=message.is_chat)
-                request.taken.hold(submitted.generations)
+                request.request_place.hold(submitted.generations)
         except Exception as error:
             self._requests.pop(message.number, None)
             self._refuse(message.number, error, request.tenant, message.request_id)
             return
         request.generations = dict(enumerate(submitted.generations))
-        self._send(_submitted_message(message.number, packed(answer), submitted, request.taken.path()))
+        self._send(_submitted_message(message.number, packed(answer), submitted, request.request_place.path()))
         # After RequestSubmitted: some may have tokens already.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
@@ -168,7 +170,7 @@ class FrontConnection:
         reuses: list[Reuse] = []
         scores: list[SequenceTokens] = []
         tokens: list[SequenceTokens] = []
-        ends: list[End] = []
+        sequence_ends: list[End] = []
         for (number, sequence), generation in changed.items():
             request = self._requests.get(number)
             if request is None:
@@ -185,8 +187,8 @@ class FrontConnection:
             if emitted:
                 tokens.append(SequenceTokens(number, sequence, emitted))
             if generation.is_ended:
-                ends.append(self._end(number, sequence, request, generation))
-        self._send(Step(reuses, scores, tokens, ends))
+                sequence_ends.append(self._end(number, sequence, request, generation))
+        self._send(Step(reuses, scores, tokens, sequence_ends))
 
     def _end(self, number: int, sequence: int, request: _FrontRequest, generation: Generation) -> End:
         del request.generations[sequence]
