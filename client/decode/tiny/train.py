@@ -224,11 +224,11 @@ def train(training: Tokens, validation: Tokens, steps: int, seconds: float) -> W
     for step, rows in enumerate(batches(training, random), 1):
         weights, first, second, value = _update(weights, first, second, rows, float(step), float(steps))
         passed = time.monotonic() - began
-        ends = step == steps or passed > seconds
-        if step == 1 or step % STEPS_BETWEEN_LINES == 0 or ends:
+        is_final = step == steps or passed > seconds
+        if step == 1 or step % STEPS_BETWEEN_LINES == 0 or is_final:
             line = f"step {step:5}  loss {float(value):.3f}  validation loss {mean_loss(weights, validation):.3f}"
             print(f"{line}  {passed:.0f} s", flush=True)
-        if ends:
+        if is_final:
             break
     return weights
 

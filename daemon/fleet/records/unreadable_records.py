@@ -43,7 +43,7 @@ class UnreadableRecords:
         before = self._records.pop(item.key, None)
         if before is None or before.mod_revision != item.mod_revision:
             self.count += 1
-        # Forget the key that was met longest ago.
+        # Forget the key that was read longest ago.
         while len(self._records) >= MAX_REMEMBERED:
             del self._records[next(iter(self._records))]
         self._records[item.key] = _Unreadable(item.mod_revision, reason, now_ns)
@@ -53,9 +53,9 @@ class UnreadableRecords:
         self._records.pop(key, None)
 
     def forget_older(self, seen_ns: int) -> None:
-        """Forget the keys last met before that time: they may be gone since."""
+        """Forget the keys that were last read before that time: they may have been deleted."""
         while self._records:
-            # The dictionary is in the order of the last meetings.
+            # The dictionary is in the order of the last reads.
             key, oldest = next(iter(self._records.items()))
             if oldest.seen_ns >= seen_ns:
                 return
