@@ -119,7 +119,7 @@ def _run(path: Path | None, overrides: dict[str, Any]) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(supervised.serve(config, load))
     except CannotStart as error:
-        supervised.tell_failure(_with_hint(str(error), error.hint) if error.hint else str(error))
+        supervised.report_failure(_with_hint(str(error), error.hint) if error.hint else str(error))
         return _fail(str(error), error.hint, error.status)
     finally:
         supervised.close()

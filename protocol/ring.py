@@ -51,14 +51,14 @@ MAX_RING_BYTES: Final = 16 << 20
 PIECES_PER_RING: Final = 4
 """The pieces into which a ring cuts larger data, so that the reader takes one out while the writer puts in the next."""
 
-LOOKS_PER_CLOCK: Final = 16
+READS_PER_CLOCK: Final = 16
 """Reads of the ring from one read of the clock to the next. On some hosts reading the clock takes as long as a read
 of the ring."""
 
 NO_DATA: Final = memoryview(bytearray())
 """No buffer, for `take_if` with a frame that has no data behind its expected bytes."""
 
-LOOK_BYTES: Final = 16 << 10
+CHECK_BYTES: Final = 16 << 10
 """The bytes after which a writer checks that the reader still exists (`RingWriter`): some 130 launches. A check
 takes half a microsecond."""
 
@@ -118,8 +118,8 @@ class RingWriter:
         ring: The number of the ring's first word, and the offset and capacity of its data.
         barrier: The memory barrier that the module describes.
         wake: Wakes the reader; may raise OSError if the reader is gone.
-        look: Called at least once for LOOK_BYTES put in; may raise OSError if the reader is gone. A reader that was
-            killed while it was awake is never woken, so `wake` alone would notice that once the ring is full.
+        check_reader: Called at least once for CHECK_BYTES put in; may raise OSError if the reader is gone. A reader
+            that was killed while it was awake is never woken, so `wake` alone would notice that once the ring is full.
 
     Attributes:
         tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.
@@ -129,10 +129,10 @@ class RingWriter:
     __slots__ = (
         "_acquire",
         "_capacity",
+        "_check_reader",
         "_data",
         "_lap",
         "_limit",
-        "_look",
         "_release",
         "_wake",
         "_words",
@@ -146,7 +146,7 @@ class RingWriter:
         ring: tuple[int, int, int],
         barrier: Barrier,
         wake: Callable[[], object],
-        look: Callable[[], object] | None = None,
+        check_reader: Callable[[], object] | None = None,
     ) -> None:
         # This ring's words, as native u64, and its data. Both are views of the shared memory.
         first, data_at, self._capacity = ring
@@ -154,7 +154,7 @@ class RingWriter:
         self._data = memory[data_at : data_at + self._capacity]
         self._acquire, self._release = barrier.acquire, barrier.release
         self._wake = wake
-        self._look = look
+        self._check_reader = check_reader
         self.tail = self.head = 0
         # The counter up to which one piece has room, as last found out; and the counter of the data's start.
         self._limit = self._lap = 0
@@ -169,7 +169,7 @@ class RingWriter:
         # Step 1: room for one piece. `_limit` was found earlier and needs no read of the shared counter.
         if end > self._limit:
             # No room there: read the reader's counter, and cut the piece to what fits, perhaps to nothing.
-            end = min(end, self._look_ahead())
+            end = min(end, self._piece_limit())
             if end != tail + size:
                 size = end - tail
                 data = memoryview(data)[:size]
@@ -190,7 +190,7 @@ class RingWriter:
         tail = self.tail
         middle = tail + len(first)
         end = middle + len(second)
-        if end > self._limit and end > self._look_ahead():
+        if end > self._limit and end > self._piece_limit():
             if end - tail > self.room():
                 return False
             self._copy_in(tail, first)
@@ -213,7 +213,7 @@ class RingWriter:
         # The hot path of launches: everything that it needs is in local variables, and nothing is allocated.
         tail = self.tail
         end = tail + layout.size
-        if end > self._limit and end > self._look_ahead():
+        if end > self._limit and end > self._piece_limit():
             return False
         layout.pack_into(self._data, tail - self._lap, a, b, c, d, e)
         words = self._words
@@ -257,17 +257,17 @@ class RingWriter:
             with suppress(OSError):
                 self._wake()
 
-    def _look_ahead(self) -> int:
+    def _piece_limit(self) -> int:
         """Return the counter up to which one piece of bounded size has room."""
         room, tail = self.room(), self.tail
         # The counter at which this lap of the ring began, so that `tail - lap` is the place of the next byte.
         self._lap = tail & -self._capacity
         # A piece ends at the room's end, at a quarter of the ring, or at the ring's end, whichever comes first.
         limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
-        if self._look is not None:
-            self._look()
+        if self._check_reader is not None:
+            self._check_reader()
             # A smaller piece may go without another look; a larger one is looked at each time.
-            self._limit = min(limit, tail + LOOK_BYTES)
+            self._limit = min(limit, tail + CHECK_BYTES)
         else:
             self._limit = limit
         return limit
@@ -485,11 +485,11 @@ def client_ends(
     layout: RingLayout,
     barriers: tuple[Barrier, Barrier],
     wake: Callable[[], object],
-    look: Callable[[], object] | None = None,
+    check_reader: Callable[[], object] | None = None,
 ) -> tuple[RingReader, RingWriter]:
     """Return the client's ends: the replies' reader and the requests' writer."""
     requests, replies = _places(layout)
-    return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake, look)
+    return RingReader(memory, replies, barriers[0], wake), RingWriter(memory, requests, barriers[1], wake, check_reader)
 
 
 def worker_ends(

@@ -3,17 +3,17 @@
 import asyncio
 import weakref
 
-from gpulease.client.core.idle_frees import LOOK_S, IdleLook
+from gpulease.client.core.idle_frees import POLL_INTERVAL_S, IdlePoller
 from gpulease.client.core.session import SessionCore
 
 
-def look_after(session: SessionCore) -> None:
+def free_when_idle(session: SessionCore) -> None:
     """Free what the program has dropped in a session while it is idle, until it ends.
 
     Runs in the session's event loop.
     """
     loop, session_ref = asyncio.get_running_loop(), weakref.ref(session)
-    look = IdleLook(weakref.proxy(session.operations))
+    look = IdlePoller(weakref.proxy(session.operations))
 
     # Weak references only: a timer must not keep the session alive.
     def now() -> None:
@@ -24,6 +24,6 @@ def look_after(session: SessionCore) -> None:
         # A task that holds the lock is sending a request, which frees the dropped objects itself.
         if look.has_found() and not session.attachment.lock.locked():
             look.free()
-        loop.call_later(LOOK_S, now)
+        loop.call_later(POLL_INTERVAL_S, now)
 
-    loop.call_later(LOOK_S, now)
+    loop.call_later(POLL_INTERVAL_S, now)

@@ -9,7 +9,7 @@ from typing import Any, Final, Self, TypeVar, overload
 from gpulease.client.aio.arrays import Array, make
 from gpulease.client.aio.driver import AsyncOpening, drive, undisturbed
 from gpulease.client.aio.graphs import Recorder
-from gpulease.client.aio.idle_frees import look_after
+from gpulease.client.aio.idle_frees import free_when_idle
 from gpulease.client.aio.kernels import ElementwiseKernel, Kernel
 from gpulease.client.aio.lease import GpuLease, GpuSharedLease
 from gpulease.client.aio.modules import Module
@@ -474,7 +474,7 @@ class GpuSession(SessionView):
                 raise
             # From here on the finalizer ends the session when its last reference is dropped.
             self._closing = weakref.finalize(self, self._session.operations.close)
-            look_after(self._session)
+            free_when_idle(self._session)
         return self
 
     async def __aexit__(

@@ -65,7 +65,7 @@ granted again."""
 FIRST_LAUNCH_S: Final = 30.0
 """Longest time, in seconds, that a phase is prolonged until one of ann's launches is checked in it."""
 
-LOOK_S: Final = 0.25
+POLL_S: Final = 0.25
 PATTERN: Final = 0xA5A5A5A5
 WORD_BYTES: Final = 4
 VALUES: Final = 1024
@@ -105,19 +105,19 @@ class Ann:
     def __init__(self, process: Neighbour, lines: LiveLines) -> None:
         self._process, self._lines = process, lines
         self.phases: list[DemoPhase] = []
-        self._looked_s = 0.0
+        self._updated_s = 0.0
 
     def begin(self, name: str) -> None:
         """End the current phase, and begin another."""
         # The first window is dropped: it began before the first phase.
         if self.phases:
-            self.look()
+            self.update()
         else:
             self._process.window()
-        self._looked_s = time.monotonic()
+        self._updated_s = time.monotonic()
         self.phases.append(DemoPhase(name))
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Add what she has done since the last call to the current phase."""
         window, phase = self._process.window(), self.phases[-1]
         now_s = time.monotonic()
@@ -125,8 +125,8 @@ class Ann:
         phase.launches += window.rounds
         phase.errors += window.errors
         phase.first_error = phase.first_error or window.error
-        phase.seconds += now_s - self._looked_s
-        self._looked_s = now_s
+        phase.seconds += now_s - self._updated_s
+        self._updated_s = now_s
 
     def watch(
         self, is_over: Callable[[], bool], wait: Callable[[float], Any] = time.sleep, note: Callable[[], str] = str
@@ -139,8 +139,8 @@ class Ann:
             note: Returns the text to show after her work.
         """
         while not is_over():
-            wait(LOOK_S)
-            self.look()
+            wait(POLL_S)
+            self.update()
             # The totals of all phases, with the present phase's rate.
             launches, errors = (sum(getattr(phase, name) for phase in self.phases) for name in ("launches", "errors"))
             rate = f"{self.phases[-1].per_s:,.0f} a second"
@@ -181,8 +181,8 @@ class Bob:
         # His deadline on this side's clock; the daemon's began a little before.
         self.deadline_s = time.monotonic() + self.lease.remaining_s
         self.asked_s = seconds
-        self.told_name = "nothing"
-        self.told_after_ms = self.proved_after_ms = 0.0
+        self.error_name = "nothing"
+        self.error_after_ms = self.proved_after_ms = 0.0
         self._session: GpuSession | None = None
         self._kept: tuple[Buffer, ...] = ()
         self._thread = threading.Thread(name="bob", daemon=True)
@@ -207,8 +207,8 @@ class Bob:
         try:
             session.sync()
         except GpuLeaseError as error:
-            self.told_after_ms = (time.monotonic() - self.deadline_s) * 1e3
-            self.told_name = type(error).__name__
+            self.error_after_ms = (time.monotonic() - self.deadline_s) * 1e3
+            self.error_name = type(error).__name__
 
     @property
     def left_s(self) -> float:
@@ -219,7 +219,7 @@ class Bob:
         """Wait until his session has raised its error, at most this many seconds."""
         self._thread.join(seconds)
 
-    def is_told(self) -> bool:
+    def has_error(self) -> bool:
         """True once his session has raised its error, or END_S after his deadline."""
         # Either the error has come, or it is late beyond doubt.
         return not self._thread.is_alive() or time.monotonic() > self.deadline_s + END_S
@@ -277,12 +277,12 @@ def run_tenants_demo(
                 free = size_text(during["available_bytes"])
                 lines.say(f"carol  asks for {size_text(size)} too, and {free} are free: {refused or 'granted'}")
             ann.begin("next to bob's endless kernel")
-            ann.watch(bob.is_told, bob.join, lambda: f"; bob's kernel runs, his lease has {bob.left_s:.1f} s left")
+            ann.watch(bob.has_error, bob.join, lambda: f"; bob's kernel runs, his lease has {bob.left_s:.1f} s left")
             # Step 3: his lease expires: his call raises, his process is killed, and his memory is proved free.
             end = bob.end(scene)
             ann.begin("after it, next to carol")
         after = first_card(address)
-        lines.say(f"bob    {bob.told_after_ms:+.1f} ms from his deadline: his call ends, {bob.told_name}")
+        lines.say(f"bob    {bob.error_after_ms:+.1f} ms from his deadline: his call ends, {bob.error_name}")
         lines.say(f"       {bob.proved_after_ms:+.1f} ms from it: his process is killed, his memory is proved free")
         cards = {"before": before, "beside_bob": during, "after": after}
         free = ", ".join(
@@ -293,8 +293,8 @@ def run_tenants_demo(
         claims = [
             Claim(
                 "bob's endless kernel ended with his lease",
-                (bob.told_name, end) == (LeaseExpired.__name__, "expired"),
-                f"{bob.told_name}; the lease's end: {end}",
+                (bob.error_name, end) == (LeaseExpired.__name__, "expired"),
+                f"{bob.error_name}; the lease's end: {end}",
             )
         ]
         # If others lease too, their memory would be counted.
@@ -321,10 +321,10 @@ def run_tenants_demo(
     report |= {
         "free_bytes": {name: card["available_bytes"] for name, card in cards.items()},
         "expired_lease": {
-            "error": bob.told_name,
+            "error": bob.error_name,
             "lease_id": bob.lease.lease_id_text,
-            "after_s": round(bob.asked_s + bob.told_after_ms / 1e3, 3),
-            "told_after_deadline_ms": round(bob.told_after_ms, 3),
+            "after_s": round(bob.asked_s + bob.error_after_ms / 1e3, 3),
+            "told_after_deadline_ms": round(bob.error_after_ms, 3),
             "free_after_deadline_ms": round(bob.proved_after_ms, 3),
             "slice_bytes": size,
         },

@@ -34,7 +34,7 @@ UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
 CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
 """Names the folder in which workers cache compiled kernels. Without it they compile them again in each session."""
 
-_LOOK_S: Final = 0.01
+_POLL_S: Final = 0.01
 
 
 def running_address() -> str | None:
@@ -256,7 +256,7 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
                     "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
                 )
             raise MissingPrerequisite(log_lines[-1] if log_lines else "the daemon did not start, and printed nothing")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _answers(path: str) -> bool:

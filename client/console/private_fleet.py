@@ -35,7 +35,7 @@ store is new and has lost nothing."""
 
 DIRECTORY_MODULE: Final = "gpulease.daemon.fleet.directory"
 
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -112,11 +112,11 @@ def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             members.append(EtcdMember(client.removeprefix("http://"), process))
             stack.callback(members[-1].kill)
-        _say_that_it_is_new(members, folder)
+        _mark_new_fleet(members, folder)
         yield members
 
 
-def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
+def _mark_new_fleet(members: list[EtcdMember], folder: Path) -> None:
     """Write the fleet's generation as soon as there is a leader."""
     until_s = time.monotonic() + ETCD_START_S
     while (leader := leader_of(members)) is None:
@@ -125,7 +125,7 @@ def _say_that_it_is_new(members: list[EtcdMember], folder: Path) -> None:
         if ended or time.monotonic() > until_s:
             log_lines = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()
             raise MissingPrerequisite(f"etcd does not start: {log_lines[-1] if log_lines else 'it printed nothing'}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     key, value = (base64.b64encode(text).decode() for text in (GENERATION, b"a private fleet"))
     leader.ask("/v3/kv/put", key=key, value=value)
 
@@ -208,7 +208,7 @@ class PrivateFleet:
                 raise MissingPrerequisite(
                     f"the directory knows {node_count} of {counted(len(self.nodes), 'node')} after {JOIN_S:g} s: {why}"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             try:
                 node_count = sum(not node["silent"] for node in listing_of(fleet)["nodes"])
             except Disconnected as error:

@@ -29,7 +29,7 @@ teardown's end."""
 NAME_CHARS: Final = 15
 """Characters of a process's name that the kernel keeps."""
 
-_LOOK_S: Final = 0.001
+_POLL_S: Final = 0.001
 
 
 class Breach(Exception):
@@ -84,7 +84,7 @@ class Scene:
         while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
             if time.monotonic() > until:
                 raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} pre-created contexts are there")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def lease_ids(self) -> set[int]:
         """The ids of all live leases on the daemon."""
@@ -102,7 +102,7 @@ class Scene:
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > until or report["state"] == "fenced":
                 raise Breach(f"the lease is {report['state']}: {report['reason']}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return str(report["cause"])
 
     def free(self, lease_id: int) -> float:
@@ -121,7 +121,7 @@ class Scene:
         # The driver gives pages back a little after the daemon's proof.
         until = time.monotonic() + CARD_S
         while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return more
 
 

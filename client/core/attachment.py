@@ -414,7 +414,7 @@ class Attachment:
             failure = failure if reason.status is Status.DISCONNECTED else reason
         elif not self.channel.link.is_end_explained:
             failure = yield from find_end_reason(self.lease, failure)
-        elif self.channel.link.said_goodbye:
+        elif self.channel.link.received_goodbye:
             # A goodbye has the reason of the lease's end.
             failure = self.lease.note_failure(failure)
         self.finish(failure)

@@ -385,7 +385,7 @@ def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
     """
     if channel is None or not isinstance(error, Disconnected):
         return False
-    return channel.link.end is not None and not channel.link.said_goodbye
+    return channel.link.end is not None and not channel.link.received_goodbye
 
 
 def _answer(

@@ -1,21 +1,21 @@
 """Frees objects that the program of an idle session has dropped: each API polls its sessions.
 
 A handle's last reference may be dropped in any thread, at any moment, so the handle is only recorded, and the session's
-next operation frees it. But an idle session has no next operation. So each API polls its sessions every `LOOK_S`: the
-blocking API from a thread, asyncio's from its event loop. If the session sent no request between two polls, the second
-poll frees the recorded handles.
+next operation frees it. But an idle session has no next operation. So each API polls its sessions every
+`POLL_INTERVAL_S`: the blocking API from a thread, asyncio's from its event loop. If the session sent no request between
+two polls, the second poll frees the recorded handles.
 """
 
 from typing import Final
 
 from gpulease.client.core.operations import RequestPipeline
 
-LOOK_S: Final = 0.1
+POLL_INTERVAL_S: Final = 0.1
 """Pause between two polls, in seconds: dropped memory is free again after at most two pauses. Ten polls a second cost a
 process next to nothing."""
 
 
-class IdleLook:
+class IdlePoller:
     """Polls one session for handles that are due to be freed."""
 
     def __init__(self, operations: RequestPipeline) -> None:

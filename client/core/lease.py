@@ -724,7 +724,7 @@ class LeaseHandle:
             except LinkEnded as ended:
                 self.channel.close()
                 # The daemon is stopping, so its goodbye is the answer: it would not accept another connection.
-                if self.channel.link.said_goodbye and ended.failure.status is Status.DISCONNECTED:
+                if self.channel.link.received_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
                 # Two tries are enough. A region is never opened twice, because the first may be open already.
                 if fresh or op is Opcode.REGION_OPEN:

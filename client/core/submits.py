@@ -230,7 +230,7 @@ def _run(
             return list(done.outputs)
         raise error_of(lease.note_failure(done), "submit", own_requests=(channel.link.connection.last_request_id,))
     except LinkEnded as ended:
-        failure, is_explained = ended.failure, channel.link.said_goodbye
+        failure, is_explained = ended.failure, channel.link.received_goodbye
     finally:
         channel.close()
     # Not inside the except block: the tenant's traceback shows one error, not two.

@@ -20,7 +20,7 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 BACKLOG: Final = 128
 
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 """Seconds between two checks of a socket's file, for which clients may be unable to connect after its removal."""
 
 _MODE: Final = 0o660
@@ -73,7 +73,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
         return
     ours, is_lost = file_at(path), False
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         # The same inode as at the start: still our socket. A removed or replaced file differs.
         if (there := file_at(path)) is not None and ours is not None and os.path.samestat(there, ours):
             continue

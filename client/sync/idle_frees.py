@@ -13,7 +13,7 @@ from _thread import start_new_thread
 from contextlib import suppress
 from typing import Final
 
-from gpulease.client.core.idle_frees import LOOK_S, IdleLook
+from gpulease.client.core.idle_frees import POLL_INTERVAL_S, IdlePoller
 from gpulease.client.core.session import SessionCore
 
 LINGER_S: Final = 1.0
@@ -22,7 +22,7 @@ LINGER_S: Final = 1.0
 
 class _Looker:
     def __init__(self) -> None:
-        self._sessions: weakref.WeakKeyDictionary[SessionCore, IdleLook] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.WeakKeyDictionary[SessionCore, IdlePoller] = weakref.WeakKeyDictionary()
         self._begins_or_ends = threading.RLock()
         # Ident of the running thread; 0 if there is none.
         self._thread = 0
@@ -32,7 +32,7 @@ class _Looker:
         """Poll a session that is open, until it ends."""
         with self._begins_or_ends:
             # A weak map and a weak proxy: the thread keeps no session alive.
-            self._sessions[session] = IdleLook(weakref.proxy(session.operations))
+            self._sessions[session] = IdlePoller(weakref.proxy(session.operations))
             self._last_seen_s = time.monotonic()
             if not self._thread:
                 # `coalescing_socket` explains why this is not a threading.Thread.
@@ -41,7 +41,7 @@ class _Looker:
 
     def _run(self) -> None:
         while self._goes_on():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             for session, look in self._listed():
                 lock = session.attachment.lock
                 # A thread that holds the lock is sending a request, which frees the dropped objects itself.
@@ -52,7 +52,7 @@ class _Looker:
                         lock.release()
                 del session, look  # no reference may keep a session alive until the next poll
 
-    def _listed(self) -> list[tuple[SessionCore, IdleLook]]:
+    def _listed(self) -> list[tuple[SessionCore, IdlePoller]]:
         with self._begins_or_ends:
             return list(self._sessions.items())
 
@@ -78,7 +78,7 @@ class _Looker:
 _looker = _Looker()
 
 
-def look_after(session: SessionCore) -> None:
+def free_when_idle(session: SessionCore) -> None:
     """Free what the program has dropped in a blocking session while the session is idle, until the session ends."""
     _looker.add(session)
 

@@ -29,7 +29,7 @@ from gpulease.client.sync.arrays import Array, make
 from gpulease.client.sync.clean_ups import drive_owing
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
-from gpulease.client.sync.idle_frees import look_after
+from gpulease.client.sync.idle_frees import free_when_idle
 from gpulease.client.sync.kernels import ElementwiseKernel, Kernel
 from gpulease.client.sync.lease import GpuLease, GpuSharedLease
 from gpulease.client.sync.modules import Module
@@ -94,7 +94,7 @@ class GpuSession(SessionView):
 
     def _opened(self, _: object) -> None:
         self._closing = weakref.finalize(self, self._session.operations.close)
-        look_after(self._session)
+        free_when_idle(self._session)
 
     @classmethod
     def attach(

@@ -190,7 +190,7 @@ class CoalescingSocket(Channel):
         self._received = self.link.received
         expected = b"".join(reply)
         room, size, whole = self.link.get_buffer(), len(expected), len(expected) + len(into)
-        self._look_into(room, more_ns)
+        self._poll_into(room, more_ns)
         if self._unfed == [whole] and room[:size] == expected:
             # No call between these statements: after an interrupt either `into` is filled, or `feed` gives the bytes to
             # the link.
@@ -199,7 +199,7 @@ class CoalescingSocket(Channel):
             return AskOutcome.ANSWERED
         return AskOutcome.UNANSWERED
 
-    def _look_into(self, room: memoryview, more_ns: int) -> None:
+    def _poll_into(self, room: memoryview, more_ns: int) -> None:
         """Receive for a bounded time. The call that receives also stores the number of bytes in `_unfed`."""
         clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unfed
         receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns

@@ -62,7 +62,7 @@ class Link:
         is_end_explained: True if `end` gives the reason: the peer sent a goodbye, or this side ended the stream. False
             if it only says that the stream is over.
         notifications: Events of subscriptions, for the subscriber to read.
-        said_goodbye: True if `end` is the peer's goodbye.
+        received_goodbye: True if `end` is the peer's goodbye.
         received: Number of bytes received.
     """
 
@@ -70,7 +70,7 @@ class Link:
         self.connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
         self.end: Failure | None = None
         self.is_end_explained = False
-        self.said_goodbye = False
+        self.received_goodbye = False
         self.notifications: deque[Notification | RegionNotification] = deque()
         self.received = 0
         # Requests that await a reply; results that were not taken; and, for replies with a new object, the operation
@@ -323,7 +323,7 @@ class Link:
                 case Notification() | RegionNotification() as notification:
                     self.notifications.append(notification)
                 case Goodbye(failure=failure):
-                    self.is_end_explained = self.said_goodbye = True
+                    self.is_end_explained = self.received_goodbye = True
                     self.end = failure
                 case StreamBroken(failure=failure):
                     self._distrust(failure)

@@ -28,7 +28,7 @@ from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import LOOKS_PER_CLOCK, NO_DATA, Given, RingLayout, SyncWords, Wanted, client_ends
+from gpulease.protocol.ring import NO_DATA, READS_PER_CLOCK, Given, RingLayout, SyncWords, Wanted, client_ends
 from gpulease.protocol.time_units import NS_PER_S
 
 BELLS_BYTES: Final = 4096
@@ -135,7 +135,7 @@ class RingChannel(Channel):
         clock, yields, look = time.monotonic_ns, self._yields, self._replies.poll
         # A session that never spins polls once: `until` is now.
         until = clock() + (self._spin_ns and self._spin_ns + more_ns)
-        while not look(1 if yields else LOOKS_PER_CLOCK, least):
+        while not look(1 if yields else READS_PER_CLOCK, least):
             if clock() >= until:
                 return False
             if yields:
@@ -177,7 +177,7 @@ class RingChannel(Channel):
             return False
         # Check both the word and the ring: a reply in the ring means that something else has to be handled first.
         until = clock() + self._spin_ns
-        times = 1 if self._yields else LOOKS_PER_CLOCK
+        times = 1 if self._yields else READS_PER_CLOCK
         while (answer := words.poll(number, times)) is None:
             if replies.has_bytes or clock() >= until:
                 return False

@@ -346,7 +346,7 @@ def submit_beside(scene: Scene) -> str:
             _, result = _submit(lease, "count_set").out(OUTPUT_BYTES).args(_words()).out(WORD_BYTES).launch()
             if count := int.from_bytes(result, "little"):
                 raise Breach(f"{count} of {WORDS} words of an earlier submit were readable")
-        _look_at_the_session(lease, buffer.handle)
+        _read_session_memory(lease, buffer.handle)
         # Three jobs that break a rule each; the session must not notice.
         late_ms = _break_rules(lease)
         # After all rules were broken, the session's memory must be what it wrote, and the session must work.
@@ -368,7 +368,7 @@ def _words() -> KernelArgs:
     return KernelArgs().push_u64(WORDS)
 
 
-def _look_at_the_session(lease: GpuLease, address: int) -> None:
+def _read_session_memory(lease: GpuLease, address: int) -> None:
     """Read the session's address from a job, which must fail or find another value."""
     try:
         (value_bytes,) = lease.submit("peek", PEEK_PTX).arg(np.uint64(address)).out(WORD_BYTES).launch()

@@ -35,7 +35,7 @@ from gpulease.protocol.opcodes import Status
 LAG_CHECK_S: Final = 1.0
 """Time between two measurements of the loop's lag."""
 
-LOOK_TIMEOUT_S: Final = 1.0
+STRAY_BYTES_TIMEOUT_S: Final = 1.0
 """Time within which the cards must report stray memory. If a driver hangs, the scrape lacks one family, and the driver
 is not polled again until it has answered."""
 
@@ -77,7 +77,7 @@ class NodeMetrics:
         ProcessCollector(registry=self._registry)
         self._waiting: list[OnText] = []
         self._scraping: asyncio.Task[None] | None = None
-        self._look: asyncio.Task[dict[str, int]] | None = None
+        self._stray_bytes_task: asyncio.Task[dict[str, int]] | None = None
         self._stray_bytes: dict[str, int] = {}
         self._tenants = TenantTotals()
         self._lag_check: asyncio.TimerHandle | None = None
@@ -92,7 +92,7 @@ class NodeMetrics:
         """Cancel the lag measurement and the scrape in progress."""
         if self._lag_check is not None:
             self._lag_check.cancel()
-        tasks = [task for task in (self._scraping, self._look) if task is not None]
+        tasks = [task for task in (self._scraping, self._stray_bytes_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -171,11 +171,11 @@ class NodeMetrics:
     async def _update_stray_bytes(self) -> None:
         self._stray_bytes = {}
         # If an earlier scrape's poll still hangs, do not repeat it; wait for it once more.
-        if self._look is None or self._look.done():
-            self._look = asyncio.get_running_loop().create_task(self._read_stray_bytes())
-        done, _ = await asyncio.wait({self._look}, timeout=LOOK_TIMEOUT_S)
+        if self._stray_bytes_task is None or self._stray_bytes_task.done():
+            self._stray_bytes_task = asyncio.get_running_loop().create_task(self._read_stray_bytes())
+        done, _ = await asyncio.wait({self._stray_bytes_task}, timeout=STRAY_BYTES_TIMEOUT_S)
         if done:
-            self._stray_bytes = self._look.result()
+            self._stray_bytes = self._stray_bytes_task.result()
 
     async def _read_stray_bytes(self) -> dict[str, int]:
         """Poll the cards, in a thread, for the memory that no process accounts for, by uuid."""

@@ -37,7 +37,7 @@ from gpulease.daemon.gpus.source import CardFacts, CardSource, CardsUnavailable,
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.processes import adopt_orphans, raise_descriptor_limit, thread_pool
 from gpulease.daemon.host.socket_activation import Assigned, GivenSocket, assign
-from gpulease.daemon.host.unix_place import LOOK_S
+from gpulease.daemon.host.unix_place import CHECK_INTERVAL_S
 from gpulease.daemon.leases import (
     Card,
     CardRow,
@@ -180,7 +180,7 @@ class Service:
             config.max_connections, config.max_connections_per_tenant, self.runtime.memory_reserve.is_enough
         )
         self._listeners = Listeners(self._new_connection, config.socket_mode)
-        self._restoring = PeriodicTask(self._restore_sockets, LOOK_S, log_restoring_fault)
+        self._restoring = PeriodicTask(self._restore_sockets, CHECK_INTERVAL_S, log_restoring_fault)
         self.on_new_sockets: Callable[[Collection[Address]], Awaitable[None]] | None = None
         self.runtime.health.cards_warning = source.warning
         self.runtime.health.listening_problem = self._listeners.problem
@@ -191,7 +191,7 @@ class Service:
         self._web: WebFrontend | None = None
         # The web process reads by a connection of its own, and requests actions through its channel.
         if (http := config.of_http) is not None:
-            self._loads = LoadHistory(table, source, workers, self._tell_page)
+            self._loads = LoadHistory(table, source, workers, self._notify_page)
             actions = WebActionRunner(self.runtime)
             self._web = WebFrontend(http, config.of_sandbox, self._new_reader, actions, first=self._first_for_page)
         self._fleet: FleetFrontend | None = None
@@ -205,7 +205,7 @@ class Service:
                 self.runtime.post,
                 journal,
                 self._fleet_addresses,
-                self._tell_page,
+                self._notify_page,
             )
             self.runtime.claims = self.runtime.health.fleet = self._fleet
             self.runtime.metrics.fleet = self._fleet.figures
@@ -294,7 +294,7 @@ class Service:
         """Connect one of the daemon's own processes, which does not count against the limits."""
         return ControlConnection(self.runtime, self._driver, None, {}, peer, options=self._hello_options)
 
-    def _tell_page(self, message: CardLoads | FleetMembership) -> None:
+    def _notify_page(self, message: CardLoads | FleetMembership) -> None:
         if self._web is not None:
             self._web.send(message)
 

@@ -220,8 +220,8 @@ class Publisher:
             return
         self._sent[lease_id] = standing.key
         # A phase such as WARNING begins without an event, so a timer must query it.
-        if standing.look_again_ns is not None:
-            delay_s = max(0, standing.look_again_ns - time.monotonic_ns()) / NS_PER_S
+        if standing.next_check_ns is not None:
+            delay_s = max(0, standing.next_check_ns - time.monotonic_ns()) / NS_PER_S
             self._timers[lease_id] = asyncio.get_running_loop().call_later(delay_s, self._update, lease_id)
 
     def _unfollow(self, lease_id: int) -> None:

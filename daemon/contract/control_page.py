@@ -183,7 +183,7 @@ class Counter(IntEnum):
     FAILED_OPS = 2
     ALLOCATED_BYTES = 3
     OPS = 4
-    LOOKED_NS = 5
+    LAST_POLL_NS = 5
     DOING = 6
     KERNEL_SINCE_NS = 7
     COMPILING_SINCE_NS = 8
@@ -717,7 +717,7 @@ def overran(polled_ns: int, since_ns: int, bound_ms: int) -> str:
     runs. That gains it no more time than its lease's deadline allows anyway.
 
     Args:
-        polled_ns: `Counter.LOOKED_NS`. The current time would be wrong: while a worker compiles, it does not update its
+        polled_ns: `Counter.LAST_POLL_NS`. The current time would be wrong: while a worker compiles, it does not update its
           claims, and its kernel may have ended.
         since_ns: `Counter.KERNEL_SINCE_NS`.
         bound_ms: How long a kernel may run; 0 for no bound.
@@ -730,7 +730,7 @@ def overran(polled_ns: int, since_ns: int, bound_ms: int) -> str:
 
 def overran_on(claims_fd: int, bound_ms: int) -> str:
     """Return the result of `overran` for a claims page, which need not be mapped."""
-    return overran(_counter(claims_fd, Counter.LOOKED_NS), _counter(claims_fd, Counter.KERNEL_SINCE_NS), bound_ms)
+    return overran(_counter(claims_fd, Counter.LAST_POLL_NS), _counter(claims_fd, Counter.KERNEL_SINCE_NS), bound_ms)
 
 
 def _counter(claims_fd: int, counter: Counter) -> int:

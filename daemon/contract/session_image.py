@@ -101,7 +101,7 @@ class RegionState(NamedTuple):
         region_id: Its id, big-endian.
         kept_bytes: Bytes that stay mapped in its place after its memory was removed.
         ended: The word that ended it, and the time of that word; None while it has not ended.
-        is_told: Whether a refusal has reported how it ended.
+        is_reported: Whether a refusal has reported how it ended.
         is_removed: Whether its memory was removed.
         is_released: Whether its address was released, too, so that only region sets still name it.
     """
@@ -113,7 +113,7 @@ class RegionState(NamedTuple):
     size_bytes: int
     kept_bytes: int
     ended: tuple[int, int] | None
-    is_told: bool
+    is_reported: bool
     is_removed: bool
     is_released: bool
 

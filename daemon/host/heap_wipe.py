@@ -38,7 +38,7 @@ _MARK: Final = b"\x11" * 16
 """Bytes that malloc never writes itself: neither into freed blocks nor, the complement, into new ones."""
 
 
-def is_told_to_wipe() -> bool:
+def wipes_heap_by_environment() -> bool:
     """Return whether this process was started with `WIPING_HEAP`."""
     return all(os.environ.get(name) == value for name, value in WIPING_HEAP.items())
 
@@ -50,7 +50,7 @@ def is_heap_wiped() -> bool:
     Another C library does not, nor does one that must ignore the environment.
     """
     # Python counts the blocks of its own allocator, and not those of malloc (sys.getallocatedblocks).
-    return is_told_to_wipe() and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
+    return wipes_heap_by_environment() and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
 
 
 def _is_left(size_bytes: int) -> bool:

@@ -21,7 +21,7 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 BACKLOG: Final = 512
 """Connections the kernel keeps until they are accepted. The kernel's own limit may be lower."""
 
-LOOK_S: Final = 5.0
+CHECK_INTERVAL_S: Final = 5.0
 """Seconds from one call of `UnixPlace.restore` to the next: the longest time for which clients find no socket."""
 
 MAX_TRIES: Final = 100
@@ -115,8 +115,8 @@ class UnixPlace:
     def restore(self) -> socket.socket | None:
         """Restore removed files. Returns the new socket that replaces the old one; None if the old one is intact.
 
-        Reports what it restores, and once what it can't restore. Call it again after LOOK_S, for as long as the place
-        is held.
+        Reports what it restores, and once what it can't restore. Call it again after CHECK_INTERVAL_S, for as long as
+        the place is held.
         """
         # The lock file first: without it another daemon could take the place while the socket is made.
         is_there = self._is_there()

@@ -477,7 +477,7 @@ class Others:
         slack_bytes: Tolerated difference between polled and booked bytes.
     """
 
-    __slots__ = ("_is_first", "_looked_ns", "_spare_bytes", "outside", "taken_bytes", "unowned")
+    __slots__ = ("_is_first", "_polled_ns", "_spare_bytes", "outside", "taken_bytes", "unowned")
 
     def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
         self.taken_bytes = 0
@@ -487,7 +487,7 @@ class Others:
         self._spare_bytes = spare_bytes
         self._is_first = True
         # Time of the last poll or proof. Polls come from threads, and may arrive late.
-        self._looked_ns = 0
+        self._polled_ns = 0
 
     @property
     def booked_bytes(self) -> int:
@@ -498,10 +498,10 @@ class Others:
 
         A poll from before the last proof is ignored: its figures lack the bytes of a worker that has died since.
         """
-        if polled_ns < self._looked_ns:
+        if polled_ns < self._polled_ns:
             return False
         # The first poll is booked at once: it shows what others took while no daemon ran.
-        is_first, self._is_first, self._looked_ns = self._is_first, False, polled_ns
+        is_first, self._is_first, self._polled_ns = self._is_first, False, polled_ns
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)
         self.outside.poll(outside_bytes, polled_ns, is_first=is_first)
@@ -520,7 +520,7 @@ class Others:
             polled_ns: Time of this poll.
         """
         # From now on, ignore an older poll of the whole card.
-        self._looked_ns = max(polled_ns, self._looked_ns)
+        self._polled_ns = max(polled_ns, self._polled_ns)
         # The card shows no more bytes than were booked before the worker died, so none of the worker's are left.
         if self.unowned.is_within(unowned_bytes):
             return True

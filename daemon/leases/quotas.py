@@ -500,13 +500,13 @@ class LeasePhase:
 
     Attributes:
         until_ns: Latest beginning of the next phase; None if unknown, or if there is none.
-        look_again_ns: Time at which the phase changes without an event; None if it does not.
+        next_check_ns: Time at which the phase changes without an event; None if it does not.
         reason: The reason as a clause; "" without one.
     """
 
     phase: Phase
     until_ns: int | None
-    look_again_ns: int | None
+    next_check_ns: int | None
     cause: str
     reason: str
     generation: int

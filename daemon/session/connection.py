@@ -45,7 +45,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_header, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting
-from gpulease.protocol.ring import AWAITED, DATA_AT, LOOKS_PER_CLOCK, RingLayout, Wanted, worker_ends
+from gpulease.protocol.ring import AWAITED, DATA_AT, READS_PER_CLOCK, RingLayout, Wanted, worker_ends
 from gpulease.protocol.time_units import NS_PER_MS
 
 # --- spinning ---
@@ -562,7 +562,7 @@ class RingWire:
     def spin(self, receiver: Receiver) -> bool:
         requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
         until = clock() + SPIN_NS
-        while not requests.poll(1 if yields else LOOKS_PER_CLOCK):
+        while not requests.poll(1 if yields else READS_PER_CLOCK):
             if clock() > until:
                 return False
             if yields:

@@ -49,7 +49,7 @@ ALONE_WAIT_S: Final = 10.0
 """Longest time that a request that lacks room waits for ended connections' kernels, if no other connection is
 attached."""
 
-BESIDE_WAIT_S: Final = 0.1
+SHARED_WAIT_S: Final = 0.1
 """ALONE_WAIT_S if other connections are attached, which are not served during the wait."""
 
 WAIT_STEP_S: Final = 0.001
@@ -103,8 +103,8 @@ class EndedConnections(OperationHandler):
         self.unheld = Holder(resources.counters, Counter.UNHELD_BYTES)
         self.unheld_users = 0
         self._ended: list[_Ended] = []
-        self._looks_in_vain = 0
-        self._look_s = 0.0
+        self._idle_polls = 0
+        self._next_poll_s = 0.0
 
     def end(self, holder: Holder, streams: Iterable[int]) -> None:
         """Release what an ended connection holds, once the work that is queued on its streams now has ended.
@@ -125,7 +125,7 @@ class EndedConnections(OperationHandler):
             with suppress(DriverError):
                 waits += [self._resources.aside(partial(self._context.mark, stream)) for stream in streams]
             self._ended.append(_Ended(holder, waits, modules, allocations))
-            self._looks_in_vain, self._look_s = 0, 0.0
+            self._idle_polls, self._next_poll_s = 0, 0.0
             self.advance()
 
     # --- the worker's loop ---
@@ -134,19 +134,19 @@ class EndedConnections(OperationHandler):
         """Return for how many milliseconds the worker's loop may sleep; None if there is nothing to release."""
         if not self._ended or self._resources.is_parked:
             return None
-        return max(0, math.ceil((self._look_s - time.monotonic()) * 1000))
+        return max(0, math.ceil((self._next_poll_s - time.monotonic()) * 1000))
 
     def advance(self, *, now: bool = False) -> None:
         """Release what needs no wait, if a poll is due or `now` is set; nothing while the session is parked."""
-        if not self._ended or self._resources.is_parked or (not now and time.monotonic() < self._look_s):
+        if not self._ended or self._resources.is_parked or (not now and time.monotonic() < self._next_poll_s):
             return
         # After a success poll again at once, as more may be free. Otherwise back off, so that an endless kernel costs
         # no core.
         if self._give_back():
-            self._looks_in_vain, self._look_s = 0, 0.0
+            self._idle_polls, self._next_poll_s = 0, 0.0
         else:
-            self._look_s = time.monotonic() + back_off_s(self._looks_in_vain, FIRST_PAUSE_S, LAST_PAUSE_S)
-            self._looks_in_vain += 1
+            self._next_poll_s = time.monotonic() + back_off_s(self._idle_polls, FIRST_PAUSE_S, LAST_PAUSE_S)
+            self._idle_polls += 1
 
     def _give_back(self) -> bool:
         """Release some objects that no kernel uses any more, without waiting; return whether there were any."""
@@ -230,7 +230,7 @@ class EndedConnections(OperationHandler):
         Returns whether anything was released. Raises LeaseOver.
         """
         # If no other connection is attached, a long wait harms no one; otherwise it would delay all of them.
-        until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else BESIDE_WAIT_S)
+        until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else SHARED_WAIT_S)
         has_given = False
         while self._ended:
             if self._give_back():

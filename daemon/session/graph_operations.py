@@ -47,7 +47,7 @@ kilobyte here, so without this bound a tenant could fill the host's memory."""
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
 """Most bytes of the GRAPH_CREATE requests of a session's live graphs. They take host memory, which no slice bounds."""
 
-NODES_PER_LOOK: Final = 64
+NODES_PER_CHECK: Final = 64
 """Number of nodes checked between two checks of the lease; these take some milliseconds."""
 
 POINTER_BYTES: Final = 8
@@ -352,7 +352,7 @@ class GraphOperations(OperationHandler):
                 raise BodyError("a graph must have at least one node")
             # A large graph takes milliseconds to check, so the lease is checked in between.
             for number, node in enumerate(body.nodes):
-                if number % NODES_PER_LOOK == 0:
+                if number % NODES_PER_CHECK == 0:
                     self._check_lease()
                 self._add(steps, number, node)
             if not steps.steps:

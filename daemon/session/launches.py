@@ -387,14 +387,14 @@ def _moves(kernel: DriverKernel) -> tuple[tuple[int, int, int], ...] | None:
     return tuple(moves)
 
 
-LOOKS_PER_BOUND: Final = 8
+POLLS_PER_BOUND: Final = 8
 """Number of polls within the time that a kernel may run. A kernel that runs too long is found late by at most one
 poll's interval."""
 
-MAX_LOOK_MS: Final = 1000
+MAX_POLL_MS: Final = 1000
 """Longest time between two polls, even if kernels may run for long."""
 
-MIN_LOOK_MS: Final = 5
+MIN_POLL_MS: Final = 5
 """Shortest time between two polls, even if kernels may run only briefly: a poll costs microseconds."""
 
 
@@ -407,7 +407,7 @@ class KernelWatch:
         self._counters = counters
         # By stream: the number of its ended launches, and the time (ns) since which that number has not changed.
         self._running: dict[int, tuple[int, int]] = {}
-        self._look_ms = max(MIN_LOOK_MS, min(max_kernel_ms // LOOKS_PER_BOUND, MAX_LOOK_MS))
+        self._poll_interval_ms = max(MIN_POLL_MS, min(max_kernel_ms // POLLS_PER_BOUND, MAX_POLL_MS))
 
     def poll(self, now_ns: int) -> None:
         """Write the start time of the oldest running kernel to the control page. Does nothing without a bound."""
@@ -421,6 +421,6 @@ class KernelWatch:
             self._running[stream] = (ended, since_ns if seen == ended else now_ns)
         self._counters[Counter.KERNEL_SINCE_NS] = min((since_ns for _, since_ns in self._running.values()), default=0)
 
-    def look_after_ms(self) -> int | None:
+    def next_poll_in_ms(self) -> int | None:
         """Return the milliseconds until the next poll; None if no kernel runs."""
-        return self._look_ms if self._counters[Counter.KERNEL_SINCE_NS] else None
+        return self._poll_interval_ms if self._counters[Counter.KERNEL_SINCE_NS] else None

@@ -195,7 +195,7 @@ class Ledger:
                 )
             )
 
-    def spare_bytes_beside(self, size_bytes: int) -> int:
+    def cacheable_bytes(self, size_bytes: int) -> int:
         """Return the most bytes of the card that may stay cached while a checked allocation takes its pages."""
         return self.room_bytes - size_bytes - -size_bytes % self._page_bytes
 

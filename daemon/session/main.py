@@ -30,7 +30,7 @@ from gpulease.daemon.session.connection import spin_policy_of
 from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.rehearsal import SLICE_BYTES, RehearsalFailed, rehearse
-from gpulease.daemon.session.server import LOOK_MS, SessionServer, SubmitServer
+from gpulease.daemon.session.server import MAX_SLEEP_MS, SessionServer, SubmitServer
 from gpulease.daemon.session.session import Session
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.messages import AttachReply
@@ -89,10 +89,10 @@ def run_warm_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, pa
             rehearse(context)
             opening = driver.rewind(context)
         except (DriverError, RehearsalFailed) as error:
-            _tell(channel, Failed(str(error)))
+            _report(channel, Failed(str(error)))
             return WorkerExit.NO_CONTEXT
-        page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
-        _tell(channel, Ready())
+        page.counters[Counter.LAST_POLL_NS] = time.monotonic_ns()
+        _report(channel, Ready())
         return _serve_leases(spec, driver, channel, page, output, opening)
 
     return _run(wait_and_serve, channel, page_fds)
@@ -120,8 +120,8 @@ def _serve_leases(
         close_all([*served.page_fds])
         # The heap overwrites freed memory. The lease's objects form cycles, so only the collector frees them.
         gc.collect()
-        page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
-        _tell(channel, Scrubbed("", served.held_bytes))
+        page.counters[Counter.LAST_POLL_NS] = time.monotonic_ns()
+        _report(channel, Scrubbed("", served.held_bytes))
 
 
 def _run(
@@ -134,7 +134,7 @@ def _run(
             page, output = WorkerPage(page_fds), CapturedOutput()
         except OSError as error:
             # The host has no memory to map the pages.
-            _tell(channel, Failed(str(error)))
+            _report(channel, Failed(str(error)))
             return WorkerExit.NO_CONTEXT
         # The pages are mapped now, so their descriptors are not needed.
         close_all([*page_fds])
@@ -153,8 +153,8 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
     poll.register(channel, select.POLLIN)
     while True:
         # Update the heartbeat: without it the broker kills a warm worker.
-        page.counters[Counter.LOOKED_NS] = time.monotonic_ns()
-        if not poll.poll(LOOK_MS):
+        page.counters[Counter.LAST_POLL_NS] = time.monotonic_ns()
+        if not poll.poll(MAX_SLEEP_MS):
             continue
         try:
             message, fds = receive_message(channel)
@@ -184,13 +184,13 @@ def _serve(
         if is_parkable:
             context.make_parkable(spec.size_bytes)
     except DriverError as error:
-        _tell(channel, Failed(str(error)))
+        _report(channel, Failed(str(error)))
         return WorkerExit.NO_CONTEXT
     set_name(SUBMIT_NAME if spec.submit_of else f"gpul-{spec.lease_id:032x}")
     spin_policy = spin_policy_of(spec.waiting)
     context.set_spinning(spins=spin_policy.spins_at_all, yields=spin_policy.yields)
     # Report Ready first, which starts the lease's time: the rest takes only microseconds.
-    _tell(channel, Ready())
+    _report(channel, Ready())
     # Make the session's ledger and resources, the reply that greets a client, and the server that runs the session.
     ledger = Ledger(spec.size_bytes, spec.allowance_bytes, context.page_bytes)
     welcome = AttachReply(spec.size_bytes, driver.name, spec.card_uuid, ())
@@ -217,7 +217,7 @@ def _serve(
         server.run()
     except MemoryError:
         # The failed operation's memory is free again, but the session may be in an incomplete state, so it must end.
-        _tell(channel, Faulted("its process found no memory on this host"))
+        _report(channel, Faulted("its process found no memory on this host"))
         return WorkerExit.NO_MEMORY
     # The session is over. Scrub this process, or report why that failed.
     if server.next_pages is None:
@@ -225,12 +225,12 @@ def _serve(
     try:
         opening = scrub(session, context, driver)
     except NotScrubbed as error:
-        _tell(channel, Scrubbed(str(error), ledger.used_bytes))
+        _report(channel, Scrubbed(str(error), ledger.used_bytes))
         return WorkerExit.OK
     return _Scrubbed(server.next_pages, opening, ledger.used_bytes)
 
 
-def _tell(channel: socket.socket, message: Message) -> None:
+def _report(channel: socket.socket, message: Message) -> None:
     # Ignore the error: if the broker is gone, the loop notices and exits, or the next broker reads the message.
     with contextlib.suppress(ChannelClosed, BlockingIOError):
         send_message(channel, message.to_map())

@@ -64,7 +64,7 @@ class MemoryOperations(OperationHandler):
         ledger = self._ledger
         # Check the slice, then allocate: the driver may first have to release cached blocks.
         ledger.check_alloc(size_bytes)
-        address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._check_lease)
+        address = self._context.mem_alloc(size_bytes, ledger.cacheable_bytes(size_bytes), self._check_lease)
         ledger.add_allocation(address, size_bytes)
         self._record_usage()
         return handle_reply(frame, address)

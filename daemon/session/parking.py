@@ -57,7 +57,7 @@ PINS_PAUSE_MS: Final = 5
 WANTED_AGAIN_NS: Final = 1_000_000_000
 """Time after which a request to return is repeated: the broker that received it may be gone."""
 
-HELD_LOOK_MS: Final = 100
+HELD_POLL_MS: Final = 100
 """Longest sleep while requests wait for a return. If no broker reports a deadline, they are refused this much too late
 at most."""
 

@@ -10,8 +10,8 @@ is over:
 2. Wait for all other work to end, but for QUIET_WAIT_NS at most. A kernel that uses the region without having named it
    should not run at the moment when the region's memory is replaced: on CUDA that can cost the context. During this
    wait the card zeroes the memory that will replace the region's.
-3. Wait until the tenant's next launch has been refused and the refusal reported, but for TELL_WAIT_NS at most: removing
-   memory keeps the worker busy for longer than both of these take.
+3. Wait until the tenant's next launch has been refused and the refusal reported, but for REFUSAL_WAIT_NS at most:
+   removing memory keeps the worker busy for longer than both of these take.
 4. The driver removes the memory, and the worker reports it.
 
 Opening a region is similar: the worker maps its memory, and reports the region as open once the card has zeroed it.
@@ -52,7 +52,7 @@ from gpulease.protocol.time_units import NS_PER_MS
 QUIET_WAIT_NS: Final = 1_000_000
 """Longest wait, at the end of a region, for launches that did not name it."""
 
-TELL_WAIT_NS: Final = 200_000
+REFUSAL_WAIT_NS: Final = 200_000
 """Longest wait, at the end of a region that launches have named, for the next such launch to be refused and reported. A
 tenant that launches step after step sends the next launch within microseconds, and asks for its result right after
 it."""
@@ -85,7 +85,7 @@ class _End:
     waits: list[Ticket] | None
     grace_ms: int
     stuck_ns: int
-    tell_ns: int
+    refusal_deadline_ns: int
     quiet_ns: int = 0
 
 
@@ -202,7 +202,7 @@ class RegionMemory:
                 size_bytes=region.size_bytes,
                 kept_bytes=ledger.region_bytes(region.address) if at < len(mapped) else 0,
                 ended=None if region.ended is None else (int(region.ended.word), region.ended.flipped_ns),
-                is_told=region.is_told,
+                is_reported=region.is_reported,
                 is_removed=at >= len(mapped) or ledger.has_ended(region.address),
                 is_released=at >= len(mapped),
             )
@@ -228,7 +228,7 @@ class RegionMemory:
         for state in states:
             region_id = int.from_bytes(state.region_id, "big")
             region = MappedRegion(region_id, state.slot, state.number, state.address, state.size_bytes)
-            region.is_told = state.is_told
+            region.is_reported = state.is_reported
             if state.ended is not None:
                 region.end(Flip(RegionWord(state.ended[0]), state.ended[1]))
             restored.append(region)
@@ -288,7 +288,7 @@ class RegionMemory:
         # Step 2: check the slice's room, then map the driver's memory, which may have to release cached blocks.
         try:
             ledger.check_alloc(size_bytes)
-            spare_bytes = ledger.spare_bytes_beside(size_bytes)
+            spare_bytes = ledger.cacheable_bytes(size_bytes)
             address = self._call(lambda: context.region_open(size_bytes, spare_bytes, resources.check_lease))
         except (Refused, DriverError, LeaseOver) as error:
             return str(error) or "the lease is over"
@@ -324,8 +324,10 @@ class RegionMemory:
         self._gate.forget_current()
         self._resources.ledger.void_region(region.address, end_text(region))
         # Only a region that something used can have a launch to refuse.
-        tell_ns = now_ns + (TELL_WAIT_NS if region.tickets or region.marks or region.streams else 0)
-        self._ends[region_id] = _End(region, None, order.grace_ms, now_ns + order.grace_ms * NS_PER_MS, tell_ns)
+        refusal_deadline_ns = now_ns + (REFUSAL_WAIT_NS if region.tickets or region.marks or region.streams else 0)
+        self._ends[region_id] = _End(
+            region, None, order.grace_ms, now_ns + order.grace_ms * NS_PER_MS, refusal_deadline_ns
+        )
         self._spin_until_ns = now_ns + SPIN_NS
         self.advance()
 
@@ -335,7 +337,7 @@ class RegionMemory:
         None if no region is opening or ending, and no refusal is still to be reported.
         """
         if not self._ends and not self._openings:
-            return 1 if self._gate.untold else None
+            return 1 if self._gate.unreported else None
         return 0 if now_ns < self._spin_until_ns else 1
 
     def advance(self) -> None:
@@ -345,10 +347,10 @@ class RegionMemory:
         """
         now_ns = time.monotonic_ns()
         # Continue the openings first: they need only a poll of the card.
-        self._tell_of_opened()
+        self._report_opened()
         for end in list(self._ends.values()):
             # A failure has yet to be reported to the tenant; removing memory now would delay the report.
-            if end.waits is None and self._keeps_failure() and now_ns < end.tell_ns:
+            if end.waits is None and self._keeps_failure() and now_ns < end.refusal_deadline_ns:
                 continue
             try:
                 if self._is_clear(end, now_ns):
@@ -360,7 +362,7 @@ class RegionMemory:
             except (DriverError, LeaseOver) as error:
                 self._give_up(end.region, str(error) or "the lease is over")
 
-    def _tell_of_opened(self) -> None:
+    def _report_opened(self) -> None:
         if not self._openings:
             return
         try:
@@ -394,11 +396,11 @@ class RegionMemory:
             end.waits = [ticket for ticket in marks if not ticket.is_done()]
             end.quiet_ns = now_ns + QUIET_WAIT_NS
             self._spin_until_ns = now_ns + SPIN_NS
-        # A refusal that came in time has TELL_WAIT_NS more to be reported.
-        tell_ns = end.tell_ns + (TELL_WAIT_NS if end.region.is_told else 0)
-        is_told = now_ns >= tell_ns or (end.region.is_told and not self._keeps_failure())
+        # A refusal that came in time has REFUSAL_WAIT_NS more to be reported.
+        refusal_deadline_ns = end.refusal_deadline_ns + (REFUSAL_WAIT_NS if end.region.is_reported else 0)
+        is_reported = now_ns >= refusal_deadline_ns or (end.region.is_reported and not self._keeps_failure())
         is_quiet = not end.waits or now_ns >= end.quiet_ns
-        return is_told and is_quiet and self._call(self._resources.context.region_is_zeroed)
+        return is_reported and is_quiet and self._call(self._resources.context.region_is_zeroed)
 
     def _take_away(self, region: MappedRegion) -> None:
         resources = self._resources

@@ -54,7 +54,7 @@ always reported. Stops a tenant that keeps launching in ended regions from keepi
 
 REPEAT_NS: Final = 1_000_000_000
 
-TOLD_WAIT_NS: Final = 1_000_000
+REPORT_WAIT_NS: Final = 1_000_000
 """Longest time for which a refusal waits for the tenant's next request before it is reported to the broker. A tenant
 that launches step after step sends one within microseconds; but watchers must not wait for a tenant that only
 launches."""
@@ -87,7 +87,7 @@ class MappedRegion:
           use there.
         tickets: Tickets for the work of those of its streams that have been destroyed.
         ended: How it ended; None while it has not ended, as far as the session knows. Set once (`end`).
-        is_told: Whether a refusal has reported how it ended; every later one reports FENCED.
+        is_reported: Whether a refusal has reported how it ended; every later one reports FENCED.
         record: The record of the region that native code reads; None until a set that names it is used.
     """
 
@@ -100,7 +100,7 @@ class MappedRegion:
     marks: dict[int, Ticket] = field(default_factory=dict)
     tickets: list[Ticket] = field(default_factory=list)
     ended: Flip | None = None
-    is_told: bool = False
+    is_reported: bool = False
     record: RegionRecord | None = None
 
     def end(self, flip: Flip) -> None:
@@ -186,7 +186,7 @@ class RegionGate:
         on_change: Called when `current`, its epoch, its deadline or the page may have changed.
         launches_begun: Returns how many launches have begun in this burst; see `refuse`.
         outbox: Messages to the broker.
-        untold: Refusals that neither the tenant nor the broker has received yet; see `note_told`.
+        unreported: Refusals that neither the tenant nor the broker has received yet; see `report_refusals`.
         is_ending: Returns whether a region opens or ends now.
         is_restoring: Whether graphs that used regions are being made again. Then the page's words are not checked yet.
     """
@@ -201,7 +201,7 @@ class RegionGate:
         self._stream = 0
         self.launches_begun = launches_begun
         self.outbox: deque[Message] = deque()
-        self.untold: deque[ForwardRevokedReport] = deque()
+        self.unreported: deque[ForwardRevokedReport] = deque()
         self.sets: dict[int, SetInUse] = {}
         self._resources = resources
         self.is_ending: Callable[[], bool] = lambda: False
@@ -328,7 +328,7 @@ class RegionGate:
         launch that did not begin.
         """
         # Read the facts of this refusal before it changes the region's state.
-        site, is_repeat, has_ended = self.launches_begun() & _U32_MASK, region.is_told, flip.word in ENDED_WORDS
+        site, is_repeat, has_ended = self.launches_begun() & _U32_MASK, region.is_reported, flip.word in ENDED_WORDS
         failure = region_refusal(
             region.region_id,
             flip.word,
@@ -339,13 +339,13 @@ class RegionGate:
             position=position,
         )
         # The first refusal reports how the region ended, later ones FENCED.
-        region.is_told = is_repeat or has_ended
-        if self._may_tell(now_ns, is_first=has_ended and not is_repeat):
+        region.is_reported = is_repeat or has_ended
+        if self._may_report(now_ns, is_first=has_ended and not is_repeat):
             status = -failure.status
             report = ForwardRevokedReport(
                 region.region_id, status, kernel, site, position or 0, flip.flipped_ns, now_ns
             )
-            self.untold.append(report)
+            self.unreported.append(report)
         return Refused(failure)
 
     def end_at(self, address: int) -> str:
@@ -357,20 +357,20 @@ class RegionGate:
     @property
     def has_reports(self) -> bool:
         """Return whether a report about regions is still to be sent to the broker."""
-        return bool(self.outbox or self.untold)
+        return bool(self.outbox or self.unreported)
 
-    def note_told(self, told_ns: int = 0) -> None:
+    def report_refusals(self, told_ns: int = 0) -> None:
         """Report all refusals to the broker. The tenant gets them in the reply made at `told_ns`, by default now."""
         told_ns = told_ns or time.monotonic_ns()
-        while self.untold:
-            self.outbox.append(replace(self.untold.popleft(), told_ns=told_ns))
+        while self.unreported:
+            self.outbox.append(replace(self.unreported.popleft(), told_ns=told_ns))
 
     def report_overdue(self, now_ns: int) -> None:
-        """Report to the broker the refusals that the tenant has not asked about for TOLD_WAIT_NS."""
-        while self.untold and now_ns - self.untold[0].seen_ns >= TOLD_WAIT_NS:
-            self.outbox.append(self.untold.popleft())
+        """Report to the broker the refusals that the tenant has not asked about for REPORT_WAIT_NS."""
+        while self.unreported and now_ns - self.unreported[0].seen_ns >= REPORT_WAIT_NS:
+            self.outbox.append(self.unreported.popleft())
 
-    def _may_tell(self, now_ns: int, *, is_first: bool) -> bool:
+    def _may_report(self, now_ns: int, *, is_first: bool) -> bool:
         # The first refusal of each region is always reported; repeats have a bound per second.
         if is_first:
             return True
@@ -520,7 +520,7 @@ class RegionOperations(OperationHandler):
         flip = None if region is None else gate.flip_of(region, now_ns)
         if region is not None and flip is not None:
             gate.refuse(region, flip, refusal.kernel, refusal.position, now_ns)
-            gate.note_told()
+            gate.report_refusals()
         return empty(frame)
 
     @serves(Opcode.REGION_RELEASE)

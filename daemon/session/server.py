@@ -69,7 +69,7 @@ from gpulease.daemon.session.image import CantLeave
 from gpulease.daemon.session.image_channel import ConnectionFds, ReceivedImage, send_image
 from gpulease.daemon.session.memory_operations import MAX_ARENA_BYTES, SessionArena
 from gpulease.daemon.session.native.layout import Outcome
-from gpulease.daemon.session.parking import HELD_LOOK_MS
+from gpulease.daemon.session.parking import HELD_POLL_MS
 from gpulease.daemon.session.replies import refusal_of
 from gpulease.daemon.session.session import Session
 from gpulease.daemon.session.stream_operations import DEFAULT
@@ -90,7 +90,7 @@ BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
 """Most memory of incomplete frames that all connections of a session may hold: one of the largest frames, and many
 small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
-LOOK_MS: Final = 5000
+MAX_SLEEP_MS: Final = 5000
 """Longest sleep of the worker. After it, the worker drops connections that have kept half a frame for too long, and
 updates its heartbeat for the broker."""
 
@@ -154,7 +154,7 @@ class SessionServer:
         # Messages about regions that wait because the broker's socket was full.
         self._unsent: deque[Message] = deque()
         # The broker's other messages that arrived while the session waited for launches, each with its descriptors.
-        self._heard: deque[tuple[Message | None, list[int]]] = deque()
+        self._received: deque[tuple[Message | None, list[int]]] = deque()
         # Whether the session's image was sent: then another process may serve its connections.
         self._has_left = False
         # While the session is parked: connections that sent something, and the broker's orders that need it back.
@@ -177,7 +177,7 @@ class SessionServer:
             self._session.poll()
             if self._has_left:
                 # Serve only the broker: it kills this process, or lets the session stay.
-                self._poll.poll(LOOK_MS)
+                self._poll.poll(MAX_SLEEP_MS)
                 if not self._serve_broker():
                     return
                 continue
@@ -191,7 +191,10 @@ class SessionServer:
                 if not is_asleep:
                     self._ready.add(connection.fd)
             # Step 3: sleep, or only poll if there is work. An idle session prepares for a park before it sleeps.
-            if not (self._ready or self._heard) and (pause_ms := self._session.parking.prepare(served_ns)) is not None:
+            if (
+                not (self._ready or self._received)
+                and (pause_ms := self._session.parking.prepare(served_ns)) is not None
+            ):
                 timeout_ms = min(timeout_ms, pause_ms)
             ready_fds = {fd for fd, _ in self._await_events(timeout_ms)}
             self._session.pacer.poll()
@@ -201,11 +204,11 @@ class SessionServer:
                 if connection.fd in ready_fds and self._polls and connection.wire.is_empty:
                     self._poll_until_ns = time.monotonic_ns() + ORDER_POLL_NS
             # Step 4: serve the broker first, because it may have ended the lease.
-            if (self._channel.fileno() in ready_fds or self._heard) and not self._serve_broker():
+            if (self._channel.fileno() in ready_fds or self._received) and not self._serve_broker():
                 return
             # From now on another process may serve the session, so this one must not read from its connections.
             if self._has_left:
-                self._tell_of_session()
+                self._send_reports()
                 continue
             # Step 5: serve each connection that has work, for one turn.
             ready_fds |= self._ready
@@ -217,11 +220,11 @@ class SessionServer:
             self._session.ended.advance()
             self._session.regions.advance()
             self._check_parked()
-            self._tell_of_session()
+            self._send_reports()
 
     def _await_events(self, timeout_ms: int) -> list[tuple[int, int]]:
         """Return what poll(2) reports within `timeout_ms`. While polling is worthwhile, do not sleep."""
-        if self._poll_until_ns and not (self._ready or self._heard) and self._session.pacer.nap_s() is None:
+        if self._poll_until_ns and not (self._ready or self._received) and self._session.pacer.nap_s() is None:
             until_ns = min(self._poll_until_ns, time.monotonic_ns() + timeout_ms * NS_PER_MS)
             while (now_ns := time.monotonic_ns()) < until_ns:
                 if events := self._poll.poll(0):
@@ -235,7 +238,7 @@ class SessionServer:
 
         While the card works, the worker naps for less than a millisecond, to see when the work ends.
         """
-        if self._ready or self._heard:
+        if self._ready or self._received:
             return 0
         nap_s = self._session.pacer.nap_s()
         if nap_s is None or nap_s * 1000 >= timeout_ms:
@@ -263,12 +266,12 @@ class SessionServer:
                 self._set_waits()
         self._drop_expired_guests()
         self._report_left()
-        # Sleep until the earliest due time; if there is none, until the heartbeat is due after LOOK_MS.
-        sleep_ms = self._session.watch.look_after_ms() or LOOK_MS
+        # Sleep until the earliest due time; if there is none, until the heartbeat is due after MAX_SLEEP_MS.
+        sleep_ms = self._session.watch.next_poll_in_ms() or MAX_SLEEP_MS
         if self._unsent:
             sleep_ms = min(sleep_ms, RETRY_MS)
         if self._waits_for_return:
-            sleep_ms = min(sleep_ms, HELD_LOOK_MS)
+            sleep_ms = min(sleep_ms, HELD_POLL_MS)
         for end_ms in (self._session.regions.poll_ms(time.monotonic_ns()), self._session.ended.sleep_ms()):
             sleep_ms = sleep_ms if end_ms is None else min(sleep_ms, end_ms)
         return sleep_ms
@@ -297,7 +300,7 @@ class SessionServer:
         while True:
             try:
                 # First serve the messages that were set aside while the session waited inside the driver.
-                message, fds = self._heard.popleft() if self._heard else receive(self._channel)
+                message, fds = self._received.popleft() if self._received else receive(self._channel)
             except BlockingIOError:
                 return True
             except ChannelClosed:
@@ -307,18 +310,18 @@ class SessionServer:
             match message:
                 # With a descriptor: a connection that the broker has checked.
                 case AttachOrder() as attach if len(fds) == 1:
-                    self._session.meet(is_stranger=attach.is_stranger)
+                    self._session.prepare_connection(is_stranger=attach.is_stranger)
                     self._attach(socket.socket(fileno=fds.pop()), attach)
                 case AttachOrder(guest=guest):
                     # The socket was lost because this process had no descriptor left. Its peer sees it closed.
-                    self._tell_of(guest, is_in=False)
+                    self._report_attach(guest, is_in=False)
                 # The session is over, and another lease may follow: return with that lease's pages.
                 case Scrub() if len(fds) == 2:
-                    self._say_goodbye()
+                    self._send_goodbyes()
                     self.next_pages = PageFds(*fds)
                     return False
                 case EndSession():
-                    self._say_goodbye()
+                    self._send_goodbyes()
                 case LatencyWord() as word:
                     self._session.use_latency_word(word, fds)
                     for connection in self._connections.values():
@@ -356,7 +359,7 @@ class SessionServer:
             case _:
                 return False
         close_all(fds)
-        self._tell_of_session()
+        self._send_reports()
         return True
 
     def _serve_parking(self, message: Message | None, fds: list[int]) -> bool:
@@ -379,7 +382,7 @@ class SessionServer:
                 self._stay()
                 parking.bring_back(message)
                 # Report to the broker before the clients are answered: they may ask for another park at once.
-                self._tell_of_session()
+                self._send_reports()
                 if not parking.is_parked:
                     self._release_held()
             case RefuseReturn():
@@ -388,7 +391,7 @@ class SessionServer:
             case _:
                 return False
         close_all(fds)
-        self._tell_of_session()
+        self._send_reports()
         return True
 
     def _serve_before(self, order: ParkOrder) -> bool:
@@ -399,13 +402,13 @@ class SessionServer:
         if self._session.is_away:
             return True
         # Queue the order where it is refused in time if a request waits inside the driver.
-        self._heard.appendleft((order, []))
+        self._received.appendleft((order, []))
         for connection in list(self._connections.values()):
             connection.wire.end_sleep(True)
             self._serve(connection)
-        is_due = bool(self._heard) and self._heard[0][0] is order
+        is_due = bool(self._received) and self._received[0][0] is order
         if is_due:
-            self._heard.popleft()
+            self._received.popleft()
         return is_due
 
     # --- a parked session ---
@@ -444,7 +447,7 @@ class SessionServer:
     def _release_held(self) -> None:
         """Serve the requests that have waited: the session has returned, or refuses them."""
         # Put the held orders, in order, before the broker's other messages.
-        self._heard.extendleft(reversed(self._held_orders))
+        self._received.extendleft(reversed(self._held_orders))
         self._held_orders.clear()
         self._session.parking.forget_wish()
         paused, self._held = self._held, set()
@@ -489,7 +492,7 @@ class SessionServer:
             raise CantLeave("it is not in that park", is_lasting=False)
         # Step 1: no request may be waiting, unless the session returns at once. A client that sends a request from now
         # on rings the bell, which the broker notices.
-        if self._held_orders or self._heard or (self._held and not order.carries):
+        if self._held_orders or self._received or (self._held and not order.carries):
             raise CantLeave("something waits for it", is_lasting=False)
         quiet = [self._check_quiet(connection, carries=order.carries) for connection in self._connections.values()]
         self._session.check_leave()
@@ -563,12 +566,12 @@ class SessionServer:
         if order.refusal:
             # The session's bytes do not fit. Report that, and the broker has the waiting requests refused.
             parking.report(ReturnFailedReport(order.number, order.refusal, False))
-            self._tell_of_session()
+            self._send_reports()
             return
         parking.bring_back(ReturnOrder(order.number))
         self._has_left = parking.is_misfit
         # Report before anything is served: if this process dies, the broker must know whether the session was complete.
-        self._tell_of_session()
+        self._send_reports()
         if not parking.is_parked:
             self._release_held()
 
@@ -638,14 +641,14 @@ class SessionServer:
             while True:
                 message, fds = receive(self._channel)
                 if not self._serve_region(message, fds):
-                    self._heard.append((message, fds))
-        parks = [message for message, _ in self._heard if isinstance(message, ParkOrder)]
+                    self._received.append((message, fds))
+        parks = [message for message, _ in self._received if isinstance(message, ParkOrder)]
         for late in [park for park in parks if self._session.parking.refuse_late(park)]:
-            self._heard = deque((message, fds) for message, fds in self._heard if message is not late)
+            self._received = deque((message, fds) for message, fds in self._received if message is not late)
         self._session.regions.advance()
-        self._tell_of_session()
+        self._send_reports()
 
-    def _tell_of_session(self) -> None:
+    def _send_reports(self) -> None:
         """Send the reports that are due to the broker. Messages about regions wait until the channel has room."""
         if self._session.take_growth():
             report(self._channel, MemoryGrew())
@@ -668,7 +671,7 @@ class SessionServer:
         failure = self._admission_failure()
         if failure is not None:
             # Report the refusal before the reply, because the peer may try again at once.
-            self._tell_of(guest, is_in=False)
+            self._report_attach(guest, is_in=False)
             with contextlib.suppress(ConnectionLost):
                 lease_id = self._session.lease_id
                 connection.wire.send(
@@ -687,9 +690,9 @@ class SessionServer:
             self._send_attach_reply(connection, attach)
         except ConnectionLost as error:
             self._drop(connection, error)
-            self._tell_of(guest, is_in=False)
+            self._report_attach(guest, is_in=False)
             return
-        self._tell_of(guest, is_in=True)
+        self._report_attach(guest, is_in=True)
         # The client may have sent requests after ATTACH, which the broker has passed on.
         try:
             self._session.switch_to(connection.streams, connection.holder)
@@ -719,7 +722,7 @@ class SessionServer:
             )
         return failure
 
-    def _tell_of(self, guest: Guest | None, *, is_in: bool) -> None:
+    def _report_attach(self, guest: Guest | None, *, is_in: bool) -> None:
         """Report whether a socket that the broker passed on is attached. If not, its token may be used again."""
         report(self._channel, Attached() if guest is None else Attached(guest.mark, is_in))
 
@@ -799,7 +802,7 @@ class SessionServer:
         except OSError:
             return None
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbyes(self) -> None:
         """Send every peer the reason for the session's end, and drop it: the process is about to be killed."""
         failure = self._session.refusal() or Failure(Status.SESSION_FAILED, "the session has ended")
         for connection in list(self._connections.values()):
@@ -879,7 +882,7 @@ class SessionServer:
             connection.decline_awaited()
             connection.spins_left = self._spins_per_reply
         else:
-            self._tell_of_session()
+            self._send_reports()
 
     def _serve_owner(self, connection: AttachedConnection) -> None:
         """Serve the requests of a connection of the lease's owner.
@@ -1112,7 +1115,7 @@ class SubmitServer:
         hung_up = select.poll()
         hung_up.register(sock, select.POLLRDHUP)
         submit.is_peer_gone = lambda: any(event & _GONE for _, event in hung_up.poll(0))
-        submit.on_growth = self._ask_for_a_look
+        submit.on_growth = self._report_growth
         try:
             # There is one run at most; the frames before it carry its inputs.
             while not submit.is_spent:
@@ -1133,7 +1136,7 @@ class SubmitServer:
         except PeerGone:
             return
 
-    def _ask_for_a_look(self) -> None:
+    def _report_growth(self) -> None:
         report(self._channel, MemoryGrew())
 
     def _receive(self, sock: socket.socket) -> None:
@@ -1172,13 +1175,13 @@ class SubmitServer:
             if self._guest is not None and not self._session.is_held_by(self._guest):
                 over = refusal_of(Status.DENIED)
                 raise FramingError(over.message, over.status)
-            ready_fds = {fd for fd, _ in poll.poll(LOOK_MS)}
+            ready_fds = {fd for fd, _ in poll.poll(MAX_SLEEP_MS)}
             if self._channel.fileno() in ready_fds:
-                self._hear()
+                self._receive_order()
             if sock.fileno() in ready_fds:
                 return
 
-    def _hear(self) -> None:
+    def _receive_order(self) -> None:
         try:
             message, fds = receive(self._channel)
         except BlockingIOError:

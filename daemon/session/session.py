@@ -65,7 +65,7 @@ _OPS: Final = int(Counter.OPS)
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 _SYNCS: Final = int(Counter.SYNCS)
 _FAILED_OPS: Final = int(Counter.FAILED_OPS)
-_LOOKED_NS: Final = int(Counter.LOOKED_NS)
+_LAST_POLL_NS: Final = int(Counter.LAST_POLL_NS)
 _DOING: Final = int(Counter.DOING)
 
 _SYNC_OPERATIONS: Final = frozenset({Opcode.SYNC, Opcode.STREAM_SYNC})
@@ -347,8 +347,8 @@ class Session:
             self._skip(frame)
             self._count_failure(frame.op)
         self._synced = self._counters[_LAUNCHES]
-        if self._gate.untold:
-            self._gate.note_told()
+        if self._gate.unreported:
+            self._gate.report_refusals()
         return failed(frame, failure)
 
     def _retry(self, frame: Frame, refused: Failure) -> bytes | memoryview:
@@ -453,7 +453,7 @@ class Session:
         self._take_failure()
         self._count_failure(_SYNC)
         self._synced = self._counters[_LAUNCHES]
-        self._gate.note_told(told_ns)
+        self._gate.report_refusals(told_ns)
 
     def _launches_begun(self) -> int:
         """Return the number of launches begun since the last wait was answered, or the last failure reported."""
@@ -522,12 +522,12 @@ class Session:
         now_ns = time.monotonic_ns()
         self.watch.poll(now_ns)
         # Write this last: if an earlier call saw a kernel, the broker assumes that the kernel has run until this time.
-        self._counters[_LOOKED_NS] = now_ns
+        self._counters[_LAST_POLL_NS] = now_ns
 
     def _check_lease(self) -> None:
         """Serve as the `Poll` of every wait for the card. Raises LeaseOver."""
         self.poll()
-        self.pacer.looked(self._counters[_LOOKED_NS])
+        self.pacer.note_work_seen(self._counters[_LAST_POLL_NS])
         if self._page.refusal() is not None:
             raise LeaseOver
 
@@ -548,7 +548,7 @@ class Session:
 
     # --- connections ---
 
-    def meet(self, *, is_stranger: bool) -> None:
+    def prepare_connection(self, *, is_stranger: bool) -> None:
         """Prepare for a connection.
 
         `is_stranger`: it may belong to another tenant than this process's earlier leases.
@@ -657,7 +657,7 @@ class Session:
 
     def take_reports(self) -> Iterator[Message]:
         """Yield each message for the broker about regions and parking, once."""
-        if self._gate.untold:
+        if self._gate.unreported:
             self._gate.report_overdue(time.monotonic_ns())
         for outbox in (self._gate.outbox, self.parking.outbox):
             while outbox:

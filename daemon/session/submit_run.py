@@ -101,7 +101,7 @@ class SubmitOperations(OperationHandler):
         except Refused as refused:
             raise Refused(replace(refused.failure, hint=_MORE)) from None
         # As for MEM_ALLOC: check, allocate, record.
-        address = self._context.mem_alloc(size_bytes, ledger.spare_bytes_beside(size_bytes), self._poll)
+        address = self._context.mem_alloc(size_bytes, ledger.cacheable_bytes(size_bytes), self._poll)
         ledger.add_allocation(address, size_bytes)
         self._record_usage()
         if argument.kind in _FILLED:

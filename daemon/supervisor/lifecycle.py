@@ -76,9 +76,9 @@ class Reloader:
             self._is_wanted = False
             now_usec = time.monotonic_ns() // NS_PER_US
             # Type=notify-reload matches the answer to the request by this time (sd_notify(3)).
-            await self._notifier.tell_reliably("RELOADING=1", f"MONOTONIC_USEC={now_usec}")
+            await self._notifier.send_reliably("RELOADING=1", f"MONOTONIC_USEC={now_usec}")
             message = await self._reload()
-            await self._notifier.tell_reliably("READY=1", status(message))
+            await self._notifier.send_reliably("READY=1", status(message))
 
     def _read(self) -> tuple[Config, bytes]:
         """Return the settings and the digest of the web page's token. Raises ConfigError."""
@@ -131,7 +131,7 @@ class Supervised:
         try:
             return cls(notifier, every_s, take_sockets(environment, pid))
         except BadHandover as error:
-            notifier.tell_status(str(error))
+            notifier.send_status(str(error))
             notifier.close()
             raise
 
@@ -139,9 +139,9 @@ class Supervised:
     def without_manager(cls) -> "Supervised":
         return cls(Notifier(), None, ())
 
-    def tell_failure(self, text: str) -> None:
+    def report_failure(self, text: str) -> None:
         """Send the reason why the daemon ends, for `systemctl status`."""
-        self._notifier.tell_status(text)
+        self._notifier.send_status(text)
 
     def close(self) -> None:
         self._notifier.close()
@@ -160,7 +160,7 @@ class Supervised:
             # listen.
             stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
-                self._notifier.tell_status("Making a context on every card.")
+                self._notifier.send_status("Making a context on every card.")
                 service = await stack.enter_async_context(running_service(config, self._given))
             for address in service.addresses:
                 message = f"gpuleased {VERSION} listens on {address}"
@@ -172,7 +172,7 @@ class Supervised:
             await self._store_sockets(service)
             service.on_new_sockets = partial(self._store_sockets_anew, service)
             # Only now do units that depend on this daemon start: it answers.
-            await self._notifier.tell_reliably("READY=1", status(_ready_text(service)))
+            await self._notifier.send_reliably("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
                 # The service manager ends a stuck loop with SIGABRT; faulthandler then logs where the loop was.
                 faulthandler.enable()
@@ -190,11 +190,11 @@ class Supervised:
             # runs everything above backwards: the reloader, the watchdog, the service.
             service.may_end_sessions(is_interrupted=number is signal.SIGINT)
             log_event(LogEvent.DAEMON_STOPPING)
-            await self._notifier.tell_reliably("STOPPING=1", status("Stopping."))
+            await self._notifier.send_reliably("STOPPING=1", status("Stopping."))
 
     async def _store_sockets(self, service: Service) -> None:
         """Have the service manager store this daemon's own listening sockets, and drop the unused ones."""
-        if not self._notifier.is_heard:
+        if not self._notifier.is_connected:
             return
         # Stored sockets that no setting names would keep clients waiting for ever.
         for name in {stale_socket.name for stale_socket in service.stale}:
@@ -205,7 +205,7 @@ class Supervised:
 
     async def _store_sockets_anew(self, service: Service, addresses: Collection[Address]) -> None:
         """Have the service manager replace the stored sockets of some addresses."""
-        if not self._notifier.is_heard:
+        if not self._notifier.is_connected:
             return
         for address, fd in service.bound:
             if address in addresses:
@@ -214,10 +214,10 @@ class Supervised:
 
     async def _store(self, address: Address, fd: int) -> None:
         # FDPOLL=0 keeps systemd from dropping a listening socket that is shut down for a moment.
-        await self._notifier.tell_reliably("FDSTORE=1", f"FDNAME={kept_name(address)}", "FDPOLL=0", fds=[fd])
+        await self._notifier.send_reliably("FDSTORE=1", f"FDNAME={kept_name(address)}", "FDPOLL=0", fds=[fd])
 
     async def _drop_stored(self, name: str) -> None:
-        await self._notifier.tell_reliably("FDSTOREREMOVE=1", f"FDNAME={name}")
+        await self._notifier.send_reliably("FDSTOREREMOVE=1", f"FDNAME={name}")
 
 
 def _stop_at_signals(stop_signal: "asyncio.Future[signal.Signals]") -> None:

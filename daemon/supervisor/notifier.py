@@ -18,7 +18,7 @@ from gpulease.protocol.time_units import US_PER_S
 
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
-TELL_TIMEOUT_S: Final = 5.0
+SEND_TIMEOUT_S: Final = 5.0
 """The time for which the notifier retries a notification that must arrive."""
 
 MAX_STATUS_CHARS: Final = 512
@@ -57,10 +57,10 @@ class Notifier:
         return cls(address)
 
     @property
-    def is_heard(self) -> bool:
+    def is_connected(self) -> bool:
         return self._socket is not None
 
-    def tell(self, *assignments: str, fds: Sequence[int] = ()) -> bool:
+    def send(self, *assignments: str, fds: Sequence[int] = ()) -> bool:
         """Send assignments once. Returns False if the socket's buffer is full.
 
         If the service manager is gone, logs that once and sends nothing more.
@@ -80,18 +80,18 @@ class Notifier:
             self.close()
         return True
 
-    async def tell_reliably(self, *assignments: str, fds: Sequence[int] = ()) -> None:
-        """Send assignments that the service manager waits for or acts on; retry for TELL_TIMEOUT_S."""
-        until = time.monotonic() + TELL_TIMEOUT_S
+    async def send_reliably(self, *assignments: str, fds: Sequence[int] = ()) -> None:
+        """Send assignments that the service manager waits for or acts on; retry for SEND_TIMEOUT_S."""
+        until = time.monotonic() + SEND_TIMEOUT_S
         while time.monotonic() < until:
-            if self.tell(*assignments, fds=fds):
+            if self.send(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
         message = f"the service manager accepts no notification: {assignments[0]} was not sent"
         log_event(LogEvent.MANAGER_DEAF, message, reason="it reads nothing")
 
-    def tell_status(self, text: str) -> None:
-        self.tell(status(text))
+    def send_status(self, text: str) -> None:
+        self.send(status(text))
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
@@ -106,8 +106,8 @@ class Notifier:
 
     async def _ask_for_time(self) -> None:
         # Three times in each extension, so that one lost datagram does no harm.
-        while self.is_heard:
-            self.tell(f"EXTEND_TIMEOUT_USEC={int(EXTENSION_S * US_PER_S)}")
+        while self.is_connected:
+            self.send(f"EXTEND_TIMEOUT_USEC={int(EXTENSION_S * US_PER_S)}")
             await asyncio.sleep(EXTENSION_S / 3)
 
     def close(self) -> None:
@@ -156,14 +156,14 @@ class Watchdog:
 
     def start(self) -> bool:
         """Start feeding. Returns False if the service manager set no watchdog."""
-        is_watched = bool(self._pause_s) and self._notifier.is_heard
+        is_watched = bool(self._pause_s) and self._notifier.is_connected
         if is_watched:
             self._feed()
         return is_watched
 
     def _feed(self) -> None:
         # Fed first, then armed again: the loop has just proved that it runs.
-        self._notifier.tell("WATCHDOG=1")
+        self._notifier.send("WATCHDOG=1")
         self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._feed)
 
     def stop(self) -> None:

@@ -222,14 +222,14 @@ class CardTimes:
         self._timer = None
         now_ns = time.monotonic_ns()
         try:
-            self.look(now_ns)
+            self.sample(now_ns)
         except Exception:
             # This is a bug of ours. Limits lapse by themselves, and no lease depends on the account.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="sampling the time of the cards")
         if self._cards:
             self._arm(max(min(card.due_ns for card in self._cards.values()), now_ns + FINE_NS // 2))
 
-    def look(self, now_ns: int) -> None:
+    def sample(self, now_ns: int) -> None:
         if self._is_stale:
             self._update_members()
         for uuid, card in self._cards.items():

@@ -25,7 +25,7 @@ PROBE_TIMEOUT_S: Final = 60.0
 PROOF_TIMEOUT_S: Final = 10.0
 """Longest time until the context's bytes are free again."""
 
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 _WORKER_EVENTS: Final = (WorkerReady, WorkerFailed, WorkerExited, SessionFaulted)
 
 
@@ -133,4 +133,4 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
                 f"card {card.index} ({card.uuid}) does not return memory: {missing}",
                 hint="See what nvidia-smi lists there.",
             )
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

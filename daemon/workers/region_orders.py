@@ -182,9 +182,9 @@ class RegionOrders:
                 # end.
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
-                self._on_forward_revoked(region, message, self._is_first_look(region, message))
+                self._on_forward_revoked(region, message, self._is_first_refusal(region, message))
 
-    def _is_first_look(self, region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
+    def _is_first_refusal(self, region: LeaseSnapshot, message: messages.ForwardRevokedReport) -> bool:
         """Return whether a refused launch is the first that saw the region's word.
 
         Only then does its delay measure the time from the change of the word to its first reader.

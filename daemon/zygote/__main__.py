@@ -46,10 +46,10 @@ from gpulease.daemon.contract.messages import (
 )
 from gpulease.daemon.contract.worker_spec import WorkerExit, WorkerSpec
 from gpulease.daemon.drivers.interface import Driver, DriverError
-from gpulease.daemon.host.heap_wipe import is_told_to_wipe
+from gpulease.daemon.host.heap_wipe import wipes_heap_by_environment
 from gpulease.daemon.host.ipc import ChannelClosed, Outbox, channel_listener, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, exit_text, reaped_children, set_name, survive_stderr
-from gpulease.daemon.host.unix_place import LOOK_S, file_at
+from gpulease.daemon.host.unix_place import CHECK_INTERVAL_S, file_at
 from gpulease.daemon.host.unsolicited_fds import interrupting_closes
 from gpulease.daemon.host.version import VERSION, own_build
 from gpulease.daemon.log.catalogue import LogEvent
@@ -136,7 +136,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         driver=driver_name,
         sandbox=sandbox,
         findings=[finding.to_message() for finding in findings],
-        wipes_heap=is_told_to_wipe(),
+        wipes_heap=wipes_heap_by_environment(),
         answers_pings=True,
     )
     return Zygote(driver, channel, plan, introduction, listener)
@@ -186,7 +186,7 @@ class Zygote:
         # reported when it is made and when it has ended.
         self._outbox = Outbox(channel)
         self._listener = listener
-        self._look_at_listener_ns = 0
+        self._check_listener_ns = 0
         self._is_listener_lost = False
         self._workers = WorkerTable()
         self._empty_since_ns = 0
@@ -226,7 +226,7 @@ class Zygote:
             else:
                 return
             if self._listener is not None:
-                timeout_ms = min(MAX_POLL_MS if timeout_ms is None else timeout_ms, int(LOOK_S * 1000))
+                timeout_ms = min(MAX_POLL_MS if timeout_ms is None else timeout_ms, int(CHECK_INTERVAL_S * 1000))
 
     def _on_ready(self, fds: set[int]) -> None:
         # Output before the reap, which forgets to which lease a worker's last output belongs.
@@ -260,9 +260,9 @@ class Zygote:
 
     def _restore_listener(self, now_ns: int) -> None:
         """Make the socket again if its file was removed: the next broker would not find this process's leases."""
-        if self._listener is None or now_ns < self._look_at_listener_ns:
+        if self._listener is None or now_ns < self._check_listener_ns:
             return
-        self._look_at_listener_ns = now_ns + int(LOOK_S * NS_PER_S)
+        self._check_listener_ns = now_ns + int(CHECK_INTERVAL_S * NS_PER_S)
         path = str(self._listener.getsockname())
         # The usual case: the file is still there.
         if file_at(path) is not None:

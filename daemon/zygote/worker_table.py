@@ -77,7 +77,7 @@ class WorkerEntry:
     kill_due_ns: int | None = None
     is_killed: bool = False
     overran: str = ""
-    look_ns: int = 0
+    poll_ns: int = 0
     is_overdue: bool = False
     left_gone_by_ns: int = 0
 
@@ -104,14 +104,14 @@ class WorkerTable:
         self._ended: dict[int, WorkerEntry] = {}
         self._last_serial = 0
         # When some worker can be overdue at the earliest; 0 makes the next call read all pages.
-        self._look_ns = NEVER_NS
+        self._poll_ns = NEVER_NS
 
     def add(self, spec: WorkerSpec, pid: int, fds: tuple[int, PageFds, int]) -> WorkerEntry:
         """Add a worker that was forked. `fds`: its pidfd, pages and channel, which the table closes from now on."""
         self._last_serial += 1
         worker = WorkerEntry(self._last_serial, spec.lease_id, spec, pid, *fds)
         self._living[pid] = worker
-        self._look_ns = 0
+        self._poll_ns = 0
         return worker
 
     def change(self, serial: int, spec: WorkerSpec, page_fds: PageFds = NO_FDS) -> None:
@@ -120,7 +120,7 @@ class WorkerTable:
         for worker in self._living.values():
             if worker.serial == serial:
                 worker.spec = spec
-                worker.look_ns = self._look_ns = 0
+                worker.poll_ns = self._poll_ns = 0
                 if page_fds != NO_FDS:
                     # The old pages are closed below, in place of the new ones.
                     worker.page_fds, page_fds = page_fds, worker.page_fds
@@ -190,10 +190,10 @@ class WorkerTable:
         Returns:
             When to call again, in monotonic nanoseconds; None if no worker can become overdue.
         """
-        if now_ns >= self._look_ns:
+        if now_ns >= self._poll_ns:
             # Pages are read only when one of them may have something due.
-            self._look_ns = min((_end_if_overdue(worker, now_ns) for worker in self.living()), default=NEVER_NS)
-        return None if self._look_ns == NEVER_NS else self._look_ns
+            self._poll_ns = min((_end_if_overdue(worker, now_ns) for worker in self.living()), default=NEVER_NS)
+        return None if self._poll_ns == NEVER_NS else self._poll_ns
 
     # --- while no broker runs ---
 
@@ -216,7 +216,7 @@ class WorkerTable:
                 worker.kill_due_ns = None
             # What the old broker promised on the page is remembered, to distinguish it from what the new one writes.
             worker.left_gone_by_ns = gone_by(worker.page_fds.lease).unrefused_ns
-            worker.look_ns = self._look_ns = 0
+            worker.poll_ns = self._poll_ns = 0
 
     def end_due(self, now_ns: int) -> int | None:
         """End leases that are over, and kill their workers after a grace.
@@ -233,7 +233,7 @@ OVERDUE_NS: Final = 1_000_000_000
 """Delay of a broker after which the zygote acts. A broker that runs is never so late. Stops a kernel that never ends
 from outliving its lease for as long as a broker hangs."""
 
-LOOK_NS: Final = 500_000_000
+PAGE_POLL_NS: Final = 500_000_000
 """Time between two readings of a page: the broker ends the lease or moves the deadline there, without a message."""
 
 BEYOND_NS: Final = 100_000_000
@@ -253,8 +253,8 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
     """Kill a worker that its broker should have ended; returns when to check it again."""
     if worker.is_killed or worker.spec.is_warm:
         return NEVER_NS
-    if now_ns < worker.look_ns:
-        return worker.look_ns
+    if now_ns < worker.poll_ns:
+        return worker.poll_ns
     # Three reasons, in this order: the membership deadline, after which another node may serve the name; the time by
     # which the broker wanted the worker gone; a kernel that runs for too long.
     page = state_of(worker.page_fds.lease)
@@ -271,8 +271,8 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
         worker.overran = overran_on(worker.page_fds.claims, bound_ms)
         _end_overdue(worker, Status.SESSION_FAILED)
         return NEVER_NS
-    worker.look_ns = min(overdue_ns, horizon_ns + BEYOND_NS, now_ns + LOOK_NS)
-    return worker.look_ns
+    worker.poll_ns = min(overdue_ns, horizon_ns + BEYOND_NS, now_ns + PAGE_POLL_NS)
+    return worker.poll_ns
 
 
 def _horizon_ns(page: PageState, now_ns: int) -> int:
@@ -312,13 +312,13 @@ def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
 GRACE_NS: Final = 20_000_000
 """From the end of a lease to the kill of its worker: the default of a broker's settings."""
 
-MAX_LOOK_NS: Final = 1_000_000_000
+MAX_POLL_NS: Final = 1_000_000_000
 """Longest time between two polls of a kernel with a bounded time."""
 
-MIN_LOOK_NS: Final = 10_000_000
+MIN_POLL_NS: Final = 10_000_000
 """Shortest time between two such polls, however short the bound: a poll is a few system calls."""
 
-LOOKS_PER_BOUND: Final = 8
+POLLS_PER_BOUND: Final = 8
 """Polls in the time that a kernel may run: one that runs too long is found late by at most that fraction."""
 
 
@@ -336,9 +336,9 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
         yield worker.deadline_ns
         if (horizon_ns := _horizon_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
             # The host may sleep meanwhile, which the clock of this wait does not count.
-            yield min(horizon_ns, now_ns + LOOK_NS)
+            yield min(horizon_ns, now_ns + PAGE_POLL_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
-            yield now_ns + max(MIN_LOOK_NS, min(bound_ns // LOOKS_PER_BOUND, MAX_LOOK_NS))
+            yield now_ns + max(MIN_POLL_NS, min(bound_ns // POLLS_PER_BOUND, MAX_POLL_NS))
     # Step 3: in the grace, wait; after it, kill.
     elif now_ns < worker.kill_due_ns:
         yield worker.kill_due_ns

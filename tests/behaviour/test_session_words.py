@@ -19,13 +19,13 @@ from gpulease.client import (
     aio,
 )
 from gpulease.protocol.framing import HEADER_BYTES
-from gpulease.protocol.ring import LOOK_BYTES
+from gpulease.protocol.ring import CHECK_BYTES
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM
 from helpers.region_scene import scene_of
 from helpers.waiting import wait_until
 
-MOST_QUIET = LOOK_BYTES // HEADER_BYTES + 1
+MOST_QUIET = CHECK_BYTES // HEADER_BYTES + 1
 """Most quiet requests that a client sends to a worker that is gone."""
 
 

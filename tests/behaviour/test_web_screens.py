@@ -347,9 +347,9 @@ def test_who_is_no_operator_has_nothing_to_press(page: Browser, rig: WebRig) -> 
 @pytest.mark.exhaustive
 def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebRig, scene: Scene) -> None:
     assert browser.run("return document.getElementById('fleet').hidden"), "a node without a fleet shows none"
-    rig.tell_page(FleetMembership("gpu1", 0, 0))
+    rig.notify_page(FleetMembership("gpu1", 0, 0))
     browser.wait_for("#fleet-horizon", "not joined")
-    rig.tell_page(FleetMembership("gpu1", boot_ns() + 3600 * NS_PER_S, 1))
+    rig.notify_page(FleetMembership("gpu1", boot_ns() + 3600 * NS_PER_S, 1))
     browser.wait_for("#fleet-horizon", "59 min")
     assert (browser.text("#fleet-node"), browser.text("#fleet-names")) == ("gpu1", "none")
     assert browser.text("#fleet-fenced") == "1 time"
@@ -361,7 +361,7 @@ def test_a_fleet_is_shown_with_its_horizon_and_names(browser: Browser, rig: WebR
     for width in (390, 1440):
         look_at(browser, width, "light")
         assert browser.run("return document.documentElement.scrollWidth") <= width
-    rig.tell_page(FleetMembership("gpu1", boot_ns() - 1, 1))
+    rig.notify_page(FleetMembership("gpu1", boot_ns() - 1, 1))
     browser.wait_for("#fleet-horizon", "cut off from etcd")
     assert not browser.run(CONTRAST)
     browser.run("document.getElementById('names').click()")

@@ -41,7 +41,7 @@ UNKNOWN_TO_NATIVE = 3
 """Blocks of the launches that native code can't do."""
 
 OF_THE_MOMENT = {
-    Counter.LOOKED_NS,
+    Counter.LAST_POLL_NS,
     Counter.BUSY_NS,
     Counter.BUSY_SINCE_NS,
     Counter.HELD_BACK_NS,

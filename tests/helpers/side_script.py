@@ -25,7 +25,7 @@ class Die(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Say(Message):
+class Progress(Message):
     """To the script: answer with the same message."""
 
     OP: ClassVar[str] = "say"
@@ -49,7 +49,7 @@ FOREIGN: Final[tuple[dict[str, Any], ...]] = (
 )
 """What Talk makes it send."""
 
-TO_SCRIPT = messages_of(LivenessPing | Die | Say | Talk)
+TO_SCRIPT = messages_of(LivenessPing | Die | Progress | Talk)
 
 
 def serve(channel: socket.socket) -> None:
@@ -64,7 +64,7 @@ def serve(channel: socket.socket) -> None:
                 send_message(channel, Pong().to_map())
             case Die():
                 sys.exit(message.status)
-            case Say():
+            case Progress():
                 send_message(channel, message.to_map())
             case Talk():
                 for foreign in FOREIGN:

@@ -230,7 +230,7 @@ class WebRig:
 
         self._in_loop(change())
 
-    def tell_page(self, message: CardLoads | FleetMembership) -> None:
+    def notify_page(self, message: CardLoads | FleetMembership) -> None:
         """A sample of a card is taken, or the node's membership of its fleet is another."""
 
         async def tell() -> None:

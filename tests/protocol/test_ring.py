@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.ring import (
+    CHECK_BYTES,
     DATA_AT,
-    LOOK_BYTES,
     MIN_RING_BYTES,
     RingLayout,
     RingReader,
@@ -152,7 +152,7 @@ def test_a_reader_that_is_gone_is_found_out_by_every_write() -> None:
 
 
 def test_a_reader_that_was_killed_while_awake_is_found_out_before_the_ring_is_full() -> None:
-    layout = RingLayout(8 * LOOK_BYTES, MIN_RING_BYTES)
+    layout = RingLayout(8 * CHECK_BYTES, MIN_RING_BYTES)
     is_gone = False
 
     def poll() -> None:
@@ -170,10 +170,10 @@ def test_a_reader_that_was_killed_while_awake_is_found_out_before_the_ring_is_fu
 
     with pytest.raises(BrokenPipeError):
         fill()
-    assert writer.tail - before <= LOOK_BYTES
+    assert writer.tail - before <= CHECK_BYTES
     for put in (writer.put, writer.put_whole):
         with pytest.raises(BrokenPipeError):
-            put(bytes(LOOK_BYTES))
+            put(bytes(CHECK_BYTES))
 
 
 def test_a_writer_that_is_gone_leaves_what_it_wrote() -> None:

@@ -183,7 +183,7 @@ class _Screen:
         self._signals = signals
         self._poller = poller
         self._address = address
-        self._looks = _attributes()
+        self._attributes = _attributes()
         self._decoder = codecs.getincrementaldecoder(window.encoding)("replace")
 
     def run(self, view: View) -> signal.Signals | None:
@@ -267,7 +267,7 @@ class _Screen:
                 coding = self._window.encoding
                 piece = fit(text.encode(coding, "backslashreplace").decode(coding), room)
                 room -= width_of(piece)
-                self._window.addstr(piece, self._looks[style])
+                self._window.addstr(piece, self._attributes[style])
 
 
 def _terminal_exists() -> bool:

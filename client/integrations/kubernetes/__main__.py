@@ -72,7 +72,7 @@ def serve(
     with needing("dra"):
         from gpulease.client.integrations.kubernetes.cluster import KubernetesCluster
         from gpulease.client.integrations.kubernetes.kubelet_plugin import KubeletPlugin
-    from gpulease.client.http.unix_path import LOOK_S
+    from gpulease.client.http.unix_path import CHECK_INTERVAL_S
     from gpulease.client.integrations.kubernetes.claim_leases import RENEW_S, ClaimLeases
     from gpulease.client.integrations.kubernetes.node_cards import NodeCards
     from gpulease.client.integrations.kubernetes.node_files import NodeFiles
@@ -111,9 +111,9 @@ def serve(
     # Three attempts in a lease's time, if it is short.
     renew_s = min(RENEW_S, lease_secs / 3)
     try:
-        next_renewal = time.monotonic() + LOOK_S
+        next_renewal = time.monotonic() + CHECK_INTERVAL_S
         # The kubelet's requests run in gRPC's threads. This loop renews leases, and recreates removed sockets.
-        while not stopped.wait(min(LOOK_S, renew_s)):
+        while not stopped.wait(min(CHECK_INTERVAL_S, renew_s)):
             if time.monotonic() >= next_renewal or claims.has_news.is_set():
                 claims.keep()
                 next_renewal = time.monotonic() + renew_s

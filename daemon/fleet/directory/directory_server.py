@@ -19,7 +19,7 @@ from gpulease.daemon.fleet.directory.fleet_watch import FleetWatch
 from gpulease.daemon.host.fair_queue import FairQueue
 from gpulease.daemon.host.periodic_task import PeriodicTask
 from gpulease.daemon.host.socket_activation import CannotListen
-from gpulease.daemon.host.unix_place import BACKLOG, LOOK_S, UnixPlace
+from gpulease.daemon.host.unix_place import BACKLOG, CHECK_INTERVAL_S, UnixPlace
 from gpulease.daemon.host.version import AGENT
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.place_log import log_place_change, log_restoring_fault
@@ -119,7 +119,7 @@ class DirectoryServer:
         self._openings: set[asyncio.Task[None]] = set()
         self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
         self._places: list[tuple[UnixPlace, socket.socket]] = []
-        self._restoring = PeriodicTask(self._restore, LOOK_S, log_restoring_fault)
+        self._restoring = PeriodicTask(self._restore, CHECK_INTERVAL_S, log_restoring_fault)
         self._connections: set[DirectoryConnection] = set()
 
     @property

@@ -101,7 +101,7 @@ class Verifier:
     def __init__(self, head: ChainEnd | None = None) -> None:
         self.verdict = Verdict()
         self._head = head
-        self._is_head_met = head is None or head.seq == 0
+        self._is_head_reached = head is None or head.seq == 0
         self._before: ChainEnd | None = None
         self._removed: set[ChainEnd] = set()
         self._scrap: _Scrap | None = None
@@ -146,7 +146,7 @@ class Verifier:
                 f"it begins with record {self._before.seq + 1}, and no record reports the removal of earlier ones",
             )
         # Compare with the head: a shorter log was cut, a longer one is normal for a live daemon.
-        if not self._is_head_met and self._head is not None:
+        if not self._is_head_reached and self._head is not None:
             if verdict.end.seq < self._head.seq:
                 self._find(
                     "", 0, 0, f"it ends with record {verdict.end.seq}, and its head is {self._head.seq}: it was cut"
@@ -180,12 +180,12 @@ class Verifier:
     def _check_head(self, file: str, offset_bytes: int) -> None:
         head, end = self._head, self.verdict.end
         # The head's record is checked where it comes by, for a longer log is legal.
-        if head is not None and not self._is_head_met and end.seq == head.seq:
-            self._is_head_met = end.hash == head.hash
-            if not self._is_head_met:
+        if head is not None and not self._is_head_reached and end.seq == head.seq:
+            self._is_head_reached = end.hash == head.hash
+            if not self._is_head_reached:
                 self._find(file, offset_bytes, end.seq, "it is not the record that the head refers to")
                 # Reported here; `finish` must not report it again.
-                self._is_head_met = True
+                self._is_head_reached = True
 
     # --- bytes that are not a record ---
 
@@ -213,7 +213,7 @@ class Verifier:
                 f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a torn line, as recorded"
             )
             return
-        if record is None and not scrap.newline and self._is_head_met:
+        if record is None and not scrap.newline and self._is_head_reached:
             # Nothing durable is lost: the next start of the daemon will describe these bytes.
             self.verdict.notes.append(f"{scrap.file}, byte {scrap.offset_bytes}: it ends in a piece of a line")
             return

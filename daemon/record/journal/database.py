@@ -302,7 +302,7 @@ class Store:
             self._connection = _connect(self._path)
             self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
         # A commit into a file that was moved away would be lost for the next daemon.
-        if self._places not in (None, self._look()):
+        if self._places not in (None, self._file_places()):
             raise OSError(f"{self._path}, its log or its head was moved or removed; put them back, or start again")
         connection = self._connection
         state = _State(self._boot, self._state.commits + 1, self._state.total)
@@ -325,7 +325,7 @@ class Store:
         self._head.write(state.commits)
         # The first commit has created the log (WAL). From now on no file may change its place.
         if self._places is None:
-            self._places = self._look()
+            self._places = self._file_places()
 
     def close(self) -> None:
         """Close the files. SQLite then copies its log into the database, if it can."""
@@ -334,7 +334,7 @@ class Store:
             self._head.close()
             self._head = None
 
-    def _look(self) -> tuple[Place, ...]:
+    def _file_places(self) -> tuple[Place, ...]:
         """Return which files are at the journal's paths."""
         return tuple(_place(path) for path in self._files)
 

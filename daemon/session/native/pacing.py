@@ -133,7 +133,7 @@ class Pacer:
         # The mean of what was begun last; of what was admitted under a limit and has no mark yet, 0 for nothing.
         self._mean, self._admitted = self._any_mean, 0
         # When a wait last saw work outstanding; 0 if it did not poll yet.
-        self._looked_ns = 0
+        self._work_seen_ns = 0
         page.keep_time()
 
     def mean_of(self, kind: int) -> int:
@@ -200,21 +200,21 @@ class Pacer:
         to_turn_ns = -since_ns if since_ns < 0 else limits.turn_period_ns - since_ns % limits.turn_period_ns
         return max(to_turn_ns - TURN_SPIN_NS // 2, MIN_HELD_SLEEP_NS) / NS_PER_S
 
-    def looked(self, now_ns: int) -> None:
+    def note_work_seen(self, now_ns: int) -> None:
         """Record when a wait last saw work outstanding."""
-        self._looked_ns = now_ns
+        self._work_seen_ns = now_ns
 
     def begin_wait(self) -> None:
         """Record that a wait begins; `end_wait` ends it."""
-        self._looked_ns = 0
+        self._work_seen_ns = 0
 
     def end_wait(self) -> None:
         """Poll whether work is outstanding, after a wait for some or all of it."""
         if self._counters[_BUSY_SINCE_NS]:
             # A wait that sleeps on the card ended in the middle of its last sleep; any other ended just now.
             now_ns = time.monotonic_ns()
-            slept = self._progress.sleeps and self._looked_ns
-            self._state_words[_SEEN_NS] = self._looked_ns if slept else now_ns
+            slept = self._progress.sleeps and self._work_seen_ns
+            self._state_words[_SEEN_NS] = self._work_seen_ns if slept else now_ns
             self._code.poll_work(self.address, now_ns)
 
     def poll(self) -> bool:

@@ -93,7 +93,7 @@ def test_an_end_leaves_another_one_s_socket(path: Path) -> None:
 def test_a_socket_that_was_removed_is_made_anew(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unix_path, "LOOK_S", 0.01)
+    monkeypatch.setattr(unix_path, "CHECK_INTERVAL_S", 0.01)
 
     async def body() -> None:
         async def answer(_: Request) -> Response:

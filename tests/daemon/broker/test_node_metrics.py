@@ -36,7 +36,7 @@ REQUEST = cast(Request, None)
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow host needs longer for the thread that asks the driver."""
-    monkeypatch.setattr(node_metrics, "LOOK_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(node_metrics, "STRAY_BYTES_TIMEOUT_S", PATIENCE_S)
 
 
 class Scene:
@@ -123,7 +123,7 @@ def test_the_loop_runs_between_a_few_hundred_leases_of_a_scrape() -> None:
 
 
 def test_a_driver_that_hangs_costs_its_own_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_metrics, "LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(node_metrics, "STRAY_BYTES_TIMEOUT_S", 0.05)
     hangs = threading.Event()
     asked = 0
 
@@ -143,7 +143,7 @@ def test_a_driver_that_hangs_costs_its_own_family(monkeypatch: pytest.MonkeyPatc
         await asyncio.to_thread(wait_until, lambda: asked, "it is asked")
         assert asked == 1, "it is not asked again until it has answered"
         hangs.set()
-        monkeypatch.setattr(node_metrics, "LOOK_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(node_metrics, "STRAY_BYTES_TIMEOUT_S", PATIENCE_S)
         scene.metrics.scrape(scene.answers.append)
         (*_, answer) = await scene.answered(3)
         assert 'gpu_lease_leaked_bytes{UUID="GPU-a"} 5.0' in text_of(answer)

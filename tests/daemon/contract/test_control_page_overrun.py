@@ -26,7 +26,7 @@ def test_what_ran_for_too_long_by_what_is_on_the_page(polled_ns: int, since_ns: 
     page = BrokerPage()
     try:
         worker_page = WorkerPage(page.fds)
-        worker_page.counters[Counter.LOOKED_NS] = polled_ns
+        worker_page.counters[Counter.LAST_POLL_NS] = polled_ns
         worker_page.counters[Counter.KERNEL_SINCE_NS] = since_ns
         worker_page.close()
         fd = os.dup(page.fds.claims)

@@ -187,7 +187,7 @@ def test_a_lease_s_own_end_is_warned_of(ttl_s: int, warning_s: int) -> None:
     assert standing(s) == (Phase.ACTIVE, (ttl_s - warning_s) * 1000, "", "")
     found = s.table.phase(1, s.now_ns)
     assert found is not None
-    assert found.look_again_ns == s.now_ns + (ttl_s - warning_s) * S
+    assert found.next_check_ns == s.now_ns + (ttl_s - warning_s) * S
     s.at(ttl_s - warning_s)
     assert standing(s) == (Phase.WARNING, warning_s * 1000, "", ENDS_SOON)
     renew(s, ttl_s * 1000)

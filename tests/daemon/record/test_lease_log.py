@@ -114,10 +114,10 @@ def test_counts_are_told_while_it_goes_on(
             for _ in range(5):
                 scene.log.refused("LEASE_ALLOC", f"t{tenant}", 0, "no")
 
-        def is_told() -> bool:
+        def is_reported() -> bool:
             return "log.suppressed" in [event for event, _ in told(caplog)]
 
-        await asyncio.to_thread(wait_until, is_told, "it is told")
+        await asyncio.to_thread(wait_until, is_reported, "it is told")
         await scene.log.stop()
 
     asyncio.run(flood())

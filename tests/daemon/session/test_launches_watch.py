@@ -5,7 +5,7 @@ import pytest
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import Context
-from gpulease.daemon.session.launches import MAX_LOOK_MS, MIN_LOOK_MS, KernelWatch
+from gpulease.daemon.session.launches import MAX_POLL_MS, MIN_POLL_MS, KernelWatch
 
 
 @dataclass
@@ -65,18 +65,18 @@ def test_the_oldest_of_several_streams_counts() -> None:
         assert counters[Counter.KERNEL_SINCE_NS] == since_ns, now_ns
     context.queued, context.others = 5, {}
     watch.poll(90)
-    assert watch.look_after_ms() is None
+    assert watch.next_poll_in_ms() is None
 
 
-@pytest.mark.parametrize(("max_kernel_ms", "look_ms"), [(8, MIN_LOOK_MS), (800, 100), (60_000, MAX_LOOK_MS)])
+@pytest.mark.parametrize(("max_kernel_ms", "look_ms"), [(8, MIN_POLL_MS), (800, 100), (60_000, MAX_POLL_MS)])
 def test_the_time_between_looks_follows_the_bound(max_kernel_ms: int, look_ms: int) -> None:
     watch, _ = watch_of(MadeContext(queued=1), max_kernel_ms)
-    assert watch.look_after_ms() is None
+    assert watch.next_poll_in_ms() is None
     watch.poll(5)
-    assert watch.look_after_ms() == look_ms
+    assert watch.next_poll_in_ms() == look_ms
 
 
 def test_without_a_bound_nothing_is_looked_at() -> None:
     watch, counters = watch_of(MadeContext(queued=1), 0)
     watch.poll(5)
-    assert (counters[Counter.KERNEL_SINCE_NS], watch.look_after_ms(), watch.is_on) == (0, None, False)
+    assert (counters[Counter.KERNEL_SINCE_NS], watch.next_poll_in_ms(), watch.is_on) == (0, None, False)

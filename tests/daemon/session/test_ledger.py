@@ -79,7 +79,7 @@ def test_what_is_kept_for_later_makes_room_for_what_comes() -> None:
     spare: list[int] = []
     ledger.make_room = spare.append
     ledger.add_allocation(0x1000, 200)
-    assert [ledger.spare_bytes_beside(size) for size in (1, 10, 800)] == [890, 890, 100]
+    assert [ledger.cacheable_bytes(size) for size in (1, 10, 800)] == [890, 890, 100]
     ledger.check_module(300, 0, 100)
     ledger.charge_kept(200)
     ledger.charge_kept(200)

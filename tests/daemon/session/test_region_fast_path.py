@@ -49,7 +49,7 @@ STEP = st.one_of(
 
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 0)
+    monkeypatch.setattr(region_memory, "REFUSAL_WAIT_NS", 0)
     monkeypatch.setattr(region_memory, "QUIET_WAIT_NS", 1 << 60)
 
 
@@ -168,7 +168,7 @@ def outcome(
                         play.reopen(value, size)
         except FramingError as error:
             end = str(error)
-        reports = [without_times(message) for message in (*made.told(), *made.session._gate.untold)]
+        reports = [without_times(message) for message in (*made.told(), *made.session._gate.unreported)]
         rest = made.reader.end - made.reader.start
         replies = [hidden(reply, play.regions) for reply in made.replies]
         return end, rest, replies, reports, told(made)  # type: ignore[arg-type]  # it has what is looked at
@@ -185,7 +185,7 @@ def hidden(reply: bytes, regions: list[Opened]) -> bytes:
 def _no_wait_for_a_refusal() -> Iterator[None]:
     """What comes first, a refusal or the end of its wait, depends on the host's speed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(region_memory, "TELL_WAIT_NS", 0)
+        patch.setattr(region_memory, "REFUSAL_WAIT_NS", 0)
         yield
 
 

@@ -50,7 +50,7 @@ def _made() -> Iterator[RegionRig]:
 @pytest.fixture(autouse=True)
 def _waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_memory, "QUIET_WAIT_NS", 1 << 60)
-    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 0)
+    monkeypatch.setattr(region_memory, "REFUSAL_WAIT_NS", 0)
 
 
 def end(made: RegionRig, region: Opened, grace_ms: int = GRACE_MS, word: RegionWord = RegionWord.REVOKED) -> None:
@@ -223,7 +223,7 @@ def test_one_call_takes_one_regions_memory_away(made: RegionRig) -> None:
 def test_the_next_launch_is_refused_before_the_memory_is_taken_away(
     made: RegionRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
+    monkeypatch.setattr(region_memory, "REFUSAL_WAIT_NS", 1 << 60)
     one = made.open()
     launch = made.launch(made.set_of(one), one.address)
     made.ask(Opcode.LAUNCH_IN, launch)
@@ -237,7 +237,7 @@ def test_the_next_launch_is_refused_before_the_memory_is_taken_away(
 def test_a_quiet_launchs_refusal_is_reported_before_the_memory_is_taken_away(
     made: RegionRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
+    monkeypatch.setattr(region_memory, "REFUSAL_WAIT_NS", 1 << 60)
     one = made.open()
     launch = made.launch(made.set_of(one), one.address)
     made.ask(Opcode.LAUNCH_IN, launch)
@@ -251,7 +251,7 @@ def test_a_quiet_launchs_refusal_is_reported_before_the_memory_is_taken_away(
 
 
 def test_a_region_that_no_launch_named_waits_for_no_refusal(made: RegionRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_memory, "TELL_WAIT_NS", 1 << 60)
+    monkeypatch.setattr(region_memory, "REFUSAL_WAIT_NS", 1 << 60)
     one = made.open()
     end(made, one)
     assert made.context.ended == [one.address]

@@ -201,7 +201,7 @@ def test_a_refusal_is_reported_with_its_reply_or_soon_without_one(
     one = made.open()
     chosen = made.set_of(one)
     made.flip(one, flipped_ns=55)
-    monkeypatch.setattr(region_operations, "TOLD_WAIT_NS", 1 << 62)
+    monkeypatch.setattr(region_operations, "REPORT_WAIT_NS", 1 << 62)
     made.send(Opcode.LAUNCH_IN, made.launch(chosen, one.address), quiet=True)
     assert made.told() == [], "the tenant is about to ask"
     assert made.session.regions.poll_ms(0) == 1
@@ -209,7 +209,7 @@ def test_a_refusal_is_reported_with_its_reply_or_soon_without_one(
     (told,) = made.told()
     assert isinstance(told, ForwardRevokedReport)
     assert told.told_ns >= told.seen_ns
-    monkeypatch.setattr(region_operations, "TOLD_WAIT_NS", 0)
+    monkeypatch.setattr(region_operations, "REPORT_WAIT_NS", 0)
     made.send(Opcode.LAUNCH_IN, made.launch(chosen, one.address), quiet=True)
     (told,) = made.told()
     assert isinstance(told, ForwardRevokedReport)

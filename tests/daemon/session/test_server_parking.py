@@ -246,7 +246,7 @@ def test_the_wish_to_return_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_revoked_session_tells_what_waits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # The broker's message alone wakes it: it looks by itself only long after the reply is awaited.
-    for name in ("HELD_LOOK_MS", "LOOK_MS"):
+    for name in ("HELD_POLL_MS", "MAX_SLEEP_MS"):
         monkeypatch.setattr(f"gpulease.daemon.session.server.{name}", 10 * round(1000 * LIMIT_S))
     with worker(is_parkable=True) as (made, _):
         made.give_memory(MEMORY)

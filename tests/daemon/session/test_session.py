@@ -138,7 +138,7 @@ def test_counters(bench: Bench) -> None:
     bench.ask(Opcode.MEM_WRITE, MemWrite(handle, 0, bytes(16)))
     bench.ask(Opcode.MEM_READ, MemRead(handle, 4, 8))
     bench.refused(Opcode.MEM_READ, MemRead(handle, 96, 8))
-    of_moment = {Counter.LOOKED_NS, Counter.DOING, Counter.KERNEL_SINCE_NS, Counter.COMPILING_SINCE_NS}
+    of_moment = {Counter.LAST_POLL_NS, Counter.DOING, Counter.KERNEL_SINCE_NS, Counter.COMPILING_SINCE_NS}
     of_moment |= {Counter.BUSY_NS, Counter.BUSY_SINCE_NS, Counter.LAST_BUSY_FROM_NS, Counter.LAST_BUSY_UNTIL_NS}
     assert {counter: bench.page.counter(counter) for counter in set(Counter) - of_moment} == {
         Counter.LAUNCHES: 1,

@@ -25,8 +25,8 @@ def test_the_address_is_taken_out_of_the_environment(heard: socket.socket) -> No
     environment = {"NOTIFY_SOCKET": address_of(heard), "OTHER": "1"}
     notifier = Notifier.taken_from(environment)
     assert environment == {"OTHER": "1"}
-    assert notifier.is_heard
-    assert notifier.tell("READY=1", "STATUS=here")
+    assert notifier.is_connected
+    assert notifier.send("READY=1", "STATUS=here")
     assert heard.recv(100) == b"READY=1\nSTATUS=here"
     notifier.close()
 
@@ -34,27 +34,27 @@ def test_the_address_is_taken_out_of_the_environment(heard: socket.socket) -> No
 @pytest.mark.parametrize("address", ["", "vsock:2:1234", "relative/path"])
 def test_nobody_to_tell(address: str) -> None:
     notifier = Notifier.taken_from({"NOTIFY_SOCKET": address})
-    assert not notifier.is_heard
-    assert notifier.tell("READY=1")
+    assert not notifier.is_connected
+    assert notifier.send("READY=1")
 
 
 def test_one_who_is_gone_is_told_nothing_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     notifier = Notifier(str(tmp_path / "none"))
-    assert notifier.tell("READY=1")
-    assert notifier.tell("READY=1")
+    assert notifier.send("READY=1")
+    assert notifier.send("READY=1")
     assert [record.message for record in caplog.records] == [
         "the service manager can no longer be notified of the daemon's state: No such file or directory"
     ]
-    assert not notifier.is_heard
+    assert not notifier.is_connected
 
 
 def test_what_must_arrive_waits_for_room(heard: socket.socket) -> None:
     async def main() -> None:
         notifier = Notifier(address_of(heard))
         sent = 0
-        while notifier.tell("WATCHDOG=1"):
+        while notifier.send("WATCHDOG=1"):
             sent += 1
-        telling = asyncio.create_task(notifier.tell_reliably("READY=1"))
+        telling = asyncio.create_task(notifier.send_reliably("READY=1"))
         await asyncio.sleep(0)
         assert not telling.done()
         assert [heard.recv(100) for _ in range(sent)] == [b"WATCHDOG=1"] * sent

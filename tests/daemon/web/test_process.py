@@ -241,7 +241,7 @@ def test_the_cards_last_hour_is_told_and_outlives_the_process(rig: WebRig, scene
 
     now_ns = time.monotonic_ns()
     # As a sample that was taken while the process started, and then the history with it in it.
-    rig.tell_page(CardLoads(CARD, (LoadSample(now_ns, None, GIB, GIB),)))
+    rig.notify_page(CardLoads(CARD, (LoadSample(now_ns, None, GIB, GIB),)))
     scene.loads = [
         CardLoads(
             CARD,

@@ -100,9 +100,9 @@ class Node:
         counters[Counter.BUSY_NS] += self.now_ns - counters[Counter.BUSY_SINCE_NS]
         counters[Counter.BUSY_SINCE_NS] = 0
 
-    def look(self, after_ns: int = 0) -> None:
+    def sample(self, after_ns: int = 0) -> None:
         self.now_ns += after_ns
-        self.times.look(self.now_ns)
+        self.times.sample(self.now_ns)
 
     def gpu_s(self, number: int) -> float:
         use = self.times.known_use(number + 1)
@@ -137,11 +137,11 @@ def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_two_busy_sessions_get_half_of_the_time_each_and_nothing_is_limited(node: Node) -> None:
     first, second, older = node.open("ann"), node.open("bob"), node.open("bob", is_older=True)
-    node.look()
+    node.sample()
     node.busy(first)
-    node.look(1 * S)
+    node.sample(1 * S)
     node.busy(second)
-    node.look(1 * S)
+    node.sample(1 * S)
     assert node.gpu_s(first) == pytest.approx(1.5)
     assert node.gpu_s(second) == pytest.approx(0.5)
     assert node.gpu_s(older) == 0
@@ -156,25 +156,25 @@ def test_two_busy_sessions_get_half_of_the_time_each_and_nothing_is_limited(node
 def test_a_card_is_sampled_as_often_as_it_must_be(node: Node) -> None:
     node.open("ann")
     node.open("bob")
-    node.look()
+    node.sample()
     rounds = node.times.rounds
     for _ in range(10):
-        node.look(100 * MS)
+        node.sample(100 * MS)
     assert node.times.rounds - rounds == 1
     # Two that are busy in parts of the time overlap in a way that only shorter samples show.
     for number in (0, 1):
         node.busy(number)
-    node.look(500 * MS)
+    node.sample(500 * MS)
     for number in (0, 1):
         node.idle(number)
-    node.look(600 * MS)
+    node.sample(600 * MS)
     rounds = node.times.rounds
     for number in (0, 1):
         node.busy(number)
     node.now_ns += 20 * MS
     for number in (0, 1):
         node.idle(number)
-    node.look(50 * MS)
+    node.sample(50 * MS)
     assert node.times.rounds - rounds == 1
 
 
@@ -189,15 +189,15 @@ def test_a_shared_card_is_sampled_more_often_while_a_tenant_may_hide_how_its_ses
             for number in numbers:
                 node.busy(number)
             for _ in range(10):
-                node.look(500_000)
+                node.sample(500_000)
             for number in numbers:
                 node.idle(number)
             for _ in range(10):
-                node.look(500_000)
+                node.sample(500_000)
         return (node.times.rounds - before) / rounds
 
     node.busy(bobs)
-    node.look()
+    node.sample()
     assert samples(()) == pytest.approx(1, abs=0.2)
     assert samples((first,)) == pytest.approx(1, abs=0.2)
     samples((first, second), 2)
@@ -212,11 +212,11 @@ def test_a_shared_card_is_sampled_more_often_while_a_tenant_may_hide_how_its_ses
 @pytest.mark.parametrize("node", [{"bob": TenantLimits(max_weight=3)}], indirect=True)
 def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
     first, second = node.open("ann"), node.open("bob", weight=3)
-    node.look()
+    node.sample()
     node.busy(first)
     node.busy(second)
     for _ in range(3):
-        node.look(10 * MS)
+        node.sample(10 * MS)
     # They take turns. Those of the second one are three times as long, and more after what the first one got before.
     limits, other = node.limits(first), node.limits(second)
     assert other.turn_ns >= 2.8 * limits.turn_ns
@@ -226,7 +226,7 @@ def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
     # Alone, the first one is not limited any more.
     node.idle(second)
     for _ in range(3):
-        node.look(10 * MS)
+        node.sample(10 * MS)
     assert node.limits(first) == TimeLimits()
 
 
@@ -234,17 +234,17 @@ def test_weights_are_on_the_pages_while_both_want_the_card(node: Node) -> None:
 def test_the_log_says_why_a_session_lost_its_turns(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     first, second = node.open("ann"), node.open("bob", weight=3)
-    node.look()
+    node.sample()
     node.busy(first)
     node.busy(second)
     for _ in range(3):
-        node.look(10 * MS)
+        node.sample(10 * MS)
     assert node.limits(second).turn_ns
     # From now on it only waits, and leaves turns of some 15 ms unused.
     node.idle(second)
     node.pages[second].counters[Counter.HELD_BACK_SINCE_NS] = node.now_ns
     while node.limits(first).turn_ns:
-        node.look(10 * MS)
+        node.sample(10 * MS)
     records = [getattr(record, ATTRIBUTE) for record in caplog.records]
     (found,) = [fields for name, fields in records if name == LogEvent.TURNS_LOST.kind.name]
     assert int(found["lease_id"], 16) == second + 1
@@ -257,46 +257,46 @@ def test_the_log_says_why_a_session_lost_its_turns(node: Node, caplog: pytest.Lo
 @pytest.mark.parametrize("node", [{"ann": TenantLimits(max_weight=3)}], indirect=True)
 def test_rules_that_change_apply_at_once(node: Node) -> None:
     first, second = node.open("ann", weight=3), node.open("bob")
-    node.look()
+    node.sample()
     node.busy(first)
     node.busy(second)
-    node.look(20 * MS)
+    node.sample(20 * MS)
     assert node.limits(second).turn_ns
     rules = TenantRules(by_name={"bob": TenantLimits(max_share=10)})
     node.table.handle(TenantRulesChanged(rules), 0)
     node.times.members_changed()
     # Ann's weight counts as 1 now, and bob has a cap: what his turns leave is hers.
     for _ in range(3):
-        node.look(10 * MS)
+        node.sample(10 * MS)
     rest, capped = node.limits(first), node.limits(second)
     assert 0 < capped.turn_ns <= 0.105 * capped.turn_period_ns
     assert capped.turn_ns + rest.turn_ns == capped.turn_period_ns
     node.table.handle(TenantRulesChanged(TenantRules()), 0)
     node.times.members_changed()
-    node.look(10 * MS)
+    node.sample(10 * MS)
     assert node.limits(second) == TimeLimits()
 
 
 @pytest.mark.parametrize("node", [{"ann": TenantLimits(may_latency=True)}], indirect=True)
 def test_a_latency_session_has_a_word_that_all_others_get(node: Node) -> None:
     latency, other = node.open("ann", latency=True), node.open("bob")
-    node.look()
-    node.look(10 * MS)
-    node.look(10 * MS)
+    node.sample()
+    node.sample(10 * MS)
+    node.sample(10 * MS)
     assert node.words(latency) == [LatencyWord(0, is_own=True)]
     assert node.words(other) == [LatencyWord(0, is_own=False)]
     assert (node.limits(other).latency_mask, node.limits(other).queue_bound_ns) == (1, LATENCY_QUEUE_NS)
     assert node.limits(latency) == TimeLimits()
     # One that comes later gets it, too.
     third = node.open("eve")
-    node.look(10 * MS)
-    node.look(10 * MS)
+    node.sample(10 * MS)
+    node.sample(10 * MS)
     assert node.words(third) == [LatencyWord(0, is_own=False)]
     assert node.words(other) == []
     # When the session has ended, nobody holds back for its word.
     ended = node.workers.pop(latency)
     node.times.on_worker_end(ended)
-    node.look(10 * MS)
+    node.sample(10 * MS)
     assert node.limits(other) == TimeLimits()
     ended.channel.close()
     ended.page.close()
@@ -307,44 +307,44 @@ def test_a_tenant_that_may_no_longer_have_the_latency_class_loses_it(node: Node)
     node.open("ann", latency=True)
     other = node.open("bob")
     for _ in range(3):
-        node.look(10 * MS)
+        node.sample(10 * MS)
     assert node.limits(other).latency_mask == 1
     node.table.handle(TenantRulesChanged(TenantRules()), 0)
     node.times.members_changed()
-    node.look(10 * MS)
+    node.sample(10 * MS)
     assert node.limits(other) == TimeLimits()
 
 
 def test_another_broker_continues_the_account(node: Node) -> None:
     number = node.open("ann")
-    node.look()
+    node.sample()
     node.busy(number)
-    node.look(2 * S)
+    node.sample(2 * S)
     assert node.workers[number].page.time_account() == TimeAccounted(2 * S, 2 * S, 0, node.now_ns)
     # No broker runs for a second, in which the session stays busy.
     node.times = node.keeper()
-    node.look(1 * S)
+    node.sample(1 * S)
     assert node.gpu_s(number) == pytest.approx(3.0)
 
 
 def test_another_broker_continues_with_the_latest_account_of_a_lease_and_its_submit(node: Node) -> None:
     submit, session = node.open("ann"), node.open("ann")
     node.workers[submit].spec = replace(node.workers[submit].spec, submit_of=session + 1)
-    node.look()
+    node.sample()
     node.busy(submit)
-    node.look(1 * S)
+    node.sample(1 * S)
     node.idle(submit)
     node.busy(session)
-    node.look(2 * S)
+    node.sample(2 * S)
     # The page of the submit's worker is as it was at its last busy sample.
     node.times = node.keeper()
-    node.look()
+    node.sample()
     assert node.gpu_s(session) == pytest.approx(3.0)
 
 
 def test_the_last_sample_of_a_worker_is_taken_at_its_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     number = node.open("ann")
-    node.look()
+    node.sample()
     node.busy(number)
     node.now_ns += 300 * MS
     monkeypatch.setattr("gpulease.daemon.workers.card_time.time.monotonic_ns", lambda: node.now_ns)
@@ -356,7 +356,7 @@ def test_the_last_sample_of_a_worker_is_taken_at_its_end(node: Node, monkeypatch
 
 def test_a_query_sees_the_present_account(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     number = node.open("ann")
-    node.look()
+    node.sample()
     node.busy(number)
     node.now_ns += 200 * MS
     monkeypatch.setattr("gpulease.daemon.workers.card_time.time.monotonic_ns", lambda: node.now_ns)
@@ -368,7 +368,7 @@ def test_a_query_sees_the_present_account(node: Node, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("node", [{"ann": TenantLimits(max_weight=3, may_latency=True)}], indirect=True)
 def test_any_claims_of_one_worker_leave_the_others_accounted(node: Node) -> None:
     liar, honest = node.open("ann", weight=3, latency=True), node.open("bob")
-    node.look()
+    node.sample()
     node.busy(honest)
     counters = node.pages[liar].counters
     for busy_ns, since_ns in ((0, 1), (2**64 - 1, 1), (2**63, 2**63), (1, 2**64 - 1), (2**64 - 1, 1)):
@@ -376,7 +376,7 @@ def test_any_claims_of_one_worker_leave_the_others_accounted(node: Node) -> None
             counters[counter] = busy_ns
         for counter in (Counter.BUSY_SINCE_NS, Counter.HELD_BACK_SINCE_NS, Counter.LAST_BUSY_FROM_NS):
             counters[counter] = since_ns
-        node.look(20 * MS)
+        node.sample(20 * MS)
     assert 0.04 <= node.gpu_s(honest) <= 0.1
     assert node.gpu_s(liar) <= 0.1
 
@@ -386,7 +386,7 @@ def test_a_submit_s_time_is_its_lease_s(node: Node) -> None:
     submit = node.open("bob")
     spec = replace(node.workers[submit].spec, lease_id=(1 << 129) + 1, submit_of=number + 1)
     node.workers[submit].spec = spec
-    node.look()
+    node.sample()
     node.busy(submit)
-    node.look(1 * S)
+    node.sample(1 * S)
     assert node.gpu_s(number) == pytest.approx(1.0)

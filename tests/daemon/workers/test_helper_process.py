@@ -20,7 +20,7 @@ from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts
 from helpers.daemon import python_environment
 from helpers.processes import is_running, process_info
-from helpers.side_script import Die, Say, Talk
+from helpers.side_script import Die, Progress, Talk
 from helpers.waiting import PATIENCE_S
 
 PATIENCE = replace(ordinary_timeouts(), restart_s=0.02, max_restart_s=0.1, beat_s=0.2, hung_after_s=PATIENCE_S)
@@ -52,7 +52,7 @@ class Rig:
         return ChildKind(
             name="the script",
             module="helpers.side_script",
-            sends={Say.OP: Say},
+            sends={Progress.OP: Progress},
             broken="nothing can be written",
             died=LogEvent.WEB_DIED,
             hung=LogEvent.WEB_HUNG,
@@ -65,7 +65,7 @@ class Rig:
     async def _begin(self) -> None:
         await self.process.expect(Ready)
 
-    def _take(self, message: Say, fds: list[int]) -> None:
+    def _take(self, message: Progress, fds: list[int]) -> None:
         if message.text == "a fault of the handler":
             raise ZeroDivisionError
         self.heard.append(message.text)
@@ -160,7 +160,7 @@ def test_one_that_is_lost_is_replaced(way: str, event: str, reason: str, caplog:
             await until(lambda: told(caplog)[-1:] == [("web.back", None)], "there is another one")
             assert process.pid != pid
             assert not is_running(pid)
-            process.send(Say("hello"))
+            process.send(Progress("hello"))
             await until(lambda: rig.heard == ["hello"], "it serves")
 
     run(main)
@@ -189,12 +189,12 @@ def test_what_is_for_one_does_not_come_to_the_next(caplog: pytest.LogCaptureFixt
     async def main() -> None:
         async with rig.running() as process:
             say = process.to_this_one()
-            say(Say("first"))
+            say(Progress("first"))
             await until(lambda: rig.heard, "it is heard")
             process.send(Die(0))
             await until(lambda: told(caplog)[-1:] == [("web.back", None)], "there is another one")
-            say(Say("late"))
-            process.send(Say("last"))
+            say(Progress("late"))
+            process.send(Progress("last"))
             await until(lambda: len(rig.heard) == 2, "it is heard")
 
     run(main)
@@ -207,8 +207,8 @@ def test_messages_that_can_t_be_read_or_handled_are_answered_and_logged_once(cap
     async def main() -> None:
         async with rig.running() as process:
             process.send(Talk())
-            process.send(Say("a fault of the handler", 14))
-            process.send(Say("hello"))
+            process.send(Progress("a fault of the handler", 14))
+            process.send(Progress("hello"))
             await until(lambda: rig.heard == ["hello"], "it serves")
 
     run(main)
@@ -233,7 +233,7 @@ def test_a_healthy_one_is_not_killed_for_the_brokers_own_stops(caplog: pytest.Lo
             pid = process.pid
             stop_everything(pid)
             for times in range(1, 4):
-                process.send(Say("hello"))
+                process.send(Progress("hello"))
                 await until(lambda wanted=times: len(rig.heard) == wanted, "it answers")  # type: ignore[misc]
                 await asyncio.sleep(PATIENCE.beat_s)
             assert process.pid == pid

@@ -262,7 +262,7 @@ def test_a_refused_launch_is_told_as_it_was_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "changes", "is_told"),
+    ("known", "changes", "is_reported"),
     [
         (region(), {}, False),
         (region(), {"status": -Status.LEASE_FREED}, False),
@@ -276,11 +276,11 @@ def test_a_refused_launch_is_told_as_it_was_said() -> None:
     ],
 )
 def test_no_launch_was_refused_for_an_end_that_was_not(
-    known: LeaseSnapshot, changes: dict[str, int], is_told: bool
+    known: LeaseSnapshot, changes: dict[str, int], is_reported: bool
 ) -> None:
     rig = Rig(known)
     rig.told(forward_revoked(**changes))
-    assert bool(rig.refused) is is_told
+    assert bool(rig.refused) is is_reported
 
 
 @pytest.mark.parametrize(

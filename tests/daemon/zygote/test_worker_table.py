@@ -21,7 +21,7 @@ from gpulease.daemon.leases import FIRST_WARM_ID
 from gpulease.daemon.leases.quotas import MAX_GRACE_MS
 from gpulease.daemon.sandbox.measures import Measure, SandboxSettings
 from gpulease.daemon.workers.zygote_discovery import FoundWorker, FoundZygote, find_zygotes
-from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, LOOK_NS, WorkerEntry, WorkerTable
+from gpulease.daemon.zygote.worker_table import LONGEST_GRACE_NS, PAGE_POLL_NS, WorkerEntry, WorkerTable
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 from helpers.daemon import python_environment
@@ -265,7 +265,7 @@ def test_what_a_page_says_of_when_its_worker_is_to_be_gone(
         look_ns = keeper.end_overdue(now_ns)
         assert kept.is_overdue == is_ended
         # It is seen within a moment that the broker has ended the lease.
-        assert look_ns == (None if is_ended else now_ns + LOOK_NS)
+        assert look_ns == (None if is_ended else now_ns + PAGE_POLL_NS)
 
 
 def test_a_submit_has_the_time_that_the_next_broker_gives_it() -> None:
@@ -276,7 +276,7 @@ def test_a_submit_has_the_time_that_the_next_broker_gives_it() -> None:
         keeper.end_overdue(now_ns)
         assert not kept.is_overdue
         page.set_deadline(now_ns + 600 * S, 1, now_ns + S)
-        keeper.end_overdue(now_ns + LOOK_NS)
+        keeper.end_overdue(now_ns + PAGE_POLL_NS)
         assert not kept.is_overdue
         keeper.end_overdue(now_ns + 3 * S)
         assert kept.is_overdue
