@@ -717,8 +717,8 @@ def overran(polled_ns: int, since_ns: int, bound_ms: int) -> str:
     runs. That gains it no more time than its lease's deadline allows anyway.
 
     Args:
-        polled_ns: `Counter.LAST_POLL_NS`. The current time would be wrong: while a worker compiles, it does not update its
-          claims, and its kernel may have ended.
+        polled_ns: `Counter.LAST_POLL_NS`. The current time would be wrong: while a worker compiles, it does not update
+          its claims, and its kernel may have ended.
         since_ns: `Counter.KERNEL_SINCE_NS`.
         bound_ms: How long a kernel may run; 0 for no bound.
     """
