@@ -522,7 +522,7 @@ class SharedMemory(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SharedMemoryRequest:
     """The shared memory that a client asks for.
 
     Attributes:
@@ -553,7 +553,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class SharedMemoryGrant:
     """The shared memory that a worker gives.
 
     Attributes:

@@ -209,7 +209,7 @@ def _no_lingering() -> Iterator[None]:
     """The thread of idle sessions ends with the last one: each leak check would wait for the next session in vain."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(idle_frees, "LINGER_S", 0.0)
-        patch.setattr(idle_frees, "LOOK_S", 0.02)
+        patch.setattr(idle_frees, "POLL_INTERVAL_S", 0.02)
         yield
 
 

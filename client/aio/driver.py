@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, OwedGrant, ask_once
+from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, GrantCleanUp, ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
@@ -49,7 +49,7 @@ async def drive(procedure: Procedure[T]) -> T:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the procedure's frames
 
 
-async def drive_owing(owed: OwedGrant, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
+async def drive_with_clean_up(clean_up: GrantCleanUp, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
     """Drive a procedure and return what `make_result` makes of its result.
 
     A thread settles what an interrupted call owes: not a task, because the event loop may be ending. What is owed has
@@ -57,16 +57,16 @@ async def drive_owing(owed: OwedGrant, procedure: Procedure[T], make_result: Cal
     """
     try:
         result = make_result(await drive(procedure))
-        owed.is_settled = True
+        clean_up.is_settled = True
         return result
     except GpuLeaseError:
-        owed.is_settled = True
+        clean_up.is_settled = True
         raise
     except BaseException:
         # No interrupt can come between these: see `core.clean_ups`.
-        due[owed] = None
-        owed.is_due = True
-        start_new_thread(settle, (owed,))
+        due[clean_up] = None
+        clean_up.is_due = True
+        start_new_thread(settle, (clean_up,))
         raise
 
 

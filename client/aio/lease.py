@@ -6,15 +6,15 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gpulease.client.aio.driver import AsyncOpening, ConnectionLock, ask, drive, drive_owing, undisturbed
+from gpulease.client.aio.driver import AsyncOpening, ConnectionLock, ask, drive, drive_with_clean_up, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.aio.regions import Region
 from gpulease.client.aio.submits import Submission
-from gpulease.client.core.clean_ups import owing
+from gpulease.client.core.clean_ups import with_clean_up
 from gpulease.client.core.events import OnWarning
-from gpulease.client.core.lease import LeaseHandle, LeaseReport, LeaseUse, LeaseView, acquire, owed_lease, reacquire
+from gpulease.client.core.lease import LeaseHandle, LeaseReport, LeaseUse, LeaseView, acquire, lease_clean_up, reacquire
 from gpulease.client.core.lease_request import LeaseRequest
-from gpulease.client.core.regions import close_owing, open_region, owed_region, resize
+from gpulease.client.core.regions import close_with_clean_up, open_region, region_clean_up, resize
 from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.core.waits import Procedure
@@ -42,8 +42,10 @@ class GpuBuilder(LeaseRequest):
         return AsyncOpening(self._acquired())
 
     async def _acquired(self) -> "GpuLease":
-        owed = owed_lease()
-        return await drive_owing(owed, acquire(self._where(), self._request(), ConnectionLock(), owed), GpuLease)
+        clean_up = lease_clean_up()
+        return await drive_with_clean_up(
+            clean_up, acquire(self._where(), self._request(), ConnectionLock(), clean_up), GpuLease
+        )
 
 
 class GpuLease(LeaseView):
@@ -82,8 +84,8 @@ class GpuLease(LeaseView):
         return AsyncOpening(self._reacquired())
 
     async def _reacquired(self) -> "GpuLease":
-        owed = owed_lease()
-        return await drive_owing(owed, reacquire(self._state, ConnectionLock(), owed), GpuLease)
+        clean_up = lease_clean_up()
+        return await drive_with_clean_up(clean_up, reacquire(self._state, ConnectionLock(), clean_up), GpuLease)
 
     async def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about the lease to the node's audit log; returns once the record is on disk.
@@ -186,9 +188,11 @@ class GpuLease(LeaseView):
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
         # If this is cancelled, the region is closed again in the background as soon as it was granted.
-        owed = owed_region(self._state, tenant)
-        opening = self._drive(owing(owed, open_region(owed, size, ttl_secs)))
-        return Region(await undisturbed(opening, lambda state: self._drive(close_owing(state)), self._state.lock))
+        clean_up = region_clean_up(self._state, tenant)
+        opening = self._drive(with_clean_up(clean_up, open_region(clean_up, size, ttl_secs)))
+        return Region(
+            await undisturbed(opening, lambda state: self._drive(close_with_clean_up(state)), self._state.lock)
+        )
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any region of this lease refuses."""
@@ -289,7 +293,7 @@ class GpuLease(LeaseView):
     ) -> None:
         # A block left by an error keeps that error: freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            freeing = drive_owing(self._state.owed_free(), self._state.free_at_exit(), nothing)
+            freeing = drive_with_clean_up(self._state.free_clean_up(), self._state.free_at_exit(), nothing)
             await undisturbed(freeing, lock=self._state.lock)
         # Operations of cancelled callers still use the connection; the block ends after them.
         await self._state.lock.wait_for_abandoned()

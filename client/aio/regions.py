@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from gpulease.client.aio.driver import drive, undisturbed
 from gpulease.client.aio.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
 from gpulease.client.core.lease import LeaseReport
-from gpulease.client.core.regions import RegionView, close_owing
+from gpulease.client.core.regions import RegionView, close_with_clean_up
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import RevokeOutcome
@@ -93,7 +93,7 @@ class Region(RegionView):
         # Closed before: closing twice is harmless.
         if self.owner is None:
             return
-        await self._run(close_owing(self._state))
+        await self._run(close_with_clean_up(self._state))
         # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
         self.owner = None
 

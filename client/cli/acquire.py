@@ -16,12 +16,12 @@ import click
 
 from gpulease.client.cli.fleet import ask_about
 from gpulease.client.cli.lease_ids import lease_id_argument
-from gpulease.client.cli.lease_options import WantedLease, lease_options, time_option
+from gpulease.client.cli.lease_options import LeaseArguments, lease_options, time_option
 from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.core import lease as engine
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE, LeaseRequest, address_of
-from gpulease.client.sync.clean_ups import drive_owing
+from gpulease.client.sync.clean_ups import drive_with_clean_up
 from gpulease.client.sync.driver import drive
 from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
@@ -42,14 +42,16 @@ class _LastingRequest(LeaseRequest):
         """Acquire the lease and use it; it is freed if that fails. Raises what `GpuBuilder.acquire` raises."""
         # This command ends at once, and with it the lease's only connection.
         self.orphan_secs(0)
-        acquisition = engine.owed_lease()
-        drive_owing(acquisition, engine.acquire(self._where(), self._request(), threading.RLock(), acquisition), use)
+        acquisition = engine.lease_clean_up()
+        drive_with_clean_up(
+            acquisition, engine.acquire(self._where(), self._request(), threading.RLock(), acquisition), use
+        )
 
 
 @click.command()
 @lease_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead of shell commands.")
-def acquire(lease_request: WantedLease, as_json: bool) -> None:
+def acquire(lease_request: LeaseArguments, as_json: bool) -> None:
     """Acquire a lease that lasts for the --for duration, no matter which programs use it.
 
     `gpulease free` ends it earlier.

@@ -14,7 +14,7 @@ from gpulease.protocol.sizes import parse_size
 Builder = TypeVar("Builder", bound=LeaseRequest)
 
 
-class WantedLease(NamedTuple):
+class LeaseArguments(NamedTuple):
     """The lease that a command line describes.
 
     Attributes:
@@ -59,15 +59,15 @@ class WantedLease(NamedTuple):
 
 
 def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a lease's options to a command, which receives them as one argument `wanted`, a WantedLease."""
+    """Add a lease's options to a command, which receives them as one argument `lease_request`."""
 
     @wraps(command)
     def with_lease(**values: Any) -> Any:
         # Take this command's own options out; the rest goes to the command unchanged.
-        lease_request = WantedLease(**{name: values.pop(name) for name in WantedLease._fields})
+        lease_request = LeaseArguments(**{name: values.pop(name) for name in LeaseArguments._fields})
         if lease_request.park_idle_ms and not lease_request.is_parkable:
             raise click.UsageError("--park-idle needs --parkable.")
-        return command(wanted=lease_request, **values)
+        return command(lease_request=lease_request, **values)
 
     # click lists options in the reverse of the order in which they are added.
     for option in (

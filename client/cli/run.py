@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
-from gpulease.client.cli.lease_options import WantedLease, lease_options
+from gpulease.client.cli.lease_options import LeaseArguments, lease_options
 from gpulease.client.console.exit_status import die_by_signal, fail
 from gpulease.client.core.lease_request import LEASE_ID_VARIABLE
 from gpulease.client.errors import Disconnected, GpuLeaseError
@@ -69,7 +69,7 @@ _AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
 @click.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @lease_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
-def run(lease_request: WantedLease, command: tuple[str, ...]) -> None:
+def run(lease_request: LeaseArguments, command: tuple[str, ...]) -> None:
     """Run CMD on a lease that ends with CMD and is not renewed.
 
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease

@@ -171,8 +171,8 @@ class Bob:
     """bob: a lease filled with his bytes, and a kernel that never ends.
 
     Attributes:
-        told_name: The error with which his session ended; "nothing" while there is none.
-        told_after_ms: Milliseconds from his lease's deadline until the error came, by this machine's monotonic clock.
+        error_name: The error with which his session ended; "nothing" while there is none.
+        error_after_ms: Milliseconds from his lease's deadline until the error came, by this machine's monotonic clock.
         proved_after_ms: Milliseconds from the deadline until his memory was proved free, by the daemon's clock.
     """
 

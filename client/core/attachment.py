@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
-from gpulease.client.core.clean_ups import Owed
+from gpulease.client.core.clean_ups import CleanUp
 from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, FixedDeadline, dial_for, receive
 from gpulease.client.core.lease import LeaseHandle, find_end_reason
 from gpulease.client.core.waits import Procedure
@@ -26,7 +26,7 @@ from gpulease.protocol.messages import Attach, AttachReply
 from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import Wanted
+from gpulease.protocol.ring import SharedMemoryRequest
 
 ATTACH_LIMIT_S: Final = 30.0
 """Longest time for a session to open, in seconds. A process with its context takes 0.6 s, and sixteen at once 3 s."""
@@ -206,7 +206,7 @@ class Attachment:
     """
 
     def __init__(
-        self, lease: LeaseHandle, lock: Any, *, token: bytes, memory_request: Wanted, spin: SpinPolicy
+        self, lease: LeaseHandle, lock: Any, *, token: bytes, memory_request: SharedMemoryRequest, spin: SpinPolicy
     ) -> None:
         """Prepare a connection, which `attach` opens.
 
@@ -221,7 +221,7 @@ class Attachment:
         self.token = token
         self.lock = lock
         self.session_id = lease.grant.lease_id
-        self._wanted = memory_request
+        self._memory_request = memory_request
         self._spin = spin
         self.channel: Channel
         self.connection: Connection
@@ -290,7 +290,7 @@ class Attachment:
             raise error_of(lease.over, "attach")
         # Step 1: connect, and send HELLO and ATTACH in one flight.
         deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", lease.address)
-        body, takes_descriptors = Attach(self._options()), self._wanted != Wanted()
+        body, takes_descriptors = Attach(self._options()), self._memory_request != SharedMemoryRequest()
         first = First(Opcode.ATTACH, body, self.session_id, takes_descriptors)
         self.channel, hello, number = yield from dial_for(lease.address, deadline, first)
         # Step 2: HELLO's reply bounds the size of frames, hence of copies.
@@ -345,7 +345,7 @@ class Attachment:
 
     def _options(self) -> tuple[Tlv, ...]:
         token = (Tlv(AttachOption.TOKEN, self.token),) if self.token else ()
-        return (*self._wanted.to_options(), *token, Tlv(AttachOption.OWN_MEMORY, b""))
+        return (*self._memory_request.to_options(), *token, Tlv(AttachOption.OWN_MEMORY, b""))
 
     # --- ending ---
 
@@ -421,7 +421,7 @@ class Attachment:
         return error_of(failure, doing)
 
 
-class OwedAttachment(Owed):
+class AttachmentCleanUp(CleanUp):
     """The connection of a session that an interrupted call was opening. Giving it back closes it."""
 
     def __init__(self, attachment: Attachment) -> None:

@@ -2,7 +2,7 @@
 
 Theory of operation. Ctrl-C raises KeyboardInterrupt at almost any call of the main thread, and a second Ctrl-C
 interrupts whatever runs after the first. So an interrupted call does not clean up itself. Before a request is sent, its
-call records in an `Owed` what the request may make. The handler of an interrupt only marks that as due and starts a
+call records in an `CleanUp` what the request may make. The handler of an interrupt only marks that as due and starts a
 thread, which no Ctrl-C reaches (`sync.clean_ups`). Python handles signals only at the beginning of a function, at a
 loop's next turn and after a call, so none can come between these statements.
 
@@ -22,7 +22,7 @@ CLEAN_UP_S: Final = 2.0
 They take milliseconds if the daemon answers."""
 
 
-class Owed:
+class CleanUp:
     """An object that must be given back if the call that makes it is interrupted.
 
     Attributes:
@@ -51,7 +51,7 @@ class Owed:
         raise NotImplementedError
 
 
-def owing(clean_up: Owed, procedure: Procedure[T]) -> Procedure[T]:
+def with_clean_up(clean_up: CleanUp, procedure: Procedure[T]) -> Procedure[T]:
     """Run a procedure. If it is interrupted, mark `clean_up` as due."""
     try:
         result = yield from procedure

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final, NamedTuple, cast
 
-from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed
+from gpulease.client.core.clean_ups import CLEAN_UP_S, CleanUp
 from gpulease.client.core.waits import Deadline, Procedure, Sleep, Wait
 from gpulease.client.errors import Disconnected, GpuLeaseError, error_of
 from gpulease.client.transport.channel import Channel, connect_error, resolve, start_connecting
@@ -197,7 +197,7 @@ def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, sess
     return (yield from receive(channel, request_id, deadline))
 
 
-class OwedGrant(Owed):
+class GrantCleanUp(CleanUp):
     """The lease that the first request of a connection may have made.
 
     Attributes:
@@ -274,14 +274,14 @@ class First(NamedTuple):
         body: Its body.
         session_id: The session that it is for.
         takes_descriptors: Whether to accept descriptors that come with its reply.
-        owed: Records what the request may make, if that must be given back after an interrupt.
+        clean_up: Records what the request may make, if that must be given back after an interrupt.
     """
 
     op: Opcode
     body: Body
     session_id: int = 0
     takes_descriptors: bool = False
-    owed: OwedGrant | None = None
+    clean_up: GrantCleanUp | None = None
 
 
 def dial(address: Address, deadline: Deadline) -> Procedure[tuple[Channel, HelloReply]]:
@@ -311,7 +311,7 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
         hello_id, frame = channel.link.request(Opcode.HELLO, Hello(0, AGENT, options))
         if first is not None:
             channel.takes_descriptors = first.takes_descriptors
-            clean_up = first.owed
+            clean_up = first.clean_up
             makes = clean_up is not None
             first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
             if clean_up is not None:
@@ -330,8 +330,8 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
         raise
     except BaseException:
         # The call was interrupted. If a request in flight may make something, the connection is still needed
-        # (`OwedGrant`).
-        if first is None or first.owed is None:
+        # (`GrantCleanUp`).
+        if first is None or first.clean_up is None:
             channel.close()
         raise
     return channel, cast(HelloReply, hello), first_id

@@ -26,7 +26,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 from gpulease.client.core.exchange import (
     Clock,
     FixedDeadline,
-    OwedGrant,
+    GrantCleanUp,
     ask_once,
     dial,
     disconnected,
@@ -161,7 +161,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
 
 
 def acquire_in(
-    fleet: Fleet, request: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock = time.monotonic
+    fleet: Fleet, request: LeaseAlloc, make: Make[T], clean_up: GrantCleanUp, clock: Clock = time.monotonic
 ) -> Procedure[T]:
     """Ask a fleet for a lease, and make it from the grant.
 
@@ -169,13 +169,13 @@ def acquire_in(
         fleet: The fleet.
         request: The request, with the time that it may wait for room.
         make: Makes the lease.
-        owed: Records what a node may have granted.
+        clean_up: Records what a node may have granted.
         clock: The monotonic time in seconds.
 
     Raises CapacityExceeded, Drained, Disconnected or a similar error, or InvalidRequest. The error says how many nodes
     were asked, and why each refused.
     """
-    return (yield from _Search(fleet, request, make, owed, clock).run())
+    return (yield from _Search(fleet, request, make, clean_up, clock).run())
 
 
 class _Refusal(NamedTuple):
@@ -189,14 +189,14 @@ class _Refusal(NamedTuple):
 class _Search(Generic[T]):
     """One acquire in a fleet, until a node grants."""
 
-    def __init__(self, fleet: Fleet, request: LeaseAlloc, make: Make[T], owed: OwedGrant, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, request: LeaseAlloc, make: Make[T], clean_up: GrantCleanUp, clock: Clock) -> None:
         self._fleet = fleet
         self._make = make
-        self._owed = owed
+        self._clean_up = clean_up
         self._clock = clock
         # One id for all tries of this call: a node that has granted it already answers with the same lease.
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
-        self._wanted = replace(request, parameters=(*request.parameters, request_id))
+        self._request = replace(request, parameters=(*request.parameters, request_id))
         self._place = _place_of(request)
         # The wait for room is that of the whole acquire: each node gets a slice of it.
         self._end = clock() + request.wait_ms / 1000
@@ -308,12 +308,12 @@ class _Search(Generic[T]):
             try:
                 channel, hello = yield from self._dial(candidate)
                 # Each try waits only for the rest of its slice.
-                request = replace(self._wanted, wait_ms=int(left_s * 1000))
+                request = replace(self._request, wait_ms=int(left_s * 1000))
                 number, frame = channel.link.request(Opcode.LEASE_ALLOC, request, makes=True)
-                self._owed.channel, self._owed.number = channel, number
+                self._clean_up.channel, self._clean_up.number = channel, number
                 answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
                 if isinstance(answer, LeaseGrant):
-                    self._owed.made = answer
+                    self._clean_up.made = answer
                     channel.link.claim(number)
                     return self._make(channel, hello, answer)
             except GpuLeaseError as error:

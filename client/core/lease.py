@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NotRequired, Protocol, TypedDict, cast
 
 from gpulease.client.core.assigned_leases import assigned_lease_id
-from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed, owing
+from gpulease.client.core.clean_ups import CLEAN_UP_S, CleanUp, with_clean_up
 from gpulease.client.core.daemon_warnings import log_warning
 from gpulease.client.core.events import EVERY_LEASE, EventStream, RefusalStream
 from gpulease.client.core.exchange import (
@@ -26,7 +26,7 @@ from gpulease.client.core.exchange import (
     Clock,
     First,
     FixedDeadline,
-    OwedGrant,
+    GrantCleanUp,
     answer_to,
     dial,
     dial_for,
@@ -384,7 +384,7 @@ class LeaseHandle:
         self.regions: weakref.WeakValueDictionary[int, LeaseHandle] = weakref.WeakValueDictionary()
         self.attached: Callable[[], Any] = lambda: None
         self.words: SessionWords | None = None
-        self.unsettled: dict[OwedReply, None] = {}
+        self.unsettled: dict[ReplyCleanUp, None] = {}
         # The deadline counts from now, so it is slightly later than the daemon's own.
         self.extend(grant.generation, grant.ttl_ms, grant.expires_at_unix_s)
         register(self)
@@ -466,9 +466,9 @@ class LeaseHandle:
         else:
             self.channel.close()
 
-    def owed_free(self) -> OwedGrant:
-        """Return the `Owed` of a call that frees the lease: if the call is interrupted, another connection frees it."""
-        return OwedGrant(free_of, self.channel, self.grant)
+    def free_clean_up(self) -> GrantCleanUp:
+        """Return the clean-up of a call that frees the lease: if that is interrupted, another connection frees it."""
+        return GrantCleanUp(free_of, self.channel, self.grant)
 
     def free_at_exit(self) -> Procedure[None]:
         """Free the lease at the end of a `with` block; it may have ended already."""
@@ -543,12 +543,12 @@ class LeaseHandle:
         """Change its size. Raises CapacityExceeded or AllocFailed."""
         # Buffers held for reuse count as used, and would prevent a shrink, so free them.
         yield from self.finish_sent()
-        owed = OwedSize(self)
-        yield from owing(owed, self._resize(LeaseResize(self.grant.lease_id, size_bytes), owed))
+        clean_up = SizeCleanUp(self)
+        yield from with_clean_up(clean_up, self._resize(LeaseResize(self.grant.lease_id, size_bytes), clean_up))
 
-    def _resize(self, body: LeaseResize, owed: "OwedSize") -> Procedure[None]:
-        yield from self._control(Opcode.LEASE_RESIZE, body, owed=owed)
-        owed.note()
+    def _resize(self, body: LeaseResize, clean_up: "SizeCleanUp") -> Procedure[None]:
+        yield from self._control(Opcode.LEASE_RESIZE, body, clean_up=clean_up)
+        clean_up.note()
 
     def park(self) -> Procedure[int]:
         """Move the session's memory to the host's memory, and return how many bytes that were.
@@ -626,7 +626,7 @@ class LeaseHandle:
         return EventStream(self.address, self.grant.lease_id, self.token)
 
     def _control(
-        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, owed: "OwedReply | None" = None
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, clean_up: "ReplyCleanUp | None" = None
     ) -> Procedure[Any]:
         """Send a request about the lease; returns the reply's body.
 
@@ -634,38 +634,40 @@ class LeaseHandle:
             op: The operation.
             body: The request's body.
             waits_for_daemon: Whether to wait for a daemon that is restarting.
-            owed: Records the request and its reply, if the reply brings something that must not be lost.
+            clean_up: Records the request and its reply, if the reply brings something that must not be lost.
         """
         doing = doing_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
             raise error_of(self.over, doing)
         # First settle the requests of interrupted calls.
-        yield from self.settle_owed()
+        yield from self.settle_clean_ups()
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         # Wait no longer than the lease lasts: after that there is nothing to renew, free or query.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
-        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, owed))
+        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, clean_up))
         if isinstance(answer, Failure):
             raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
         return answer
 
-    def settle_owed(self) -> Procedure[None]:
+    def settle_clean_ups(self) -> Procedure[None]:
         """Give back what interrupted calls have made on its connection."""
-        for owed in [*self.unsettled]:
-            yield from owed.settle()
-            if owed.is_settled:
-                self.unsettled.pop(owed, None)
+        for clean_up in [*self.unsettled]:
+            yield from clean_up.settle()
+            if clean_up.is_settled:
+                self.unsettled.pop(clean_up, None)
 
-    def _ask_until(self, op: Opcode, body: Body, doing: str, wait_s: float, owed: "OwedReply | None") -> Procedure[Any]:
+    def _ask_until(
+        self, op: Opcode, body: Body, doing: str, wait_s: float, clean_up: "ReplyCleanUp | None"
+    ) -> Procedure[Any]:
         """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
         # Until the time is over, try again after each failure to connect, with longer pauses.
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
-                return (yield from self._ask_again_if_stale(op, body, doing, owed, is_again=failures > 0))
+                return (yield from self._ask_again_if_stale(op, body, doing, clean_up, is_again=failures > 0))
             # Try again after Busy as well: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
@@ -705,7 +707,7 @@ class LeaseHandle:
         return is_stale
 
     def _ask_again_if_stale(
-        self, op: Opcode, body: Body, doing: str, owed: "OwedReply | None", *, is_again: bool
+        self, op: Opcode, body: Body, doing: str, clean_up: "ReplyCleanUp | None", *, is_again: bool
     ) -> Procedure[Any]:
         """Send on the connection on which the lease was granted; if that is dead, send once more on a new one.
 
@@ -719,7 +721,7 @@ class LeaseHandle:
                 # A move waits for room as long as the acquire would have.
                 wait_s = self.asked.wait_ms / 1000 if op is Opcode.LEASE_MOVE and self.asked is not None else 0.0
                 deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S + wait_s, doing, self.address, self.clock)
-                ask = answer_to if owed is None else owed.ask
+                ask = answer_to if clean_up is None else clean_up.ask
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
                 self.channel.close()
@@ -738,7 +740,7 @@ class LeaseHandle:
             return answer
 
 
-class OwedReply(Owed):
+class ReplyCleanUp(CleanUp):
     """The object that the reply to a request on a lease's own connection may bring.
 
     Attributes:
@@ -802,7 +804,7 @@ class OwedReply(Owed):
             channel.close()
 
 
-class OwedSize(OwedReply):
+class SizeCleanUp(ReplyCleanUp):
     """The size that an interrupted change has set. The next change is relative to it."""
 
     def _give_back(self) -> Procedure[None]:
@@ -933,13 +935,17 @@ class LeaseView:
         weakref.finalize(self, free_silently, self._state)
 
 
-def owed_lease() -> OwedGrant:
-    """Return the `Owed` of an acquire, which frees the lease if the acquire is interrupted."""
-    return OwedGrant(free_of)
+def lease_clean_up() -> GrantCleanUp:
+    """Return the `CleanUp` of an acquire, which frees the lease if the acquire is interrupted."""
+    return GrantCleanUp(free_of)
 
 
 def acquire(
-    where: Address | Fleet, request: LeaseAlloc, lock: Any, owed: OwedGrant, spare: SpareConnections | None = None
+    where: Address | Fleet,
+    request: LeaseAlloc,
+    lock: Any,
+    clean_up: GrantCleanUp,
+    spare: SpareConnections | None = None,
 ) -> Procedure[LeaseHandle]:
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
@@ -947,17 +953,19 @@ def acquire(
         where: The daemon or the fleet.
         request: The request.
         lock: The API's kind of lock.
-        owed: Records what may have been granted, so that it can be given back.
+        clean_up: Records what may have been granted, so that it can be given back.
         spare: Connections to the daemon to use first; a freed lease's connection is added to them. Only for a single
           daemon.
     """
     # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
     if isinstance(where, Fleet):
-        lease = yield from acquire_in(where, request, partial(_lease_on, lock=lock), owed)
+        lease = yield from acquire_in(where, request, partial(_lease_on, lock=lock), clean_up)
         lease.fleet = where
     else:
         limit_s = ACQUIRE_REPLY_LIMIT_S + request.wait_ms / 1000
-        lease = yield from _open(where, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, owed, spare)
+        lease = yield from _open(
+            where, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, clean_up, spare
+        )
     lease.waiting, lease.asked = WAITING.read(request.parameters), request
     lease.is_latency = LATENCY.read(request.parameters)
     # The grant does not carry the name's epoch: ask for it.
@@ -965,8 +973,8 @@ def acquire(
         try:
             yield from _take_name(lease, name)
         except GpuLeaseError:
-            owed.is_due = True
-            yield from owed.settle()
+            clean_up.is_due = True
+            yield from clean_up.settle()
             raise
     return lease
 
@@ -988,7 +996,7 @@ def _take_claim(lease: LeaseHandle, report: LeaseReport) -> None:
     lease.name, lease.epoch = report.get("name", ""), report.get("epoch", 0)
 
 
-def reacquire(lease: LeaseHandle, lock: Any, owed: OwedGrant) -> Procedure[LeaseHandle]:
+def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedure[LeaseHandle]:
     """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
     if lease.over is OF_PARENT:
         raise error_of(OF_PARENT, "reacquire")
@@ -1003,7 +1011,7 @@ def reacquire(lease: LeaseHandle, lock: Any, owed: OwedGrant) -> Procedure[Lease
             )
     if lease.asked is None:
         raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one by GpuBuilder")
-    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock, owed))
+    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock, clean_up))
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle]:
@@ -1053,7 +1061,7 @@ def _open(
     body: Body,
     reply_limit_s: float,
     grant_of: Callable[[Any], LeaseGrant],
-    owed: OwedGrant | None = None,
+    clean_up: GrantCleanUp | None = None,
     spare: SpareConnections | None = None,
 ) -> Procedure[LeaseHandle]:
     """Connect, send the request that yields a lease, and keep the connection for the lease; close it on any failure.
@@ -1065,7 +1073,7 @@ def _open(
         body: Its body.
         reply_limit_s: Longest wait for the reply, in seconds.
         grant_of: Makes the grant from the reply's body.
-        owed: Records what the request may make; None if it makes nothing.
+        clean_up: Records what the request may make; None if it makes nothing.
         spare: Connections to use first. If one has ended, the daemon takes back what it makes for it.
     """
     doing = doing_of(op)
@@ -1075,20 +1083,20 @@ def _open(
     try:
         # Step 1: connect, and send the request right after HELLO; or send it on a spare connection.
         if connection is None:
-            channel, hello, number = yield from dial_for(address, deadline, First(op, body, owed=owed))
+            channel, hello, number = yield from dial_for(address, deadline, First(op, body, clean_up=clean_up))
         else:
             channel, hello = connection
-            number, frame = channel.link.request(op, body, makes=owed is not None)
-            if owed is not None:
-                owed.channel, owed.number = channel, number
+            number, frame = channel.link.request(op, body, makes=clean_up is not None)
+            if clean_up is not None:
+                clean_up.channel, clean_up.number = channel, number
             yield from send(channel, (frame,), deadline)
         deadline = FixedDeadline(reply_limit_s, doing, address)
         # The grant may take long, so PINGs check whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, deadline, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
             raise error_of(reply, doing)
-        if owed is not None:
-            owed.made = reply
+        if clean_up is not None:
+            clean_up.made = reply
             channel.link.claim(number)
         lease = _lease_on(channel, hello, grant_of(reply), lock)
         if spare is not None:
@@ -1104,8 +1112,8 @@ def _open(
             channel.close()
         raise
     except BaseException:
-        # The call was interrupted. If the request may have made something, its reply is still needed (`OwedGrant`).
-        if channel is not None and owed is None:
+        # The call was interrupted. If the request may have made something, its reply is still needed (`GrantCleanUp`).
+        if channel is not None and clean_up is None:
             channel.close()
         raise
     # The spare connection had ended because the daemon stopped or restarted, so the others have ended as well.
@@ -1115,7 +1123,7 @@ def _open(
     if isinstance(body, LeaseAlloc):
         waited_ms = min(int((time.monotonic() - began_s) * 1000), body.wait_ms)
         body, reply_limit_s = replace(body, wait_ms=body.wait_ms - waited_ms), reply_limit_s - waited_ms / 1000
-    return (yield from _open(address, lock, op, body, reply_limit_s, grant_of, owed, spare))
+    return (yield from _open(address, lock, op, body, reply_limit_s, grant_of, clean_up, spare))
 
 
 def free_of(granted: LeaseGrant | RegionGrant) -> First:

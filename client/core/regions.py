@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpulease.client.core.attachment import Attachment
-from gpulease.client.core.clean_ups import owing
+from gpulease.client.core.clean_ups import with_clean_up
 from gpulease.client.core.events import RefusalStream
-from gpulease.client.core.lease import LEASE_OVER, LeaseHandle, OwedReply
+from gpulease.client.core.lease import LEASE_OVER, LeaseHandle, ReplyCleanUp
 from gpulease.client.core.lease_request import MAX_WIRE_BYTES, milliseconds, size_of, whole
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, InvalidRequest
@@ -171,12 +171,12 @@ class RegionHandle(LeaseHandle):
             polls += 1
 
     def _control(
-        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, owed: OwedReply | None = None
+        self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, clean_up: ReplyCleanUp | None = None
     ) -> Procedure[Any]:
         # A lease's end is its regions' end, even if no failure has named the region.
         if self.over is None:
             self.over = self.parent.over
-        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, owed=owed))
+        return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, clean_up=clean_up))
 
 
 class RegionView(BorrowedBuffer):
@@ -266,7 +266,7 @@ class RegionView(BorrowedBuffer):
         return self._state.refusal_stream()
 
 
-class OwedRegion(OwedReply):
+class RegionCleanUp(ReplyCleanUp):
     """A region that an interrupted call was opening or closing, and that is still to be closed.
 
     Attributes:
@@ -280,7 +280,7 @@ class OwedRegion(OwedReply):
         self.tenant = tenant
 
     @classmethod
-    def of(cls, region: RegionHandle) -> "OwedRegion":
+    def of(cls, region: RegionHandle) -> "RegionCleanUp":
         """An open region, for a call that closes it."""
         return cls(region.parent, region.tenant, region)
 
@@ -296,37 +296,37 @@ class OwedRegion(OwedReply):
                 yield from self.opened().close()
 
 
-def close_owing(region: RegionHandle) -> Procedure[None]:
+def close_with_clean_up(region: RegionHandle) -> Procedure[None]:
     """Close a region; if that is interrupted, its lease's next request finishes it."""
-    return owing(OwedRegion.of(region), region.close())
+    return with_clean_up(RegionCleanUp.of(region), region.close())
 
 
-def owed_region(lease: LeaseHandle, tenant: str | None) -> OwedRegion:
+def region_clean_up(lease: LeaseHandle, tenant: str | None) -> RegionCleanUp:
     """What `open_region` may make. Args as there. Raises InvalidRequest."""
-    return OwedRegion(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
+    return RegionCleanUp(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
 
 
-def open_region(owed: OwedRegion, size: int | str, ttl_secs: float | None) -> Procedure[RegionHandle]:
+def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None) -> Procedure[RegionHandle]:
     """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest and their like.
 
     Args:
-        owed: Notes what may have been granted.
+        clean_up: Notes what may have been granted.
         size: Bytes, or a string such as "64MiB".
         ttl_secs: Its lifetime in seconds; None for the lease's last one.
     """
-    lease = owed.lease
+    lease = clean_up.lease
     # By default it lasts as long as the lease was last granted.
     ttl_ms = milliseconds(lease.ttl_s if ttl_secs is None else ttl_secs, "region: ttl_secs", least_ms=1)
-    body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, owed.tenant)
+    body = RegionOpen(lease.grant.lease_id, size_of(size, "region: size"), ttl_ms, clean_up.tenant)
     # Buffers that the client holds for reuse take room in the slice: free them first.
     yield from lease.finish_sent()
-    yield from lease._control(Opcode.REGION_OPEN, body, owed=owed)
-    return owed.opened()
+    yield from lease._control(Opcode.REGION_OPEN, body, clean_up=clean_up)
+    return clean_up.opened()
 
 
 def resize(lease: LeaseHandle, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
-    yield from lease.settle_owed()
+    yield from lease.settle_clean_ups()
     # The caller passes the change, and the request the new size.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{doing}: size")
     yield from lease.resize(whole(size_bytes, f"{doing}: the new size", least=1, most=MAX_WIRE_BYTES))

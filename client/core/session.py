@@ -26,11 +26,11 @@ from gpulease.client.errors import InvalidRequest, error_of
 from gpulease.client.fork_guard import OF_PARENT
 from gpulease.client.handles import BorrowedBuffer, Module
 from gpulease.client.transport.arena import empty
-from gpulease.client.transport.ring import wanted_of
+from gpulease.client.transport.ring import shared_memory_request
 from gpulease.client.transport.spin_policy import spin_policy_of
 from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.opcodes import Opcode, SessionOption
-from gpulease.protocol.ring import Wanted
+from gpulease.protocol.ring import SharedMemoryRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +78,7 @@ class SessionCore:
         Raises InvalidRequest for another lease's grant.
         """
         # Memory can only be shared on one host, which the address shows.
-        memory_request = wanted_of(lease.address) if shared_memory else Wanted()
+        memory_request = shared_memory_request(lease.address) if shared_memory else SharedMemoryRequest()
         # The session's frames name this lease, so a token of another one would be refused for each of them.
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")

@@ -10,7 +10,7 @@ from _thread import start_new_thread
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from gpulease.client.core.clean_ups import CLEAN_UP_S, Owed
+from gpulease.client.core.clean_ups import CLEAN_UP_S, CleanUp
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import drive
@@ -21,49 +21,49 @@ R = TypeVar("R")
 _POLL_S: Final = 0.001
 """Pause between two checks whether something was given back, in seconds."""
 
-due: Final[dict[Owed, None]] = {}
+due: Final[dict[CleanUp, None]] = {}
 """The objects that threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
 
 
-def drive_owing(owed: Owed, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
-    """Drive a procedure, and return `make_result(result)`. If the call is interrupted, a thread settles `owed`."""
+def drive_with_clean_up(clean_up: CleanUp, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
+    """Drive a procedure, and return `make_result(result)`. If the call is interrupted, a thread settles `clean_up`."""
     try:
         result = make_result(drive(procedure))
-        owed.is_settled = True
+        clean_up.is_settled = True
         return result
     except GpuLeaseError:
-        owed.is_settled = True
+        clean_up.is_settled = True
         raise
     except BaseException:
         # No interrupt can come between this and the thread's start: see `core.clean_ups`.
-        due[owed] = None
-        owed.is_due = True
-        start_new_thread(settle, (owed,))
+        due[clean_up] = None
+        clean_up.is_due = True
+        start_new_thread(settle, (clean_up,))
         # Wait, so that the object is given back before the next call. Another interrupt ends only this wait.
-        _wait(lambda: owed in due)
+        _wait(lambda: clean_up in due)
         raise
 
 
-def give_back(owed: Owed) -> None:
+def clean_up_in_thread(clean_up: CleanUp) -> None:
     """Have a thread give back an object that the program has dropped.
 
     For finalizers, where Python discards interrupts.
     """
-    due[owed] = None
-    owed.is_due = True
-    start_new_thread(settle, (owed,))
+    due[clean_up] = None
+    clean_up.is_due = True
+    start_new_thread(settle, (clean_up,))
 
 
-def settle(owed: Owed) -> None:
+def settle(clean_up: CleanUp) -> None:
     """Give back what is owed. Runs in a separate thread."""
     try:
-        drive(owed.settle())
+        drive(clean_up.settle())
     finally:
-        due.pop(owed, None)
+        due.pop(clean_up, None)
 
 
 def nothing(_: object) -> None:
-    """The `made` of `drive_owing` for a result that is not needed."""
+    """The `made` of `drive_with_clean_up` for a result that is not needed."""
 
 
 def _wait(is_unsettled: Callable[[], bool]) -> None:

@@ -8,24 +8,24 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.core.events import OnWarning
-from gpulease.client.core.exchange import OwedGrant
+from gpulease.client.core.exchange import GrantCleanUp
 from gpulease.client.core.lease import (
     LeaseHandle,
     LeaseReport,
     LeaseUse,
     LeaseView,
     acquire,
-    owed_lease,
+    lease_clean_up,
     reacquire,
 )
 from gpulease.client.core.lease_request import LeaseRequest
-from gpulease.client.core.regions import open_region, owed_region, resize
+from gpulease.client.core.regions import open_region, region_clean_up, resize
 from gpulease.client.core.spare_connections import SpareConnections
 from gpulease.client.core.submits import Image
 from gpulease.client.core.tokens import TOKEN_S, Grant, HeldToken, issue_request, token_of
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import drive_owing, nothing
+from gpulease.client.sync.clean_ups import drive_with_clean_up, nothing
 from gpulease.client.sync.driver import ask, drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, WarningWatch, keep_alive
 from gpulease.client.sync.regions import Region
@@ -43,13 +43,13 @@ class GpuBuilder(LeaseRequest):
 
         Raises CapacityExceeded if no card has room before the wait ends, Disconnected if the daemon can't be reached.
         """
-        owed, request = self._acquisition(None)
-        return drive_owing(owed, request, GpuLease)
+        clean_up, request = self._acquisition(None)
+        return drive_with_clean_up(clean_up, request, GpuLease)
 
-    def _acquisition(self, spare: SpareConnections | None) -> tuple[OwedGrant, Procedure[LeaseHandle]]:
-        """Return the `Owed` and the procedure of an acquire, which uses a spare connection if there is one."""
-        owed = owed_lease()
-        return owed, acquire(self._where(), self._request(), threading.RLock(), owed, spare)
+    def _acquisition(self, spare: SpareConnections | None) -> tuple[GrantCleanUp, Procedure[LeaseHandle]]:
+        """Return the `CleanUp` and the procedure of an acquire, which uses a spare connection if there is one."""
+        clean_up = lease_clean_up()
+        return clean_up, acquire(self._where(), self._request(), threading.RLock(), clean_up, spare)
 
 
 class GpuLease(LeaseView):
@@ -83,8 +83,8 @@ class GpuLease(LeaseView):
 
         Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
         """
-        owed = owed_lease()
-        return drive_owing(owed, reacquire(self._state, threading.RLock(), owed), GpuLease)
+        clean_up = lease_clean_up()
+        return drive_with_clean_up(clean_up, reacquire(self._state, threading.RLock(), clean_up), GpuLease)
 
     def note(self, data: Mapping[str, Any]) -> None:
         """Write a record about the lease to the node's audit log; returns once the record is on disk.
@@ -180,8 +180,8 @@ class GpuLease(LeaseView):
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
         """
-        owed = owed_region(self._state, tenant)
-        return drive_owing(owed, open_region(owed, size, ttl_secs), Region)
+        clean_up = region_clean_up(self._state, tenant)
+        return drive_with_clean_up(clean_up, open_region(clean_up, size, ttl_secs), Region)
 
     def watch_regions(self) -> RegionWatch:
         """Subscribe to the launches that any region of this lease refuses."""
@@ -280,7 +280,7 @@ class GpuLease(LeaseView):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # If an error left the block, an error of freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
-            drive_owing(self._state.owed_free(), self._state.free_at_exit(), nothing)
+            drive_with_clean_up(self._state.free_clean_up(), self._state.free_at_exit(), nothing)
 
 
 class GpuSharedLease(LeaseView):

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpulease.client.core.lease import LeaseReport
-from gpulease.client.core.regions import OwedRegion, RegionHandle, RegionView
+from gpulease.client.core.regions import RegionCleanUp, RegionHandle, RegionView
 from gpulease.client.errors import GpuLeaseError
-from gpulease.client.sync.clean_ups import drive_owing, give_back, nothing
+from gpulease.client.sync.clean_ups import clean_up_in_thread, drive_with_clean_up, nothing
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.events import KeepAlive, LeaseEvents, RegionWatch, keep_alive
 from gpulease.protocol import RevokeOutcome
@@ -102,7 +102,7 @@ class Region(RegionView):
         if self.owner is None:
             return
         try:
-            drive_owing(OwedRegion.of(self._state), self._state.close(), nothing)
+            drive_with_clean_up(RegionCleanUp.of(self._state), self._state.close(), nothing)
         except GpuLeaseError:
             self._detach()
             raise
@@ -129,4 +129,4 @@ class Region(RegionView):
 
 
 def _leave(state: RegionHandle) -> None:
-    give_back(OwedRegion.of(state))
+    clean_up_in_thread(RegionCleanUp.of(state))

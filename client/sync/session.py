@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from gpulease.client.core.arrays import new, upload
-from gpulease.client.core.attachment import OwedAttachment
+from gpulease.client.core.attachment import AttachmentCleanUp
 from gpulease.client.core.copies import SMALL_READ_BYTES
 from gpulease.client.core.elementwise import ElementwiseOperation
 from gpulease.client.core.launch import KernelArguments, LaunchAttributes
@@ -26,7 +26,7 @@ from gpulease.client.kernels.function_kernels import kernel_of
 from gpulease.client.kernels.numba_kernel import Signature
 from gpulease.client.kernels.toolchain import checked_version
 from gpulease.client.sync.arrays import Array, make
-from gpulease.client.sync.clean_ups import drive_owing
+from gpulease.client.sync.clean_ups import drive_with_clean_up
 from gpulease.client.sync.driver import drive
 from gpulease.client.sync.graphs import Recorder
 from gpulease.client.sync.idle_frees import free_when_idle
@@ -87,7 +87,7 @@ class GpuSession(SessionView):
         register(self)
         try:
             # ATTACH and its reply. From then on the finalizer ends the session when its last reference is dropped.
-            drive_owing(OwedAttachment(session.attachment), session.attach(), self._opened)
+            drive_with_clean_up(AttachmentCleanUp(session.attachment), session.attach(), self._opened)
         except GpuLeaseError:
             session.attachment.give_up()
             raise

@@ -28,7 +28,15 @@ from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import NO_DATA, READS_PER_CLOCK, Given, RingLayout, SyncWords, Wanted, client_ends
+from gpulease.protocol.ring import (
+    NO_DATA,
+    READS_PER_CLOCK,
+    RingLayout,
+    SharedMemoryGrant,
+    SharedMemoryRequest,
+    SyncWords,
+    client_ends,
+)
 from gpulease.protocol.time_units import NS_PER_S
 
 BELLS_BYTES: Final = 4096
@@ -40,12 +48,12 @@ ARENA_BYTES: Final = 1 << 30
 """Size of the arena that a session asks for. Only the part in use takes physical memory."""
 
 
-def wanted_of(address: Address) -> Wanted:
+def shared_memory_request(address: Address) -> SharedMemoryRequest:
     """The memory to share with the worker at an address, by this machine's capabilities (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
-        return Wanted()
+        return SharedMemoryRequest()
     # The ring relies on x86-64's memory order (`protocol.ring`).
-    return Wanted(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES, words=True)
+    return SharedMemoryRequest(ring=platform.machine() == "x86_64", arena_bytes=ARENA_BYTES, words=True)
 
 
 class Shared(NamedTuple):
@@ -59,7 +67,7 @@ class Shared(NamedTuple):
 def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     """Make the session's channel and shared memory from the options of ATTACH's reply. Raises Disconnected."""
     # The reply's options show what the worker provides; the descriptors came with the reply's first byte.
-    memory_grant = Given.from_options(options)
+    memory_grant = SharedMemoryGrant.from_options(options)
     descriptors = iter(channel.descriptors)
     # The descriptors come in a fixed order (ring, arena, words), without those that are not provided.
     try:

@@ -124,7 +124,7 @@ class TimeShares:
 
     def __init__(self) -> None:
         # The balances of tenants, by name, and of sessions, by number.
-        self._owed: dict[Key, float] = {}
+        self._balance_ns: dict[Key, float] = {}
         # The parts in the last round of those that got less than their demand, or that have a cap.
         self._parts: dict[Key, float] = {}
         # Each session's part of the next round, before debts and credits.
@@ -137,7 +137,7 @@ class TimeShares:
         self._allowances: dict[int, int] = {}
         self._turns = Turns()
         # The balances of tenants with latency sessions, which decide whether these are obeyed.
-        self._latency_owed: dict[str, float] = {}
+        self._latency_balance_ns: dict[str, float] = {}
         self._obeyed: set[str] = set()
         self._mask = 0
         self._is_bounded = False
@@ -292,13 +292,13 @@ class TimeShares:
             self._at_cap.add(tenant)
         else:
             # The others get their demands, so what this tenant took from them earlier is gradually forgiven.
-            self._owed[tenant] = min(0.0, self._owed.get(tenant, 0.0) + round_ns)
+            self._balance_ns[tenant] = min(0.0, self._balance_ns.get(tenant, 0.0) + round_ns)
         # Its sessions share that by their own weights, once with the tenant's balance and once without.
         demand_by_session, weights = {one.session: demands[one.session] for one in own}, _weights(own)
         self._shares |= fill(part_ns, demand_by_session, weights)
         is_limited = tenant in self._parts
         if is_limited:
-            part_ns = max(0.0, part_ns + self._owed.get(tenant, 0.0) / _CORRECTION_ROUNDS)
+            part_ns = max(0.0, part_ns + self._balance_ns.get(tenant, 0.0) / _CORRECTION_ROUNDS)
         shares = fill(part_ns, demand_by_session, weights)
         targets: dict[int, float] = {}
         for one in own:
@@ -311,7 +311,7 @@ class TimeShares:
             elif share_ns < demand_ns * _ALL:
                 self._parts[one.session] = share_ns
                 self._is_short = self._is_short or cap is None
-                owed_ns = self._owed.get(one.session, 0.0) if len(own) > 1 else 0.0
+                owed_ns = self._balance_ns.get(one.session, 0.0) if len(own) > 1 else 0.0
                 targets[one.session] = max(0.0, share_ns + owed_ns / _CORRECTION_ROUNDS)
             elif cap is not None:
                 targets[one.session] = part_ns
@@ -350,9 +350,9 @@ class TimeShares:
         if idle_ns > 0.0 and self._is_short and not self._turns:
             self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
             # The card was idle while debtors were held back, so no other tenant wanted the time that they owe.
-            for one, owed_ns in self._owed.items():
+            for one, owed_ns in self._balance_ns.items():
                 if owed_ns < 0.0:
-                    self._owed[one] = min(0.0, owed_ns + idle_ns)
+                    self._balance_ns[one] = min(0.0, owed_ns + idle_ns)
         else:
             self._slack_ns *= _SLACK_KEPT
 
@@ -366,7 +366,7 @@ class TimeShares:
         # time.
         balances_ns: dict[Key, float] = {}
         for tenant in by_tenant:
-            balances_ns[tenant] = self._owed.get(tenant, 0.0)
+            balances_ns[tenant] = self._balance_ns.get(tenant, 0.0)
             if tenant in self._at_cap and tenant in caps:
                 balances_ns[tenant] += more_ns * caps[tenant] - used[tenant]
                 balances_ns[tenant] = min(max(balances_ns[tenant], -MAX_DEBT_NS), _MAX_CAP_CREDIT_NS)
@@ -374,14 +374,14 @@ class TimeShares:
         self._even_out(balances_ns, {tenant: used[tenant] for tenant in short})
         for own in by_tenant.values():
             for one in own:
-                balances_ns[one.session] = self._owed.get(one.session, 0.0)
+                balances_ns[one.session] = self._balance_ns.get(one.session, 0.0)
             # A session that was not held back got its demand, whatever its part was. So it is owed nothing for this
             # round.
             waiting = [one for one in own if one.session in self._parts and self._has_waited(one)]
             self._even_out(balances_ns, {one.session: spent[one.session] for one in waiting})
             _forgive(balances_ns, [one.session for one in waiting])
         # Keep only the balances of this round.
-        self._owed = balances_ns
+        self._balance_ns = balances_ns
 
     def _spent_ns(self, one: SharedSession, more_ns: int) -> float:
         """Return the GPU time charged to a session for the last round, without the time in which its turns begin."""
@@ -409,8 +409,8 @@ class TimeShares:
         demand_by_tenant: Mapping[str, float],
     ) -> None:
         """Decide which tenants' latency sessions are obeyed in the next round."""
-        before, obeyed = self._latency_owed, set()
-        self._latency_owed = {}
+        before, obeyed = self._latency_balance_ns, set()
+        self._latency_balance_ns = {}
         for tenant, own in by_tenant.items():
             if all(one.latency_word is None for one in own):
                 continue
@@ -418,7 +418,7 @@ class TimeShares:
             others = sum(weights[other] for other in by_tenant if other != tenant and demand_by_tenant[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
             owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)
-            self._latency_owed[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)
+            self._latency_balance_ns[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)
             # Use two bounds, so that this does not change in every round. A new tenant is obeyed.
             if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
                 obeyed.add(tenant)

@@ -45,7 +45,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.framing import HEADER_BYTES, Frame, FrameReader, build_header, parse_header
 from gpulease.protocol.limits import DATA_CHUNK_BYTES, MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import Opcode, Waiting
-from gpulease.protocol.ring import AWAITED, DATA_AT, READS_PER_CLOCK, RingLayout, Wanted, worker_ends
+from gpulease.protocol.ring import AWAITED, DATA_AT, READS_PER_CLOCK, RingLayout, SharedMemoryRequest, worker_ends
 from gpulease.protocol.time_units import NS_PER_MS
 
 # --- spinning ---
@@ -676,7 +676,9 @@ def can_share(sock: socket.socket) -> bool:
     return sock.family == socket.AF_UNIX
 
 
-def ring_for(sock: socket.socket, memory_request: Wanted, spin_policy: WorkerSpinPolicy) -> RingWire | None:
+def ring_for(
+    sock: socket.socket, memory_request: SharedMemoryRequest, spin_policy: WorkerSpinPolicy
+) -> RingWire | None:
     """Return a ring for a connection that asks for one, if it can have one, else None.
 
     Rings need a peer on this host and the memory order of x86-64; see `protocol.ring`.

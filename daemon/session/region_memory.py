@@ -77,7 +77,7 @@ class _End:
     Attributes:
         waits: Tickets of the work that has to end before the next step; None before the first one.
         grace_ms: How long the launches that named the region may take; `stuck_ns` is the time when that is over.
-        tell_ns: Time until which to wait for a refusal that reports the region's end.
+        refusal_deadline_ns: Time until which to wait for a refusal that reports the region's end.
         quiet_ns: Time until which to wait for all other work; 0 while the launches that named the region run.
     """
 

@@ -83,7 +83,7 @@ from gpulease.protocol.messages import AttachReply
 from gpulease.protocol.opcodes import Flag, Opcode, SessionOption, Status
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import Given, Wanted
+from gpulease.protocol.ring import SharedMemoryGrant, SharedMemoryRequest
 from gpulease.protocol.time_units import NS_PER_MS
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
@@ -142,7 +142,7 @@ class SessionServer:
         self._spin_policy = spin_policy or WorkerSpinPolicy()
         self._welcome = welcome
         # Bodies of ATTACH's reply, by what the connection gets; see `_reply_body`.
-        self._reply_bodies: dict[tuple[Given, bool, bool], bytes] = {}
+        self._reply_bodies: dict[tuple[SharedMemoryGrant, bool, bool], bytes] = {}
         self._max_connections = MAX_CONNECTIONS if is_shared else 1
         self._connections: dict[int, AttachedConnection] = {}
         # Descriptors of the connections that have requests left to serve.
@@ -170,7 +170,9 @@ class SessionServer:
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
         # Build in advance the reply for what nearly every client asks for.
-        self._reply_body(Given(RING_LAYOUT, MAX_ARENA_BYTES, words=True), owns=True, has_word=self._has_sync_word)
+        self._reply_body(
+            SharedMemoryGrant(RING_LAYOUT, MAX_ARENA_BYTES, words=True), owns=True, has_word=self._has_sync_word
+        )
         served_ns = time.monotonic_ns()
         while True:
             # Step 1: update the heartbeat, and check the connections' deadlines.
@@ -732,13 +734,13 @@ class SessionServer:
         After the reply, all bytes go through the ring if there is one. Raises ConnectionLost.
         """
         # Give the client the ring, arena and page of words that it asked for. Guests and remote clients get less.
-        memory_request = Wanted(attach.ring, attach.arena_bytes)
+        memory_request = SharedMemoryRequest(attach.ring, attach.arena_bytes)
         ring, arena = (
             ring_for(connection.sock, memory_request, self._spin_policy),
             self._arena_for(connection, memory_request),
         )
         words_fd = self._session.regions.page_fd if attach.words and can_share(connection.sock) else -1
-        memory_grant = Given(
+        memory_grant = SharedMemoryGrant(
             None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0
         )
         # Only the lease's owner on this host, as the only connection, may wait by the ring's word: native code answers
@@ -771,7 +773,7 @@ class SessionServer:
     def _has_sync_word(self) -> bool:
         return self._max_connections == 1 and self._session.is_native
 
-    def _reply_body(self, memory_grant: Given, *, owns: bool, has_word: bool) -> bytes:
+    def _reply_body(self, memory_grant: SharedMemoryGrant, *, owns: bool, has_word: bool) -> bytes:
         """Return the body of ATTACH's reply, which is the same for most connections."""
         key = (memory_grant, owns, has_word)
         body = self._reply_bodies.get(key)
@@ -788,7 +790,7 @@ class SessionServer:
             body = self._reply_bodies[key] = build_body(replace(self._welcome, options=options))
         return body
 
-    def _arena_for(self, connection: AttachedConnection, memory_request: Wanted) -> SessionArena | None:
+    def _arena_for(self, connection: AttachedConnection, memory_request: SharedMemoryRequest) -> SessionArena | None:
         """Return the session's arena, if the client asks for it and may have it; otherwise None.
 
         Only one connection at a time may have it, because two clients would use the same bytes. A guest may not have

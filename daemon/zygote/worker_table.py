@@ -59,7 +59,7 @@ class WorkerEntry:
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
         overran: The kernel for which the zygote ended the lease, in words; "" if it did not.
-        look_ns: When the worker can be overdue at the earliest, by the last reading of its page.
+        poll_ns: When the worker can be overdue at the earliest, by the last reading of its page.
         is_overdue: Whether the zygote killed the worker although there was a broker.
         left_gone_by_ns: When the worker had to be gone by the page that the earlier broker left.
     """

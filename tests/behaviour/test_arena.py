@@ -19,7 +19,7 @@ from gpulease.client import (
 )
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import ArenaCopy, Empty, Handle, MemAlloc
-from gpulease.protocol.ring import Wanted
+from gpulease.protocol.ring import SharedMemoryRequest
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, numbers
 from helpers.raw_peer import RawPeer
@@ -153,7 +153,7 @@ def test_without_an_arena_all_works_the_same(daemon: Daemon, over: str) -> None:
 def peer(daemon: Daemon) -> Iterator[RingPeer]:
     with RawPeer(daemon.address).hello() as owner, RingPeer(daemon.address).hello() as peer:
         lease_id = owner.acquire().lease_id
-        assert peer.attach_ring(lease_id, Wanted(ring=True, arena_bytes=ARENA)).arena_bytes == ARENA
+        assert peer.attach_ring(lease_id, SharedMemoryRequest(ring=True, arena_bytes=ARENA)).arena_bytes == ARENA
         yield peer
         owner.free(lease_id)
 

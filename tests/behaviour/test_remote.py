@@ -31,7 +31,7 @@ from gpulease.daemon.remote.acceptor import SPARE_RELAYS
 from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from gpulease.protocol import Failure, Opcode, Status
 from gpulease.protocol.messages import Attach, Empty, LeaseRef, LeaseRenew, LeaseRevoke, Ping
-from gpulease.protocol.ring import Given, Wanted
+from gpulease.protocol.ring import SharedMemoryGrant, SharedMemoryRequest
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
 from helpers.processes import is_running, open_files
@@ -100,9 +100,9 @@ def test_nothing_is_shared_with_a_relayed_peer(daemon: Daemon, pki: Pki) -> None
         grant = peer.acquire()
         with pki.peer(daemon.tls_address, pki.ann).hello() as session:
             session.session_id = grant.lease_id
-            options = Wanted(ring=True, arena_bytes=1 << 20).to_options()
+            options = SharedMemoryRequest(ring=True, arena_bytes=1 << 20).to_options()
             given = session.request(Opcode.ATTACH, Attach(options), grant.lease_id).options
-            assert Given.from_options(given) == Given()
+            assert SharedMemoryGrant.from_options(given) == SharedMemoryGrant()
             assert session.request(Opcode.PING, Ping(5), grant.lease_id) == Ping(5)
         peer.free(grant.lease_id)
 

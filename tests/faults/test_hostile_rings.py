@@ -15,7 +15,7 @@ from gpulease.protocol.errors import FramingError
 from gpulease.protocol.framing import HEADER_BYTES
 from gpulease.protocol.messages import Empty, Handle, Launch, MemAlloc, MemRead, ModuleLoad, ModuleLoaded, Ping
 from gpulease.protocol.opcodes import Flag
-from gpulease.protocol.ring import DATA_AT, Wanted
+from gpulease.protocol.ring import DATA_AT, SharedMemoryRequest
 from helpers.daemon import Daemon
 from helpers.kernels import TRANSFORM, Neighbour, packed_scale_args
 from helpers.processes import cpu_seconds
@@ -215,7 +215,7 @@ def _scribble(peer: RingPeer, words: tuple[int, ...], stop: threading.Event) -> 
 def test_no_ring_where_it_can_not_be(daemon: Daemon, owner: RawPeer) -> None:
     lease_id = owner.acquire().lease_id
     with RingPeer(daemon.address).hello() as plain:
-        assert plain.attach_ring(lease_id, Wanted()).ring is None
+        assert plain.attach_ring(lease_id, SharedMemoryRequest()).ring is None
         assert plain.fds == []
         assert plain.request(Opcode.PING, Ping(1), lease_id) == Ping(1)
     owner.free(lease_id)

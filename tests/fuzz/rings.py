@@ -19,12 +19,12 @@ from gpulease.protocol.ring import (
     DATA_AT,
     MAX_RING_BYTES,
     MIN_RING_BYTES,
-    Given,
     RingLayout,
     RingReader,
     RingWriter,
     SharedMemory,
-    Wanted,
+    SharedMemoryGrant,
+    SharedMemoryRequest,
     worker_ends,
 )
 
@@ -181,9 +181,9 @@ def check_offers(data: bytes) -> None:
         options = parse_body(Attach, data).options
     except BodyError:
         return
-    wanted, given = Wanted.from_options(options), Given.from_options(options)
-    assert Wanted.from_options(wanted.to_options()) == wanted
-    assert Given.from_options(given.to_options()) == given
+    wanted, given = SharedMemoryRequest.from_options(options), SharedMemoryGrant.from_options(options)
+    assert SharedMemoryRequest.from_options(wanted.to_options()) == wanted
+    assert SharedMemoryGrant.from_options(given.to_options()) == given
     assert 0 <= wanted.arena_bytes < 1 << 64
     assert {option.type for option in given.to_options()} <= set(SharedMemory)
 

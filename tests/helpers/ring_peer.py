@@ -11,7 +11,14 @@ from typing import Any
 
 from gpulease.protocol import Opcode, Reply
 from gpulease.protocol.messages import Attach, AttachReply, Body
-from gpulease.protocol.ring import DATA_AT, MAX_DESCRIPTORS, Given, RingLayout, Wanted, client_ends
+from gpulease.protocol.ring import (
+    DATA_AT,
+    MAX_DESCRIPTORS,
+    RingLayout,
+    SharedMemoryGrant,
+    SharedMemoryRequest,
+    client_ends,
+)
 from helpers.raw_peer import REPLY_LIMIT_S, RawPeer
 
 # Words of the memory, see `protocol.ring`.
@@ -27,9 +34,9 @@ class RingPeer(RawPeer):
         words: Its words.
     """
 
-    def attach_ring(self, session_id: int, wanted: Wanted | None = None) -> Given:
+    def attach_ring(self, session_id: int, wanted: SharedMemoryRequest | None = None) -> SharedMemoryGrant:
         self.session_id = session_id
-        body = Attach((wanted or Wanted(ring=True)).to_options())
+        body = Attach((wanted or SharedMemoryRequest(ring=True)).to_options())
         _, frame = self.connection.send_request(Opcode.ATTACH, body, session_id=session_id)
         self.sock.sendall(frame)
         data, self.fds, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_DESCRIPTORS)
@@ -37,7 +44,7 @@ class RingPeer(RawPeer):
         reply = self.connection.next_event()
         assert isinstance(reply, Reply), reply
         assert isinstance(reply.result, AttachReply), reply
-        given = Given.from_options(reply.result.options)
+        given = SharedMemoryGrant.from_options(reply.result.options)
         if given.ring is not None:
             self._map(given.ring)
         return given

@@ -65,7 +65,7 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.opcodes import SessionOption
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import Given
+from gpulease.protocol.ring import SharedMemoryGrant
 
 KERNELS = (
     KernelEntry("scale", 1024, (8, 4, 4)),
@@ -346,7 +346,7 @@ class ScriptedPeer:
 
     def _attach(self, request: Request) -> Body:
         assert request.session_id == LEASE_ID
-        given = Given(RING_LAYOUT) if self.gives_rings else Given()
+        given = SharedMemoryGrant(RING_LAYOUT) if self.gives_rings else SharedMemoryGrant()
         granule = self.region_granule_bytes.to_bytes(4, "big")
         newer = (Tlv(SessionOption.REGIONS, granule), Tlv(SessionOption.LAUNCH_WITH, b""))
         told: tuple[Tlv, ...] = newer if self.region_granule_bytes else ()

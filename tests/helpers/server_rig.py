@@ -50,7 +50,7 @@ from gpulease.protocol.messages import (
     ModuleLoaded,
 )
 from gpulease.protocol.opcodes import Flag, Opcode
-from gpulease.protocol.ring import DATA_AT, MAX_DESCRIPTORS, Given, RingReader, RingWriter, client_ends
+from gpulease.protocol.ring import DATA_AT, MAX_DESCRIPTORS, RingReader, RingWriter, SharedMemoryGrant, client_ends
 from gpulease.protocol.session_words import RegionWord
 from helpers.region_rig import PageWriter
 from helpers.session_rig import LEASE, MINUTE_NS
@@ -65,7 +65,7 @@ M = TypeVar("M", bound=Message)
 class Ring:
     """The client's ends of a ring."""
 
-    def __init__(self, sock: socket.socket, given: Given, fds: list[int]) -> None:
+    def __init__(self, sock: socket.socket, given: SharedMemoryGrant, fds: list[int]) -> None:
         assert given.ring is not None
         self._map = mmap.mmap(fds[0], given.ring.total_bytes)
         for fd in fds:
@@ -226,7 +226,7 @@ class Worker(Tenant):
         welcome = tenant.reply()
         assert isinstance(welcome, AttachReply), welcome
         if ring:
-            tenant.ring = Ring(near, Given.from_options(welcome.options), fds)
+            tenant.ring = Ring(near, SharedMemoryGrant.from_options(welcome.options), fds)
         return tenant, welcome
 
     def open_region(self, granule_bytes: int) -> int:

@@ -10,7 +10,7 @@ from gpulease.protocol.codec import build_body
 from gpulease.protocol.lease_options import ORPHAN
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, HelloOption, ParameterKind, ParameterType, Phase, SessionOption
 from gpulease.protocol.primitives import LeaseParameter, Tlv
-from gpulease.protocol.ring import Given, Wanted
+from gpulease.protocol.ring import SharedMemoryGrant, SharedMemoryRequest
 
 from .vector_messages import AUDIENCE, CARD, CARD_DETAILS, CARD_UUID, EXPIRES, LEASE, LEASE_MAP, POINTER
 from .vector_regions import cancelled_region, moved, noted, parked, regions, resized
@@ -68,7 +68,7 @@ def arena_copies() -> Script:
     )
     script.hello("control")
     script.grant()
-    script.attach(Wanted(arena_bytes=1 << 30), Given(arena_bytes=64 << 20))
+    script.attach(SharedMemoryRequest(arena_bytes=1 << 30), SharedMemoryGrant(arena_bytes=64 << 20))
     script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
     script.call("session", Opcode.ARENA_WRITE, m.ArenaCopy(POINTER, 0, 4096, 16), m.Empty(), LEASE)
     script.call("session", Opcode.ARENA_READ, m.ArenaCopy(POINTER, 8, 4112, 8), m.Empty(), LEASE)
@@ -169,7 +169,7 @@ def streams() -> Script:
     )
     script.hello("control")
     script.grant()
-    script.attach(Wanted(arena_bytes=1 << 30), Given(arena_bytes=64 << 20))
+    script.attach(SharedMemoryRequest(arena_bytes=1 << 30), SharedMemoryGrant(arena_bytes=64 << 20))
     script.call("session", Opcode.MEM_ALLOC, m.MemAlloc(16), m.Handle(POINTER), LEASE)
     script.load()
     for stream in (1, 2):

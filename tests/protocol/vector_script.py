@@ -9,7 +9,7 @@ from gpulease.protocol.lease_options import EXCLUSIVITY
 from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Flag
 from gpulease.protocol.primitives import LeaseParameter, Tlv
-from gpulease.protocol.ring import Given, Wanted
+from gpulease.protocol.ring import SharedMemoryGrant, SharedMemoryRequest
 
 from .vector_json import body_to_json, bytes_to_json, frame, header_to_json
 from .vector_messages import CARD_UUID, EXPIRES, LEASE, POINTER
@@ -93,13 +93,16 @@ class Script:
 
     def attach(
         self,
-        wanted: Wanted | None = None,
-        given: Given | None = None,
+        wanted: SharedMemoryRequest | None = None,
+        given: SharedMemoryGrant | None = None,
         told: tuple[Tlv, ...] = (),
         asked: tuple[Tlv, ...] = (),
     ) -> None:
         """A second connection that becomes the lease's session."""
-        asked, options = (wanted or Wanted()).to_options() + asked, (given or Given()).to_options() + told
+        asked, options = (
+            (wanted or SharedMemoryRequest()).to_options() + asked,
+            (given or SharedMemoryGrant()).to_options() + told,
+        )
         self.hello("session")
         self.call("session", Opcode.ATTACH, m.Attach(asked), m.AttachReply(SLICE, "cpu", CARD_UUID, options), LEASE)
 

@@ -46,7 +46,7 @@ from gpulease.client.serve.gateway.inference import (
 )
 from gpulease.client.serve.gateway.ledger import InFlight, OperationCompleted, Reservation, UnknownOutcome
 from gpulease.client.serve.gateway.store import ReplicatedIdempotencyStore
-from gpulease.client.sync.clean_ups import drive_owing
+from gpulease.client.sync.clean_ups import drive_with_clean_up
 from gpulease.client.sync.lease import GpuBuilder, GpuLease
 from gpulease.client.sync.session import GpuSession
 from gpulease.protocol import Exclusivity, Waiting
@@ -171,7 +171,7 @@ class DaemonEffects:
         # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
         pending, request = builder._acquisition(self._spare)
-        return drive_owing(pending, request, GpuLease)
+        return drive_with_clean_up(pending, request, GpuLease)
 
     def open(self, lease: GpuLease) -> GpuSession:
         # A new grant for each session, because a token opens only one.

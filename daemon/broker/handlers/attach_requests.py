@@ -32,7 +32,7 @@ from gpulease.protocol.messages import Attach, Body, GpuSubmit
 from gpulease.protocol.opcodes import Status
 from gpulease.protocol.operations import SPECS
 from gpulease.protocol.primitives import Tlv
-from gpulease.protocol.ring import Wanted
+from gpulease.protocol.ring import SharedMemoryRequest
 
 SUBMIT_WAIT_S: Final = 10.0
 """Time for a submit in the session's place to be gone before an ATTACH is refused. A submit that has answered is gone
@@ -219,11 +219,11 @@ class AttachHandler:
         self._refuse(attempt.request, failure)
 
     def _hand_over(self, attempt: _Attempt) -> bool:
-        request, memory_request = attempt.request, Wanted()
+        request, memory_request = attempt.request, SharedMemoryRequest()
         options = request.body.options if isinstance(request.body, Attach) else ()
         # A relay's socket looks like a local peer's, but shared memory would end at the relay.
         if not self._peer.is_relayed:
-            memory_request = Wanted.from_options(options)
+            memory_request = SharedMemoryRequest.from_options(options)
 
         def pass_on(fd: int, rest: bytes) -> bool:
             # Everything that the worker needs to continue as if it had read the request itself.

@@ -24,7 +24,7 @@ PHASES = ["before bob", "while bob writes", "next to bob's endless kernel", "aft
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BEFORE_S", "AFTER_S", "LOOK_S"):
+    for name in ("BEFORE_S", "AFTER_S", "POLL_S"):
         monkeypatch.setattr(tenants_demo, name, 0.1)
     # The first is over before its session opens, as on a host that is slow.
     monkeypatch.setattr(tenants_demo, "BOB_S", (0.001, 1.5, 10.0, 40.0))

@@ -7,15 +7,15 @@ from contextlib import suppress
 
 import pytest
 
-from gpulease.client.core.clean_ups import Owed, owing
+from gpulease.client.core.clean_ups import CleanUp, with_clean_up
 from gpulease.client.core.waits import Procedure, Sleep
 from gpulease.client.errors import InvalidRequest
-from gpulease.client.sync.clean_ups import drive_owing, due
+from gpulease.client.sync.clean_ups import drive_with_clean_up, due
 from gpulease.client.sync.driver import drive
 from helpers.waiting import wait_until
 
 
-class Noted(Owed):
+class Noted(CleanUp):
     """Notes the threads that gave it back."""
 
     def __init__(self) -> None:
@@ -38,18 +38,18 @@ def done() -> Procedure[str]:
 
 
 def test_what_the_program_has_is_not_given_back() -> None:
-    owed = Noted()
-    assert drive_owing(owed, done(), str.upper) == "MADE"
-    assert (owed.is_settled, owed.is_due) == (True, False)
-    drive(owed.settle())
-    assert not owed.threads
+    clean_up = Noted()
+    assert drive_with_clean_up(clean_up, done(), str.upper) == "MADE"
+    assert (clean_up.is_settled, clean_up.is_due) == (True, False)
+    drive(clean_up.settle())
+    assert not clean_up.threads
 
 
 def test_nothing_is_owed_after_a_refusal() -> None:
-    owed = Noted()
+    clean_up = Noted()
     with pytest.raises(InvalidRequest):
-        drive_owing(owed, raising(InvalidRequest("no")), str.upper)
-    assert (owed.is_settled, owed.is_due, due) == (True, False, {})
+        drive_with_clean_up(clean_up, raising(InvalidRequest("no")), str.upper)
+    assert (clean_up.is_settled, clean_up.is_due, due) == (True, False, {})
 
 
 @pytest.mark.parametrize("interrupted", ["procedure", "what is made of its result"])
@@ -57,35 +57,35 @@ def test_a_thread_gives_back_what_an_interrupted_call_owes(interrupted: str) -> 
     def made(_: str) -> str:
         raise KeyboardInterrupt
 
-    owed = Noted()
+    clean_up = Noted()
     with pytest.raises(KeyboardInterrupt):
-        drive_owing(owed, raising(KeyboardInterrupt()) if interrupted == "procedure" else done(), made)
-    wait_until(lambda: owed.is_settled and not due, "a thread has settled it")
-    assert len(owed.threads) == 1
-    assert owed.threads != [threading.get_ident()]
+        drive_with_clean_up(clean_up, raising(KeyboardInterrupt()) if interrupted == "procedure" else done(), made)
+    wait_until(lambda: clean_up.is_settled and not due, "a thread has settled it")
+    assert len(clean_up.threads) == 1
+    assert clean_up.threads != [threading.get_ident()]
 
 
 def test_what_an_interrupted_settling_has_not_given_back_is_due_again() -> None:
-    owed = Noted()
+    clean_up = Noted()
     with suppress(KeyboardInterrupt):
-        drive(owing(owed, raising(KeyboardInterrupt())))
-    settling = owed.settle()
+        drive(with_clean_up(clean_up, raising(KeyboardInterrupt())))
+    settling = clean_up.settle()
     assert next(settling) == Sleep(0.001)
-    assert not owed.is_due, "nobody else settles it meanwhile"
+    assert not clean_up.is_due, "nobody else settles it meanwhile"
     with pytest.raises(KeyboardInterrupt):
         settling.throw(KeyboardInterrupt())
-    assert owed.is_due
-    drive(owed.settle())
-    assert owed.threads == [threading.get_ident()]
+    assert clean_up.is_due
+    drive(clean_up.settle())
+    assert clean_up.threads == [threading.get_ident()]
 
 
 PROGRAM = """
 import sys
-from gpulease.client.core.clean_ups import Owed
+from gpulease.client.core.clean_ups import CleanUp
 from gpulease.client.core.waits import Sleep
-from gpulease.client.sync.clean_ups import drive_owing
+from gpulease.client.sync.clean_ups import drive_with_clean_up
 
-class Slow(Owed):
+class Slow(CleanUp):
     def _give_back(self):
         yield Sleep(0.3)
         sys.stdout.write("given back")
@@ -95,7 +95,7 @@ def interrupted():
     yield Sleep(0)
     raise KeyboardInterrupt
 
-drive_owing(Slow(), interrupted(), str)
+drive_with_clean_up(Slow(), interrupted(), str)
 """
 
 

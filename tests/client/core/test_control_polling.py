@@ -10,7 +10,7 @@ import pytest
 
 from gpulease.client.core import lease as lease_module
 from gpulease.client.core.exchange import FixedDeadline
-from gpulease.client.core.lease import LeaseHandle, OwedReply
+from gpulease.client.core.lease import LeaseHandle, ReplyCleanUp
 from gpulease.client.core.waits import Procedure, Wait
 from gpulease.client.sync import driver
 from gpulease.client.transport.channel import Channel
@@ -111,6 +111,6 @@ def test_only_what_a_local_daemon_answers_soon_is_polled_for(
         patch.setattr(lease_module, "receive", receive)
         patch.setattr(lease.channel.link, "request", lambda *_, **__: (1, b""))
         deadline = FixedDeadline(1.0, "region_open", address)
-        driver.drive(OwedReply(lease).ask(lease.channel, Opcode.REGION_OPEN, LeaseRef(1), deadline))
+        driver.drive(ReplyCleanUp(lease).ask(lease.channel, Opcode.REGION_OPEN, LeaseRef(1), deadline))
     assert polled == [is_polled]
     assert not lease.channel.is_polled

@@ -11,7 +11,7 @@ import pytest
 from gpulease.client import CapacityExceeded
 from gpulease.client.core import lease as lease_module
 from gpulease.client.core.exchange import First, FixedDeadline
-from gpulease.client.core.lease import acquire, owed_lease
+from gpulease.client.core.lease import acquire, lease_clean_up
 from gpulease.client.core.spare_connections import MAX_SPARE, SpareConnections
 from gpulease.client.core.waits import Procedure
 from gpulease.client.sync import driver
@@ -137,7 +137,7 @@ def test_a_request_that_waited_on_one_that_ends_waits_no_longer_than_it_may(
     daemon.start()
     wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 60_000, WAIT_MS, None, ())
     with pytest.raises(CapacityExceeded):
-        driver.drive(acquire(ADDRESS, wanted, threading.RLock(), owed_lease(), spare))
+        driver.drive(acquire(ADDRESS, wanted, threading.RLock(), lease_clean_up(), spare))
     daemon.join()
     assert len(waits_ms) == 1
     assert 0 <= waits_ms[0] <= WAIT_MS - WAITED_MS

@@ -119,7 +119,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.under_way: list[UnderWay] = []
         self.last_results: list[int] | None = None
         self.rebinds: dict[str, list[float]] = {config.id: [] for config in CONFIGS}
-        self.owing: set[str] = set()
+        self.with_clean_up: set[str] = set()
         self.is_losing_prefix = self.has_lost_prefix = False
 
     # --- what the scheduler tells, against the model ---
@@ -362,7 +362,7 @@ class AnyOrder(RuleBasedStateMachine):
     # --- regions ---
 
     def lose(self, tenant: str) -> None:
-        self.owing.add(tenant)
+        self.with_clean_up.add(tenant)
 
     @rule(tenant=TENANTS, reason=st.sampled_from([*LOSSES, None]))
     def revoke(self, tenant: str, reason: CompletionReason | None) -> None:
@@ -406,7 +406,7 @@ class AnyOrder(RuleBasedStateMachine):
         if state.region_blocks:
             return
         blocks = state.config.max_blocks - fewer
-        if tenant not in self.owing:
+        if tenant not in self.with_clean_up:
             self.engine.open(tenant)
             self.take(self.scheduler.rebound(tenant, blocks, self.now))
             return
@@ -420,7 +420,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         events = self.scheduler.rebound(tenant, blocks, self.now)
         self.engine.open(tenant)
-        self.owing.discard(tenant)
+        self.with_clean_up.discard(tenant)
         self.rebinds[tenant].append(self.now)
         for begin in self.rebinds[tenant]:
             within = [at for at in self.rebinds[tenant] if begin <= at]

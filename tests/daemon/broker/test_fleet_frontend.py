@@ -60,7 +60,7 @@ class Telling(FleetFrontend):
 
     told: list[ToFleet]
 
-    def _tell(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
+    def _send(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
         self.told.append(message)
         return True
 

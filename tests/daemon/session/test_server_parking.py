@@ -230,7 +230,7 @@ def test_a_quiet_request_that_is_refused_is_reported_by_the_next() -> None:
 
 def test_the_wish_to_return_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.session.parking.WANTED_AGAIN_NS", 1)
-    monkeypatch.setattr("gpulease.daemon.session.server.HELD_LOOK_MS", 5)
+    monkeypatch.setattr("gpulease.daemon.session.server.HELD_POLL_MS", 5)
     with worker(is_parkable=True) as (made, _):
         made.give_memory(MEMORY)
         made.park()

@@ -166,7 +166,7 @@ def _cpu_s(thread_id: int) -> float:
 
 
 def test_callers_come_back_through_a_socket_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unix_path, "LOOK_S", 0.01)
+    monkeypatch.setattr(unix_path, "CHECK_INTERVAL_S", 0.01)
     with RpcRig(tmp_path) as rig, RpcClient(rig.address, timeout_s=60) as before:
         for _ in range(2):
             os.unlink(rig.path)
