@@ -54,8 +54,8 @@ class Handle:
         # The usual case costs one comparison; the reason is found only for the error.
         if self.owner is not session:
             kind = type(self).__name__.lower()
-            why = "is freed" if self.owner is None else "belongs to another session"
-            raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {why}")
+            reason = "is freed" if self.owner is None else "belongs to another session"
+            raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {reason}")
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Mark it as freed; returns the (operation, handle) of the request that frees it."""

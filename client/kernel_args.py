@@ -336,13 +336,13 @@ def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str
             if isinstance(value, float)
             else "np.uint32({0!r}) or np.int64({0!r})"
         )
-        why = (
+        reason = (
             why_undeclared
             if declared is ParameterType.UNTOLD
             else f"the parameter, {declared.text}, has no single type"
         )
         raise InvalidRequest(
-            f"argument {index}: {quoted(value)} has no size, and {why}",
+            f"argument {index}: {quoted(value)} has no size, and {reason}",
             f"Write it as a numpy scalar of the parameter's type: {scalars.format(value)}",
         )
     # A float would be cut to an integer, which PTX would not report.

@@ -101,10 +101,10 @@ class _Finder(MetaPathFinder):
         if not fullname.startswith(_PREFIXES) or (new := new_name(fullname)) is None:
             return None
         # The old name was of a part that is gone in both places.
-        if (there := find_spec(new)) is None:
+        if (new_spec := find_spec(new)) is None:
             return None
-        is_package = there.submodule_search_locations is not None
-        return ModuleSpec(fullname, _Moved(new), origin=there.origin, is_package=is_package)
+        is_package = new_spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Moved(new), origin=new_spec.origin, is_package=is_package)
 
 
 def install() -> None:

@@ -128,10 +128,10 @@ def print_reads(path: Path) -> None:
             for fill in (mapped, read):
                 windows = [np.ones(WINDOW_BYTES, np.uint8) for _ in range(threads)]
                 places = range(0, size, WINDOW_BYTES)
-                began = time.perf_counter()
+                begin_s = time.perf_counter()
                 with ThreadPoolExecutor(threads) as pool:
                     list(pool.map(lambda at: fill(at, windows[at // WINDOW_BYTES % threads]), places))  # noqa: B023
-                rate = size / (time.perf_counter() - began) / 1e9
+                rate = size / (time.perf_counter() - begin_s) / 1e9
                 print_figures({"figure": "read", "way": fill.__name__, "threads": threads, "gb_per_s": rate})
 
 
@@ -154,9 +154,9 @@ async def _load_rate(address: str, checkpoint: Checkpoint, path: Path) -> dict[s
 
 
 async def _rate(work: Callable[[], Awaitable[None]], size: int) -> dict[str, float]:
-    began, cpu_began = time.perf_counter(), time.process_time()
+    begin_s, cpu_began = time.perf_counter(), time.process_time()
     await work()
-    took_s = time.perf_counter() - began
+    took_s = time.perf_counter() - begin_s
     return {"s": took_s, "gb_per_s": size / took_s / 1e9, "cpu_s": time.process_time() - cpu_began}
 
 

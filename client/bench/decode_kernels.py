@@ -175,11 +175,11 @@ async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> 
     # Once before the clock starts: the first launch of a graph prepares it.
     await graph.launch()
     await session.sync()
-    began = time.perf_counter()
+    begin_s = time.perf_counter()
     for _ in range(KERNEL_GRAPHS):
         await graph.launch()
     await session.sync()
-    return (time.perf_counter() - began) * 1e6 / (KERNEL_GRAPHS * repeats * len(launches))
+    return (time.perf_counter() - begin_s) * 1e6 / (KERNEL_GRAPHS * repeats * len(launches))
 
 
 def _kind(launch: KernelLaunch) -> str:

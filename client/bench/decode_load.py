@@ -180,11 +180,11 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLo
 
     Returns the requests' outcomes after the end of the last one.
     """
-    chance, began, outcomes = random.Random(load.seed), time.monotonic(), list[RequestOutcome]()
+    chance, begin_s, outcomes = random.Random(load.seed), time.monotonic(), list[RequestOutcome]()
     running = set[asyncio.Task[None]]()
     for number, at_s in enumerate(arrivals(load.rate, load.requests, load.seed)):
         # Wait for the arrival time, however many requests are still open: arrivals don't depend on the server.
-        await asyncio.sleep(max(0.0, began + at_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, begin_s + at_s - time.monotonic()))
         outcome = RequestOutcome(chance.randrange(len(keys)), time.monotonic())
         outcomes.append(outcome)
         # With more open requests the client would run out of descriptors: count this one as not sent.

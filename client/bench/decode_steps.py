@@ -107,10 +107,10 @@ async def step_time(engine: Stepper, rows: Rows, pools: Iterable[Any]) -> StepTi
         await engine.start(rows, pools)
         await engine.finish()
     # WARM_STEPS have filled every queue; the clock starts with two steps in progress and stops with two.
-    began = time.perf_counter()
+    begin_s = time.perf_counter()
     for _ in range(STEPS):
         await engine.start(rows, pools)
         await engine.finish()
-    took_s = (time.perf_counter() - began) / STEPS
+    took_s = (time.perf_counter() - begin_s) / STEPS
     results = await engine.finish()
     return StepTime(took_s, hashlib.sha256(results.tobytes()).hexdigest()[:16])

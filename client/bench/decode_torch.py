@@ -90,11 +90,11 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
         step()
     # Everything before the clock has finished; the same holds when it stops.
     fence()
-    began = time.perf_counter()
+    begin_s = time.perf_counter()
     for _ in range(STEPS):
         step()
     fence()
-    return (time.perf_counter() - began) / STEPS
+    return (time.perf_counter() - begin_s) / STEPS
 
 
 def recorded(step: Callable[[], object]) -> Callable[[], object]:

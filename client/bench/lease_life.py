@@ -83,13 +83,13 @@ def _one_lease_ms(address: str) -> tuple[float, ...]:
 
 def await_pool(address: str) -> None:
     """Wait until the first card's pool is full. Raises RuntimeError if it never is."""
-    until = time.monotonic() + POOL_TIMEOUT_S
+    deadline_s = time.monotonic() + POOL_TIMEOUT_S
     # A figure for each column of the rounds, by the columns' names.
     while True:
         card = first_card(address, "warm_contexts", "warm_wanted")
         if card["warm_contexts"] >= card["warm_wanted"]:
             return
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             raise RuntimeError(f"the pool has {card['warm_contexts']} of {card['warm_wanted']} contexts")
         time.sleep(_POOL_POLL_S)
 

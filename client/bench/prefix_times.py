@@ -84,10 +84,10 @@ class _PrefixLoad:
 
     async def _read(self, prompt: Sequence[int]) -> float:
         """Compute an answer. Returns the seconds to its first token."""
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         generation = self._decoder.submit(prompt, max_tokens=ANSWER, tenant_id="bench", sampling=_SAMPLING)
         await anext(generation)
-        took_s = time.perf_counter() - began
+        took_s = time.perf_counter() - begin_s
         async for _ in generation:
             pass
         self.outputs.append(generation.tokens)
@@ -110,7 +110,7 @@ class _PrefixLoad:
     async def at_once(self, sequences: int) -> dict[str, Any]:
         """Count the sequences that live at the same time in the region, out of `sequences` with one prefix."""
         tenant = self._decoder.scheduler.tenants["bench"]
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         # The prefix is there, as it is in a server; without reuse that changes nothing.
         await self._read(self._prompt(0, 0))
         tasks = [asyncio.create_task(self._read(self._prompt(0, unique))) for unique in range(1, sequences + 1)]
@@ -127,7 +127,7 @@ class _PrefixLoad:
             "blocks": tenant.region_blocks,
             "sequences": peak,
             "reserved_before": tenant.region_blocks // -(-(self._prefix + OWN_TOKENS + ANSWER - 1) // PAGE),
-            "took_s": time.perf_counter() - began,
+            "took_s": time.perf_counter() - begin_s,
         }
 
 

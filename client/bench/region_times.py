@@ -178,8 +178,8 @@ class _Bench:
         return _quantiles(name, told_us) | _quantiles(name.replace("_us", "_proved_ms"), proved_ms)
 
     def _launch_until_refused(self, launch: Callable[[], object]) -> tuple[int, int]:
-        until = time.monotonic() + END_S
-        while time.monotonic() < until:
+        deadline_s = time.monotonic() + END_S
+        while time.monotonic() < deadline_s:
             try:
                 launch()
                 self._session.sync()

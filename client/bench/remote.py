@@ -96,8 +96,8 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
 def _listens(at: str) -> bool:
     """Wait until a program listens there; False if none does in time."""
     host, _, port = at.rpartition(":")
-    until = time.monotonic() + _LISTEN_TIMEOUT_S
-    while time.monotonic() < until:
+    deadline_s = time.monotonic() + _LISTEN_TIMEOUT_S
+    while time.monotonic() < deadline_s:
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
             return True
         time.sleep(_LISTEN_PAUSE_S)

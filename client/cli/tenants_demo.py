@@ -433,20 +433,20 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
     """Revoke one of two regions of a session, and continue in the other."""
     with (
         lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as kept_region,
-        lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as gone,
+        lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as revoked_region,
     ):
         words = kept_region.size_bytes // WORD_BYTES
-        in_kept, in_gone = session.region_set([kept_region]), session.region_set([gone])
+        in_kept, in_gone = session.region_set([kept_region]), session.region_set([revoked_region])
         # Fill both, then revoke one: its launches must be refused, and the other's words must be untouched.
-        for region, regions in ((kept_region, in_kept), (gone, in_gone)):
+        for region, regions in ((kept_region, in_kept), (revoked_region, in_gone)):
             fill(session, module, region.address, words, PATTERN, regions)
         session.sync()
         started_s = time.monotonic()
-        gone.revoke("the demonstration")
+        revoked_region.revoke("the demonstration")
         back_ms = (time.monotonic() - started_s) * 1e3
         refusal = ""
         try:
-            fill(session, module, gone.address, words, PATTERN, in_gone)
+            fill(session, module, revoked_region.address, words, PATTERN, in_gone)
             session.sync()
         except GpuLeaseError as error:
             refusal = type(error).__name__

@@ -246,9 +246,9 @@ def short_folder() -> str | None:
 
 
 def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: Path) -> None:
-    until = time.monotonic() + START_TIMEOUT_S
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _answers(path):
-        if process.poll() is not None or time.monotonic() > until:
+        if process.poll() is not None or time.monotonic() > deadline_s:
             # The daemon's last line is its reason. A missing module means that the extra is not installed.
             log_lines = log.read_text(errors="replace").strip().splitlines()
             if any("No module named" in line for line in log_lines):

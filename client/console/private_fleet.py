@@ -201,18 +201,19 @@ class PrivateFleet:
             raise ValueError("open_directory comes first")
         self._directory.await_answer()
         until_s = time.monotonic() + JOIN_S
-        node_count, why = 0, "it knows none"
+        node_count, problem = 0, "it knows none"
         # Count the nodes that are not silent; an error says only that the directory is not ready.
         while node_count < len(self.nodes):
             if time.monotonic() > until_s:
                 raise MissingPrerequisite(
-                    f"the directory knows {node_count} of {counted(len(self.nodes), 'node')} after {JOIN_S:g} s: {why}"
+                    f"the directory knows {node_count} of {counted(len(self.nodes), 'node')} "
+                    f"after {JOIN_S:g} s: {problem}"
                 )
             time.sleep(_POLL_S)
             try:
                 node_count = sum(not node["silent"] for node in listing_of(fleet)["nodes"])
             except Disconnected as error:
-                why = str(error)
+                problem = str(error)
 
 
 def lasting_daemon(folder: Path, settings: str = "") -> PrivateDaemon:

@@ -80,9 +80,9 @@ class Scene:
     def wait_for_pool(self) -> None:
         """Wait until the pool of ready contexts is full. Raises Breach."""
         # A lease takes a warm context; the pool makes another one in the background.
-        until = time.monotonic() + POOL_S
+        deadline_s = time.monotonic() + POOL_S
         while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 raise Breach(f"{card['warm_contexts']} of {card['warm_wanted']} pre-created contexts are there")
             time.sleep(_POLL_S)
 
@@ -98,9 +98,9 @@ class Scene:
     def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
         """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
         # FENCED is an end as well, but not one that these proofs accept.
-        until = time.monotonic() + within_s
+        deadline_s = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
-            if time.monotonic() > until or report["state"] == "fenced":
+            if time.monotonic() > deadline_s or report["state"] == "fenced":
                 raise Breach(f"the lease is {report['state']}: {report['reason']}")
             time.sleep(_POLL_S)
         return str(report["cause"])
@@ -119,8 +119,8 @@ class Scene:
     def card_is_back_to(self, used_mib: int) -> int:
         """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
         # The driver gives pages back a little after the daemon's proof.
-        until = time.monotonic() + CARD_S
-        while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < until:
+        deadline_s = time.monotonic() + CARD_S
+        while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         return more
 

@@ -169,5 +169,5 @@ class ElementwiseOperation:
         except InvalidRequest as error:
             raise self._failed(f"{parameter.name}: {error}") from None
 
-    def _failed(self, why: str, hint: str = "") -> LaunchFailed:
-        return launch_failed(self._source.name, why, hint)
+    def _failed(self, reason: str, hint: str = "") -> LaunchFailed:
+        return launch_failed(self._source.name, reason, hint)

@@ -426,8 +426,8 @@ def _secure(channel: Channel, address: SecuredAddress, deadline: Deadline) -> Pr
     return through
 
 
-def _unreachable(address: Address, why: str) -> Disconnected:
-    return Disconnected(f"can't connect to {address}: {why}", _is_it_running(address))
+def _unreachable(address: Address, reason: str) -> Disconnected:
+    return Disconnected(f"can't connect to {address}: {reason}", _is_it_running(address))
 
 
 def _is_it_running(address: Address) -> str:

@@ -408,8 +408,8 @@ class Launches(LaunchCommands):
 
     def _check_owner(self, module: Module, kernel: str) -> None:
         if module.owner is not self._attachment:
-            why = "is unloaded" if module.owner is None else "belongs to another session"
-            raise _failed(kernel, f"the module {why}", "Load it in this session with module_load()")
+            reason = "is unloaded" if module.owner is None else "belongs to another session"
+            raise _failed(kernel, f"the module {reason}", "Load it in this session with module_load()")
 
 
 def _checked(
@@ -536,6 +536,6 @@ def _listed(module: Module) -> str:
     return ", ".join(names[:MAX_LISTED_KERNELS]) + more or "none"
 
 
-def _failed(kernel: str, why: str, hint: str = "") -> LaunchFailed:
-    message = f"launch of {quoted(kernel)}: {why}"
+def _failed(kernel: str, reason: str, hint: str = "") -> LaunchFailed:
+    message = f"launch of {quoted(kernel)}: {reason}"
     return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=str(kernel)))

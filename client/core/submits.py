@@ -261,8 +261,8 @@ def _end_error(
         is_lease_over = noted.status in LEASE_OVER or noted.status is Status.TIMED_OUT
         return error_of(noted if is_lease_over else replace(noted, hint=hint), "submit")
     # The connection just ended. The daemon learns why a moment later, so ask it about the lease until it knows.
-    until = lease.clock() + END_REASON_WAIT_S
-    why = failure.message
+    deadline_s = lease.clock() + END_REASON_WAIT_S
+    reason = failure.message
     try:
         while True:
             report = yield from lease.query()
@@ -273,16 +273,16 @@ def _end_error(
                 return error_of(over, "submit")
             if submit is not None and submit.get("timed_out"):
                 return TimedOut(f"submit: {submit.get('reason')}")
-            if submit is None or submit.get("state", "ending") not in _GOES_ON or lease.clock() > until:
+            if submit is None or submit.get("state", "ending") not in _GOES_ON or lease.clock() > deadline_s:
                 break
             yield Sleep(END_REASON_POLL_S)
     except Disconnected as error:
-        return Disconnected(f"submit: {why}; then {error.message}", hint)
+        return Disconnected(f"submit: {reason}; then {error.message}", hint)
     except GpuLeaseError as error:
         return error
     if submit is not None and submit.get("reason"):
-        why = f"{why}: {submit['reason']}"
-    return Disconnected(f"submit: {why}; its lease is still active", hint)
+        reason = f"{reason}: {submit['reason']}"
+    return Disconnected(f"submit: {reason}; its lease is still active", hint)
 
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:

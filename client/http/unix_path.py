@@ -71,11 +71,15 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
     path = sock.getsockname() if sock.family == socket.AF_UNIX else ""
     if not path:
         return
-    ours, is_lost = file_at(path), False
+    own_file, is_lost = file_at(path), False
     while True:
         await asyncio.sleep(CHECK_INTERVAL_S)
         # The same inode as at the start: still our socket. A removed or replaced file differs.
-        if (there := file_at(path)) is not None and ours is not None and os.path.samestat(there, ours):
+        if (
+            (current_file := file_at(path)) is not None
+            and own_file is not None
+            and os.path.samestat(current_file, own_file)
+        ):
             continue
         try:
             bound = bound_to_path(path)
@@ -85,7 +89,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
                 _log.error("the socket's file %s was removed, and it can't be made again yet: %s", path, error)
             is_lost = True
             continue
-        ours, is_lost = file_at(path), False
+        own_file, is_lost = file_at(path), False
         _log.warning("the socket's file %s was removed: the socket was made again", path)
         # The server begins to accept from the new socket.
         await replace(bound)

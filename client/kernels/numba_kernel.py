@@ -306,5 +306,5 @@ class NumbaKernel:
         number, part = complex(value), "<f" if kind.bitwidth == 64 else "<d"
         return [struct.pack(part, number.real), struct.pack(part, number.imag)]
 
-    def _failed(self, why: str, hint: str = "") -> LaunchFailed:
-        return launch_failed(self.name, why, hint)
+    def _failed(self, reason: str, hint: str = "") -> LaunchFailed:
+        return launch_failed(self.name, reason, hint)

@@ -79,13 +79,13 @@ NOTHING_LAUNCHED: Final = 0
 """The result of a call with an empty grid: no launch has this number."""
 
 
-def launch_failed(name: str, why: str, hint: str = "") -> LaunchFailed:
+def launch_failed(name: str, reason: str, hint: str = "") -> LaunchFailed:
     """The error of a call that does not fit its function.
 
     Args:
         name: The kernel's name.
-        why: What is wrong.
+        reason: What is wrong.
         hint: What to do.
     """
-    message = f"launch of {name!r}: {why}"
+    message = f"launch of {name!r}: {reason}"
     return LaunchFailed(message, hint, Failure(Status.LAUNCH_FAILED, message, hint, kernel=name))

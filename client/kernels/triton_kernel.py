@@ -169,9 +169,9 @@ class TritonKernel:
             now = variables.get(name, gone)
             if now is gone or now != then:
                 state = "gone" if now is gone else quoted(now)
-                why = f"global variable {name} has changed since it was compiled, from {quoted(then)} to {state}"
+                reason = f"global variable {name} has changed since it was compiled, from {quoted(then)} to {state}"
                 raise self._failed(
-                    why, "Triton takes a global's first value: give what changes as a tl.constexpr argument"
+                    reason, "Triton takes a global's first value: give what changes as a tl.constexpr argument"
                 )
 
     def _originals(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,8 +289,8 @@ class TritonKernel:
             args.push_u64(0)
         return args
 
-    def _failed(self, why: str, hint: str = "") -> LaunchFailed:
-        return launch_failed(self.name, why, hint)
+    def _failed(self, reason: str, hint: str = "") -> LaunchFailed:
+        return launch_failed(self.name, reason, hint)
 
 
 def _own_ptx_version(arch: int) -> int:

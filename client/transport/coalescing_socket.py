@@ -151,9 +151,9 @@ class CoalescingSocket(Channel):
     def spin(self) -> bool:
         """Poll for bytes for a bounded time. Each poll is a system call."""
         clock, policy = time.monotonic_ns, self._spin_policy
-        until = clock() + policy.spin_ns
+        deadline_ns = clock() + policy.spin_ns
         # Receive until bytes come or the time is over. A YIELD session lets others use its core between two polls.
-        while clock() < until:
+        while clock() < deadline_ns:
             if self.pump():
                 return True
             if policy.yields:
@@ -202,8 +202,8 @@ class CoalescingSocket(Channel):
     def _poll_into(self, room: memoryview, more_ns: int) -> None:
         """Receive for a bounded time. The call that receives also stores the number of bytes in `_unfed`."""
         clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unfed
-        receive, until = self.sock.recv_into, clock() + policy.spin_ns + more_ns
-        while clock() < until:
+        receive, deadline_ns = self.sock.recv_into, clock() + policy.spin_ns + more_ns
+        while clock() < deadline_ns:
             try:
                 unfed.extend(map(receive, (room,)))
                 return
@@ -272,9 +272,9 @@ class CoalescingSocket(Channel):
 
     def send_rest(self) -> None:
         """Send the outbox, waiting at most CLOSE_LIMIT_S."""
-        until = time.monotonic() + CLOSE_LIMIT_S
+        deadline_s = time.monotonic() + CLOSE_LIMIT_S
         with contextlib.suppress(OSError, ValueError):
-            while not self._flush_locked() and (left_s := until - time.monotonic()) > 0:
+            while not self._flush_locked() and (left_s := deadline_s - time.monotonic()) > 0:
                 # Poll for room: a peer that reads slowly gets the time that is left.
                 room = select.poll()
                 room.register(self.sock, select.POLLOUT)

@@ -278,14 +278,14 @@ class Link:
         if not missing:
             self.advance()
 
-    def end_of_stream(self, why: str) -> None:
-        """End the stream, because the peer sends no more, for the reason `why`. Complete frames are still taken."""
+    def end_of_stream(self, reason: str) -> None:
+        """End the stream, because the peer sends no more, for the reason `reason`. Complete frames are still taken."""
         # The connection reports the end after the last complete frame, in `advance`. An end that it reports has
         # priority.
         self.connection.receive_eof()
         self._target_rest = None
         self.advance()
-        self.break_off(Failure(Status.DISCONNECTED, why))
+        self.break_off(Failure(Status.DISCONNECTED, reason))
 
     def strange_bytes(self) -> bytes:
         """The bytes that were received last, if they can't be a frame's beginning; otherwise b"".

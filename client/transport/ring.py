@@ -141,10 +141,10 @@ class RingChannel(Channel):
             more_ns: Time that the operation itself takes, in nanoseconds.
         """
         clock, yields, look = time.monotonic_ns, self._yields, self._replies.poll
-        # A session that never spins polls once: `until` is now.
-        until = clock() + (self._spin_ns and self._spin_ns + more_ns)
+        # A session that never spins polls once: `deadline_ns` is now.
+        deadline_ns = clock() + (self._spin_ns and self._spin_ns + more_ns)
         while not look(1 if yields else READS_PER_CLOCK, least):
-            if clock() >= until:
+            if clock() >= deadline_ns:
                 return False
             if yields:
                 os.sched_yield()
@@ -184,10 +184,10 @@ class RingChannel(Channel):
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
         # Check both the word and the ring: a reply in the ring means that something else has to be handled first.
-        until = clock() + self._spin_ns
+        deadline_ns = clock() + self._spin_ns
         times = 1 if self._yields else READS_PER_CLOCK
         while (answer := words.poll(number, times)) is None:
-            if replies.has_bytes or clock() >= until:
+            if replies.has_bytes or clock() >= deadline_ns:
                 return False
             if self._yields:
                 os.sched_yield()

@@ -82,10 +82,10 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
 
 
 def _unusable(what: str, error: OSError) -> InvalidRequest:
-    why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     # A path may contain any bytes, also those that can't be encoded in a message.
     return InvalidRequest(
-        f"{encodable(what)} can't be used: {why or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
+        f"{encodable(what)} can't be used: {reason or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
     )
 
 
@@ -439,15 +439,17 @@ def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
     if isinstance(error, ssl.SSLCertVerificationError):
         return _untrusted(error, address)
     if isinstance(error, ssl.SSLEOFError):
-        why = f"{address} closed the connection in the handshake"
-        return Disconnected(why, "The node has no room for more connections, or is overloaded: see its log")
+        reason_text = f"{address} closed the connection in the handshake"
+        return Disconnected(reason_text, "The node has no room for more connections, or is overloaded: see its log")
     if not isinstance(error, ssl.SSLError):
         return Disconnected(f"the connection to {address} broke: {getattr(error, 'strerror', None) or error}")
     reason = error.reason or ""
     alert = reason.partition("ALERT_")[2]
     if alert in _REFUSED:
-        why, hint = _REFUSED[alert]
-        return Denied(f"{address} turned this tenant away: the certificate {address.files.certificate} {why}", hint)
+        reason_text, hint = _REFUSED[alert]
+        return Denied(
+            f"{address} turned this tenant away: the certificate {address.files.certificate} {reason_text}", hint
+        )
     if alert == "PROTOCOL_VERSION":
         return Disconnected(f"{address} does not speak TLS 1.3", "Is it gpuleased?")
     if reason in _NOT_TLS:
@@ -459,12 +461,12 @@ def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
 def _untrusted(error: ssl.SSLCertVerificationError, address: SecuredAddress) -> Untrusted:
     # The three usual causes: a wrong name, a wrong time, a wrong CA.
     if error.verify_code in _HOST_MISMATCH:
-        why = f"its certificate is not for the name {address.host!r}"
+        reason = f"its certificate is not for the name {address.host!r}"
         hint = "Use the name that the node's certificate has"
     elif error.verify_code in _EXPIRED:
-        why = f"its certificate does not hold now ({error.verify_message})"
+        reason = f"its certificate does not hold now ({error.verify_message})"
         hint = "Check this host's clock; the operator of the node has to renew it otherwise"
     else:
-        why = f"its certificate can't be verified by {address.files.ca} ({error.verify_message})"
+        reason = f"its certificate can't be verified by {address.files.ca} ({error.verify_message})"
         hint = "GPULEASE_TLS_CA must have the certificate of the node's CA"
-    return Untrusted(f"{address} could not prove that it is the daemon: {why}", hint)
+    return Untrusted(f"{address} could not prove that it is the daemon: {reason}", hint)

@@ -198,12 +198,12 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
     rounds = [make(session) for make, session in zip(_KINDS, sessions, strict=True)]
     done = [0] * len(rounds)
     wrong: list[str] = []
-    until = time.monotonic() + WORK_S
+    deadline_s = time.monotonic() + WORK_S
 
     def repeat(number: int) -> None:
         try:
             # At least one round each, however slow the host is.
-            while not done[number] or time.monotonic() < until:
+            while not done[number] or time.monotonic() < deadline_s:
                 rounds[number]()
                 done[number] += 1
         except (Breach, GpuLeaseError) as error:

@@ -57,13 +57,13 @@ def _slice_bytes(scene: Scene) -> int:
 def _park(lease: GpuLease) -> float:
     """Park a lease; return the milliseconds until its bytes were free."""
     # A session that has just come back is busy until the daemon has read its worker's answer.
-    until = time.monotonic() + RETURN_S
+    deadline_s = time.monotonic() + RETURN_S
     while True:
         started = time.perf_counter()
         try:
             lease.park()
         except Busy:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 raise
             continue
         return (time.perf_counter() - started) * 1e3
@@ -82,13 +82,16 @@ def no_byte_readable(scene: Scene) -> str:
         session.sync()
         taken_ms = _park(lease)
         with scene.builder(size_bytes).acquire() as other, GpuSession(other) as neighbour:
-            theirs, probe = neighbour.mem_alloc(size_bytes - SPARE_BYTES), neighbour.module_load(rule_breakers())
-            if nonzero_words := count_set(neighbour, probe, theirs, words):
+            neighbour_buffer, probe = (
+                neighbour.mem_alloc(size_bytes - SPARE_BYTES),
+                neighbour.module_load(rule_breakers()),
+            )
+            if nonzero_words := count_set(neighbour, probe, neighbour_buffer, words):
                 raise Breach(f"{nonzero_words} of {words} words of a parked session were readable")
             _search(other, secret)
             # The neighbour's own work, over all pages that the session had.
-            fill(neighbour, probe, theirs, words, 1)
-            if count_set(neighbour, probe, theirs, words) != words:
+            fill(neighbour, probe, neighbour_buffer, words, 1)
+            if count_set(neighbour, probe, neighbour_buffer, words) != words:
                 raise Breach("a parked session's neighbour lost words")
         started = time.perf_counter()
         first = bytes(session.mem_read(buffer, 0, SECRET_BYTES))
@@ -118,8 +121,8 @@ def return_to_a_full_card(scene: Scene) -> str:
         session.sync()
         _park(lease)
         with scene.builder(size_bytes).acquire() as other, GpuSession(other) as neighbour:
-            theirs = neighbour.mem_alloc(size_bytes - SPARE_BYTES)
-            fill(neighbour, neighbour.module_load(rule_breakers()), theirs, words, 1)
+            neighbour_buffer = neighbour.mem_alloc(size_bytes - SPARE_BYTES)
+            fill(neighbour, neighbour.module_load(rule_breakers()), neighbour_buffer, words, 1)
             neighbour.sync()
             try:
                 session.mem_read(buffer, 0, WORD_BYTES)

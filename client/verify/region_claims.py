@@ -92,7 +92,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         _session(scene, slice_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
     ):
-        mine = session.region_set([kept_region])
+        region_set = session.region_set([kept_region])
         taken_us: list[float] = []
         is_over = threading.Event()
         wrong: list[str] = []
@@ -103,8 +103,8 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
             while not is_over.is_set():
                 started = time.perf_counter()
                 try:
-                    _fill(session, module, kept_region, len(taken_us) + 1, mine)
-                    if count_set(session, module, kept_region.address, words, mine) != words:
+                    _fill(session, module, kept_region, len(taken_us) + 1, region_set)
+                    if count_set(session, module, kept_region.address, words, region_set) != words:
                         wrong.append("a word of the other region is missing")
                 except GpuLeaseError as error:
                     wrong.append(f"{type(error).__name__}: {error}")
@@ -113,9 +113,9 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
 
         hammering = threading.Thread(target=hammer, daemon=True)
         hammering.start()
-        until = time.monotonic() + RETURN_S
+        deadline_s = time.monotonic() + RETURN_S
         # Step 1: some quiet rounds, for comparison. Step 2: revoke other regions while the work continues.
-        while len(taken_us) < QUIET_ROUNDS and not wrong and time.monotonic() < until:
+        while len(taken_us) < QUIET_ROUNDS and not wrong and time.monotonic() < deadline_s:
             time.sleep(0.01)
         quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
         try:
@@ -139,33 +139,33 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
-        lease.region(size_bytes, ttl_secs=TTL_S) as gone,
+        lease.region(size_bytes, ttl_secs=TTL_S) as ended_region,
     ):
-        words = gone.size_bytes // WORD_BYTES
-        both, only_kept = session.region_set([kept_region, gone]), session.region_set([kept_region])
-        _fill(session, module, gone, PATTERN, both)
+        words = ended_region.size_bytes // WORD_BYTES
+        both, only_kept = session.region_set([kept_region, ended_region]), session.region_set([kept_region])
+        _fill(session, module, ended_region, PATTERN, both)
         # Both regions are written; only one of them is revoked.
         _fill(session, module, kept_region, PATTERN, both)
         session.sync()
-        gone.revoke("the proof")
+        ended_region.revoke("the proof")
         # The first refusal says how the region ended, all later ones that it is fenced.
         for error_type in (RegionRevoked, RegionFenced, RegionFenced):
-            _expect(error_type, lambda: _fill(session, module, gone, PATTERN, both), session)
-        scene.wait_for_end(gone.lease_id, RETURN_S)
-        if nonzero_words := count_set(session, module, gone.address, words, only_kept):
+            _expect(error_type, lambda: _fill(session, module, ended_region, PATTERN, both), session)
+        scene.wait_for_end(ended_region.lease_id, RETURN_S)
+        if nonzero_words := count_set(session, module, ended_region.address, words, only_kept):
             raise Breach(f"{nonzero_words} of {words} words of a returned region are readable")
         # A later region must have other addresses, and must not see writes through the stale pointer.
         with lease.region(size_bytes, ttl_secs=TTL_S) as later:
-            if later.address == gone.address:
+            if later.address == ended_region.address:
                 raise Breach("a region's address was given again")
             # A stale table: the launch does not name the region to which it writes.
-            _fill(session, module, gone, 1, only_kept)
+            _fill(session, module, ended_region, 1, only_kept)
             three = session.region_set([later])
             if nonzero_words := count_set(session, module, later.address, words, three):
                 raise Breach(f"{nonzero_words} words written through a stale pointer are in a later region")
         if count_set(session, module, kept_region.address, words, only_kept) != words:
             raise Breach("another region lost words")
-        gone.close()
+        ended_region.close()
     return f"{size_bytes >> 20} MiB: Revoked, then Fenced; reads find zeros, writes reach no tenant"
 
 
@@ -198,9 +198,9 @@ def churning(scene: Scene, count: int) -> str:
                 session.launch(module, "scale", (4, 1, 1), BLOCK, args, stream=stream)
             # Keep a few regions alive, and end them at random by revoking or freeing.
             while len(live) > 8 or (live and rng.random() < 0.5):
-                gone = live.pop(rng.randrange(len(live)))
-                gone.revoke("the proof") if rng.random() < 0.5 else gone.free()
-                gone.close()
+                freed = live.pop(rng.randrange(len(live)))
+                freed.revoke("the proof") if rng.random() < 0.5 else freed.free()
+                freed.close()
             live.append(lease.region(2 * MIB * rng.randint(1, 4), ttl_secs=TTL_S))
             session.sync()
             for buffer in buffers:
@@ -223,12 +223,12 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
-        lease.region(size_bytes, ttl_secs=TTL_S) as gone,
+        lease.region(size_bytes, ttl_secs=TTL_S) as ended_region,
     ):
-        both, only_kept = session.region_set([kept_region, gone]), session.region_set([kept_region])
+        both, only_kept = session.region_set([kept_region, ended_region]), session.region_set([kept_region])
         # One graph for each region; only the first one's region is revoked.
         graphs = []
-        for region in (gone, kept_region):
+        for region in (ended_region, kept_region):
             args = KernelArgs().push_buffer(region).push_u32(32).push_f32(1.0)
             with session.record() as graph:
                 for _ in range(GRAPH_NODES):
@@ -238,24 +238,24 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
         # Queue replays first: these started before the revocation and must run to their end.
         for position in range(QUEUED):
             in_both.launch(regions=both, position=position)
-        revoking = threading.Thread(target=gone.revoke, args=("the proof",))
+        revoking = threading.Thread(target=ended_region.revoke, args=("the proof",))
         revoking.start()
         # Launch until a replay is refused: from then on none may begin.
         launches = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
         revoking.join()
         in_kept.launch(regions=only_kept)
         session.sync()
-        scene.wait_for_end(gone.lease_id, RETURN_S)
-        gone.close()
+        scene.wait_for_end(ended_region.lease_id, RETURN_S)
+        ended_region.close()
         in_kept.close()
     return f"a graph of {GRAPH_NODES} nodes: refused at replay {launches}; the other region's graph continues"
 
 
 def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) -> int:
     """Position of the first launch that was refused. Launches queued before have lower positions."""
-    until = time.monotonic() + RETURN_S
+    deadline_s = time.monotonic() + RETURN_S
     position = QUEUED
-    while time.monotonic() < until:
+    while time.monotonic() < deadline_s:
         try:
             launch(position)
             session.sync()

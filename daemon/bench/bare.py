@@ -37,24 +37,24 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
 
 def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
     """Return the milliseconds from fork to a context that answers, and from SIGKILL to the process reaped."""
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     parent_pid = os.getpid()
     started = time.perf_counter()
     pid = os.fork()
     if pid == 0:
         die_with_parent(parent_pid)
-        _spin(driver, card, ptx, theirs)
-    os.close(theirs)
+        _spin(driver, card, ptx, write_end)
+    os.close(write_end)
     try:
         # The first byte: the context answers. The second: the kernel runs.
-        _await_byte(ours)
+        _await_byte(read_end)
         open_ms = (time.perf_counter() - started) * 1e3
-        _await_byte(ours)
+        _await_byte(read_end)
         # Killed while the kernel runs, as a revoked worker is.
         time.sleep(SPINNING_S)
         started = time.perf_counter()
     finally:
-        os.close(ours)
+        os.close(read_end)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return open_ms, (time.perf_counter() - started) * 1e3

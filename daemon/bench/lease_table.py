@@ -239,18 +239,18 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
     """Have half of the leases expire one after the other while the others are renewed; returns the delays."""
     # Free half of the leases, then acquire as many again, with deadlines spread over EXPIRY_S.
     half = leases // 2
-    gone, load.live = load.live[half:], load.live[:half]
-    await load.ask(map(release, gone))
+    expiring, load.live = load.live[half:], load.live[:half]
+    await load.ask(map(release, expiring))
     workers.late_ms.clear()
     # A copy: the leases that are granted next are appended to `live`.
     others = list(load.live)
     await load.ask(load.acquire(SETTLE_MS + int(EXPIRY_S * 1000 * number / half)) for number in range(half))
-    began = time.monotonic()
+    begin_s = time.monotonic()
     renewed = 0
     # The other half is renewed meanwhile, at a steady rate: expiry must be on time under load.
     while len(workers.late_ms) < half:
         await asyncio.sleep(0.005)
-        due = int((time.monotonic() - began) * RENEWALS_PER_S) - renewed
+        due = int((time.monotonic() - begin_s) * RENEWALS_PER_S) - renewed
         renewed += await load.ask(renewal(others[(renewed + one) % len(others)]) for one in range(due))
     return list(workers.late_ms)
 

@@ -31,8 +31,8 @@ def measure(driver_name: str, card_uuid: str, size_bytes: int, samples: int) -> 
         times.append(time.perf_counter())
         context.region_release(address)
         times.append(time.perf_counter())
-        for name, began, ended in zip(steps, times, times[1:], strict=False):
-            steps[name].append((ended - began) * 1e6)
+        for name, begin_s, ended in zip(steps, times, times[1:], strict=False):
+            steps[name].append((ended - begin_s) * 1e6)
     return {
         f"{name}_p{percent}_us": sorted(taken)[samples * percent // 100]
         for name, taken in steps.items()

@@ -687,17 +687,17 @@ _QUOTA_HINTS: Final = {
 """What a tenant can do when its quota is used up, as every other node would answer the same."""
 
 
-def _failure(why: Why, text: str, retry_after_ms: int = 0) -> Failure:
-    hint = _HINTS[why]
+def _failure(reason: Why, text: str, retry_after_ms: int = 0) -> Failure:
+    hint = _HINTS[reason]
     if retry_after_ms:
         hint = f"Ask again in {retry_after_ms / 1000:.1f} s."
     return Failure(Status.BUSY, text, hint=hint)
 
 
-def _quota_failure(why: Why, text: str, retry_after_ms: int) -> Failure:
-    if why in _QUOTA_HINTS:
-        return Failure(Status.DENIED, text, hint=_QUOTA_HINTS[why])
-    return _failure(why, text, retry_after_ms)
+def _quota_failure(reason: Why, text: str, retry_after_ms: int) -> Failure:
+    if reason in _QUOTA_HINTS:
+        return Failure(Status.DENIED, text, hint=_QUOTA_HINTS[reason])
+    return _failure(reason, text, retry_after_ms)
 
 
 _BROKEN: Final = "the fleet process can't serve"

@@ -264,8 +264,8 @@ class TlsFrontend:
         peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
         # Count by tenant and not by address: all of a tenant's hosts share its limit.
         if self._by_tenant[tenant] >= most:
-            why = f"tenant {tenant} has {counted(most, 'connection')} by TLS, the most one may have"
-            return peer, Failure(Status.BUSY, why, hint="Close connections that are not needed, or try again later.")
+            reason = f"tenant {tenant} has {counted(most, 'connection')} by TLS, the most one may have"
+            return peer, Failure(Status.BUSY, reason, hint="Close connections that are not needed, or try again later.")
         return peer, None
 
     async def _connect(self, sock: socket.socket, peer: Peer, refusal: Failure | None) -> None:

@@ -125,8 +125,8 @@ class WebActionHandler:
             answer(ActionRefused(number, WebRefusal.TOO_MANY, text))
         elif not self._is_operators(message.token):
             self._guesses.count_wrong()
-            why = "what came by the web page is not the operator's token"
-            self._actions.refused(action.operation, action.lease_id, why)
+            reason = "what came by the web page is not the operator's token"
+            self._actions.refused(action.operation, action.lease_id, reason)
             answer(ActionRefused(number, WebRefusal.WRONG_TOKEN, "This is not the operator's token."))
         elif self._pending >= MAX_PENDING:
             text = f"{counted(self._pending, 'request is', 'requests are')} under way, the most: wait a moment."

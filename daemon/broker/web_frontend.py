@@ -155,11 +155,11 @@ class WebFrontend:
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
         # Make the control connection here, so that no other process can connect as the page's reader.
-        ours, theirs = socket.socketpair()
-        refuse_descriptors(ours)
+        own_end, peer_end = socket.socketpair()
+        refuse_descriptors(own_end)
         with contextlib.ExitStack() as unconnected:
-            unconnected.callback(ours.close)
-            with theirs:
+            unconnected.callback(own_end.close)
+            with peer_end:
                 host = self._settings.address.host
                 # Step 1: send the settings with the two sockets. Until the process has them, an error here must close
                 # our end.
@@ -170,13 +170,13 @@ class WebFrontend:
                     secret=self._secret,
                     node=os.uname().nodename,
                 )
-                self._process.send(start, (theirs.fileno(), self._listener.fileno()))
+                self._process.send(start, (peer_end.fileno(), self._listener.fileno()))
             await self._process.expect(HelperPrepared)
             # Step 2: connect it only when it is ready, because a connected peer must send HELLO soon.
             ready = self._process.expect(Ready)
-            ours.setblocking(False)
+            own_end.setblocking(False)
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: self._make_connection(READER), ours)
+            await loop.connect_accepted_socket(lambda: self._make_connection(READER), own_end)
             unconnected.pop_all()
         # Step 3: once it serves, send it the samples and the membership.
         await ready

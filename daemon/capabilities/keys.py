@@ -197,7 +197,7 @@ def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
         return boot_id, KeyRing(bytes.fromhex(node_id), keys, now_ns)
     except ValueError as error:
         # UnicodeDecodeError is a ValueError. An error never quotes a line, which may hold a key.
-        why = str(error) if "hex" not in str(error) else "a number is not hexadecimal"
+        reason = str(error) if "hex" not in str(error) else "a number is not hexadecimal"
         raise KeyFileBroken(
-            f"the key file {path} is broken: {why}; restore it, or move it away for a new one"
+            f"the key file {path} is broken: {reason}; restore it, or move it away for a new one"
         ) from None

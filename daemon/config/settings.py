@@ -706,11 +706,11 @@ def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
 
 def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
     """Check that this host has each card that a tenant may use. Raises ValueError with a sentence about one."""
-    there = list(cards)
+    card_list = list(cards)
     for name, bounds in _named_bounds(rules):
         for selector in bounds.devices or ():
-            if not any(card.answers_to(selector) for card in there):
-                listed = ", ".join(f"{card.index} ({card.uuid})" for card in there[:MAX_CARDS_NAMED])
+            if not any(card.answers_to(selector) for card in card_list):
+                listed = ", ".join(f"{card.index} ({card.uuid})" for card in card_list[:MAX_CARDS_NAMED])
                 raise ValueError(f"tenants: devices of {name!r} has {selector!r}; the cards of this host are {listed}")
 
 

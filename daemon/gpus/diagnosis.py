@@ -295,9 +295,9 @@ def _shown(library: Library, host: Host) -> Diagnosis | None:
             "Have them made: nvidia-modprobe -u -c 0, or nvidia-persistenced.",
             may_pass=True,
         )
-    for name, why in host.closed:
+    for name, reason in host.closed:
         return Diagnosis(
-            f"the daemon's user may not open {name} ({why})",
+            f"the daemon's user may not open {name} ({reason})",
             "Give it the node's group or mode (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module);"
             " under systemd allow it, too (DeviceAllow=).",
             os.EX_NOPERM,

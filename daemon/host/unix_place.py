@@ -144,8 +144,8 @@ class UnixPlace:
         self._lock.release()
 
     def _is_there(self) -> bool:
-        there = file_at(self.address.path)
-        return there is not None and self._file is not None and os.path.samestat(there, self._file)
+        current_file = file_at(self.address.path)
+        return current_file is not None and self._file is not None and os.path.samestat(current_file, self._file)
 
     def _report_made_anew(self) -> None:
         self._report(PlaceChange.SOCKET_ANEW, self.address.path, "")
@@ -199,8 +199,8 @@ class PlaceLock:
         raise CannotListen(f"can't listen on {self._address}: another gpuleased does")
 
     def _is_at_path(self, fd: int) -> bool:
-        there = file_at(self.path)
-        return there is not None and os.path.samestat(os.fstat(fd), there)
+        current_file = file_at(self.path)
+        return current_file is not None and os.path.samestat(os.fstat(fd), current_file)
 
 
 def bound_to_path(

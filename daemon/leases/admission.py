@@ -276,12 +276,13 @@ class Admission:
                 f"This node has or awaits {counted(limits.max_leases, 'lease')}, as many as it may have",
                 "Try again when some have ended, or on another node.",
             )
-        mine = store.live_by_tenant.get(event.tenant, 0) + store.queue.count_of(event.tenant)
-        if mine >= limits.max_leases_of(event.tenant):
+        tenant_leases = store.live_by_tenant.get(event.tenant, 0) + store.queue.count_of(event.tenant)
+        if tenant_leases >= limits.max_leases_of(event.tenant):
             is_own = limits.tenants.of(event.tenant).max_leases is not None
             return denials.over_limit(
                 f"max_leases of tenant {event.tenant!r}" if is_own else "max_leases_per_tenant",
-                f"Tenant {event.tenant!r} has or awaits {counted(mine, 'lease')}, as many as one tenant may have here",
+                f"Tenant {event.tenant!r} has or awaits {counted(tenant_leases, 'lease')}, "
+                "as many as one tenant may have here",
                 "Free a lease you no longer need.",
             )
         return self._check_bytes(event)
@@ -365,15 +366,15 @@ class Admission:
         available = placement.available_bytes(candidates, event.terms.contexts)
         # Choose the sentence that shows the tenant whether it is useful to wait.
         if any(placement.fits_now(account, event.terms) for account in candidates):
-            why = "earlier requests wait for the same cards"
+            reason = "earlier requests wait for the same cards"
         elif available >= event.terms.size_bytes:
-            why = "no card is without other leases"
+            reason = "no card is without other leases"
         elif all(account.exclusive_leases for account in candidates):
-            why = "other leases have the cards to themselves"
+            reason = "other leases have the cards to themselves"
         else:
-            why = "other leases hold the memory"
+            reason = "other leases hold the memory"
         largest = placement.largest_slice_bytes(candidates, event.terms.contexts)
-        return denials.no_room(event.terms.size_bytes, largest, available, why=why, waited_ms=waited_ms)
+        return denials.no_room(event.terms.size_bytes, largest, available, reason=reason, waited_ms=waited_ms)
 
     def _waited_in_vain(self, waiter: Waiter, now_ns: int) -> Denial:
         waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)

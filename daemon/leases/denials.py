@@ -415,12 +415,12 @@ def never_fits(size_bytes: int, largest_bytes: int, available_bytes: int) -> Den
     )
 
 
-def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, why: str, waited_ms: int = 0) -> Denial:
-    """Deny a lease because no card has room now; `why` names the obstacle as a clause."""
+def no_room(size_bytes: int, largest_bytes: int, available_bytes: int, *, reason: str, waited_ms: int = 0) -> Denial:
+    """Deny a lease because no card has room now; `reason` names the obstacle as a clause."""
     waited = f" after waiting {duration_text(waited_ms)}" if waited_ms else ""
     return Denial(
         DenialReason.CAPACITY_EXCEEDED,
-        f"{size_text(size_bytes)} was requested and can't be granted{waited} because {why}:"
+        f"{size_text(size_bytes)} was requested and can't be granted{waited} because {reason}:"
         f" {size_text(available_bytes)} is available now, the largest possible slice is {size_text(largest_bytes)}.",
         "Request less, wait longer, or try another node.",
     )

@@ -179,15 +179,15 @@ class Parking(ParkingViews):
         if held_bytes + needed_bytes > most_bytes:
             return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
         bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
-        mine = self._parked_bytes(lease.tenant)
-        mine += sum(one.terms.size_bytes for one in others if one.tenant == lease.tenant)
-        if bound is None or mine + lease.terms.size_bytes <= bound:
+        tenant_bytes = self._parked_bytes(lease.tenant)
+        tenant_bytes += sum(one.terms.size_bytes for one in others if one.tenant == lease.tenant)
+        if bound is None or tenant_bytes + lease.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
             lease.tenant,
             "parked_bytes",
-            f"{size_text(lease.terms.size_bytes)} were to be parked; this tenant has {size_text(mine)} parked and may "
-            f"have {size_text(bound)}",
+            f"{size_text(lease.terms.size_bytes)} were to be parked; this tenant has {size_text(tenant_bytes)} parked "
+            f"and may have {size_text(bound)}",
             "Free a parked lease, or bring one back to its card by using it.",
         )
 

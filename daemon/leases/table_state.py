@@ -257,13 +257,13 @@ class LeaseStore:
         """Return the denial for a tenant that would have or await more bytes than it may; None if it may."""
         # Queued acquires count too, or a tenant could exceed its bound by waiting.
         bound = self.limits.tenants.of(tenant).max_vram_bytes
-        mine = self.bytes_by_tenant.get(tenant, 0) + self.queue.bytes_of(tenant)
-        if bound is None or mine + more_bytes <= bound:
+        tenant_bytes = self.bytes_by_tenant.get(tenant, 0) + self.queue.bytes_of(tenant)
+        if bound is None or tenant_bytes + more_bytes <= bound:
             return None
         return denials.over_tenant_limit(
             tenant,
             "max_vram",
-            f"{size_text(more_bytes)} was requested; this tenant has or awaits {size_text(mine)} and may have "
+            f"{size_text(more_bytes)} was requested; this tenant has or awaits {size_text(tenant_bytes)} and may have "
             f"{size_text(bound)}",
             "Request less, or free a lease you no longer need.",
         )
@@ -574,8 +574,10 @@ class WaitQueue:
         # The queue is searched only for tenants in it, so that a common acquire costs one look-up.
         waiters = self._waiters.values() if tenant in self._by_tenant else ()
         # The bytes of a session that is to return count with its lease.
-        mine = (waiter.acquire for waiter in waiters if waiter.acquire.tenant == tenant and waiter.returning is None)
-        return sum(acquire.terms.size_bytes for acquire in mine)
+        tenant_acquires = (
+            waiter.acquire for waiter in waiters if waiter.acquire.tenant == tenant and waiter.returning is None
+        )
+        return sum(acquire.terms.size_bytes for acquire in tenant_acquires)
 
     def join(self, waiter: Waiter) -> None:
         self._waiters[waiter.acquire.request] = waiter

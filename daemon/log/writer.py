@@ -430,11 +430,11 @@ class QueueingHandler(logging.Handler):
 
     def flush(self) -> None:
         """Wait until all lines are written, at most FLUSH_S. After one wait that was too short, wait no more."""
-        until = time.monotonic() + FLUSH_S
+        deadline_s = time.monotonic() + FLUSH_S
         with self._changed:
             # Lines that were taken are not written yet, so the queue alone does not show that all is out.
             while (self._lines or self._is_writing) and not self._is_given_up:
-                self._is_given_up = not self._changed.wait(max(0.0, until - time.monotonic()))
+                self._is_given_up = not self._changed.wait(max(0.0, deadline_s - time.monotonic()))
 
     def close(self) -> None:
         """Write the waiting lines and stop the thread."""

@@ -309,8 +309,8 @@ class LeaseLog(FactRecorder):
         self._log_of_lease(LogEvent.WORKER_KILLED, fact.lease_id, worker_pid=self._pid_of(fact.lease_id))
 
     def _log_park_failed(self, fact: Fact) -> None:
-        why = "return" if fact.source.cause is None else fact.source.cause.value
-        self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=why, reason=fact.source.reason)
+        reason = "return" if fact.source.cause is None else fact.source.cause.value
+        self._log_of_lease(LogEvent.LEASE_PARK_FAILED, fact.lease_id, why=reason, reason=fact.source.reason)
 
     def _log_warm_lost(self, fact: Fact) -> None:
         # Bounded: the context may have been a tenant's, who can leave one after the other.

@@ -287,8 +287,8 @@ class TlsAcceptor:
         for listener in self._listeners.values():
             self._epoll.modify(listener, events)
 
-    def _on_refused(self, connection: PendingConnection, why: str) -> None:
-        self._refusals.add(connection.peer, why)
+    def _on_refused(self, connection: PendingConnection, reason: str) -> None:
+        self._refusals.add(connection.peer, reason)
 
     def _on_hello(self, connection: PendingConnection) -> None:
         if len(self._relays) >= self._max_relays:
@@ -502,9 +502,9 @@ class TlsAcceptor:
         self._send(arrival, (handshake.inner.fileno(),))
         self._forget(handshake)
 
-    def _abort(self, handshake: Handshake, why: str) -> None:
+    def _abort(self, handshake: Handshake, reason: str) -> None:
         if not handshake.has_failed:
-            self._refusals.add(handshake.peer, why)
+            self._refusals.add(handshake.peer, reason)
         # A relay that has ended already is not killed: its process id may belong to another one.
         if handshake.pid in self._relays:
             os.kill(handshake.pid, signal.SIGKILL)

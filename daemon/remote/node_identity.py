@@ -47,8 +47,8 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
         expected = f"{TENANT_PREFIX}NAME"
     # Two names could belong to two tenants, and no rule says which of them connects.
     if len(matches) != 1:
-        why = "several names of tenants are" if matches else "no name of a tenant is"
-        raise NoTenant(f"{why} in the certificate; one is needed: {expected}")
+        reason = "several names of tenants are" if matches else "no name of a tenant is"
+        raise NoTenant(f"{reason} in the certificate; one is needed: {expected}")
     try:
         return tenants[matches[0]] if tenants else check_tenant(matches[0].removeprefix(TENANT_PREFIX))
     except ValueError as error:

@@ -137,10 +137,10 @@ class PendingConnections:
         while self._pending and self.next_timeout_s == 0:
             self._refuse(next(iter(self._pending.values())), f"no handshake began within {HELLO_TIMEOUT_S:g} s")
 
-    def evict_one(self, why: str) -> None:
+    def evict_one(self, reason: str) -> None:
         victim = oldest_of_largest_source(self._pending.values())
         if victim is not None:
-            self._refuse(victim, why)
+            self._refuse(victim, reason)
 
     def _add(self, sock: socket.socket, peer: str, source: str) -> None:
         try:
@@ -168,10 +168,10 @@ class PendingConnections:
             pass  # the peer goes without an alert
         self._refuse(connection, "it does not speak TLS")
 
-    def _refuse(self, connection: PendingConnection, why: str) -> None:
+    def _refuse(self, connection: PendingConnection, reason: str) -> None:
         self._remove(connection)
         connection.sock.close()
-        self._on_refused(connection, why)
+        self._on_refused(connection, reason)
 
     def _remove(self, connection: PendingConnection) -> None:
         del self._pending[connection.sock.fileno()]

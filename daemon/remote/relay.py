@@ -142,7 +142,7 @@ def _wait_for_connection(report: socket.socket) -> socket.socket | None:
 
 
 def _shake_hands(stream: RelayedTls) -> None:
-    until = time.monotonic() + HANDSHAKE_S
+    deadline_s = time.monotonic() + HANDSHAKE_S
     poll = select.poll()
     poll.register(stream.net, select.POLLIN)
     room = memoryview(bytearray(BUFFER_BYTES))
@@ -158,25 +158,25 @@ def _shake_hands(stream: RelayedTls) -> None:
         else:
             is_done = True
         # Also when it is done: the last flight is still in the buffer.
-        _send_all(stream, until)
+        _send_all(stream, deadline_s)
         if is_done:
             return
         try:
             count = stream.net.recv_into(room)
         except BlockingIOError:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
                 raise HandshakeFailed(f"the handshake was not done within {HANDSHAKE_S:g} s") from None
             continue
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
         if not count:
             raise HandshakeFailed("the peer closed the connection in the handshake")
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             raise HandshakeFailed(f"the handshake was not done within {HANDSHAKE_S:g} s")
         stream.incoming.write(room[:count])
 
 
-def _send_all(stream: RelayedTls, until: float) -> None:
+def _send_all(stream: RelayedTls, deadline_s: float) -> None:
     unsent = memoryview(stream.outgoing.read())
     poll = select.poll()
     poll.register(stream.net, select.POLLOUT)
@@ -184,7 +184,7 @@ def _send_all(stream: RelayedTls, until: float) -> None:
         try:
             unsent = unsent[stream.net.send(unsent) :]
         except BlockingIOError:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
                 raise HandshakeFailed("the peer does not read its data") from None
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
@@ -192,15 +192,15 @@ def _send_all(stream: RelayedTls, until: float) -> None:
 
 def _send_alert(stream: RelayedTls) -> None:
     """Send the alert, if any, and wait for the peer to close: unread bytes at a close would discard the alert."""
-    until = time.monotonic() + ALERT_LINGER_S
+    deadline_s = time.monotonic() + ALERT_LINGER_S
     with contextlib.suppress(OSError, HandshakeFailed):
         # First the alert and the end of our direction, then read until the peer closes too.
-        _send_all(stream, until)
+        _send_all(stream, deadline_s)
         stream.net.shutdown(socket.SHUT_WR)
         poll = select.poll()
         poll.register(stream.net, select.POLLIN)
-        while poll.poll(max(0.0, until - time.monotonic()) * 1000) and stream.net.recv(BUFFER_BYTES):
-            if time.monotonic() > until:
+        while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000) and stream.net.recv(BUFFER_BYTES):
+            if time.monotonic() > deadline_s:
                 return
 
 
@@ -454,9 +454,9 @@ class Pump:
             select.POLLIN * (not self._inner_ended and not self._unsent) | select.POLLOUT * bool(self._undelivered),
         )
         # Spin first: a tenant that waits for an answer sends its next frame within microseconds of it.
-        until = time.monotonic_ns() + self._spin_ns
+        deadline_ns = time.monotonic_ns() + self._spin_ns
         ready = self._poll.poll(0)
-        while not ready and time.monotonic_ns() < until:
+        while not ready and time.monotonic_ns() < deadline_ns:
             ready = self._poll.poll(0)
         for fd, events in ready or self._poll.poll(timeout_s * 1000):
             if events & _HANG_UP and not events & (select.POLLIN | select.POLLOUT):

@@ -404,8 +404,8 @@ class SocketWire:
         return True
 
     def spin(self, receiver: Receiver) -> bool:
-        until = time.monotonic_ns() + SPIN_NS
-        while time.monotonic_ns() < until:
+        deadline_ns = time.monotonic_ns() + SPIN_NS
+        while time.monotonic_ns() < deadline_ns:
             if self.receive(receiver):
                 return True
             if self._yields:
@@ -561,9 +561,9 @@ class RingWire:
 
     def spin(self, receiver: Receiver) -> bool:
         requests, clock, yields = self._requests, time.monotonic_ns, self._spin_policy.yields
-        until = clock() + SPIN_NS
+        deadline_ns = clock() + SPIN_NS
         while not requests.poll(1 if yields else READS_PER_CLOCK):
-            if clock() > until:
+            if clock() > deadline_ns:
                 return False
             if yields:
                 os.sched_yield()

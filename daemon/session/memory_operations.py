@@ -229,9 +229,9 @@ class SessionArena:
     def _cut(self, at: int, end: int) -> Iterator[memoryview]:
         # Split a copy that spans several extents, because each extent was pinned by itself.
         while at < end:
-            until = min(end, self._extent_ends[at // GRANULE_BYTES])
-            yield self._view[at:until]
-            at = until
+            extent_end = min(end, self._extent_ends[at // GRANULE_BYTES])
+            yield self._view[at:extent_end]
+            at = extent_end
 
     def _pin(self, first: int, last: int, check_lease: Callable[[], None]) -> None:
         """Pin each run of granules that is not pinned, from `first` to before `last`."""

@@ -184,9 +184,9 @@ class HostMemory:
 class _Refused(Exception):
     """The session can't be parked now. `why` and the reason are reported to the broker."""
 
-    def __init__(self, why: ParkRefusal, reason: str) -> None:
+    def __init__(self, refusal: ParkRefusal, reason: str) -> None:
         super().__init__(reason)
-        self.why = why
+        self.why = refusal
 
 
 class SessionParking:
@@ -335,8 +335,8 @@ class SessionParking:
         self._counters[Counter.PARK_NUMBER] = report.number
         self.outbox.append(report)
 
-    def _refuse(self, number: int, why: ParkRefusal, reason: str) -> None:
-        self.outbox.append(ParkRefusedReport(number, why, reason, self._context.pages_bytes))
+    def _refuse(self, number: int, refusal: ParkRefusal, reason: str) -> None:
+        self.outbox.append(ParkRefusedReport(number, refusal, reason, self._context.pages_bytes))
 
     def bring_back(self, order: ReturnOrder) -> None:
         """Bring the session back, or report why not."""

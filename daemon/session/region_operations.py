@@ -504,9 +504,9 @@ class RegionOperations(OperationHandler):
             self._free(handle)
 
     def _free(self, handle: int) -> None:
-        gone = self._gate.sets.pop(handle)
-        self._member_count -= len(gone.regions)
-        if gone is self._gate.current:
+        freed_set = self._gate.sets.pop(handle)
+        self._member_count -= len(freed_set.regions)
+        if freed_set is self._gate.current:
             self._gate.forget_current()
 
     @serves(Opcode.REGION_REFUSED)

@@ -51,8 +51,8 @@ class Notifier:
         address = environment.pop(ADDRESS_VARIABLE, "")
         # Other kinds of sockets (vsock:) are for machines, not for processes of this host.
         if address and address[0] not in "/@":
-            why = f"{ADDRESS_VARIABLE} is {address!r}, which is not a local socket"
-            log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {why}", reason=why)
+            reason = f"{ADDRESS_VARIABLE} is {address!r}, which is not a local socket"
+            log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {reason}", reason=reason)
             address = ""
         return cls(address)
 
@@ -82,8 +82,8 @@ class Notifier:
 
     async def send_reliably(self, *assignments: str, fds: Sequence[int] = ()) -> None:
         """Send assignments that the service manager waits for or acts on; retry for SEND_TIMEOUT_S."""
-        until = time.monotonic() + SEND_TIMEOUT_S
-        while time.monotonic() < until:
+        deadline_s = time.monotonic() + SEND_TIMEOUT_S
+        while time.monotonic() < deadline_s:
             if self.send(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)

@@ -146,9 +146,9 @@ the broker gives up within this time."""
 class ActionNotDone(Exception):
     """The broker refused an action; the message is a sentence for people."""
 
-    def __init__(self, why: WebRefusal, message: str) -> None:
+    def __init__(self, reason: WebRefusal, message: str) -> None:
         super().__init__(message)
-        self.why = why
+        self.why = reason
 
 
 class DrainOutcome(NamedTuple):

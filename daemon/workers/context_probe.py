@@ -111,7 +111,7 @@ class _Probe:
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:
     """Wait until the probe's bytes are proved free, by the same rules as a lease's bytes."""
-    until = time.monotonic() + PROOF_TIMEOUT_S
+    deadline_s = time.monotonic() + PROOF_TIMEOUT_S
     unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
     while True:
         polled_ns = time.monotonic_ns()
@@ -128,7 +128,7 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
                 if others.is_shown_free(seen.unowned_bytes, seen.least_bytes, seen.since_ns, seen.polled_ns):
                     return
                 missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             raise CardsUnavailable(
                 f"card {card.index} ({card.uuid}) does not return memory: {missing}",
                 hint="See what nvidia-smi lists there.",

@@ -257,16 +257,16 @@ class ChildProcess:
 
         Source: prctl(2), PR_SET_PDEATHSIG.
         """
-        ours, theirs = channel_pair()
-        with contextlib.ExitStack() as undo, theirs:
-            undo.callback(ours.close)
-            ours.setblocking(False)
+        own_end, peer_end = channel_pair()
+        with contextlib.ExitStack() as undo, peer_end:
+            undo.callback(own_end.close)
+            own_end.setblocking(False)
             if not self._kind.passes_descriptors:
-                refuse_descriptors(ours)
-            command = [sys.executable, "-P", "-m", self._kind.module, str(theirs.fileno()), str(os.getpid())]
+                refuse_descriptors(own_end)
+            command = [sys.executable, "-P", "-m", self._kind.module, str(peer_end.fileno()), str(os.getpid())]
             process = subprocess.Popen(
                 [*command, *self._kind.arguments],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(peer_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 # Only the broker handles a Ctrl-C at its terminal.
                 start_new_session=True,
@@ -274,8 +274,8 @@ class ChildProcess:
             )
             self._child = _Child(process)
             undo.pop_all()
-        self._channel, self._outbox = ours, Outbox(ours)
-        asyncio.get_running_loop().add_reader(ours, self._read)
+        self._channel, self._outbox = own_end, Outbox(own_end)
+        asyncio.get_running_loop().add_reader(own_end, self._read)
 
     def _lose(self, event: LogEvent, reason: str) -> None:
         """Close the channel of a process that is dead or about to be killed.

@@ -336,15 +336,15 @@ class Workers:
             return
         try:
             # Step 1: make its pages and its channel.
-            worker, theirs = Worker.create(spec, self._zygotes.now)
+            worker, peer_end = Worker.create(spec, self._zygotes.now)
         except OSError as error:
             self._not_started(spec, error)
             return
         # Register it before the request, because the zygote's answer may come during the call.
         self._workers[spec.lease_id] = self._unforked[spec.lease_id] = worker
-        with theirs:
+        with peer_end:
             try:
-                self._zygotes.now.spawn(spec, theirs.fileno(), worker.page.fds, worker.channel.fileno())
+                self._zygotes.now.spawn(spec, peer_end.fileno(), worker.page.fds, worker.channel.fileno())
                 # The zygote has the pages now, and this process its mappings.
                 worker.page.let_go()
             except ChannelClosed as error:

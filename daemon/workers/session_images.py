@@ -110,11 +110,11 @@ class SessionImages:
     def begin(self, lease_id: int, number: int) -> socket.socket:
         """Return the worker's end of a channel for its session's image. The caller closes it. Raises OSError."""
         self.discard(lease_id)
-        ours, theirs = channel_pair()
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
-        ours.setblocking(False)
-        self._images[lease_id] = _Image(number, ours)
-        return theirs
+        own_end, peer_end = channel_pair()
+        peer_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
+        own_end.setblocking(False)
+        self._images[lease_id] = _Image(number, own_end)
+        return peer_end
 
     def on_imaged(self, lease_id: int, report: ImagedReport) -> bool:
         """Receive, from the channel, the image that a worker has reported.
@@ -287,22 +287,22 @@ class SessionImages:
         self._unwatch(image)
         image.is_lent = True
         try:
-            ours, theirs = channel_pair()
+            own_end, peer_end = channel_pair()
         except OSError:
             return False
-        with ours, theirs:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
-            ours.setblocking(False)
+        with own_end, peer_end:
+            own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
+            own_end.setblocking(False)
             # Put everything into the channel before the order that passes it on, so that the worker never waits for a
             # part.
             try:
                 memory, fds = image.memory
-                send_message(ours, memory.to_map(), tuple(fds))
+                send_message(own_end, memory.to_map(), tuple(fds))
                 for connection, fds in image.connections:
-                    send_message(ours, connection.to_map(), tuple(fds))
+                    send_message(own_end, connection.to_map(), tuple(fds))
                 self._give_words(image, worker)
                 order = AdoptOrder(number, len(image.connections), refusal or None)
-                send_message(worker.channel, order.to_map(), (theirs.fileno(),))
+                send_message(worker.channel, order.to_map(), (peer_end.fileno(),))
             except (OSError, ChannelClosed):
                 return False
         worker.page.open_session()

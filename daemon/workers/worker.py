@@ -99,13 +99,13 @@ class Worker:
         # Both may fail for lack of descriptors. Then nothing may stay open.
         page = BrokerPage()
         try:
-            ours, theirs = channel_pair()
+            own_end, peer_end = channel_pair()
         except OSError:
             page.close()
             raise
-        ours.setblocking(False)
-        refuse_descriptors(ours)
-        return cls(spec, page, ours, zygote, forked_for=spec.lease_id), theirs
+        own_end.setblocking(False)
+        refuse_descriptors(own_end)
+        return cls(spec, page, own_end, zygote, forked_for=spec.lease_id), peer_end
 
     @classmethod
     def adopt(cls, spec: WorkerSpec, pid: int, fds: Sequence[int], zygote: ZygoteClient, serial: int) -> Self:

@@ -253,12 +253,12 @@ class ZygoteClient:
             environment |= WIPING_HEAP
         # `undo` closes our ends after a failure; `handed_over` closes the zygote's ends here in any case.
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as handed_over:
-            ours, theirs = channel_pair()
-            undo.callback(ours.close)
-            handed_over.callback(theirs.close)
-            ours.setblocking(False)
-            arguments = [self._driver, str(theirs.fileno()), str(os.getpid()), self._sandbox.to_text()]
-            fds = [theirs.fileno()]
+            own_end, peer_end = channel_pair()
+            undo.callback(own_end.close)
+            handed_over.callback(peer_end.close)
+            own_end.setblocking(False)
+            arguments = [self._driver, str(peer_end.fileno()), str(os.getpid()), self._sandbox.to_text()]
+            fds = [peer_end.fileno()]
             if self._folder is not None:
                 # The broker makes the socket, so that the next broker finds it as soon as the process exists.
                 self._path = self._folder / f"{secrets.token_hex(4)}.sock"
@@ -275,7 +275,7 @@ class ZygoteClient:
             )
             self._pid = self._process.pid
             undo.pop_all()
-        return ours
+        return own_end
 
     def take_over(self, found_zygote: FoundZygote) -> bool:
         """Take over a zygote that an earlier broker left. Returns whether it can fork workers for this one."""

@@ -144,7 +144,7 @@ def find_zygotes(folder: Path) -> list[FoundZygote]:
 
 
 def _find(path: Path) -> FoundZygote | None:
-    until = time.monotonic() + TAKEN_TIMEOUT_S
+    deadline_s = time.monotonic() + TAKEN_TIMEOUT_S
     # An earlier daemon may still hold the channel for a moment, so try for TAKEN_TIMEOUT_S.
     while True:
         try:
@@ -154,7 +154,7 @@ def _find(path: Path) -> FoundZygote | None:
             path.unlink(missing_ok=True)
             return None
         except _HasBroker:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 raise CannotAdopt(f"another gpuleased has the sessions behind {path}", hint="Stop it first.") from None
             time.sleep(_PAUSE_S)
 

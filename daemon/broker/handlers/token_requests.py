@@ -69,8 +69,8 @@ class TokenHandler:
         """Serve CAPABILITY_REVOKE. The reply says whether a restarted daemon will know the revocation."""
 
         def on_done(is_durable: bool) -> None:
-            why = "the token has ended, but that can't be written down now: a restart of the daemon may forget it"
-            failure = Failure(Status.BUSY, why, hint="Ask again, or renew the lease, which ends all of its tokens.")
+            reason = "the token has ended, but that can't be written down now: a restart of the daemon may forget it"
+            failure = Failure(Status.BUSY, reason, hint="Ask again, or renew the lease, which ends all of its tokens.")
             self._caller.answer(request, messages.Empty() if is_durable else failure)
 
         lease_id, nonce = self._revocable_token(body)
@@ -79,8 +79,8 @@ class TokenHandler:
         # Step 3: the journal, so that a restart does not accept it again.
         until_ms = self._service.authority().revoke(lease_id, nonce)
         if until_ms is None or not self._revoke_on_pages(lease_id, nonce, until_ms):
-            why = "too many tokens of this lease were revoked in the last minutes"
-            raise Refused(Failure(Status.BUSY, why, hint="Renew the lease: that ends all of its tokens."))
+            reason = "too many tokens of this lease were revoked in the last minutes"
+            raise Refused(Failure(Status.BUSY, reason, hint="Renew the lease: that ends all of its tokens."))
         self._runtime.journal.revoke_token(lease_id, nonce, until_ms, on_done)
         tenant = self._peer.tenant if lease is None else lease.tenant
         self._runtime.recorder.token_revoked(tenant, self._peer.tenant, lease_id, nonce)

@@ -352,10 +352,10 @@ class AuditLog:
     def _check_undisturbed(self) -> None:
         try:
             # Two ways to be disturbed: another file at the path, or bytes that this process did not write.
-            there, ours = os.stat(self._path), os.fstat(self._fd)
+            path_status, own_status = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
-        if there.st_ino != ours.st_ino or there.st_size != self._size:
+        if path_status.st_ino != own_status.st_ino or path_status.st_size != self._size:
             raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as it was left")
 
     def _write(self, data: bytes) -> None:

@@ -154,8 +154,8 @@ def _drain(fact: Fact) -> Particulars:
 def _deny(fact: Fact) -> Particulars:
     request, denial = _asked(fact), fact.source.denial
     # The message may have a tenant's or a driver's words, so it is cleaned.
-    why = {"reason": denial.reason.value, "message": clean_text(denial.message)}
-    return {"operation": _operation(request), "tenant": request.by} | _request(request) | why
+    details = {"reason": denial.reason.value, "message": clean_text(denial.message)}
+    return {"operation": _operation(request), "tenant": request.by} | _request(request) | details
 
 
 def _begin_submit(fact: Fact) -> Particulars:

@@ -241,12 +241,12 @@ class _LogTarget(CommitTarget[Draft]):
         log = self._log = self._open_log(self._known)
         if log.link in self._attempted:
             # The append that failed reached the file, partly or completely: those records only need a sync.
-            there = self._attempted.index(log.link) + 1
+            written_count = self._attempted.index(log.link) + 1
             # The first of the attempted records was the START or RESUME, which is not part of the group.
             if self._opening is not None:
                 self._is_begun = True
-                there -= 1
-            self._written += there
+                written_count -= 1
+            self._written += written_count
             log.rewrite()
         self._attempted = []
         self._opening = self._opening_draft(log)

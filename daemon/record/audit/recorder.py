@@ -175,8 +175,13 @@ class LogRecorder(FactRecorder):
 
     def refused(self, operation: str, tenant: str, lease_id: int, message: str) -> None:
         lease = {"lease": lease_text(lease_id)} if lease_id else {}
-        why = {"operation": operation.lower(), "tenant": tenant, "reason": "refused", "message": clean_text(message)}
-        self._record((RecordKind.DENY, why | lease))
+        details = {
+            "operation": operation.lower(),
+            "tenant": tenant,
+            "reason": "refused",
+            "message": clean_text(message),
+        }
+        self._record((RecordKind.DENY, details | lease))
 
     def reloaded(self, config: str) -> None:
         self._record((RecordKind.OPERATOR, {"action": "reload", "config": config}))

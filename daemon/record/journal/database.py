@@ -45,9 +45,9 @@ class JournalBroken(CannotStart):
     """The journal can't be used. The hint says what to do, and what that costs."""
 
 
-def not_whole(path: object, why: str) -> JournalBroken:
+def not_whole(path: object, reason: str) -> JournalBroken:
     """Make the error for files that lack something written, or have more."""
-    return JournalBroken(f"the journal {path} is broken: {why}", MOVE_ASIDE, os.EX_DATAERR)
+    return JournalBroken(f"the journal {path} is broken: {reason}", MOVE_ASIDE, os.EX_DATAERR)
 
 
 FOLDER_MODE: Final = 0o700

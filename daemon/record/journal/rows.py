@@ -351,41 +351,41 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowD
     # Only the last change of a row in this group counts: a lease's row may change several times before a commit.
     latest = {(change.kind, change.key): change for change in changes}
     keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
-    gone: defaultdict[RowKind, list[bytes]] = defaultdict(list)
-    there: list[int | bytes] = []
-    more, written, dropped = 0, RowDigests(), []
+    deleted_keys: defaultdict[RowKind, list[bytes]] = defaultdict(list)
+    put_params: list[int | bytes] = []
+    digest_change, written, dropped = 0, RowDigests(), []
     # Sort by what to do: delete or write. Both replace the row's old value, which leaves the sum.
     for row, change in latest.items():
         kind, key = row
         if (digest := digests.get(row)) is None:
             keys[kind].append(key)
         else:
-            more -= digest
+            digest_change -= digest
         if (value := change.value()) is None:
-            gone[kind].append(key)
+            deleted_keys[kind].append(key)
             if digest is not None:
                 dropped.append(row)
         else:
-            there += (int(kind), key, value)
+            put_params += (int(kind), key, value)
             digest = digest_of(kind, key, value)
-            more += digest
+            digest_change += digest
             if kind in _REWRITTEN:
                 written[row] = digest
-    more -= sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
+    digest_change -= sum(digest_of(kind, key, value) for kind, key, value in _present(connection, keys))
     # One statement for many rows of a kind, because each costs a switch between threads.
-    for kind, some in gone.items():
-        for part in _parts(some, 1):
+    for kind, kind_keys in deleted_keys.items():
+        for part in _parts(kind_keys, 1):
             connection.execute(_delete(len(part)), (int(kind), *part))
-    for rows in _parts(there, _COLUMNS):
+    for rows in _parts(put_params, _COLUMNS):
         connection.execute(_insert(len(rows) // _COLUMNS), rows)
-    return Put(more, written, dropped)
+    return Put(digest_change, written, dropped)
 
 
 def _present(
     connection: sqlite3.Connection, keys: defaultdict[RowKind, list[bytes]]
 ) -> Iterator[tuple[int, bytes, bytes]]:
-    for kind, some in keys.items():
-        for part in _parts(some, 1):
+    for kind, kind_keys in keys.items():
+        for part in _parts(kind_keys, 1):
             # One row of text instead of many rows: sqlite3 would release the interpreter for each row.
             ((text,),) = connection.execute(_select(len(part)), (int(kind), *part))
             values = [bytes.fromhex(piece) for piece in text.split(" ")] if text is not None else []
