@@ -69,7 +69,7 @@ _ROUNDS_PER_BOUND: Final = 8
 
 
 @dataclass(slots=True)
-class _LastLook:
+class _LastHeartbeat:
     """The last heartbeat on a worker's page.
 
     Attributes:
@@ -98,7 +98,7 @@ class KernelWatchdog:
         self._max_load_ns = max_load_s * NS_PER_S
         self._workers = workers
         self._post = post
-        self._looks: dict[int, _LastLook] = {}
+        self._last_heartbeats: dict[int, _LastHeartbeat] = {}
         self._last_round_ns: int | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -113,16 +113,16 @@ class KernelWatchdog:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def look_at_all(self, now_ns: int) -> None:
+    def check_all(self, now_ns: int) -> None:
         """Check every worker once, and condemn the sessions that must end."""
         # Drop the entries of workers that have ended; otherwise they would accumulate.
         serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
-        for lease_id in self._looks.keys() - serving.keys():
-            del self._looks[lease_id]
+        for lease_id in self._last_heartbeats.keys() - serving.keys():
+            del self._last_heartbeats[lease_id]
         # Time in which this process was away blames no worker.
         if self._last_round_ns is not None:
             away_ns = now_ns - self._last_round_ns - int(LONGEST_ROUND_S * NS_PER_S)
-            for look in self._looks.values() if away_ns > 0 else ():
+            for look in self._last_heartbeats.values() if away_ns > 0 else ():
                 look.since_ns += away_ns
                 look.away_ns += away_ns
         self._last_round_ns = now_ns
@@ -134,7 +134,7 @@ class KernelWatchdog:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._pause_s())
-            self.look_at_all(time.monotonic_ns())
+            self.check_all(time.monotonic_ns())
 
     def _pause_s(self) -> float:
         # Do eight rounds within the shortest bound, so that a kernel is found at most an eighth too late.
@@ -143,13 +143,13 @@ class KernelWatchdog:
 
     def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
         # Rule 1: by the worker's own figures, one kernel has run for longer than the lease allows.
-        polled_ns, since_ns = (worker.page.counter(one) for one in (Counter.LOOKED_NS, Counter.KERNEL_SINCE_NS))
+        polled_ns, since_ns = (worker.page.counter(one) for one in (Counter.LAST_POLL_NS, Counter.KERNEL_SINCE_NS))
         if reason := overran(polled_ns, since_ns, worker.spec.max_kernel_ms):
             return Cause.KERNEL_TIMEOUT, reason
         # Rule 2: a compilation takes too long. It can't be interrupted, so the worker shows no heartbeat during it, and
         # only its length counts.
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
-        last = self._looks.get(worker.spec.lease_id)
+        last = self._last_heartbeats.get(worker.spec.lease_id)
         away_ns = last.away_ns if last is not None and last.compiling_since_ns == compiling_since_ns else 0
         if compiling_since_ns and now_ns - compiling_since_ns - away_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
@@ -157,7 +157,7 @@ class KernelWatchdog:
         # rules 1 and 2 and the lease's deadline bound them.
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
         if last is None or polled_ns != last.polled_ns or waits:
-            self._looks[worker.spec.lease_id] = _LastLook(polled_ns, now_ns, compiling_since_ns, away_ns)
+            self._last_heartbeats[worker.spec.lease_id] = _LastHeartbeat(polled_ns, now_ns, compiling_since_ns, away_ns)
         elif now_ns - last.since_ns >= UNRESPONSIVE_AFTER_S * NS_PER_S:
             return Cause.UNRESPONSIVE, f"it showed no sign of life for {(now_ns - last.since_ns) / NS_PER_S:.1f} s"
         return None
@@ -199,7 +199,7 @@ class MemoryMonitor:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._again: set[int] = set()
         self._failed_polls: dict[int, int] = {}
-        self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
+        self._rounds = PeriodicTask(self._poll_all, lambda: ROUND_S)
 
     def start(self) -> None:
         """Poll all sessions from now on, if the driver lets one take more than it is given. Later calls do nothing."""
@@ -212,7 +212,7 @@ class MemoryMonitor:
         if lease_id in self._tasks:
             self._again.add(lease_id)
             return
-        task = asyncio.get_running_loop().create_task(self._look_and_pause(lease_id))
+        task = asyncio.get_running_loop().create_task(self._poll_and_pause(lease_id))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._done(lease_id))
 
@@ -224,7 +224,7 @@ class MemoryMonitor:
         await self._rounds.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look_at_all(self) -> None:
+    async def _poll_all(self) -> None:
         for lease in self._table.snapshots():
             if lease.state is LeaseState.ACTIVE:
                 self.poll(lease.lease_id)
@@ -244,11 +244,11 @@ class MemoryMonitor:
         else:
             self._failed_polls.pop(lease_id, None)
 
-    async def _look_and_pause(self, lease_id: int) -> None:
-        await self._look(lease_id)
+    async def _poll_and_pause(self, lease_id: int) -> None:
+        await self._poll(lease_id)
         await asyncio.sleep(FAILED_POLL_PAUSE_S if lease_id in self._failed_polls else PAUSE_S)
 
-    async def _look(self, lease_id: int) -> None:
+    async def _poll(self, lease_id: int) -> None:
         # The session may have ended since the poll was ordered.
         place, pid = self._table.submits.may_hold(lease_id), self._workers.pid(lease_id)
         if place is None or not pid:
@@ -290,11 +290,11 @@ class MemoryMonitor:
             self._post(SessionCondemned(lease_id, cause, reason))
 
 
-FIRST_LOOK_DELAY_S: Final = 0.002
+FIRST_POLL_DELAY_S: Final = 0.002
 """Pause between the first poll of a card and the second. The driver releases bytes some milliseconds after the reap (74
 ms were seen for 60 GiB), so polls are close together at first and then become rarer."""
 
-MAX_LOOK_DELAY_S: Final = 0.1
+MAX_POLL_DELAY_S: Final = 0.1
 """Longest time between two polls: the lease table fences the slice when its own timer runs out, and polls cost time."""
 
 
@@ -344,7 +344,7 @@ class Reclaimer:
 
         Without a process, post `ReclaimProved`.
         """
-        task = asyncio.get_running_loop().create_task(self._look(lease_id, card_uuid, pid))
+        task = asyncio.get_running_loop().create_task(self._poll(lease_id, card_uuid, pid))
         self._tasks[lease_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(lease_id, None))
 
@@ -358,7 +358,7 @@ class Reclaimer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self, lease_id: int, card_uuid: str, pid: int) -> None:
+    async def _poll(self, lease_id: int, card_uuid: str, pid: int) -> None:
         looks = 0
         unlisted = UnlistedSince(pid)
         # Without a process id the worker never existed, so its bytes are free.
@@ -377,7 +377,7 @@ class Reclaimer:
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
-            await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
+            await asyncio.sleep(back_off_s(looks, FIRST_POLL_DELAY_S, MAX_POLL_DELAY_S))
             looks += 1
         self._post(ReclaimProved(lease_id))
 
@@ -408,7 +408,7 @@ class RegionProver:
     def prove(self, order: ProveRegion) -> None:
         """Post `RegionProved` once the process holds no more than the order allows. A later order replaces this one."""
         self.give_up(order.region_id)
-        task = asyncio.get_running_loop().create_task(self._look(order))
+        task = asyncio.get_running_loop().create_task(self._poll(order))
         self._tasks[order.region_id] = task
         task.add_done_callback(lambda _: self._drop(order.region_id, task))
 
@@ -426,7 +426,7 @@ class RegionProver:
         if self._tasks.get(region_id) is task:
             del self._tasks[region_id]
 
-    async def _look(self, order: ProveRegion) -> None:
+    async def _poll(self, order: ProveRegion) -> None:
         looks = 0
         while pid := self._workers.pid(order.lease_id):
             try:
@@ -444,7 +444,7 @@ class RegionProver:
                     return
                 missing = f"the card reports {held_bytes} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
-            await asyncio.sleep(back_off_s(looks, FIRST_LOOK_DELAY_S, MAX_LOOK_DELAY_S))
+            await asyncio.sleep(back_off_s(looks, FIRST_POLL_DELAY_S, MAX_POLL_DELAY_S))
             looks += 1
 
 
@@ -458,31 +458,31 @@ class CardWatch:
         self._card_uuids = card_uuids
         self._workers = workers
         self._post = post
-        self._rounds = PeriodicTask(self._look_at_all, lambda: ROUND_S)
+        self._rounds = PeriodicTask(self._poll_all, lambda: ROUND_S)
 
     async def start(self) -> None:
         """Poll now and once a second from then on, on cards where others can hold memory."""
         if not self._rounds.is_started and self._source.has_others:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
-                    await self._look_at_all()
+                    await self._poll_all()
             self._rounds.start()
 
     async def stop(self) -> None:
         await self._rounds.stop()
 
-    async def _look_at_all(self) -> None:
+    async def _poll_all(self) -> None:
         for card_uuid in self._card_uuids:
             # If a card can't be read now, it is read a second later; its proofs wait until then.
             try:
-                await self._look(card_uuid)
+                await self._poll(card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError):
                 pass
             except Exception:
                 # This is a bug of ours. Continue to poll: otherwise memory that others hold would be granted.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
 
-    async def _look(self, card_uuid: str) -> None:
+    async def _poll(self, card_uuid: str) -> None:
         # Read the daemon's workers before the poll: one that ends during it may still be in the card's figures.
         own, polled_ns = self._workers.pids(), time.monotonic_ns()
         reading = await asyncio.to_thread(self._source.read, card_uuid)

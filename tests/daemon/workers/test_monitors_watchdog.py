@@ -42,12 +42,12 @@ class Scene:
         return causes + self.round(until_ns, polled_ns=polled_ns, doing=doing)
 
     def round(self, at_ns: int, *, polled_ns: int, since_ns: int = 0, doing: int = 0) -> list[Cause]:
-        self.counters[Counter.LOOKED_NS] = polled_ns
+        self.counters[Counter.LAST_POLL_NS] = polled_ns
         self.counters[Counter.KERNEL_SINCE_NS] = since_ns
         self.counters[Counter.DOING] = doing
         self.posted.clear()
         self._last_ns = at_ns
-        self.watchman.look_at_all(at_ns)
+        self.watchman.check_all(at_ns)
         return [event.cause for event in self.posted if isinstance(event, SessionCondemned)]
 
 
