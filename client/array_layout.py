@@ -107,12 +107,12 @@ class ArrayLayout:
         # Without elements, the sum of strides may be outside the buffer.
         return type(self)(tuple(shape), tuple(strides), offset if 0 not in shape else self.offset, self.item_bytes)
 
-    def broadcast(self, shape: tuple[int, ...], doing: str) -> Self:
+    def broadcast(self, shape: tuple[int, ...], operation: str) -> Self:
         """Broadcast to another shape by numpy's rules: repeated dimensions get stride 0. Raises InvalidRequest.
 
         Args:
             shape: The target's shape.
-            doing: The operation, for messages.
+            operation: The operation, for messages.
         """
         # Broadcasting aligns the shapes at their last dimensions.
         more = len(shape) - len(self.shape)
@@ -123,20 +123,20 @@ class ArrayLayout:
         # A length of 1 repeats; any other must be the wanted one.
         fits = all(length in (1, target_length) for (length, _), target_length in zip(own, shape, strict=True))
         if not fits or any(length != 1 for length in self.shape[: max(0, -more)]):
-            raise InvalidRequest(f"{doing}: an array of shape {self.shape} does not fit one of shape {shape}")
+            raise InvalidRequest(f"{operation}: an array of shape {self.shape} does not fit one of shape {shape}")
         strides = tuple(
             stride if length == target_length else 0 for (length, stride), target_length in zip(own, shape, strict=True)
         )
         return type(self)(shape, strides, self.offset, self.item_bytes)
 
 
-def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
+def checked_shape(shape: Any, item_bytes: int, operation: str) -> tuple[int, ...]:
     """The shape that one length or a sequence of lengths stands for.
 
     Args:
         shape: What the program gave.
         item_bytes: Size of an element; bounds the product of the lengths to MAX_ARRAY_BYTES.
-        doing: The operation, for messages.
+        operation: The operation, for messages.
 
     Raises InvalidRequest.
     """
@@ -145,16 +145,16 @@ def checked_shape(shape: Any, item_bytes: int, doing: str) -> tuple[int, ...]:
         lengths = tuple(length.__index__() for length in (shape if isinstance(shape, Sequence) else (shape,)))
     except (TypeError, AttributeError):
         raise InvalidRequest(
-            f"{doing}: the shape must be an integer or a sequence of them, not {quoted(shape)}"
+            f"{operation}: the shape must be an integer or a sequence of them, not {quoted(shape)}"
         ) from None
     if len(lengths) > MAX_DIMENSIONS:
-        raise InvalidRequest(f"{doing}: an array has at most {MAX_DIMENSIONS} dimensions, not {len(lengths)}")
+        raise InvalidRequest(f"{operation}: an array has at most {MAX_DIMENSIONS} dimensions, not {len(lengths)}")
     if any(length < 0 for length in lengths):
-        raise InvalidRequest(f"{doing}: shape {quoted(lengths)} has a negative length")
+        raise InvalidRequest(f"{operation}: shape {quoted(lengths)} has a negative length")
     # A length of 0 makes the product 0, but strides still multiply the other lengths.
     if math.prod(max(length, 1) for length in lengths) * item_bytes > MAX_ARRAY_BYTES:
         raise InvalidRequest(
-            f"{doing}: an array has at most {MAX_ARRAY_BYTES} bytes; the shape {quoted(lengths)} has more"
+            f"{operation}: an array has at most {MAX_ARRAY_BYTES} bytes; the shape {quoted(lengths)} has more"
         )
     return lengths
 

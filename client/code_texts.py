@@ -21,31 +21,31 @@ _CUDA_C: Final = re.compile(rb"\b__(?:global|device)__\b")
 _PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", re.IGNORECASE)
 
 
-def image_of(image: Any, doing: str) -> bytes:
+def image_of(image: Any, operation: str) -> bytes:
     """The bytes of PTX text or of a binary. Raises InvalidRequest for a path, for CUDA C, and for other types."""
     # Three mistakes are common: a path instead of its content, CUDA C, and a str of a binary.
-    _check_path(image, doing, 'Give what is in the file: pathlib.Path("...").read_bytes()')
-    code = utf8(image, doing) if isinstance(image, str) else bytes(readable_bytes(image, doing))
+    _check_path(image, operation, 'Give what is in the file: pathlib.Path("...").read_bytes()')
+    code = utf8(image, operation) if isinstance(image, str) else bytes(readable_bytes(image, operation))
     if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):
         raise InvalidRequest(
-            f"{doing}: the image must be PTX or a binary, not CUDA C", "Compile it: session.compile(source)"
+            f"{operation}: the image must be PTX or a binary, not CUDA C", "Compile it: session.compile(source)"
         )
     return code
 
 
-def cuda_c_of(source: Any, doing: str) -> str:
+def cuda_c_of(source: Any, operation: str) -> str:
     """The text of a CUDA C source. Raises InvalidRequest for a path, for PTX, and for other types."""
-    _check_path(source, doing, 'Give what is in the file: pathlib.Path("...").read_text()')
+    _check_path(source, operation, 'Give what is in the file: pathlib.Path("...").read_text()')
     if not isinstance(source, str):
-        raise InvalidRequest(f"{doing}: the source must be a string of CUDA C, not {quoted(source)}")
-    if _PTX.search(utf8(source, doing)) and not _CUDA_C.search(source.encode()):
+        raise InvalidRequest(f"{operation}: the source must be a string of CUDA C, not {quoted(source)}")
+    if _PTX.search(utf8(source, operation)) and not _CUDA_C.search(source.encode()):
         raise InvalidRequest(
-            f"{doing}: the source must be CUDA C, not PTX", "Load it as it is: session.module_load(image)"
+            f"{operation}: the source must be CUDA C, not PTX", "Load it as it is: session.module_load(image)"
         )
     return source
 
 
-def _check_path(path: Any, doing: str, hint: str) -> None:
+def _check_path(path: Any, operation: str, hint: str) -> None:
     # A path is never opened here: on a shared host, what is read must be the caller's own decision.
     if isinstance(path, os.PathLike) or (isinstance(path, str) and _PATH.fullmatch(path.strip())):
-        raise InvalidRequest(f"{doing}: {quoted(path)} is the path of a file", hint)
+        raise InvalidRequest(f"{operation}: {quoted(path)} is the path of a file", hint)

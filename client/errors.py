@@ -366,12 +366,12 @@ def error_class(status: int, *, of_region: bool = False) -> type[GpuLeaseError]:
     return _OF_REGION.get(status, RegionFailed) if of_region else _BY_STATUS.get(status, GpuLeaseError)
 
 
-def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) -> GpuLeaseError:
+def error_of(failure: Failure, operation: str, own_requests: Container[int] = ()) -> GpuLeaseError:
     """The error to raise for a failure.
 
     Args:
         failure: The daemon's failure.
-        doing: The operation that received it.
+        operation: The operation that received it.
         own_requests: Ids of the operation's own *quiet* requests (sent without waiting for a reply). The failure of any
             other request is reported as an earlier one's.
     """
@@ -379,9 +379,11 @@ def error_of(failure: Failure, doing: str, own_requests: Container[int] = ()) ->
     # A quiet request's failure arrives with a later reply: say which request failed, and that this one was not
     # executed.
     if number is None or number in own_requests:
-        message = f"{doing}: {failure.message}"
+        message = f"{operation}: {failure.message}"
     else:
-        message = f"{doing}: {_earlier(failure, number)} failed: {failure.message}; this {doing} was not executed"
+        message = (
+            f"{operation}: {_earlier(failure, number)} failed: {failure.message}; this {operation} was not executed"
+        )
     return error_class(failure.status, of_region=failure.region is not None)(message, failure.hint, failure)
 
 

@@ -6,42 +6,42 @@ from typing import Any
 from gpulease.client.errors import InvalidRequest
 
 
-def readable_bytes(data: Any, doing: str) -> memoryview:
+def readable_bytes(data: Any, operation: str) -> memoryview:
     """A flat view of a buffer's bytes. A buffer that is not contiguous is copied in C order, as numpy's tobytes does.
 
     Args:
         data: Any object with Python's buffer protocol.
-        doing: The operation, for messages.
+        operation: The operation, for messages.
 
     Raises InvalidRequest.
     """
     try:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{doing}: the data must be a buffer of bytes: {error}") from None
+        raise InvalidRequest(f"{operation}: the data must be a buffer of bytes: {error}") from None
     # What is not contiguous is copied: for a write, only the bytes matter.
     return _flat(view) or memoryview(view.tobytes())
 
 
-def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
+def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
     """A flat view of the first `nbytes` of a buffer that can be written in place.
 
     Args:
         into: A writable, C-contiguous object with Python's buffer protocol.
         nbytes: How many bytes will be written.
-        doing: The operation, for messages.
+        operation: The operation, for messages.
 
     Raises InvalidRequest.
     """
     try:
         view = memoryview(into)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{doing}: `into` must be a buffer of bytes: {error}") from None
+        raise InvalidRequest(f"{operation}: `into` must be a buffer of bytes: {error}") from None
     # Three conditions, each with its own error: writable, large enough, contiguous.
     if view.readonly:
-        raise InvalidRequest(f"{doing}: `into` is read-only")
+        raise InvalidRequest(f"{operation}: `into` is read-only")
     if view.nbytes < nbytes:
-        raise InvalidRequest(f"{doing}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
+        raise InvalidRequest(f"{operation}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
     # An empty view can't be cast; nothing will be written to it.
     if not view.nbytes:
         return memoryview(bytearray())
@@ -49,7 +49,7 @@ def writable_bytes(into: Any, nbytes: int, doing: str) -> memoryview:
     flat = _flat(view)
     if flat is None:
         raise InvalidRequest(
-            f"{doing}: `into` must be C-contiguous",
+            f"{operation}: `into` must be C-contiguous",
             "Read into a C-contiguous array, such as np.empty makes, and copy from that",
         )
     return flat[:nbytes]

@@ -53,6 +53,6 @@ def bounded(text: Any, what: str, most_bytes: int) -> str:
     return str(text)
 
 
-def kernel_name(name: Any, doing: str) -> str:
+def kernel_name(name: Any, operation: str) -> str:
     """Return a kernel's name if the wire can carry it; raises InvalidRequest otherwise."""
-    return bounded(name, f"{doing}: a kernel's name", MAX_KERNEL_NAME_BYTES)
+    return bounded(name, f"{operation}: a kernel's name", MAX_KERNEL_NAME_BYTES)

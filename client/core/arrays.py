@@ -96,7 +96,7 @@ class SessionArray(ArrayView):
 # --- operations ---
 
 
-def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, doing: str) -> Calls[A]:
+def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, operation: str) -> Calls[A]:
     """Make an array of zeros.
 
     Args:
@@ -104,12 +104,12 @@ def new(session: SessionView, kind: type[A], shape: Any, dtype: Any, doing: str)
         kind: The array class of the API.
         shape: One length or several.
         dtype: The elements' dtype.
-        doing: The operation, for messages.
+        operation: The operation, for messages.
 
     Raises InvalidRequest, Unsupported or AllocFailed.
     """
-    checked = checked_dtype(dtype, doing)
-    layout = ArrayLayout.contiguous(checked_shape(shape, checked.itemsize, doing), checked.itemsize)
+    checked = checked_dtype(dtype, operation)
+    layout = ArrayLayout.contiguous(checked_shape(shape, checked.itemsize, operation), checked.itemsize)
     # Allocate at least one byte, because an array without elements has an address, too.
     buffer = yield Call("mem_alloc", (max(layout.size_bytes, 1),))
     return kind(session, buffer, layout, checked)
@@ -257,12 +257,12 @@ def _bytes_of(data: NDArray[Any]) -> NDArray[Any]:
 # --- types and values of the host ---
 
 
-def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
+def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
     """The numpy dtype of elements that kernels support.
 
     Args:
         dtype: What the program gave: a dtype, or the name of one.
-        doing: The operation, for messages.
+        operation: The operation, for messages.
 
     Raises:
         InvalidRequest: Kernels don't support such elements.
@@ -280,12 +280,12 @@ def checked_dtype(dtype: Any, doing: str) -> np.dtype[Any]:
         checked: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError, UnicodeError) as error:
         raise InvalidRequest(
-            f"{doing}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
+            f"{operation}: the dtype must be a numpy dtype, not {quoted(dtype)}: {quoted(str(error))}"
         ) from None
     # numpy reads None as float64, so refuse None explicitly.
     if dtype is None or checked.name not in PLAIN_TYPES | NARROW_TYPES or not checked.isnative:
         raise InvalidRequest(
-            f"{doing}: arrays on the card don't support elements of {quoted(dtype)}",
+            f"{operation}: arrays on the card don't support elements of {quoted(dtype)}",
             f"The types are {', '.join(sorted(PLAIN_TYPES | NARROW_TYPES))}",
         )
     return checked
@@ -308,18 +308,21 @@ def host_array(values: Any, dtype: Any) -> NDArray[Any]:
         ) from None
 
 
-def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
+def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]:
     """A contiguous numpy array of `dtype` from numbers, nested lists of numbers, or an array of that dtype.
 
     Numbers are converted if they fit; arrays never are. Raises InvalidRequest.
     """
     if isinstance(value, ArrayView):
-        raise InvalidRequest(f"{doing}: the value must be a number, not the array {value!r}", "Assign it: a[...] = b")
+        raise InvalidRequest(
+            f"{operation}: the value must be a number, not the array {value!r}", "Assign it: a[...] = b"
+        )
     # Never convert an array implicitly: that could lose data of a whole buffer unnoticed.
     if isinstance(value, np.ndarray) and value.ndim:
         if value.dtype != dtype:
             raise InvalidRequest(
-                f"{doing}: elements of {value.dtype} for an array of {dtype}", f"Convert it: .astype({str(dtype)!r})"
+                f"{operation}: elements of {value.dtype} for an array of {dtype}",
+                f"Convert it: .astype({str(dtype)!r})",
             )
         return np.ascontiguousarray(value)
     try:
@@ -332,7 +335,7 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
             converted = scalar.astype(dtype)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(
-            f"{doing}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
+            f"{operation}: the value must be a number that fits an array of {dtype}, not {quoted(value)}: {error}"
         ) from None
     # Conversion must not change integers. For floats only overflow to infinity counts: rounding is expected.
     is_whole = dtype.kind in "iu" and scalar.dtype.kind in "iu"
@@ -340,5 +343,5 @@ def host_value(value: Any, dtype: np.dtype[Any], doing: str) -> NDArray[Any]:
         np.array_equal(converted, scalar) if is_whole else bool((np.isfinite(converted) == np.isfinite(scalar)).all())
     )
     if not fits:
-        raise InvalidRequest(f"{doing}: {quoted(value)} does not fit elements of {dtype}")
+        raise InvalidRequest(f"{operation}: {quoted(value)} does not fit elements of {dtype}")
     return converted

@@ -56,7 +56,7 @@ _CLOSED: Final = Failure(Status.INVALID_REQUEST, "the session was closed", "Open
 class ActiveRecording(Protocol):
     """The recording that replaces a session's launches and copies; see `recorder`."""
 
-    def refusal(self, doing: str) -> GpuLeaseError:
+    def refusal(self, operation: str) -> GpuLeaseError:
         """The error of an operation that a graph can't contain."""
 
 
@@ -252,14 +252,14 @@ class Attachment:
             self.lease.poll_words()
         return self.end or self.lease.over
 
-    def check_open(self, doing: str) -> None:
+    def check_open(self, operation: str) -> None:
         """Raise the end of the session or of its lease, if there is one.
 
         The session's `with` block does not raise it again.
         """
         if (over := self.over) is not None:
             self.last_raised = over
-            raise error_of(over, doing)
+            raise error_of(over, operation)
 
     @property
     def is_alive(self) -> bool:
@@ -320,10 +320,12 @@ class Attachment:
         """The value of an option in ATTACH's reply; None if the worker did not send it."""
         return next((reply_option.value for reply_option in self.reply.options if reply_option.type == option), None)
 
-    def require(self, op: Opcode, doing: str) -> None:
+    def require(self, op: Opcode, operation: str) -> None:
         """Raise Unsupported, naming what is being done, if the worker is too old to serve an operation."""
         if op not in self.served:
-            raise Unsupported(f"{doing}: the session's daemon is too old for it", "Ask its operator for a newer one")
+            raise Unsupported(
+                f"{operation}: the session's daemon is too old for it", "Ask its operator for a newer one"
+            )
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
@@ -401,7 +403,7 @@ class Attachment:
         while self.at_end:
             self.at_end.pop()()
 
-    def end_error(self, failure: Failure, doing: str) -> Procedure[GpuLeaseError]:
+    def end_error(self, failure: Failure, operation: str) -> Procedure[GpuLeaseError]:
         """Return the error to raise after the connection ended with `failure`. Asks the daemon how the lease ended."""
         # Use an end that is known already, else the lease's end, and only then ask the broker.
         if self.end is not None and self.end is not _NOT_OPEN:
@@ -418,7 +420,7 @@ class Attachment:
             # A goodbye has the reason of the lease's end.
             failure = self.lease.note_failure(failure)
         self.finish(failure)
-        return error_of(failure, doing)
+        return error_of(failure, operation)
 
 
 class AttachmentCleanUp(CleanUp):

@@ -354,10 +354,10 @@ def spin_ns(nbytes: int) -> int:
     return min(nbytes // COPY_BYTES_PER_NS, MAX_COPY_SPIN_NS)
 
 
-def check_range(buffer: Buffer, offset: int, nbytes: int, doing: str) -> None:
+def check_range(buffer: Buffer, offset: int, nbytes: int, operation: str) -> None:
     """Raise InvalidHandle or InvalidRequest unless the bytes are all inside the buffer."""
     if not isinstance(offset, int) or not isinstance(nbytes, int) or nbytes < 0:
         raise InvalidRequest(
-            f"{doing}: offset and length must be numbers of bytes, not {quoted(offset)} and {quoted(nbytes)}"
+            f"{operation}: offset and length must be numbers of bytes, not {quoted(offset)} and {quoted(nbytes)}"
         )
-    buffer.check_range(offset, nbytes, doing)
+    buffer.check_range(offset, nbytes, operation)

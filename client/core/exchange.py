@@ -68,10 +68,10 @@ class FixedDeadline:
     the peer may have waited for this process to read or to send.
     """
 
-    def __init__(self, seconds: float, doing: str, address: Address, clock: Clock = time.monotonic) -> None:
+    def __init__(self, seconds: float, operation: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
-        self._seconds, self._doing, self._address = seconds, doing, address
+        self._seconds, self._operation, self._address = seconds, operation, address
 
     def remaining_s(self) -> float:
         """Seconds left; negative after the deadline."""
@@ -84,7 +84,7 @@ class FixedDeadline:
             return
         other = "" if isinstance(self._address, UnixAddress) else ", or another program listens there"
         raise Disconnected(
-            f"{self._doing}: the daemon at {self._address} did not answer within {self._seconds:g} s",
+            f"{self._operation}: the daemon at {self._address} did not answer within {self._seconds:g} s",
             f"The daemon hangs or its host is overloaded: see its log{other}",
         )
         yield  # makes this a procedure, as `Deadline` says
@@ -143,12 +143,12 @@ def receive_from_living(
     Raises LinkEnded, what the deadline raises, or Disconnected if a PING is not answered in time: then the daemon
     hangs, or its host went down without closing the connection.
     """
-    take, doing = channel.link.take, doing_of(Opcode.PING)
-    ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, doing, channel.address, clock)
+    take, operation = channel.link.take, operation_of(Opcode.PING)
+    ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
     while (result := take(request_id)) is None:
         # The daemon answered the PING: begin another period of silence.
         if ping_id and take(ping_id) is not None:
-            ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, doing, channel.address, clock)
+            ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
         # Five cases: a time is over, but something has come, as in `_wait`; the request's own time is over; wait
         # quietly; a PING was sent and its time is over; the silence lasted PING_AFTER_S, so send a PING and give it
         # `pong_limit_s`.
@@ -162,7 +162,7 @@ def receive_from_living(
         elif ping_id:
             yield from quiet.over()
         else:
-            quiet = FixedDeadline(pong_limit_s, doing, channel.address, clock)
+            quiet = FixedDeadline(pong_limit_s, operation, channel.address, clock)
             ping_id, frame = channel.link.request(Opcode.PING, Ping(0))
             yield from send(channel, (frame,), quiet)
     return result
@@ -246,24 +246,24 @@ def ask(channel: Channel, op: Opcode, body: Body, deadline: Deadline) -> Procedu
     """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or what the deadline raises."""
     result = yield from answer_to(channel, op, body, deadline)
     if isinstance(result, Failure):
-        raise error_of(result, doing_of(op))
+        raise error_of(result, operation_of(op))
     return result
 
 
 @cache
-def doing_of(op: Opcode) -> str:
+def operation_of(op: Opcode) -> str:
     """Return the name of an operation for messages: the opcode's name, in lower case."""
     return op.name.lower()
 
 
-def disconnected(ended: LinkEnded, channel: Channel, doing: str) -> GpuLeaseError:
+def disconnected(ended: LinkEnded, channel: Channel, operation: str) -> GpuLeaseError:
     """The error for a control connection that ended: the goodbye's own error, or Disconnected."""
     # Prefer the peer's own reason. Otherwise use the failure's hint, or the guess that no daemon is running.
     if channel.link.is_end_explained:
-        return error_of(ended.failure, doing)
+        return error_of(ended.failure, operation)
     own = ended.failure.hint
     hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
-    return error_of(Failure(ended.failure.status, ended.failure.message, hint), doing)
+    return error_of(Failure(ended.failure.status, ended.failure.message, hint), operation)
 
 
 class First(NamedTuple):
@@ -448,16 +448,16 @@ def ask_once(
 
     Raises what `dial` raises, the refusal's error, or Disconnected.
     """
-    doing = doing_of(op)
+    operation = operation_of(op)
     deadline = FixedDeadline(connect_limit_s, "connect", address)
     channel, _, number = yield from dial_for(address, deadline, First(op, body))
     try:
         # The reply has its own deadline: the connect's is short, but a control request may take longer.
-        result = yield from receive(channel, number, FixedDeadline(reply_limit_s, doing, address))
+        result = yield from receive(channel, number, FixedDeadline(reply_limit_s, operation, address))
         if isinstance(result, Failure):
-            raise error_of(result, doing)
+            raise error_of(result, operation)
         return result
     except LinkEnded as ended:
-        raise disconnected(ended, channel, doing) from None
+        raise disconnected(ended, channel, operation) from None
     finally:
         channel.close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from gpulease.client.core.exchange import doing_of, receive
+from gpulease.client.core.exchange import operation_of, receive
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
@@ -135,7 +135,7 @@ class _KnownReply:
         refusal = channel.link.take_region_refusal(request_id)
         if refusal is not None:
             try:
-                self._operations.settle(refusal, doing_of(self._op))
+                self._operations.settle(refusal, operation_of(self._op))
             except GpuLeaseError as error:
                 raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line
 
@@ -151,7 +151,7 @@ class _KnownReply:
         operations = self._operations
         # Treat the late reply like any other: it may be a failure, and it acknowledges earlier requests.
         result: Body | Failure = yield from receive(self._attachment.channel, request_id, operations.deadline)
-        operations.settle(result, doing_of(self._op))
+        operations.settle(result, operation_of(self._op))
         operations.acknowledge(self._op, request_id)
         return result
 

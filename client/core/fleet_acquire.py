@@ -30,7 +30,7 @@ from gpulease.client.core.exchange import (
     ask_once,
     dial,
     disconnected,
-    doing_of,
+    operation_of,
     receive_from_living,
     send,
 )
@@ -157,7 +157,7 @@ def ask_directories(fleet: Fleet, op: Opcode, body: Body) -> Procedure[Any]:
     kinds = {type(error) for _, error in errors}
     status = errors[-1][1].status if len(kinds) == 1 else Status.DISCONNECTED
     message = f"none of the fleet's {len(errors)} directories can answer: {reasons}"
-    raise error_of(Failure(status, message, errors[-1][1].hint), doing_of(op)) from None
+    raise error_of(Failure(status, message, errors[-1][1].hint), operation_of(op)) from None
 
 
 def acquire_in(
@@ -329,7 +329,7 @@ class _Search(Generic[T]):
                     raise error from None
             else:
                 channel.close()
-                raise error_of(answer, doing_of(Opcode.LEASE_ALLOC))
+                raise error_of(answer, operation_of(Opcode.LEASE_ALLOC))
             # The first lost answer starts the clock; later failures do not extend it.
             again_until = again_until or self._clock() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
@@ -391,18 +391,18 @@ def _is_lost(error: GpuLeaseError, channel: Channel | None) -> bool:
 def _answer(
     channel: Channel, number: int, frame: bytes, limit_s: float, clock: Clock
 ) -> Procedure[LeaseGrant | Failure]:
-    doing = doing_of(Opcode.LEASE_ALLOC)
-    deadline = FixedDeadline(limit_s, doing, channel.address, clock)
+    operation = operation_of(Opcode.LEASE_ALLOC)
+    deadline = FixedDeadline(limit_s, operation, channel.address, clock)
     try:
         yield from send(channel, (frame,), deadline)
         answer: Any = yield from receive_from_living(channel, number, deadline, pong_limit_s=NODE_LIMIT_S, clock=clock)
     except LinkEnded as ended:
-        raise disconnected(ended, channel, doing) from None
+        raise disconnected(ended, channel, operation) from None
     return cast("LeaseGrant | Failure", answer)
 
 
 def _short(error: GpuLeaseError) -> str:
-    return error.message.removeprefix(f"{doing_of(Opcode.LEASE_ALLOC)}: ").rstrip(".")
+    return error.message.removeprefix(f"{operation_of(Opcode.LEASE_ALLOC)}: ").rstrip(".")
 
 
 def _place_of(request: LeaseAlloc) -> Place:

@@ -91,10 +91,10 @@ class GraphHandle(Handle):
         """Record that the recording failed, for later errors."""
         self._why_not = "was discarded: its recording failed"
 
-    def graphs(self, doing: str) -> "Graphs":
-        """The graphs of its session. Raises InvalidHandle, naming the operation `doing`, if it has no session."""
+    def graphs(self, operation: str) -> "Graphs":
+        """The graphs of its session. Raises InvalidHandle, naming the operation `operation`, if it has no session."""
         if self.owner is None:
-            raise InvalidHandle(f"{doing}: the graph {self._why_not}")
+            raise InvalidHandle(f"{operation}: the graph {self._why_not}")
         return self._graphs
 
     def mark_freed(self) -> tuple[Opcode, int]:

@@ -30,11 +30,11 @@ class SessionKeptBuffers:
         return self._keep(buffer, name)
 
     def _keep(self, buffer: Buffer, name: str) -> Procedure[None]:
-        doing = "keep"
-        text = self._checked_name(name, doing)
-        self._operations.check(buffer, Buffer, doing)
+        operation = "keep"
+        text = self._checked_name(name, operation)
+        self._operations.check(buffer, Buffer, operation)
         # The worker must keep the buffer before the handle stops freeing it.
-        yield from self._operations.do(doing, self._ask_to_keep(buffer.handle, text, doing))
+        yield from self._operations.do(operation, self._ask_to_keep(buffer.handle, text, operation))
         buffer.lend()
 
     def find(self, name: str) -> Procedure[BorrowedBuffer]:
@@ -43,8 +43,8 @@ class SessionKeptBuffers:
         return self._find(name)
 
     def _find(self, name: str) -> Procedure[BorrowedBuffer]:
-        doing = "kept"
-        reply = yield from self._operations.do(doing, self._named(self._checked_name(name, doing), doing))
+        operation = "kept"
+        reply = yield from self._operations.do(operation, self._named(self._checked_name(name, operation), operation))
         # The handle is borrowed: the lease holds the buffer, so dropping this handle frees nothing.
         return BorrowedBuffer(self._attachment, reply.handle, reply.size_bytes)
 
@@ -54,9 +54,9 @@ class SessionKeptBuffers:
         return self._names()
 
     def _names(self) -> Procedure[dict[str, int]]:
-        doing = "kept_names"
-        self._attachment.require(Opcode.MEM_KEPT, doing)
-        reply = yield from self._operations.do(doing, self._list(doing))
+        operation = "kept_names"
+        self._attachment.require(Opcode.MEM_KEPT, operation)
+        reply = yield from self._operations.do(operation, self._list(operation))
         return {one.name: one.size_bytes for one in reply}
 
     def take(self, name: str) -> Procedure[Buffer]:
@@ -65,8 +65,8 @@ class SessionKeptBuffers:
         return self._take(name)
 
     def _take(self, name: str) -> Procedure[Buffer]:
-        doing = "take"
-        return (yield from self._operations.do(doing, self._taken(self._checked_name(name, doing), doing)))
+        operation = "take"
+        return (yield from self._operations.do(operation, self._taken(self._checked_name(name, operation), operation)))
 
     def reset(self) -> Procedure[int]:
         """Wait for all streams, then free what no open session holds; returns the number of bytes."""
@@ -74,36 +74,38 @@ class SessionKeptBuffers:
         return self._reset()
 
     def _reset(self) -> Procedure[int]:
-        doing = "reset"
+        operation = "reset"
         # MEM_RESET waits for all work, because a queued kernel may use the buffers that it frees.
-        self._attachment.require(Opcode.MEM_RESET, doing)
-        reply: Freed = yield from self._operations.do(doing, self._operations.ask(Opcode.MEM_RESET, doing=doing))
+        self._attachment.require(Opcode.MEM_RESET, operation)
+        reply: Freed = yield from self._operations.do(
+            operation, self._operations.ask(Opcode.MEM_RESET, operation=operation)
+        )
         return reply.size_bytes
 
     # --- parts of them ---
 
-    def _checked_name(self, name: str, doing: str) -> str:
-        self._attachment.require(Opcode.MEM_KEEP, doing)
-        return bounded(name, f"{doing}: the name", MAX_KEPT_NAME_BYTES)
+    def _checked_name(self, name: str, operation: str) -> str:
+        self._attachment.require(Opcode.MEM_KEEP, operation)
+        return bounded(name, f"{operation}: the name", MAX_KEPT_NAME_BYTES)
 
-    def _ask_to_keep(self, handle: int, name: str, doing: str) -> Procedure[None]:
-        yield from self._operations.ask(Opcode.MEM_KEEP, build_body(MemKeep(handle, name)), doing=doing)
+    def _ask_to_keep(self, handle: int, name: str, operation: str) -> Procedure[None]:
+        yield from self._operations.ask(Opcode.MEM_KEEP, build_body(MemKeep(handle, name)), operation=operation)
 
-    def _taken(self, name: str, doing: str) -> Procedure[Buffer]:
-        reply = yield from self._named(name, doing)
+    def _taken(self, name: str, operation: str) -> Procedure[Buffer]:
+        reply = yield from self._named(name, operation)
         # Find the buffer, then take it. If another session takes it in between, the second request fails. An empty name
         # makes the buffer this connection's own again.
-        yield from self._ask_to_keep(reply.handle, "", doing)
+        yield from self._ask_to_keep(reply.handle, "", operation)
         return Buffer(self._attachment, reply.handle, reply.size_bytes)
 
-    def _list(self, doing: str) -> Procedure[tuple[KeptBuffer, ...]]:
-        reply: KeptBuffersBody = yield from self._operations.ask(Opcode.MEM_KEPT, doing=doing)
+    def _list(self, operation: str) -> Procedure[tuple[KeptBuffer, ...]]:
+        reply: KeptBuffersBody = yield from self._operations.ask(Opcode.MEM_KEPT, operation=operation)
         return reply.buffers
 
-    def _named(self, name: str, doing: str) -> Procedure[KeptBuffer]:
-        listed = yield from self._list(doing)
+    def _named(self, name: str, operation: str) -> Procedure[KeptBuffer]:
+        listed = yield from self._list(operation)
         for one in listed:
             if one.name == name:
                 return one
         names = ", ".join(quoted(one.name) for one in listed[:MAX_NAMED]) + (" and more" if listed[MAX_NAMED:] else "")
-        raise InvalidHandle(f"{doing}: the lease keeps no buffer {quoted(name)}", f"It keeps {names or 'none'}")
+        raise InvalidHandle(f"{operation}: the lease keeps no buffer {quoted(name)}", f"It keeps {names or 'none'}")

@@ -274,9 +274,9 @@ class Launches(LaunchCommands):
         try:
             # The general way: every check by itself, with its error; then the region set against the session's words.
             attachment.check_open("launch")
-            doing = f"launch of {quoted(kernel)}"
-            named = regions_named(regions, position, attachment, doing)
-            are_active = self._refused.check_set(regions, position, kernel, doing)
+            operation = f"launch of {quoted(kernel)}"
+            named = regions_named(regions, position, attachment, operation)
+            are_active = self._refused.check_set(regions, position, kernel, operation)
             args = in_order(module, kernel, args)
             template, data = self._prepared(
                 Opcode.LAUNCH_IN, module, kernel, grid, block, args, arg_sizes, shared_bytes
@@ -286,7 +286,7 @@ class Launches(LaunchCommands):
             number = attachment.connection.next_request_id()
             pending = self._streams.hand_over(stream, number, template.frame(number, data, *named), "launch")
             # A region may have ended: the worker has to confirm the launch.
-            return pending if are_active else self._refused.confirmed(pending, doing)
+            return pending if are_active else self._refused.confirmed(pending, operation)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
 
@@ -308,18 +308,18 @@ class Launches(LaunchCommands):
         attachment = self._attachment
         attachment.check_open("launch")
         attachment.require(Opcode.LAUNCH_WITH, "launch")
-        doing, are_active = f"launch of {quoted(kernel)}", True
+        operation, are_active = f"launch of {quoted(kernel)}", True
         # (0, 0) names no region set.
         named = (0, 0)
         if regions is not None:
-            named = regions_named(regions, position, attachment, doing)
-            are_active = self._refused.check_set(regions, position, kernel, doing)
+            named = regions_named(regions, position, attachment, operation)
+            are_active = self._refused.check_set(regions, position, kernel, operation)
         args = in_order(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH_WITH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         trailer = (*named, *attributes.trailer(kernel))
         number = attachment.connection.next_request_id()
         pending = self._streams.hand_over(stream, number, template.frame(number, data, *trailer), "launch")
-        return pending if are_active else self._refused.confirmed(pending, doing)
+        return pending if are_active else self._refused.confirmed(pending, operation)
 
     def frame(
         self,

@@ -31,7 +31,7 @@ from gpulease.client.core.exchange import (
     dial,
     dial_for,
     disconnected,
-    doing_of,
+    operation_of,
     receive,
     receive_from_living,
     send,
@@ -281,7 +281,7 @@ _TEXTS: Final = ("lease_id", "state", "card_uuid", "exclusivity")
 _NUMBERS: Final = ("generation", "size_bytes", "remaining_ms", "ttl_ms")
 
 
-def lease_report_of(reports: Any, doing: str) -> LeaseReport:
+def lease_report_of(reports: Any, operation: str) -> LeaseReport:
     """Check a map that the daemon sent, and return it.
 
     Raises Disconnected if it is not a map, or if members have other types than the protocol's.
@@ -292,7 +292,7 @@ def lease_report_of(reports: Any, doing: str) -> LeaseReport:
         and all(type(reports.get(name, 0)) is int for name in _NUMBERS)
     )
     if not is_typed:
-        raise error_of(Failure(Status.DISCONNECTED, "the report is not a lease's map"), doing)
+        raise error_of(Failure(Status.DISCONNECTED, "the report is not a lease's map"), operation)
     return cast(LeaseReport, reports)
 
 
@@ -505,7 +505,7 @@ class LeaseHandle:
     def query(self) -> Procedure[LeaseReport]:
         """Ask the daemon for the lease's state, also after its end."""
         reply = yield from self._control(Opcode.LEASE_QUERY, LeaseRef(self.grant.lease_id))
-        return lease_report_of(reply.report, doing_of(Opcode.LEASE_QUERY))
+        return lease_report_of(reply.report, operation_of(Opcode.LEASE_QUERY))
 
     def note_end(self) -> Procedure[None]:
         """Ask the daemon whether the lease has ended, and record how. Does nothing if it has forgotten the lease."""
@@ -583,12 +583,12 @@ class LeaseHandle:
         Returns:
             For each record None, or why it may not be in the log.
         """
-        doing = doing_of(Opcode.LEASE_NOTE)
+        operation = operation_of(Opcode.LEASE_NOTE)
         # They go in one send, so the daemon must be able to take all of them at once.
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: at most {MAX_NOTES} at once, not {len(several)}")
         if self.over is not None:
-            raise error_of(self.over, doing)
+            raise error_of(self.over, operation)
         # Step 1: encode all records. For one that can't be encoded return the error, and send the others.
         bodies: dict[int, LeaseNote] = {}
         outcomes: list[GpuLeaseError | None] = [None] * len(several)
@@ -601,7 +601,7 @@ class LeaseHandle:
         answers: dict[int, Body | Failure] = {}
         lost: GpuLeaseError | None = None
         try:
-            yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, doing))
+            yield Locked(self.lock, self._ask_all(Opcode.LEASE_NOTE, bodies, answers, operation))
         except GpuLeaseError as error:
             lost = error
         # Step 3: it is unknown whether a record without a reply is in the log, so return the connection's error for it.
@@ -610,7 +610,7 @@ class LeaseHandle:
             if answer is None:
                 outcomes[number] = lost
             elif isinstance(answer, Failure):
-                outcomes[number] = error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
+                outcomes[number] = error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), operation)
         return outcomes
 
     def refusal_stream(self) -> RefusalStream:
@@ -636,10 +636,10 @@ class LeaseHandle:
             waits_for_daemon: Whether to wait for a daemon that is restarting.
             clean_up: Records the request and its reply, if the reply brings something that must not be lost.
         """
-        doing = doing_of(op)
+        operation = operation_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
         if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
-            raise error_of(self.over, doing)
+            raise error_of(self.over, operation)
         # First settle the requests of interrupted calls.
         yield from self.settle_clean_ups()
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
@@ -647,9 +647,9 @@ class LeaseHandle:
         # Wait no longer than the lease lasts: after that there is nothing to renew, free or query.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
-        answer = yield Locked(self.lock, self._ask_until(op, body, doing, wait_s, clean_up))
+        answer = yield Locked(self.lock, self._ask_until(op, body, operation, wait_s, clean_up))
         if isinstance(answer, Failure):
-            raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), doing)
+            raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), operation)
         return answer
 
     def settle_clean_ups(self) -> Procedure[None]:
@@ -660,14 +660,14 @@ class LeaseHandle:
                 self.unsettled.pop(clean_up, None)
 
     def _ask_until(
-        self, op: Opcode, body: Body, doing: str, wait_s: float, clean_up: "ReplyCleanUp | None"
+        self, op: Opcode, body: Body, operation: str, wait_s: float, clean_up: "ReplyCleanUp | None"
     ) -> Procedure[Any]:
         """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
         # Until the time is over, try again after each failure to connect, with longer pauses.
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
-                return (yield from self._ask_again_if_stale(op, body, doing, clean_up, is_again=failures > 0))
+                return (yield from self._ask_again_if_stale(op, body, operation, clean_up, is_again=failures > 0))
             # Try again after Busy as well: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
@@ -677,14 +677,14 @@ class LeaseHandle:
             failures += 1
 
     def _ask_all(
-        self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], doing: str
+        self, op: Opcode, bodies: Mapping[int, Body], answers: dict[int, Body | Failure], operation: str
     ) -> Procedure[None]:
         """Send several requests, none of them twice.
 
         `answers` receives the replies that come before the connection ends.
         """
-        yield from self._reconnect_if_stale(doing)
-        link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, doing, self.address, self.clock)
+        yield from self._reconnect_if_stale(operation)
+        link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, operation, self.address, self.clock)
         try:
             # All requests in one send, then their replies in order.
             # Number them before they are sent, so that each reply is matched to its record.
@@ -694,20 +694,20 @@ class LeaseHandle:
                 answers[number] = yield from receive(self.channel, request_id, deadline)
         except LinkEnded as ended:
             self.channel.close()
-            raise disconnected(ended, self.channel, doing) from None
+            raise disconnected(ended, self.channel, operation) from None
 
-    def _reconnect_if_stale(self, doing: str) -> Procedure[bool]:
+    def _reconnect_if_stale(self, operation: str) -> Procedure[bool]:
         """Connect again if the connection is dead; returns whether it was."""
         is_stale = self.channel.link.end is not None
         if is_stale:
             # The connection may have ended directly after a reply, unnoticed until now.
             self.channel.close()
-            self.channel, _ = yield from dial(self.address, FixedDeadline(CONNECT_LIMIT_S, doing, self.address))
+            self.channel, _ = yield from dial(self.address, FixedDeadline(CONNECT_LIMIT_S, operation, self.address))
         self.channel.link.drop_unclaimed()
         return is_stale
 
     def _ask_again_if_stale(
-        self, op: Opcode, body: Body, doing: str, clean_up: "ReplyCleanUp | None", *, is_again: bool
+        self, op: Opcode, body: Body, operation: str, clean_up: "ReplyCleanUp | None", *, is_again: bool
     ) -> Procedure[Any]:
         """Send on the connection on which the lease was granted; if that is dead, send once more on a new one.
 
@@ -716,11 +716,11 @@ class LeaseHandle:
         """
         while True:
             # Try at most twice: on the old connection and, if that was dead without an answer, on a new one.
-            fresh = yield from self._reconnect_if_stale(doing)
+            fresh = yield from self._reconnect_if_stale(operation)
             try:
                 # A move waits for room as long as the acquire would have.
                 wait_s = self.asked.wait_ms / 1000 if op is Opcode.LEASE_MOVE and self.asked is not None else 0.0
-                deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S + wait_s, doing, self.address, self.clock)
+                deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S + wait_s, operation, self.address, self.clock)
                 ask = answer_to if clean_up is None else clean_up.ask
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
@@ -730,7 +730,7 @@ class LeaseHandle:
                     return ended.failure
                 # Two tries are enough. A region is never opened twice, because the first may be open already.
                 if fresh or op is Opcode.REGION_OPEN:
-                    raise disconnected(ended, self.channel, doing) from None
+                    raise disconnected(ended, self.channel, operation) from None
                 is_again = True
                 continue
             is_refused = isinstance(answer, Failure)
@@ -989,7 +989,7 @@ def _take_name(lease: LeaseHandle, name: str) -> Procedure[None]:
         failure = Failure(
             Status.UNSUPPORTED, "the daemon does not support names", hint="Leave the name out, or update it."
         )
-        raise error_of(failure, doing_of(Opcode.LEASE_ALLOC))
+        raise error_of(failure, operation_of(Opcode.LEASE_ALLOC))
 
 
 def _take_claim(lease: LeaseHandle, report: LeaseReport) -> None:
@@ -1076,7 +1076,7 @@ def _open(
         clean_up: Records what the request may make; None if it makes nothing.
         spare: Connections to use first. If one has ended, the daemon takes back what it makes for it.
     """
-    doing = doing_of(op)
+    operation = operation_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
     channel: Channel | None = None
     began_s, connection = time.monotonic(), None if spare is None else spare.take()
@@ -1090,11 +1090,11 @@ def _open(
             if clean_up is not None:
                 clean_up.channel, clean_up.number = channel, number
             yield from send(channel, (frame,), deadline)
-        deadline = FixedDeadline(reply_limit_s, doing, address)
+        deadline = FixedDeadline(reply_limit_s, operation, address)
         # The grant may take long, so PINGs check whether the daemon is alive.
         reply = yield from receive_from_living(channel, number, deadline, pong_limit_s=CONNECT_LIMIT_S)
         if isinstance(reply, Failure):
-            raise error_of(reply, doing)
+            raise error_of(reply, operation)
         if clean_up is not None:
             clean_up.made = reply
             channel.link.claim(number)
@@ -1106,7 +1106,7 @@ def _open(
         assert channel is not None
         channel.close()
         if connection is None:
-            raise disconnected(ended, channel, doing) from None
+            raise disconnected(ended, channel, operation) from None
     except GpuLeaseError:
         if channel is not None:
             channel.close()
@@ -1151,7 +1151,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
         return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])
     except (AttributeError, KeyError, TypeError):
         failure = Failure(Status.DISCONNECTED, "the daemon's report of the lease can't be read")
-        raise error_of(failure, doing_of(Opcode.LEASE_QUERY)) from None
+        raise error_of(failure, operation_of(Opcode.LEASE_QUERY)) from None
 
 
 def free_silently(state: LeaseHandle) -> None:

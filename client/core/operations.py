@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from gpulease.client.core.attachment import Attachment
-from gpulease.client.core.exchange import doing_of, receive, send, wait_for_room
+from gpulease.client.core.exchange import operation_of, receive, send, wait_for_room
 from gpulease.client.core.lease import LEASE_OVER, LeaseHandle
 from gpulease.client.core.waits import Deadline, Locked, MaybePending, Procedure, is_held
 from gpulease.client.errors import GpuLeaseError, InvalidHandle, TimedOut, error_of
@@ -126,36 +126,36 @@ class RequestPipeline:
 
     # --- whole operations ---
 
-    def check_recording(self, doing: str) -> None:
+    def check_recording(self, operation: str) -> None:
         """Raise InvalidRequest while the session records a launch graph.
 
         Called before an operation's procedure is made: asyncio drives the procedure in another task than the caller's.
         """
         if self.attachment.recording is not None:
-            raise self.attachment.recording.refusal(doing)
+            raise self.attachment.recording.refusal(operation)
 
-    def do(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+    def do(self, operation: str, procedure: Procedure[T]) -> Procedure[T]:
         """Execute an operation under the session's lock. Raises if the session has ended."""
-        result: T = yield Locked(self.attachment.lock, self.guarded(doing, procedure))
+        result: T = yield Locked(self.attachment.lock, self.guarded(operation, procedure))
         return result
 
-    def guarded(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+    def guarded(self, operation: str, procedure: Procedure[T]) -> Procedure[T]:
         """Execute an operation; the caller holds the lock.
 
         Refuses if the session has ended, then frees dropped handles, then continues with the operation.
         """
         attachment = self.attachment
-        attachment.check_open(doing)
-        return (yield from self.go_on(doing, self._prepared(procedure)))
+        attachment.check_open(operation)
+        return (yield from self.go_on(operation, self._prepared(procedure)))
 
-    def go_on(self, doing: str, procedure: Procedure[T]) -> Procedure[T]:
+    def go_on(self, operation: str, procedure: Procedure[T]) -> Procedure[T]:
         """Run the rest of an operation. If the connection ends, raise how the lease ended."""
         try:
             return (yield from procedure)
         except LinkEnded as ended:
             failure = ended.failure
         # Raise it outside the except block, so that the tenant's traceback shows one error and not two.
-        raise (yield from self.attachment.end_error(failure, doing))
+        raise (yield from self.attachment.end_error(failure, operation))
 
     def _prepared(self, procedure: Procedure[T]) -> Procedure[T]:
         # Step 1: take replies that interrupted operations have left. Step 2: send frees that are due, so that this
@@ -265,7 +265,7 @@ class RequestPipeline:
         op: Opcode,
         payload: bytes = b"",
         deadline: Deadline | None = None,
-        doing: str = "",
+        operation: str = "",
         own_requests: Container[int] = (),
     ) -> Procedure[Any]:
         """Send a request and wait for its reply's body.
@@ -274,7 +274,7 @@ class RequestPipeline:
             op: The request's operation.
             payload: Its payload.
             deadline: Bounds the wait; the lease's deadline if None.
-            doing: The operation that the request is a part of, for messages.
+            operation: The operation that the request is a part of, for messages.
             own_requests: Ids of the quiet requests that are parts of this operation (`error_of`).
         """
         attachment, deadline = self.attachment, deadline or self.deadline
@@ -283,7 +283,7 @@ class RequestPipeline:
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
         yield from send(attachment.channel, (frame,), deadline)
         result: Body | Failure = yield from receive(attachment.channel, request_id, deadline)
-        self.settle(result, doing or doing_of(op), own_requests)
+        self.settle(result, operation or operation_of(op), own_requests)
         self.acknowledge(op, request_id)
         return result
 
@@ -309,7 +309,7 @@ class RequestPipeline:
         result = yield from receive(attachment.channel, request_id, self.deadline)
         if isinstance(result, Failure):
             link.claim(request_id)
-        self.settle(result, doing_of(op))
+        self.settle(result, operation_of(op))
         self.acknowledge(op, request_id)
         # Pass the object from the link to its handle. After an interrupt before the claim, the link still has it, and
         # `forget` finds it there. No call comes between the claim and the owner.
@@ -325,7 +325,7 @@ class RequestPipeline:
         if op in self.fences or self.acknowledged_id >= (first_id or last_id) - 1:
             self.acknowledged_id = last_id
 
-    def settle(self, result: Body | Failure | None, doing: str, own_requests: Container[int] = ()) -> None:
+    def settle(self, result: Body | Failure | None, operation: str, own_requests: Container[int] = ()) -> None:
         """Process a reply: every quiet request before it has been executed, has failed, or was skipped.
 
         Raises the reply's failure, or LinkEnded if the failure's reason is still to be found.
@@ -348,7 +348,7 @@ class RequestPipeline:
         result = self.attachment.lease.note_failure(result)
         if result.status in LEASE_OVER and result.region is None:
             self.attachment.finish(result)
-        raise error_of(result, doing, own_requests)
+        raise error_of(result, operation, own_requests)
 
     def block_end_deadline(self) -> BlockEndDeadline | None:
         """Return the deadline of the wait at the end of a `with` block; None if there is nothing to wait for."""
@@ -471,11 +471,11 @@ class RequestPipeline:
 
         return b"".join(frames), note
 
-    def free(self, handle: Handle, kind: type[Handle], doing: str) -> Procedure[None]:
+    def free(self, handle: Handle, kind: type[Handle], operation: str) -> Procedure[None]:
         """Free one handle now, and wait for the reply."""
-        self.attachment.check_open(doing)
-        self.check(handle, kind, doing)
-        yield from self.do(doing, self._free(handle))
+        self.attachment.check_open(operation)
+        self.check(handle, kind, operation)
+        yield from self.do(operation, self._free(handle))
 
     def _free(self, handle: Handle) -> Procedure[None]:
         attachment = self.attachment
@@ -505,12 +505,12 @@ class RequestPipeline:
             raise
         if isinstance(result, Failure):
             handle.owner = attachment  # not executed: an earlier operation failed, or the lease has ended
-        self.settle(result, doing_of(op))
+        self.settle(result, operation_of(op))
         self.acknowledge(op, request_id)
 
-    def check(self, handle: Handle, kind: type[Handle], doing: str) -> None:
+    def check(self, handle: Handle, kind: type[Handle], operation: str) -> None:
         """Raise InvalidHandle unless this is a handle of that kind in this session."""
         if not isinstance(handle, kind):
             # Check the kind first, because any other object has no owner to compare.
-            raise InvalidHandle(f"{doing}: the argument must be a {kind.__name__}, not {quoted(handle)}")
-        handle.check(self.attachment, doing)
+            raise InvalidHandle(f"{operation}: the argument must be a {kind.__name__}, not {quoted(handle)}")
+        handle.check(self.attachment, operation)

@@ -74,10 +74,10 @@ class Recording(LaunchCommands, CopyCommands):
         if self._attachment.recording is self:
             self._attachment.recording = None
 
-    def refusal(self, doing: str) -> InvalidRequest:
+    def refusal(self, operation: str) -> InvalidRequest:
         """The error of an operation that a graph can't contain. Raises what `_check_caller` raises."""
-        self._check_caller(doing)
-        return not_recorded(doing)
+        self._check_caller(operation)
+        return not_recorded(operation)
 
     def record(self) -> GraphContents:
         """The finished recording. Raises InvalidRequest if it can't become a graph."""
@@ -197,13 +197,13 @@ class Recording(LaunchCommands, CopyCommands):
 
     # --- nodes ---
 
-    def _check_caller(self, doing: str) -> None:
+    def _check_caller(self, operation: str) -> None:
         """Raise the error of the session's end, or InvalidRequest if another thread or task owns the recording."""
         # The session may have ended since `begin`, and that error is the better one.
-        self._attachment.check_open(doing)
+        self._attachment.check_open(operation)
         if self._caller() != self._owner:
             raise InvalidRequest(
-                f"{doing}: another thread or task records a launch graph in this session",
+                f"{operation}: another thread or task records a launch graph in this session",
                 "Wait until it has left its `with` block",
             )
 
@@ -260,11 +260,11 @@ class Recording(LaunchCommands, CopyCommands):
         self._places += [GraphPlace(numbers[name], node, sum(args.sizes[:index])) for name, index, _ in args.parameters]
 
 
-def _check_stream(stream: StreamHandle | None, doing: str) -> None:
+def _check_stream(stream: StreamHandle | None, operation: str) -> None:
     """Raise InvalidRequest for a launch or copy that names a stream."""
     if stream is not None:
         raise InvalidRequest(
-            f"{doing}: recorded operations can't choose a stream; launch the graph in one",
+            f"{operation}: recorded operations can't choose a stream; launch the graph in one",
             "Give the stream to graph.launch(stream=...)",
         )
 

@@ -31,14 +31,14 @@ class RefusedRegions:
         self._operations = operations
         self._attachment = operations.attachment
 
-    def check_set(self, regions: RegionSet, position: int, kernel: str, doing: str) -> bool:
+    def check_set(self, regions: RegionSet, position: int, kernel: str, operation: str) -> bool:
         """Return whether all regions of a set are active; if not, the launch is to be `confirmed` by the worker.
 
         Args:
             regions: A set of this session.
             position: The position that the launch states, for the error.
             kernel: The kernel; "" for a graph of several.
-            doing: The operation, for the error's text.
+            operation: The operation, for the error's text.
 
         Raises RegionFailed if one has ended or is cancelled, and nothing was sent since the last wait.
         """
@@ -47,26 +47,26 @@ class RefusedRegions:
         if regions.epoch == epoch:
             return True
         # The words have changed since this set was last compared, or it was never compared.
-        if self._check(regions.regions, kernel, position, doing):
+        if self._check(regions.regions, kernel, position, operation):
             regions.epoch = epoch
             return True
         return False
 
-    def check_copy(self, buffer: object, doing: str) -> None:
+    def check_copy(self, buffer: object, operation: str) -> None:
         """Raise RegionFailed for a copy if `buffer` is a region that has ended, or leave that to the worker."""
         # Other buffers end only with their lease.
         if isinstance(buffer, RegionView):
-            self._check((buffer,), "", None, doing)
+            self._check((buffer,), "", None, operation)
 
-    def confirmed(self, launched: MaybePending[int], doing: str) -> Procedure[int]:
+    def confirmed(self, launched: MaybePending[int], operation: str) -> Procedure[int]:
         """Wait until the worker has taken or refused a launch that was sent; returns the launch's number."""
         number = launched if isinstance(launched, int) else (yield from launched)
         # A PING's reply comes after the launch was taken or refused, and carries the refusal.
-        ping = self._operations.ask(Opcode.PING, build_body(Ping(0)), doing=doing, own_requests=(number,))
-        yield from self._operations.go_on(doing, ping)
+        ping = self._operations.ask(Opcode.PING, build_body(Ping(0)), operation=operation, own_requests=(number,))
+        yield from self._operations.go_on(operation, ping)
         return number
 
-    def _check(self, regions: Iterable[RegionView], kernel: str, position: int | None, doing: str) -> bool:
+    def _check(self, regions: Iterable[RegionView], kernel: str, position: int | None, operation: str) -> bool:
         attachment, operations = self._attachment, self._operations
         # Without the page every launch is the worker's to check.
         if attachment.words is None:
@@ -97,4 +97,4 @@ class RefusedRegions:
         # As if the worker had refused: leaving the block must not raise this failure a second time.
         attachment.last_raised = failure
         region.note_failure(failure)
-        raise error_of(failure, doing)
+        raise error_of(failure, operation)

@@ -324,9 +324,9 @@ def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None
     return clean_up.opened()
 
 
-def resize(lease: LeaseHandle, more_bytes: int | str, doing: str, sign: int) -> Procedure[None]:
+def resize(lease: LeaseHandle, more_bytes: int | str, operation: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
     yield from lease.settle_clean_ups()
     # The caller passes the change, and the request the new size.
-    size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{doing}: size")
-    yield from lease.resize(whole(size_bytes, f"{doing}: the new size", least=1, most=MAX_WIRE_BYTES))
+    size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{operation}: size")
+    yield from lease.resize(whole(size_bytes, f"{operation}: the new size", least=1, most=MAX_WIRE_BYTES))

@@ -152,32 +152,32 @@ class Resources:
         # A newer worker also reports the parameter types, with which launches check Python numbers.
         if Opcode.MODULE_PARAMETERS in attachment.served:
             parameters = HANDLE.pack(module.handle)
-            answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, doing="module_load")
+            answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, operation="module_load")
             module.set_parameter_types(answer.types)
         return module
 
     def variable(self, module: Module, name: str) -> Procedure[Variable]:
         """Find a variable of a module. Raises InvalidHandle if the module has no variable of that name."""
-        doing = "variable"
-        self._check_details(Opcode.MODULE_VARIABLE, module, doing)
+        operation = "variable"
+        self._check_details(Opcode.MODULE_VARIABLE, module, operation)
         request = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
-        asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(request), doing=doing)
-        reply = yield from self._operations.do(doing, asking)
+        asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(request), operation=operation)
+        reply = yield from self._operations.do(operation, asking)
         return Variable(module, name, self.attachment, reply.handle, reply.size_bytes)
 
     def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
         """Ask how many registers and how much memory each kernel of a module uses."""
-        doing = "kernel_figures"
-        self._check_details(Opcode.MODULE_FIGURES, module, doing)
-        asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), doing=doing)
-        reply = yield from self._operations.do(doing, asking)
+        operation = "kernel_figures"
+        self._check_details(Opcode.MODULE_FIGURES, module, operation)
+        asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), operation=operation)
+        reply = yield from self._operations.do(operation, asking)
         # In the order of the module's kernels, as the reply to MODULE_LOAD had them.
         return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
 
-    def _check_details(self, op: Opcode, module: Module, doing: str) -> None:
-        self._operations.check_recording(doing)
-        self._operations.check(module, Module, doing)
-        self.attachment.require(op, doing)
+    def _check_details(self, op: Opcode, module: Module, operation: str) -> None:
+        self._operations.check_recording(operation)
+        self._operations.check(module, Module, operation)
+        self.attachment.require(op, operation)
 
     def unload(self, module: Module) -> Procedure[None]:
         """Unload a module now. Raises InvalidRequest while the session records."""

@@ -130,7 +130,7 @@ class Staging:
             yield from self.operations.ask(Opcode.SYNC)
             self._is_unsettled = False
 
-    def _run(self, copy: "_StagedCopy", pieces: Procedure[None], doing: str) -> Procedure[None]:
+    def _run(self, copy: "_StagedCopy", pieces: Procedure[None], operation: str) -> Procedure[None]:
         # Until all replies have come, the next copy must wait for a SYNC before it reuses the slots.
         self._is_unsettled = True
         try:
@@ -141,7 +141,7 @@ class Staging:
             self.close()
             raise
         self._is_unsettled = False
-        copy.raise_failure(doing)
+        copy.raise_failure(operation)
 
     def slot_address(self, slot: int) -> int:
         """A slot's address in this process, by its index."""
@@ -225,9 +225,9 @@ class _StagedCopy:
         if self._quiet:
             yield from self._take((yield from self._ask(Opcode.SYNC, b"")))
 
-    def raise_failure(self, doing: str) -> None:
+    def raise_failure(self, operation: str) -> None:
         """Raise the first failure. It may be an earlier operation's, even though later pieces have succeeded."""
-        self._operations.settle(self._failures[0] if self._failures else None, doing, self._own_requests)
+        self._operations.settle(self._failures[0] if self._failures else None, operation, self._own_requests)
 
     # --- slots ---
 

@@ -186,19 +186,19 @@ class Streams:
         """Wait for all streams, and return what kernels have printed since the last call."""
         self._check_recording("printed")
         self.attachment.require(Opcode.PRINTED, "printed")
-        asking = self.operations.ask(Opcode.PRINTED, doing="printed")
+        asking = self.operations.ask(Opcode.PRINTED, operation="printed")
         reply = yield from self.operations.do("printed", self._taking_back(asking))
         return PrintedText(reply.data.decode(errors="replace"), bool(reply.is_lost))
 
     def elapsed_ms(self, start: EventHandle, end: EventHandle) -> Procedure[float]:
         """Wait for two events; returns the milliseconds from the first to the second."""
-        doing, operations = "elapsed_ms", self.operations
-        self._check_recording(doing)
+        operation, operations = "elapsed_ms", self.operations
+        self._check_recording(operation)
         # Both must be this session's: another session's event number would name an unrelated event here.
         for event in (start, end):
-            operations.check(event, EventHandle, doing)
+            operations.check(event, EventHandle, operation)
         pair = build_body(EventPair(start.handle, end.handle))
-        reply = yield from operations.do(doing, operations.ask(Opcode.EVENT_ELAPSED, pair, doing=doing))
+        reply = yield from operations.do(operation, operations.ask(Opcode.EVENT_ELAPSED, pair, operation=operation))
         return float(reply.nanoseconds / 1e6)
 
     def sync(self) -> Procedure[None]:
@@ -326,32 +326,32 @@ class Streams:
         self.attachment.lent.lend(number, place, view)
         yield from self.operations.send_frames(self.operations.quiet_frame(op, copy))
 
-    def hand_over(self, stream: StreamHandle | None, number: int, frame: bytes, doing: str) -> MaybePending[int]:
+    def hand_over(self, stream: StreamHandle | None, number: int, frame: bytes, operation: str) -> MaybePending[int]:
         """Queue the quiet request `number` for a stream, under the session's lock; the result is that number.
 
         Args:
             stream: The stream; None for the default one.
             number: The request id in the frame.
             frame: The request.
-            doing: The operation, for messages.
+            operation: The operation, for messages.
         """
         # Select the stream first if the worker's selection is another one or unknown.
         if stream is not None or self.selected != DEFAULT:
-            rest = self._put_in(stream, frame, doing)
+            rest = self._put_in(stream, frame, operation)
         else:
             rest = b"" if self.operations.put(frame) else frame
         # Send the launch first, then the frees that are due.
         if self.attachment.dropped and not rest:
             self.operations.put_frees()
-        return self.operations.go_on(doing, self._send_rest(number, rest)) if rest else number
+        return self.operations.go_on(operation, self._send_rest(number, rest)) if rest else number
 
     def _send_rest(self, number: int, frame: bytes) -> Procedure[int]:
         yield from send(self.attachment.channel, (frame,), self.operations.deadline)
         return number
 
-    def _put_in(self, stream: StreamHandle | None, frame: bytes, doing: str) -> bytes:
+    def _put_in(self, stream: StreamHandle | None, frame: bytes, operation: str) -> bytes:
         """Queue a frame in a stream; returns the bytes that are still to be sent, empty if all were queued."""
-        number = self.number(stream, doing)
+        number = self.number(stream, operation)
         if self.selected != number:
             # Both frames go together: no other launch can come between selection and launch.
             frame = self._select(number) + frame
@@ -361,25 +361,25 @@ class Streams:
         self.selected = number
         return b""
 
-    def number(self, stream: StreamHandle | None, doing: str) -> int:
+    def number(self, stream: StreamHandle | None, operation: str) -> int:
         """A stream's number; the default stream's for None. Raises InvalidHandle."""
         if stream is None:
             return DEFAULT
-        self.operations.check(stream, StreamHandle, doing)
+        self.operations.check(stream, StreamHandle, operation)
         return stream.handle
 
     def _select(self, number: int) -> bytes:
         return self.operations.quiet_frame(Opcode.STREAM_SELECT, HANDLE.pack(number))
 
-    def _check_recording(self, doing: str) -> None:
+    def _check_recording(self, operation: str) -> None:
         # A stream refers to the session itself, not to the recording that stands in for it.
         if self.attachment.recording is not None:
-            raise not_recorded(doing)
+            raise not_recorded(operation)
 
 
-def not_recorded(doing: str) -> InvalidRequest:
+def not_recorded(operation: str) -> InvalidRequest:
     """The refusal of anything but a launch or a copy while a session records."""
     return InvalidRequest(
-        f"{doing}: the session is recording a launch graph, which has launches and copies only",
+        f"{operation}: the session is recording a launch graph, which has launches and copies only",
         "Do it before or after the `with` block",
     )

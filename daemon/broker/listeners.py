@@ -255,21 +255,21 @@ _NETWORK: Final = (
 )
 
 
-def cannot_listen(doing: str, error: OSError, unit: str = "a .socket unit with that ListenStream=") -> CannotListen:
+def cannot_listen(action: str, error: OSError, unit: str = "a .socket unit with that ListenStream=") -> CannotListen:
     """Return the exception for an address, with a sentence for the operator.
 
     Args:
-        doing: The clause after "can't".
+        action: The clause after "can't".
         error: The error of the kernel, or of the look-up of a name.
         unit: The systemd unit that would pass such a socket to the daemon.
     """
     remedy = _lasting_problem(error, unit)
     if remedy:
-        return NeverListens(f"can't {doing}: {remedy}")
+        return NeverListens(f"can't {action}: {remedy}")
     # socket.create_server() adds the address to the error, but `doing` has named it already.
     problem = (error.strerror or str(error)).partition(" (while attempting")[0]
     hint = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
-    return CannotListen(f"can't {doing}: {problem}{hint}")
+    return CannotListen(f"can't {action}: {problem}{hint}")
 
 
 def _lasting_problem(error: OSError, unit: str) -> str:

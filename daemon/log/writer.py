@@ -718,10 +718,10 @@ def _log_uncaught() -> None:
     sys.excepthook, sys.unraisablehook, threading.excepthook = on_uncaught, on_unraisable, on_end_of_thread
 
 
-def _log_fault(doing: str, error: BaseException | None) -> None:
+def _log_fault(operation: str, error: BaseException | None) -> None:
     try:
         if error is not None:
             # Raised again, because the traceback of a line is that of the exception being handled.
             raise error
     except BaseException:
-        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=doing)
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=operation)

@@ -368,9 +368,9 @@ class ChildProcess:
         except Exception as error:
             # The process was compromised, or this is a bug of ours. If it repeats, it must not fill the log.
             if (suppressed := self._fault_lines.admit()) is not None:
-                doing = f"reading a message of {self._kind.name}: {error}"
-                doing += f" ({suppressed} more like this)" if suppressed else ""
-                log_event(LogEvent.DAEMON_FAULT, is_fault=not isinstance(error, MalformedMessage), doing=doing)
+                operation = f"reading a message of {self._kind.name}: {error}"
+                operation += f" ({suppressed} more like this)" if suppressed else ""
+                log_event(LogEvent.DAEMON_FAULT, is_fault=not isinstance(error, MalformedMessage), doing=operation)
             if (number := request_of(received)) is not None:
                 self._on_unhandled(number)
 
