@@ -61,7 +61,7 @@ def head_of(op: int, flags: int) -> int:
     return _HEAD_BASE | flags << 16 | op
 
 
-_PLAIN_HEADS: Final = {
+_PLAIN_HEADERS: Final = {
     head_of(op, flags): (int(op), int(flags)) for op in Opcode for flags in (0, Flag.QUIET, Flag.REPLY)
 }
 """Heads that need no further check, with their op and flags. Nearly every received header has one."""
@@ -124,7 +124,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     """
     head, status, reserved, length, request_id, session_id = _FAST.unpack_from(buffer, offset)
     # Step 1: recognise the usual headers by one look-up. Only the length and ids remain, and any of these is valid.
-    cached = _PLAIN_HEADS.get(head)
+    cached = _PLAIN_HEADERS.get(head)
     if cached is not None and not status and not reserved:
         return *cached, 0, length, request_id, session_id
     # Step 2: the header is unusual or wrong. Check the magic first, because without it nothing else has a meaning.

@@ -80,7 +80,7 @@ class _KnownReply:
         self._operations = operations
         self._attachment = operations.attachment
         self._op = op
-        self._makes = makes
+        self._creates = makes
         self._late: tuple[int, memoryview, memoryview | None] = _NO_LATE
 
     def _ask(
@@ -143,8 +143,8 @@ class _KnownReply:
         """Make the link expect the reply to the last request, which was sent. Calling it twice is harmless."""
         channel = self._attachment.channel
         request_id, into, late_into = self._late
-        if self._makes is None or not any(into):
-            channel.link.expect_late(self._op, request_id, late_into, self._makes)
+        if self._creates is None or not any(into):
+            channel.link.expect_late(self._op, request_id, late_into, self._creates)
             channel.feed()
 
     def _receive(self, request_id: int) -> Procedure[Any]:
@@ -157,7 +157,7 @@ class _KnownReply:
 
 
 @cache
-def _heads(op: Opcode, payload_bytes: int, answer_bytes: int) -> tuple[bytes, bytes]:
+def _frame_prefixes(op: Opcode, payload_bytes: int, answer_bytes: int) -> tuple[bytes, bytes]:
     """Return the bytes before the request id in a request's frame and its reply's.
 
     They are the same for all sessions.
@@ -190,7 +190,7 @@ class FastRequest(_KnownReply):
         """
         super().__init__(operations, op, makes)
         self._answer_bytes = answer_bytes
-        self._head, self._reply_head = _heads(op, payload_bytes, answer_bytes)
+        self._head, self._reply_head = _frame_prefixes(op, payload_bytes, answer_bytes)
         # In both frames, only the session's id is between the request id and the payload (`framing.HEADER`).
         self._middle = self._reply_tail = self._attachment.session_id.to_bytes(16)
 

@@ -177,7 +177,7 @@ class _StagedCopy:
         # Quiet pieces, which a later piece's reply acknowledges; then the requests with a reply, each with all its
         # pieces.
         self._quiet: list[_Piece] = []
-        self._asked: deque[tuple[int, list[_Piece]]] = deque()
+        self._unacknowledged: deque[tuple[int, list[_Piece]]] = deque()
         self._own_requests: list[int] = []
         self._failures: list[Failure] = []
         self._copiers = staging.copiers
@@ -187,7 +187,7 @@ class _StagedCopy:
         # Each round does the first of these that is possible: give a free slot to the threads; request the copy of a
         # slot that they have filled; wait for the worker to free slots.
         fence = yield from self._ask(Opcode.SYNC, b"")
-        while (piece := self._next(self._copiers.most)) or self._copying or self._asked:
+        while (piece := self._next(self._copiers.most)) or self._copying or self._unacknowledged:
             if piece:
                 self._copy(self._staging.slot_address(piece.slot), self._address + piece.at, piece)
             elif self._copying:
@@ -207,13 +207,13 @@ class _StagedCopy:
         """Have the card fill slots, empty them, reuse them."""
         # Each round does the first of these that is possible: request a piece into a free slot; take a slot that the
         # threads have emptied; wait for the worker. Slots that the card has filled go to the threads.
-        while (piece := self._next(SLOTS)) or self._copying or self._asked:
+        while (piece := self._next(SLOTS)) or self._copying or self._unacknowledged:
             answered: Iterable[_Piece] = ()
             if piece:
                 is_last = self._begun == self._nbytes or not self._free
                 yield from self._ask_piece(Opcode.ARENA_READ, piece, READ_GROUP, is_last=is_last)
                 answered = self._answered()
-            elif self._copying >= self._copiers.most or not self._asked:
+            elif self._copying >= self._copiers.most or not self._unacknowledged:
                 self._free.append(self._end_copy().slot)
             else:
                 answered = yield from self._answers()
@@ -254,21 +254,21 @@ class _StagedCopy:
         """Return the pieces that the worker has acknowledged, without waiting."""
         channel, pieces = self._attachment.channel, []
         # Replies come in the order of requests, so the first one without a reply ends the search.
-        while self._asked:
-            result = channel.link.take(self._asked[0][0])
+        while self._unacknowledged:
+            result = channel.link.take(self._unacknowledged[0][0])
             if result is None and channel.pump():
-                result = channel.link.take(self._asked[0][0])
+                result = channel.link.take(self._unacknowledged[0][0])
             if result is None:
                 break
             self._note(result)
-            pieces += self._asked.popleft()[1]
+            pieces += self._unacknowledged.popleft()[1]
         return pieces
 
     def _answers(self) -> Procedure[list[_Piece]]:
         """Wait until the worker acknowledges more pieces, and return them."""
-        request_id, pieces = self._asked[0]
+        request_id, pieces = self._unacknowledged[0]
         yield from self._take(request_id)
-        self._asked.popleft()
+        self._unacknowledged.popleft()
         return pieces
 
     def _take(self, request_id: int) -> Procedure[None]:
@@ -285,7 +285,7 @@ class _StagedCopy:
         # This request has a reply, which also acknowledges the quiet pieces before it.
         if is_last or len(self._quiet) >= group:
             request_id = yield from self._ask(op, payload)
-            self._asked.append((request_id, self._quiet))
+            self._unacknowledged.append((request_id, self._quiet))
             self._quiet = []
         else:
             request_id = self._attachment.connection.next_request_id()

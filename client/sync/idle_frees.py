@@ -40,7 +40,7 @@ class _Looker:
                     self._thread = start_new_thread(self._run, ())
 
     def _run(self) -> None:
-        while self._goes_on():
+        while self._continues():
             time.sleep(POLL_INTERVAL_S)
             for session, look in self._listed():
                 lock = session.attachment.lock
@@ -56,7 +56,7 @@ class _Looker:
         with self._begins_or_ends:
             return list(self._sessions.items())
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         with self._begins_or_ends:
             # Forget sessions that have ended; dropped ones have left the weak map by themselves.
             for session, look in list(self._sessions.items()):

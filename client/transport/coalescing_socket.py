@@ -378,7 +378,7 @@ class _Flusher:
 
     def _run(self) -> None:
         pause_s, is_idle = 0.0, False
-        while self._goes_on(is_idle):
+        while self._continues(is_idle):
             # Sleep until a channel has something to send. A full sleep without that is a reason to exit.
             is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
@@ -391,7 +391,7 @@ class _Flusher:
             # Do one more round: a thread that queued a frame just now saw the flusher awake, and did not wake it.
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
-    def _goes_on(self, is_idle: bool) -> bool:
+    def _continues(self, is_idle: bool) -> bool:
         with self._begins_or_ends:
             # If `notice` was interrupted between starting a thread and storing its ident, another thread is the flusher
             # now.

@@ -77,7 +77,7 @@ class Link:
         # that gives it back.
         self._awaited: set[int] = set()
         self._results: dict[int, Body | Failure] = {}
-        self._makes: dict[int, Opcode] = {}
+        self._creates: dict[int, Opcode] = {}
         # Targets of reads, in the order of their requests; the read that is being received, and the rest of its target.
         self._targets: dict[int, memoryview] = {}
         self._target_id = 0
@@ -99,7 +99,7 @@ class Link:
         # Number the request before it is listed: if it may not be sent now, nothing must be listed.
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
         if makes:
-            self._makes[request_id] = op
+            self._creates[request_id] = op
         self._awaited.add(request_id)
         return request_id, frame
 
@@ -112,7 +112,7 @@ class Link:
         """
         request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
         if makes:
-            self._makes[request_id] = op
+            self._creates[request_id] = op
         self._awaited.add(request_id)
         return request_id, frame
 
@@ -130,7 +130,7 @@ class Link:
             raise LinkEnded(self.end)
         request_id = self.connection.expect_reply(op)
         if makes is not None:
-            self._makes[request_id] = makes
+            self._creates[request_id] = makes
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
@@ -145,7 +145,7 @@ class Link:
     @property
     def has_leftovers(self) -> bool:
         """True if an interrupted caller left a reply here, or if one is still to come."""
-        return bool(self._awaited or self._makes or self._results)
+        return bool(self._awaited or self._creates or self._results)
 
     @property
     def has_failure(self) -> bool:
@@ -159,7 +159,7 @@ class Link:
         # The same lists as in `expect`; the number is the caller's, and the frame is on its way.
         self.connection.expect_reply_to(op, request_id)
         if makes is not None:
-            self._makes[request_id] = makes
+            self._creates[request_id] = makes
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
@@ -173,7 +173,7 @@ class Link:
         if request_id in results:
             result = results[request_id]
             # A result that brings a new object stays until its handle exists (`claim`).
-            if request_id not in self._makes:
+            if request_id not in self._creates:
                 del results[request_id]
             return result
         if self.end is not None:
@@ -197,8 +197,8 @@ class Link:
 
         The caller passes the handle on without a call in between, so that no interrupt can lose it.
         """
-        if request_id in self._makes:
-            del self._makes[request_id]
+        if request_id in self._creates:
+            del self._creates[request_id]
         if request_id in self._results:
             del self._results[request_id]
 
@@ -211,7 +211,7 @@ class Link:
         Returns:
             The failure of an earlier request, if one of these replies reported one.
         """
-        results, makes = self._results, self._makes
+        results, makes = self._results, self._creates
         if not self._awaited and not results:
             return None
         # From now on no caller waits: `advance` drops later replies, except failures and replies that bring an object.
@@ -236,15 +236,15 @@ class Link:
 
     def drop_unclaimed(self) -> None:
         """Drop replies without a waiter, on a lease's connection. Replies that made an object stay until `claim`."""
-        self._awaited.intersection_update(self._makes)
+        self._awaited.intersection_update(self._creates)
         for request_id in [*self._results]:
-            if request_id not in self._makes:
+            if request_id not in self._creates:
                 del self._results[request_id]
 
     def forget_unsent(self) -> None:
         """Forget requests without a reply when all that were sent have one: an interrupt came before they were sent."""
         # All requests that were sent have their reply, so the remaining ones were never sent.
-        self._makes.clear()
+        self._creates.clear()
         self.connection.forget_unsent()
 
     # --- receiving ---
@@ -316,7 +316,7 @@ class Link:
                     return
                 case Reply(request_id=request_id, result=result):
                     # Store it at once: the connection yields each reply only once.
-                    if request_id in self._awaited or request_id in self._makes or type(result) is Failure:
+                    if request_id in self._awaited or request_id in self._creates or type(result) is Failure:
                         self._results[request_id] = result
                     self._awaited.discard(request_id)
                     self._targets.pop(request_id, None)

@@ -91,7 +91,7 @@ class Caller:
     def expect(self, on_result: OnResult) -> int:
         """Return a number for a request to the lease table. The audit log records the peer as the one that made it."""
         number = self.runtime.expect(on_result)
-        self.runtime.history.asked_by(number, self.peer.tenant)
+        self.runtime.history.note_requester(number, self.peer.tenant)
         return number
 
     def hold(self, lease_id: int) -> None:

@@ -421,11 +421,11 @@ class LastingState:
         self.journal = journal
         self.zygotes = zygotes
         self.is_left = zygotes is not None
-        self._found = found_zygotes
+        self._found_zygotes = found_zygotes
 
     def take_zygotes(self) -> list[FoundZygote]:
         """Return the zygotes that an earlier daemon left, which the caller must close."""
-        zygotes, self._found = self._found, []
+        zygotes, self._found_zygotes = self._found_zygotes, []
         return zygotes
 
 
@@ -506,7 +506,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
         log_event(LogEvent.CARDS_PRETENDED, source.warning, reason=source.warning)
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
     # The bytes of a worker that was reaped just before may not be free yet.
-    is_beside_others = bool(workers.found())
+    is_beside_others = bool(workers.found_workers())
     # Cards that were measured in this boot keep their figures: with leases on them they can't be measured.
     overheads = {uuid: row.overhead_bytes for uuid, row in journal.cards.items()}
     overheads |= zip([fact.uuid for fact in unknown], await measure_overhead(source, workers, unknown), strict=True)

@@ -432,7 +432,7 @@ class BrokerPage:
         fds: The descriptors of pages that an earlier broker made, which this view closes; None to make new pages.
 
     Attributes:
-        fds: The descriptors for the worker and its zygote, until `let_go`. The view itself needs none.
+        fds: The descriptors for the worker and its zygote, until `close_fds`. The view itself needs none.
     """
 
     def __init__(self, fds: PageFds | None = None) -> None:
@@ -442,7 +442,7 @@ class BrokerPage:
             # Map the claims page read-only, because only the worker writes it.
             self._claims_map = mmap.mmap(self.fds.claims, PAGE_BYTES, prot=mmap.PROT_READ)
         except BaseException:
-            self.let_go()
+            self.close_fds()
             raise
         self._words = memoryview(self._map).cast("Q")
         self._claims = memoryview(self._claims_map).cast("Q")
@@ -450,7 +450,7 @@ class BrokerPage:
         if fds is None:
             self._words[_SESSION] = _NEVER_OPENED
         else:
-            self.let_go()
+            self.close_fds()
 
     def set_deadline(self, deadline_ns: int, generation: int, gone_by_ns: int = 0) -> None:
         """Write when the lease ends, and when the zygote must end the worker. `gone_by_ns`: 0 for never."""
@@ -578,7 +578,7 @@ class BrokerPage:
         # The worker may write at the same time, so an entry may be torn. Entries are used only for display.
         return sorted(one for one in connections if one.number)
 
-    def let_go(self) -> None:
+    def close_fds(self) -> None:
         """Close the descriptors, once the worker and its zygote have received theirs."""
         # Clear the attribute first, so that a second call closes nothing.
         fds, self.fds = self.fds, NO_FDS
@@ -592,7 +592,7 @@ class BrokerPage:
         self._claims.release()
         self._map.close()
         self._claims_map.close()
-        self.let_go()
+        self.close_fds()
 
 
 def latency_memory() -> int:

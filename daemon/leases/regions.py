@@ -513,13 +513,13 @@ class Regions(RegionViews):
         if region.state is RegionState.RETURNED:
             return
         if lease.state is LeaseState.ACTIVE:
-            self._go_on(lease, region, now_ns, out)
+            self._continue(lease, region, now_ns, out)
             return
         self.end_with_lease(lease, now_ns, out)
         if lease.state is LeaseState.FENCED:
             self.fence_with(lease, now_ns, out)
 
-    def _go_on(self, lease: Lease, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
+    def _continue(self, lease: Lease, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
         # The grant of an OPENING region was never reported, so no client knows it.
         if region.state is RegionState.OPENING:
             self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, out)

@@ -33,7 +33,7 @@ class Resizes:
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
         # The lease of each request that is not answered yet.
-        self._asked: dict[int, int] = {}
+        self._lease_by_request: dict[int, int] = {}
 
     def on_requested(self, event: events.ResizeRequested, now_ns: int, out: list[Effect]) -> None:
         """Order the worker to change its slice, or refuse the request."""
@@ -52,7 +52,7 @@ class Resizes:
         least_bytes = min(event.size_bytes, lease.terms.size_bytes)
         lease.resize = Resize(event.request, event.size_bytes, least_bytes, due_ns)
         lease.is_reshaped = True
-        self._asked[event.request] = lease.lease_id
+        self._lease_by_request[event.request] = lease.lease_id
         # To grow, charge the card first, so that no other lease gets these bytes while the worker grows.
         if event.size_bytes > lease.terms.size_bytes:
             self._store.change_size(lease, event.size_bytes)
@@ -141,12 +141,12 @@ class Resizes:
         request, resize.request = resize.request, None
         if request is None:
             return
-        del self._asked[request]
+        del self._lease_by_request[request]
         out.append(Resized(request, lease.snapshot()) if denial is None else RequestDenied(request, denial))
 
     def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """Answer a request that has waited too long; return False if the request was not for a resize."""
-        lease = self._store.live.get(self._asked.get(request, 0))
+        lease = self._store.live.get(self._lease_by_request.get(request, 0))
         if lease is None or lease.resize is None:
             return False
         if now_ns < lease.resize.due_ns:

@@ -84,7 +84,7 @@ class Restoration:
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
             self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, out)
         elif lease.state is LeaseState.ACTIVE:
-            self._go_on(lease, now_ns, out)
+            self._continue(lease, now_ns, out)
 
     def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
         """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved free.
@@ -128,7 +128,7 @@ class Restoration:
         if not self._teardown.submits.restore(event, now_ns, out):
             out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
 
-    def _go_on(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _continue(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         # Expire it first, because its time continued while no broker served it.
         self._teardown.expire_if_due(lease, now_ns, out)
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:

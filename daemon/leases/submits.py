@@ -145,7 +145,7 @@ class Submits(SubmitViews):
         self._pool: WarmContexts | None = None
         self._last_id = FIRST_SUBMIT_ID - 1
         # Per open request: the lease, and the time at which its wait for the previous submit ends.
-        self._asked: dict[int, tuple[int, int]] = {}
+        self._due_by_request: dict[int, tuple[int, int]] = {}
         self.handlers: Mapping[type, Handler] = {
             events.WorkerReady: self._on_ready,
             events.WorkerFailed: self._on_failed,
@@ -161,9 +161,9 @@ class Submits(SubmitViews):
         """Let submits take over contexts from this pool."""
         self._pool = pool
 
-    def asked(self) -> set[int]:
+    def open_requests(self) -> set[int]:
         """Return the requests that are not answered yet."""
-        return set(self._asked)
+        return set(self._due_by_request)
 
     # --- leases ---
 
@@ -244,7 +244,7 @@ class Submits(SubmitViews):
             return
         # Record the request even if the submit starts at once: a client that disconnects is found by its request.
         due_ns = now_ns + MAX_WAIT_S * NS_PER_S
-        self._asked[event.request] = lease.lease_id, due_ns
+        self._due_by_request[event.request] = lease.lease_id, due_ns
         if lease.submit_id:
             lease.next_submit = event
             out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
@@ -253,7 +253,7 @@ class Submits(SubmitViews):
 
     def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
         """End the submit of a client that disconnected; return False if the request was not for a submit."""
-        lease = self._store.live.get(self._asked.pop(request, (0, 0))[0])
+        lease = self._store.live.get(self._due_by_request.pop(request, (0, 0))[0])
         if lease is None:
             return False
         # A waiting submit has no worker, so it is just dropped. A running one is ended.
@@ -268,7 +268,7 @@ class Submits(SubmitViews):
 
         Returns False if the request was not for a submit.
         """
-        lease_id, due_ns = self._asked.get(request, (0, 0))
+        lease_id, due_ns = self._due_by_request.get(request, (0, 0))
         lease = self._store.live.get(lease_id)
         if lease is None:
             return False
@@ -336,7 +336,7 @@ class Submits(SubmitViews):
         # Decide about the warm context before making room, because a warm context brings its own bytes.
         is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
         if not self._has_place(lease, is_warm=is_warm):
-            del self._asked[request]
+            del self._due_by_request[request]
             out.append(RequestDenied(request, denials.no_context(lease.lease_id)))
             return
         self._last_id += 1
@@ -370,7 +370,7 @@ class Submits(SubmitViews):
     def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
         if submit.state is SubmitState.STARTING:
             self._run(submit, self._store.live[submit.lease_id], now_ns, out)
-            del self._asked[submit.request]
+            del self._due_by_request[submit.request]
             out.append(SubmitReady(submit.request, submit.submit_id, submit.lease_id, submit.size_bytes))
 
     def _on_failed(self, submit: Submit, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
@@ -513,13 +513,13 @@ class Submits(SubmitViews):
     def _refuse(self, submit: Submit, denial: Denial | None, out: list[Effect]) -> None:
         """Refuse the client that waits for the submit or for its replacement."""
         submit.is_replaced = False
-        if self._asked.pop(submit.request, None) is not None and denial is not None:
+        if self._due_by_request.pop(submit.request, None) is not None and denial is not None:
             out.append(RequestDenied(submit.request, denial))
 
     def _refuse_next(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
         following, lease.next_submit = lease.next_submit, None
         if following is not None:
-            del self._asked[following.request]
+            del self._due_by_request[following.request]
             out.append(RequestDenied(following.request, denial))
 
     def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:

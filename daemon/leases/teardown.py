@@ -145,7 +145,7 @@ class Teardown:
     def release_recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Release the bytes of a lease after its scrubbed context was charged to the pool."""
         lease.is_scrubbing = False
-        self._let_go(lease, now_ns, out)
+        self._release(lease, now_ns, out)
 
     def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         """Continue a teardown that an earlier table began.
@@ -226,9 +226,9 @@ class Teardown:
         # If a submit is still ending, its proof continues the teardown (`_on_submit_freed`).
         lease.is_proved = True
         if not lease.submit_id:
-            self._let_go(lease, now_ns, out)
+            self._release(lease, now_ns, out)
 
-    def _let_go(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _release(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
         self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, out)
         # Release the bytes before the answers are sent, because a client may acquire at once when it has its answer.
         ended = self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)

@@ -333,12 +333,12 @@ if REQUESTS.keys() != set(get_args(Request)):
     raise TypeError(f"REQUESTS must have exactly the types of Request, not {sorted(map(repr, REQUESTS))}")
 
 
-class Asked(NamedTuple):
+class ReceivedRequest(NamedTuple):
     """A request: who asked, at which monotonic time, and the event; None if it is unknown or the daemon's own."""
 
     by: str
     at_ns: int
-    request: Request | None
+    event: Request | None
 
 
 class Times(NamedTuple):
@@ -375,7 +375,7 @@ class Fact(NamedTuple):
         source: The event or effect that it comes from; its type is in the kind's row.
         lease_id: The lease; 0 if it is about none.
         lease: The lease after the event, where a record or a count needs it; None if it is unknown.
-        asked: The request that it answers.
+        request: The request that it answers.
         times: The life of the lease, this fact included.
         card: The GPU of a warm context.
         is_warm: Whether a placed lease took a warm context.
@@ -387,7 +387,7 @@ class Fact(NamedTuple):
     source: Any
     lease_id: int = 0
     lease: LeaseSnapshot | None = None
-    asked: Asked | None = None
+    request: ReceivedRequest | None = None
     times: Times = NO_TIMES
     card: str = ""
     is_warm: bool = False

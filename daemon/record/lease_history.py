@@ -56,9 +56,9 @@ from gpulease.daemon.record.lease_facts import (
     NO_TIMES,
     REQUESTS,
     THE_DAEMON,
-    Asked,
     Fact,
     FactKind,
+    ReceivedRequest,
     Times,
 )
 from gpulease.protocol.session_words import ENDED_WORDS
@@ -86,8 +86,8 @@ class LeaseHistory:
         self._lookup = lookup
         self._lease_of_submit = lease_of_submit
         self._use_of = use_of
-        self._asked: dict[int, Asked] = {}
-        self._askers: dict[int, str] = {}
+        self._requests: dict[int, ReceivedRequest] = {}
+        self._requesters: dict[int, str] = {}
         self._times: dict[int, Times] = {}
         # The lease that took over a running worker in this event. The `SpawnWorker` that follows reads it.
         self._renamed_to = 0
@@ -141,11 +141,11 @@ class LeaseHistory:
     @property
     def is_at_rest(self) -> bool:
         """True if nothing is remembered: no request is open, and no lease is left."""
-        return not (self._asked or self._askers or self._times or self._faulted)
+        return not (self._requests or self._requesters or self._times or self._faulted)
 
-    def asked_by(self, request: int, peer: str) -> None:
+    def note_requester(self, request: int, peer: str) -> None:
         """Note the peer that made a request, if its event has no tenant, or the operator who acts for its tenant."""
-        self._askers[request] = peer
+        self._requesters[request] = peer
 
     def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> list[Fact]:
         """Return what one event brought about, in order, at monotonic time `now_ns`.
@@ -182,7 +182,7 @@ class LeaseHistory:
                 facts += self._unfenced(fact)
         # Step 4: events that end what is remembered, or that belong before their effects.
         if isinstance(event, RequesterGone):
-            self._forget_request(self._asked.pop(event.request, None))
+            self._forget_request(self._requests.pop(event.request, None))
         elif isinstance(event, WorkerExited) and kind_of(event.worker_id) is WorkerKind.LEASE:
             # The worker's end comes first, but may itself be why the work of its lease is refused.
             times = self._times.get(event.worker_id, NO_TIMES)
@@ -192,7 +192,7 @@ class LeaseHistory:
         # Request 0 is the daemon's own and is never answered, so it would be remembered for ever.
         if request := event.request:
             by = event.tenant if names_tenant else THE_DAEMON
-            self._asked[request] = Asked(self._askers.pop(request, by), now_ns, event)
+            self._requests[request] = ReceivedRequest(self._requesters.pop(request, by), now_ns, event)
 
     # --- events ---
 
@@ -273,8 +273,8 @@ class LeaseHistory:
     def _denied(self, effect: RequestDenied, now_ns: int) -> Fact:
         request = self._take_request(effect.request, now_ns)
         self._forget_request(request)
-        lease_id = getattr(request.request, "lease_id", 0)
-        return Fact(FactKind.DENIED, now_ns, effect, lease_id, asked=request)
+        lease_id = getattr(request.event, "lease_id", 0)
+        return Fact(FactKind.DENIED, now_ns, effect, lease_id, request=request)
 
     def _checked(self, effect: Checked, now_ns: int) -> None:
         """Forget an acquire that passed its check. It returns as a new request once its name is claimed."""
@@ -287,20 +287,20 @@ class LeaseHistory:
     def _unfenced(self, cleared: Fact) -> list[Fact]:
         effect: SlicesCleared = cleared.source
         return [
-            Fact(FactKind.UNFENCED, cleared.now_ns, effect, lease_id, self._lookup(lease_id), cleared.asked)
+            Fact(FactKind.UNFENCED, cleared.now_ns, effect, lease_id, self._lookup(lease_id), cleared.request)
             for lease_id in effect.lease_ids
         ]
 
-    def _take_request(self, request: int, now_ns: int) -> Asked:
-        return self._asked.pop(request, None) or Asked(THE_DAEMON, now_ns, None)
+    def _take_request(self, request: int, now_ns: int) -> ReceivedRequest:
+        return self._requests.pop(request, None) or ReceivedRequest(THE_DAEMON, now_ns, None)
 
-    def _forget_request(self, request: Asked | None) -> None:
+    def _forget_request(self, request: ReceivedRequest | None) -> None:
         """Forget the times of a requested lease that was not placed, because it never will be."""
-        if request is None or not isinstance(request.request, AcquireRequested):
+        if request is None or not isinstance(request.event, AcquireRequested):
             return
-        times = self._times.get(request.request.lease_id)
+        times = self._times.get(request.event.lease_id)
         if times is not None and times.spawned_ns is None and times.over_ns is None:
-            del self._times[request.request.lease_id]
+            del self._times[request.event.lease_id]
 
     # --- other effects ---
 

@@ -106,7 +106,7 @@ class Handshake:
         source: The source that the connection counts for.
         report: The channel on which the relay reports its peer's certificate.
         inner: The far end of the relay's inner socket; the broker gets it with the report.
-        since: The time of its connection, by time.monotonic().
+        since_s: The time of its connection, by time.monotonic().
         has_failed: Whether the handshake failed, and the relay lives only until the peer has read the alert.
     """
 
@@ -115,7 +115,7 @@ class Handshake:
     source: str
     report: socket.socket
     inner: socket.socket
-    since: float
+    since_s: float
     has_failed: bool = False
 
 
@@ -170,8 +170,8 @@ class TlsAcceptor:
         # By the descriptor of the report, oldest first.
         self._handshakes: dict[int, Handshake] = {}
         # Relays without a connection, oldest first.
-        self._spares: deque[SpareRelay] = deque()
-        self._wants_spares = True
+        self._spare_relays: deque[SpareRelay] = deque()
+        self._wants_spare_relays = True
         # By process id; UNKNOWN until the relay reports a certificate.
         self._relays: dict[int, CertificateHolder] = {}
         # Serial numbers by the pidfds of relays that an earlier acceptor left.
@@ -367,7 +367,7 @@ class TlsAcceptor:
         for _ in range(len(self._handshakes) + len(self._ready) - MAX_HANDSHAKES):
             handshakes = self._handshakes.values()
             victim = oldest_of_largest_source(handshakes, lambda handshake: handshake.has_failed)
-            victim = victim or oldest_of_largest_source(handshakes, lambda handshake: handshake.since <= before)
+            victim = victim or oldest_of_largest_source(handshakes, lambda handshake: handshake.since_s <= before)
             if victim is None:
                 return
             self._abort(victim, f"its handshake is not finished, and {len(self._ready)} others wait")
@@ -378,8 +378,8 @@ class TlsAcceptor:
             self._on_refused(connection, "this node has no certificate that can be used")
             return
         # Prefer a relay that waits: its fork and its confinement are done.
-        while self._spares:
-            spare = self._spares.popleft()
+        while self._spare_relays:
+            spare = self._spare_relays.popleft()
             if _send_connection(spare, connection):
                 break
             spare.close()  # it was killed
@@ -394,7 +394,7 @@ class TlsAcceptor:
                 self._on_refused(connection, "its relay ended at once")
                 return
         # From here on the relay has the connection; this process closes its copy.
-        self._wants_spares = True
+        self._wants_spare_relays = True
         self._relays[spare.pid] = UNKNOWN
         self._epoll.register(spare.report, select.EPOLLIN)
         self._handshakes[spare.report.fileno()] = Handshake(
@@ -427,24 +427,24 @@ class TlsAcceptor:
 
     def _keep_spares(self) -> None:
         """Fork the relays of the next connections, once no present connection is kept waiting for that."""
-        if not self._wants_spares or self._ready or self._identity is None:
+        if not self._wants_spare_relays or self._ready or self._identity is None:
             return
         # One that fails at once is not made again before a connection needs it.
-        self._wants_spares = False
+        self._wants_spare_relays = False
         with contextlib.suppress(OSError):  # a connection finds out, and says so
-            while len(self._spares) < min(SPARE_RELAYS, self._max_relays):
-                self._spares.append(self._fork_relay(self._identity))
+            while len(self._spare_relays) < min(SPARE_RELAYS, self._max_relays):
+                self._spare_relays.append(self._fork_relay(self._identity))
 
     def _forget_spare(self, pid: int) -> None:
-        for spare in [spare for spare in self._spares if spare.pid == pid]:
-            self._spares.remove(spare)
+        for spare in [spare for spare in self._spare_relays if spare.pid == pid]:
+            self._spare_relays.remove(spare)
             spare.close()
 
     def _drop_spares(self) -> None:
         """Have the relays end that wait for a connection: they have the identity of files that have changed."""
-        while self._spares:
-            self._spares.pop().close()
-        self._wants_spares = True
+        while self._spare_relays:
+            self._spare_relays.pop().close()
+        self._wants_spare_relays = True
 
     def _become_relay(self, inner: socket.socket, report: socket.socket, identity: Identity) -> NoReturn:
         status = EXIT_BUG

@@ -55,13 +55,13 @@ class PendingConnection:
         sock: The connected socket, nonblocking.
         peer: The peer's address, for the log.
         source: The source that the connection counts for; `source_of` has the rule.
-        since: The time of its arrival, by time.monotonic().
+        since_s: The time of its arrival, by time.monotonic().
     """
 
     sock: socket.socket
     peer: str
     source: str
-    since: float
+    since_s: float
 
 
 OnHello = Callable[[PendingConnection], None]
@@ -91,7 +91,7 @@ class PendingConnections:
     def next_timeout_s(self) -> float | None:
         """Seconds until the oldest connection times out; None without connections."""
         oldest = next(iter(self._pending.values()), None)
-        return None if oldest is None else max(0.0, oldest.since + HELLO_TIMEOUT_S - time.monotonic())
+        return None if oldest is None else max(0.0, oldest.since_s + HELLO_TIMEOUT_S - time.monotonic())
 
     def accept(self, listener: socket.socket) -> None:
         """Accept connections. Raises OSError if this process, or the host, has no descriptor left."""

@@ -94,7 +94,7 @@ class HostMemory:
         self.fd = os.dup(fd)
         self._context = context
         # Numbers of steps: wanted, begun, populated without a gap, and pinned.
-        self._wanted = self._begun = 0
+        self._wanted_steps = self._prepared_steps = 0
         self._populated: set[int] = set()
         self._pinned = 0
         # Why the host did not provide the memory; "" if it did.
@@ -108,10 +108,10 @@ class HostMemory:
     def want(self, size_bytes: int) -> None:
         """Prepare host memory of at least this size in the background."""
         steps = -(-min(size_bytes, len(self.view)) // PARK_STEP_BYTES)
-        if steps <= self._wanted:
+        if steps <= self._wanted_steps:
             return
         with self._changed:
-            self._wanted = steps
+            self._wanted_steps = steps
             self._changed.notify_all()
         with contextlib.suppress(RuntimeError):
             # If no thread can be started, the pages are populated when they are pinned.
@@ -123,7 +123,7 @@ class HostMemory:
     @property
     def is_unprepared(self) -> bool:
         """Whether a wanted step is not pinned yet."""
-        return self._pinned < self._wanted and not self._failure
+        return self._pinned < self._wanted_steps and not self._failure
 
     def prepare_step(self) -> int:
         """Pin one step that is populated, if there is one.
@@ -156,10 +156,10 @@ class HostMemory:
     def _populate(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._begun < self._wanted)
+                self._changed.wait_for(lambda: self._is_closed or self._prepared_steps < self._wanted_steps)
                 if self._is_closed:
                     return
-                number, self._begun = self._begun, self._begun + 1
+                number, self._prepared_steps = self._prepared_steps, self._prepared_steps + 1
             start = number * PARK_STEP_BYTES
             size_bytes = min(PARK_STEP_BYTES, len(self.view) - start)
             failure = self._map.populate(start, size_bytes)
@@ -221,7 +221,7 @@ class SessionParking:
         self.outbox: deque[Message] = deque()
         self._memory: HostMemory | None = None
         self._report: ParkedReport | None = None
-        self._wanted_ns: int | None = None
+        self._requested_ns: int | None = None
         self.refusal = _PARKED
         self._finish: Callable[[], None] | None = None
         self.is_misfit = False
@@ -284,7 +284,7 @@ class SessionParking:
         except DriverError as error:
             self._refuse(order.number, ParkRefusal.FAILED, str(error))
         else:
-            self._wanted_ns, self.refusal = None, _PARKED
+            self._requested_ns, self.refusal = None, _PARKED
             self._enter(report)
 
     def _park(self, order: ParkOrder) -> ParkedReport:
@@ -410,7 +410,7 @@ class SessionParking:
         """Refuse the requests that wait with the broker's reason; return False if the session is not in that park."""
         if not self.is_parked or order.number != self._number:
             return False
-        self.refusal, self._wanted_ns = replace(_PARKED, message=order.reason), None
+        self.refusal, self._requested_ns = replace(_PARKED, message=order.reason), None
         return True
 
     def want(self) -> None:
@@ -419,13 +419,13 @@ class SessionParking:
         Repeat this if the broker does not answer for long.
         """
         now_ns = time.monotonic_ns()
-        if self._wanted_ns is None or now_ns - self._wanted_ns >= WANTED_AGAIN_NS:
-            self._wanted_ns = now_ns
+        if self._requested_ns is None or now_ns - self._requested_ns >= WANTED_AGAIN_NS:
+            self._requested_ns = now_ns
             self.outbox.append(ReturnWantedReport(self._number))
 
     def forget_wish(self) -> None:
         """Forget the request to return, because what waited was answered: the next one is sent at once."""
-        self._wanted_ns = None
+        self._requested_ns = None
 
     @property
     def _number(self) -> int:

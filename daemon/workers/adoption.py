@@ -191,7 +191,7 @@ def adopt(
         regions: The regions that the journal has.
     """
     # Step 1: decide, only from the pages and the journal.
-    left_workers = [LeftWorker(worker, worker.page()) for worker in workers.found()]
+    left_workers = [LeftWorker(worker, worker.page()) for worker in workers.found_workers()]
     clocks = time.monotonic_ns(), boot_ns()
     adoptions = reconcile(rows, left_workers, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
     # Step 2: register every worker before the first event, because its effects address workers by number.

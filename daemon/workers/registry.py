@@ -106,7 +106,7 @@ class Workers:
         self._reaped: dict[int, ReapedWorker] = {}
         # For reaped workers with fenced bytes, by process id: the lease or warm context of the fence, and the card.
         self._fenced: dict[int, tuple[int, str]] = {}
-        self._found: dict[tuple[ZygoteClient, int], FoundWorker] = {}
+        self._found_workers: dict[tuple[ZygoteClient, int], FoundWorker] = {}
         # Until the `set_...` methods are called, there are only the start-up's workers, which run nothing.
         self._on_growth: Callable[[int], None] = lambda lease_id: None
         self._on_end: Callable[[Worker], None] = lambda worker: None
@@ -176,7 +176,7 @@ class Workers:
         """
         for one in zygotes:
             zygote = self._zygotes.take_over(one)
-            self._found |= {(zygote, worker.serial): worker for worker in one.workers}
+            self._found_workers |= {(zygote, worker.serial): worker for worker in one.workers}
         await self._zygotes.start()
 
     async def stop(self) -> None:
@@ -192,7 +192,7 @@ class Workers:
 
         An unused zygote would keep the daemon's standard error open for a minute, and a reader of it would wait.
         """
-        if not (self._workers or self._unforked or self._found or self._reaped):
+        if not (self._workers or self._unforked or self._found_workers or self._reaped):
             await self.stop()
             return
         await self._zygotes.leave()
@@ -202,14 +202,14 @@ class Workers:
 
     # --- workers of an earlier daemon ---
 
-    def found(self) -> list[FoundWorker]:
+    def found_workers(self) -> list[FoundWorker]:
         """Return the workers of an earlier daemon, alive or reaped, that are not adopted yet."""
-        return list(self._found.values())
+        return list(self._found_workers.values())
 
     def adopt(self, found_worker: FoundWorker, lease_id: int) -> None:
         """Take over an earlier daemon's worker under the number of a lease, or of a warm context."""
-        ((zygote, serial),) = [key for key, worker in self._found.items() if worker is found_worker]
-        del self._found[zygote, serial]
+        ((zygote, serial),) = [key for key, worker in self._found_workers.items() if worker is found_worker]
+        del self._found_workers[zygote, serial]
         # The worker ended before it was adopted: only its process id is needed, for the proof that its bytes are free.
         if found_worker.fds is None or found_worker.reason is not None:
             close_all(list(found_worker.fds or ()))
@@ -346,7 +346,7 @@ class Workers:
             try:
                 self._zygotes.now.spawn(spec, peer_end.fileno(), worker.page.fds, worker.channel.fileno())
                 # The zygote has the pages now, and this process its mappings.
-                worker.page.let_go()
+                worker.page.close_fds()
             except ChannelClosed as error:
                 self._on_ended(worker, f"could not be started: {error}")
                 return
@@ -455,7 +455,7 @@ class Workers:
                 if overran:
                     self._post(SessionCondemned(worker.spec.lease_id, Cause.KERNEL_TIMEOUT, overran))
             self._on_ended(worker, reaped.reason)
-        elif (found_worker := self._found.get((zygote, reaped.serial))) is not None:
+        elif (found_worker := self._found_workers.get((zygote, reaped.serial))) is not None:
             found_worker.reason, found_worker.overran = reaped.reason, overran
 
     def _on_worker_message(self, worker: Worker) -> None:

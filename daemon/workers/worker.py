@@ -213,7 +213,7 @@ class Worker:
         except (ChannelClosed, OSError):
             return False
         finally:
-            self.page.let_go()
+            self.page.close_fds()
         return True
 
     def resize(self, size_bytes: int) -> None:

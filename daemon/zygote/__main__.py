@@ -252,7 +252,7 @@ class Zygote:
     def _end_due(self, now_ns: int) -> int:
         """End leases while no broker runs. Returns when to call again, or a past time if the zygote must end."""
         due_ns = self._workers.end_due(now_ns)
-        if self._workers.living():
+        if self._workers.live_workers():
             self._empty_since_ns = now_ns
             # The death of workers that were killed wakes this process.
             return now_ns + int(ALONE_S * NS_PER_S) if due_ns is None else max(due_ns, now_ns + 1)

@@ -100,7 +100,7 @@ class WorkerTable:
 
     def __init__(self) -> None:
         # By process id while they live; by serial number once they were reaped.
-        self._living: dict[int, WorkerEntry] = {}
+        self._live_workers: dict[int, WorkerEntry] = {}
         self._ended: dict[int, WorkerEntry] = {}
         self._last_serial = 0
         # When some worker can be overdue at the earliest; 0 makes the next call read all pages.
@@ -110,14 +110,14 @@ class WorkerTable:
         """Add a worker that was forked. `fds`: its pidfd, pages and channel, which the table closes from now on."""
         self._last_serial += 1
         worker = WorkerEntry(self._last_serial, spec.lease_id, spec, pid, *fds)
-        self._living[pid] = worker
+        self._live_workers[pid] = worker
         self._poll_ns = 0
         return worker
 
     def change(self, serial: int, spec: WorkerSpec, page_fds: PageFds = NO_FDS) -> None:
         """Give a worker another lease, or none; with `page_fds`, which the table closes, also other control pages."""
         # A change may also move a deadline, so the page is read again at once.
-        for worker in self._living.values():
+        for worker in self._live_workers.values():
             if worker.serial == serial:
                 worker.spec = spec
                 worker.poll_ns = self._poll_ns = 0
@@ -136,7 +136,7 @@ class WorkerTable:
             reason: How it ended, in words.
             remember: Whether to keep the entry until a broker reports that the worker's bytes are proved free.
         """
-        worker = self._living.pop(pid, None)
+        worker = self._live_workers.pop(pid, None)
         if worker is not None:
             worker.reason = reason
             if remember:
@@ -149,30 +149,30 @@ class WorkerTable:
 
     def lease_of(self, pid: int) -> int:
         """Return the lease or warm context of a worker; 0 if it was reaped."""
-        worker = self._living.get(pid)
+        worker = self._live_workers.get(pid)
         return 0 if worker is None else worker.spec.submit_of or worker.spec.lease_id
 
     def forget(self, serial: int) -> None:
         self._ended.pop(serial, None)
 
-    def living(self) -> list[WorkerEntry]:
-        return list(self._living.values())
+    def live_workers(self) -> list[WorkerEntry]:
+        return list(self._live_workers.values())
 
     def is_empty(self) -> bool:
         """Return whether there is neither a living worker nor one that a broker must know."""
-        return not self._living and not self._ended
+        return not self._live_workers and not self._ended
 
     def close(self) -> None:
         """Close everything, in a worker just forked: nothing of another lease may be open there."""
-        for worker in self._living.values():
+        for worker in self._live_workers.values():
             worker.close()
-        self._living.clear()
+        self._live_workers.clear()
         self._ended.clear()
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
         """Yield what the next broker must know, as messages and their descriptors."""
         # First the living, each with its descriptors; then those that have ended, of which only words are left.
-        for worker in self._living.values():
+        for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)
         for worker in self._ended.values():
@@ -192,14 +192,14 @@ class WorkerTable:
         """
         if now_ns >= self._poll_ns:
             # Pages are read only when one of them may have something due.
-            self._poll_ns = min((_end_if_overdue(worker, now_ns) for worker in self.living()), default=NEVER_NS)
+            self._poll_ns = min((_end_if_overdue(worker, now_ns) for worker in self.live_workers()), default=NEVER_NS)
         return None if self._poll_ns == NEVER_NS else self._poll_ns
 
     # --- while no broker runs ---
 
     def lose_broker(self, now_ns: int) -> None:
         """Take over the ending of leases: from now on no broker ends them or writes deadlines."""
-        for worker in self._living.values():
+        for worker in self._live_workers.values():
             state = state_of(worker.page_fds.lease)
             worker.deadline_ns = state.deadline_ns
             if not state.deadline_ns:
@@ -210,7 +210,7 @@ class WorkerTable:
 
     def regain_broker(self) -> None:
         """Leave all workers that are not killed yet to the new broker."""
-        for worker in self._living.values():
+        for worker in self._live_workers.values():
             # The new broker ends leases by its own rules; kills that were decided stay.
             if not worker.is_killed:
                 worker.kill_due_ns = None
@@ -224,7 +224,7 @@ class WorkerTable:
         Returns:
             When to call again, in monotonic nanoseconds; None if nothing can become due.
         """
-        return min((due_ns for worker in self.living() for due_ns in _end_if_due(worker, now_ns)), default=None)
+        return min((due_ns for worker in self.live_workers() for due_ns in _end_if_due(worker, now_ns)), default=None)
 
 
 # --- overdue while there is a broker ---

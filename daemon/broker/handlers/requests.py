@@ -79,13 +79,13 @@ class RequestDispatcher:
         # One caller for all handlers: the peer, its tokens, and the leases that it holds.
         tokens = ConnectionTokens(runtime.tokens, connection.peer)
         self._caller = Caller(runtime, connection, tokens, runtime.connections, driver)
-        self._made: dict[Callable[[Caller], Any], Any] = {}
+        self._handlers: dict[Callable[[Caller], Any], Any] = {}
 
     def handler(self, kind: Callable[[Caller], H]) -> H:
         """Return the connection's handler of a kind."""
-        existing: H | None = self._made.get(kind)
+        existing: H | None = self._handlers.get(kind)
         if existing is None:
-            existing = self._made[kind] = kind(self._caller)
+            existing = self._handlers[kind] = kind(self._caller)
         return existing
 
     def dispatch(self, request: Request) -> None:
@@ -111,14 +111,14 @@ class RequestDispatcher:
     def give_up(self, failure: Failure) -> None:
         """Answer every request that waits with `failure`, and abandon it."""
         for kind in (LeaseHandler, AttachHandler):
-            if (existing := self._made.get(kind)) is not None:
+            if (existing := self._handlers.get(kind)) is not None:
                 existing.give_up(failure)
         self.leave()
 
     def leave(self) -> None:
         """Abandon what the client waits for and subscribes to, because it has disconnected."""
         for kind in (LeaseHandler, AttachHandler, QueryHandler):
-            if (existing := self._made.get(kind)) is not None:
+            if (existing := self._handlers.get(kind)) is not None:
                 existing.leave()
 
     def close(self) -> None:
@@ -127,4 +127,4 @@ class RequestDispatcher:
         self._runtime.connections.leave(self._connection)
         # Handlers refer to the connection and its read buffer. Without this, only Python's collector would free both,
         # perhaps thousands of connections later.
-        self._made.clear()
+        self._handlers.clear()

@@ -21,7 +21,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.record.audit.records import MAX_INTEGER, RecordKind, clean_text
-from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Asked, Fact, FactKind
+from gpulease.daemon.record.lease_facts import REQUESTS, THE_DAEMON, Fact, FactKind, ReceivedRequest
 from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.time_units import NS_PER_US
@@ -66,12 +66,12 @@ def _renew(fact: Fact) -> Particulars:
     lease = fact.source.lease
     particulars = _lease(lease)
     particulars["generation"], particulars["ttl_ms"] = lease.generation, lease.ttl_ms
-    particulars["by"] = _asked(fact).by
+    particulars["by"] = _request_of(fact).by
     return particulars
 
 
 def _resize(fact: Fact) -> Particulars:
-    return _lease(fact.source.lease) | {"by": _asked(fact).by}
+    return _lease(fact.source.lease) | {"by": _request_of(fact).by}
 
 
 def _park(fact: Fact) -> Particulars:
@@ -106,7 +106,7 @@ def _upgraded(fact: Fact) -> Particulars:
 
 def _move_done(fact: Fact) -> Particulars | None:
     """Record only a move by another than the tenant; the record of the move itself says everything else."""
-    request = _asked(fact)
+    request = _request_of(fact)
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
     return {"action": "move", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
@@ -114,7 +114,7 @@ def _move_done(fact: Fact) -> Particulars | None:
 
 def _park_done(fact: Fact) -> Particulars | None:
     """Record only a park by another than the tenant; the record of the park itself says everything else."""
-    request = _asked(fact)
+    request = _request_of(fact)
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
     return {"action": "park", "by": request.by, "latency_us": _waited_us(fact)} | _request(request)
@@ -122,7 +122,7 @@ def _park_done(fact: Fact) -> Particulars | None:
 
 def _free(fact: Fact) -> Particulars | None:
     """Record only a free by another than the tenant; the end of the lease records everything else."""
-    request = _asked(fact)
+    request = _request_of(fact)
     # A tenant that frees its own lease is the normal end: END says it.
     if request.by in (fact.source.lease.tenant, THE_DAEMON):
         return None
@@ -130,36 +130,36 @@ def _free(fact: Fact) -> Particulars | None:
 
 
 def _revoke(fact: Fact) -> Particulars:
-    request, outcome = _asked(fact), fact.source.outcome.name.lower()
+    request, outcome = _request_of(fact), fact.source.outcome.name.lower()
     done = {"action": "revoke", "by": request.by, "outcome": outcome, "latency_us": _waited_us(fact)}
     return done | _request(request)
 
 
 def _clear_fences(fact: Fact) -> Particulars:
-    request, cleared = _asked(fact), fact.source
+    request, cleared = _request_of(fact), fact.source
     done = {"action": "fence_clear", "by": request.by, "count": cleared.count, "contexts": len(cleared.warm_ids)}
     return done | _request(request)
 
 
 def _clear(fact: Fact) -> Particulars:
-    return _lease_of(fact) | {"by": _asked(fact).by}
+    return _lease_of(fact) | {"by": _request_of(fact).by}
 
 
 def _drain(fact: Fact) -> Particulars:
-    request = _asked(fact)
+    request = _request_of(fact)
     done = {"action": _operation(request), "by": request.by, "leases": fact.source.active_leases}
     return done | _request(request)
 
 
 def _deny(fact: Fact) -> Particulars:
-    request, denial = _asked(fact), fact.source.denial
+    request, denial = _request_of(fact), fact.source.denial
     # The message may have a tenant's or a driver's words, so it is cleaned.
     details = {"reason": denial.reason.value, "message": clean_text(denial.message)}
     return {"operation": _operation(request), "tenant": request.by} | _request(request) | details
 
 
 def _begin_submit(fact: Fact) -> Particulars:
-    particulars = {"what": "begun", "by": _asked(fact).by, "submit_bytes": fact.source.size_bytes}
+    particulars = {"what": "begun", "by": _request_of(fact).by, "submit_bytes": fact.source.size_bytes}
     return _lease_of(fact) | particulars
 
 
@@ -233,10 +233,10 @@ if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not No
 # --- particulars ---
 
 
-def _request(request: Asked) -> Particulars:
+def _request(request: ReceivedRequest) -> Particulars:
     """Return which lease a request concerns, and what it asks for."""
     # Texts and numbers of a tenant are cleaned and bounded before they are recorded.
-    match request.request:
+    match request.event:
         case AcquireRequested(terms=terms, selector=selector):
             card = {} if selector is None else {"card": clean_text(selector)}
             name = {"name": terms.name} if terms.name else {}
@@ -273,17 +273,17 @@ def _card_named(card: str | None) -> Particulars:
     return {} if card is None else {"card": clean_text(card)}
 
 
-def _asked(fact: Fact) -> Asked:
-    return fact.asked or Asked(THE_DAEMON, fact.now_ns, None)
+def _request_of(fact: Fact) -> ReceivedRequest:
+    return fact.request or ReceivedRequest(THE_DAEMON, fact.now_ns, None)
 
 
-def _operation(tenant_request: Asked) -> str:
-    request = REQUESTS.get(type(tenant_request.request))
+def _operation(tenant_request: ReceivedRequest) -> str:
+    request = REQUESTS.get(type(tenant_request.event))
     return "" if request is None else request.operation
 
 
 def _waited_us(fact: Fact) -> int:
-    return fact.now_ns // NS_PER_US - _asked(fact).at_ns // NS_PER_US
+    return fact.now_ns // NS_PER_US - _request_of(fact).at_ns // NS_PER_US
 
 
 def _lease_named(lease_id: int) -> Particulars:

@@ -151,7 +151,7 @@ class LeaseCounters:
     def _count(self, family: MetricFamily, fact: Fact) -> None:
         """Add 1 to the series of the fact, if it has the family's labels."""
         if family.labels == families.DENIED:
-            request = None if fact.asked is None else REQUESTS.get(type(fact.asked.request))
+            request = None if fact.request is None else REQUESTS.get(type(fact.request.event))
             # A denial of the daemon's own request is not counted: the label is a peer's operation.
             if request is not None:
                 self.refused(request.opcode.name.lower(), fact.source.denial.reason.value)
@@ -163,9 +163,9 @@ class LeaseCounters:
             self.counters[family][self.pair(fact.lease)] += 1
 
     def _measure_acquire(self, fact: Fact, is_region: bool) -> None:
-        if fact.lease is not None and fact.asked is not None:
+        if fact.lease is not None and fact.request is not None:
             family = families.REGION_OPEN_SECONDS if is_region else families.ACQUIRE_SECONDS
-            self._observe(family, (fact.lease.card_uuid,), fact.now_ns - fact.asked.at_ns)
+            self._observe(family, (fact.lease.card_uuid,), fact.now_ns - fact.request.at_ns)
 
     def _measure_lateness(self, fact: Fact, is_region: bool) -> None:
         lease = fact.lease

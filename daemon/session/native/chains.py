@@ -37,7 +37,7 @@ class Chains:
     def __init__(self, make: Callable[[Sequence[KernelStep]], NativeChain], ledger: Ledger) -> None:
         self._make = make
         self._ledger = ledger
-        self._made: list[NativeChain] = []
+        self._chains: list[NativeChain] = []
         self._starts: list[Plan] = []
         # The records, and the memory that they point to.
         self._kept: list[object] = []
@@ -59,13 +59,13 @@ class Chains:
 
     def drop(self) -> None:
         """Release all chains; none of their plans is used again."""
-        for chain in self._made:
+        for chain in self._chains:
             self._ledger.remove_graph(chain.device_bytes)
             chain.close()
         for plan in self._starts:
             if plan.record is not None:
                 plan.record.chain = 0
-        self._made.clear()
+        self._chains.clear()
         self._starts.clear()
         self._kept.clear()
 
@@ -79,7 +79,7 @@ class Chains:
             chain.close()
             return None
         self._ledger.add_graph(chain.device_bytes)
-        self._made.append(chain)
+        self._chains.append(chain)
         # What native code reads: a step for each launch, then the record.
         steps = (ChainStep * len(plans))(
             *(ChainStep(plan.address, params) for plan, params in zip(plans, chain.params, strict=True))

@@ -269,7 +269,7 @@ def test_with_the_token_it_drains_a_card_and_ends_that() -> None:
 def test_with_the_token_it_drains_and_ends_the_drain() -> None:
     def play(page: Page) -> None:
         by: list[str] = []
-        page.scene.runtime.history.asked_by = lambda request, peer: by.append(peer)  # type: ignore[method-assign]
+        page.scene.runtime.history.note_requester = lambda request, peer: by.append(peer)  # type: ignore[method-assign]
         page.say(DRAIN)
         assert page.scene.table.drain_ns is not None
         page.say(END)

@@ -166,7 +166,7 @@ def test_the_broker_can_not_write_the_claims(broker: BrokerPage) -> None:
 
 def test_the_views_do_without_the_descriptors(broker: BrokerPage, worker: WorkerPage) -> None:
     kept = PageFds(*map(os.dup, broker.fds))
-    broker.let_go()
+    broker.close_fds()
     broker.set_deadline(FAR, 7)
     worker.counters[Counter.LAUNCHES] = 5
     # Another broker's, which has what this one wrote.

@@ -108,7 +108,7 @@ class LeaseRules(RuleBasedStateMachine):
         requests = sorted(self.shell.open_requests)
         request = requests[pick % len(requests)]
         waits = {waiter.request for waiter in self.shell.table.waiting()}
-        submits = self.shell.table.submits.asked()
+        submits = self.shell.table.submits.open_requests()
         effects = self.shell.send(RequesterGone(request))
         # A free or a revoke continues without its client; an acquire or a submit gets no reply then.
         if request in waits | submits or {RefuseWork, EndRegion} & set(map(type, effects)):

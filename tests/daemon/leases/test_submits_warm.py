@@ -197,7 +197,7 @@ def test_no_replacement_starts_once_nobody_waits(act: Act, reason: DenialReason 
     effects = act(s)
     if reason is not None:
         assert denied(effects).reason is reason
-    assert not s.table.submits.asked()
+    assert not s.table.submits.open_requests()
     assert SpawnSubmit not in kinds(s.do(ReclaimProved(FIRST)))
 
 

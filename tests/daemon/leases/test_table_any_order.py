@@ -343,7 +343,7 @@ class AnyOrder(LeaseRules):
         shell.finish()
         assert not shell.unproved
         assert not shell.table.submits.snapshots()
-        assert not shell.table.submits.asked()
+        assert not shell.table.submits.open_requests()
         assert not shell.table.warming()
         assert not shell.table.regions.snapshots()
 

@@ -42,7 +42,7 @@ ANY = st.integers(min_value=0, max_value=1 << 16)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReceivedRequest:
     """An acquire and its time; its lease has the same number."""
 
     event: AcquireRequested
@@ -61,8 +61,8 @@ class Line(RuleBasedStateMachine):
         self.table = LeaseTable(CARDS, LIMITS)
         self.now_ns = 5_000 * MS
         self.number = 0
-        self.line: dict[int, Asked] = {}
-        self.placed: dict[int, tuple[Asked, str]] = {}
+        self.line: dict[int, ReceivedRequest] = {}
+        self.placed: dict[int, tuple[ReceivedRequest, str]] = {}
         self.joins: dict[str, list[int]] = {}
         self.kept_off_at: dict[str, list[int]] = {}
         self.wait_due: dict[int, int] = {}
@@ -78,19 +78,19 @@ class Line(RuleBasedStateMachine):
         capacity = next(card.capacity_bytes for card in CARDS if card.uuid == uuid)
         return capacity - sum(asked.event.terms.size_bytes for asked, at in self.placed.values() if at == uuid)
 
-    def room_for(self, asked: Asked) -> set[str]:
+    def room_for(self, asked: ReceivedRequest) -> set[str]:
         return {uuid for uuid in asked.cards() if asked.event.terms.size_bytes <= self.free_bytes(uuid)}
 
-    def keepers(self, uuid: str, behind: list[Asked]) -> set[str]:
+    def keepers(self, uuid: str, behind: list[ReceivedRequest]) -> set[str]:
         """Return the waiters ahead whose tenants may keep others off the card."""
         able = [asked for asked in behind if uuid in asked.cards() and self.now_ns - asked.since_ns < HOLD_NS]
         return {asked.event.tenant for asked in able if not self.has_own(asked)}
 
-    def has_own(self, asked: Asked) -> bool:
+    def has_own(self, asked: ReceivedRequest) -> bool:
         tenant, cards = asked.event.tenant, asked.cards()
         return any(other.event.tenant == tenant and at in cards for other, at in self.placed.values())
 
-    def judge_kept_off(self, asked: Asked, ahead: list[Asked]) -> None:
+    def judge_kept_off(self, asked: ReceivedRequest, ahead: list[ReceivedRequest]) -> None:
         """Check that each card with room is kept by someone ahead of a request that was not placed."""
         for uuid in self.room_for(asked):
             keepers = self.keepers(uuid, ahead)
@@ -102,7 +102,7 @@ class Line(RuleBasedStateMachine):
                     apart_ns = self.now_ns - earlier_ns
                     assert apart_ns < HOLD_NS or apart_ns > WINDOW_NS - HOLD_NS, "a tenant kept others off for too long"
 
-    def judge_passed(self, uuid: str, ahead: list[Asked]) -> None:
+    def judge_passed(self, uuid: str, ahead: list[ReceivedRequest]) -> None:
         """Check that a newcomer passed nobody who had just begun to hold others back."""
         for asked in ahead:
             begun = [joined for joined in self.joins[asked.event.tenant] if joined <= asked.since_ns]
@@ -131,7 +131,7 @@ class Line(RuleBasedStateMachine):
 
     def judge_line(self) -> None:
         assert [waiter.request for waiter in self.table.waiting()] == list(self.line)
-        ahead: list[Asked] = []
+        ahead: list[ReceivedRequest] = []
         for asked in self.line.values():
             self.judge_kept_off(asked, ahead)
             ahead.append(asked)
@@ -146,7 +146,7 @@ class Line(RuleBasedStateMachine):
         self.number += 1
         number = self.number
         event = AcquireRequested(number, tenant, number, LeaseTerms(size, 60_000), selector=selector, wait_ms=wait_ms)
-        asked, ahead = Asked(event, self.now_ns), list(self.line.values())
+        asked, ahead = ReceivedRequest(event, self.now_ns), list(self.line.values())
         for effect in (effects := self.send(event)):
             if isinstance(effect, SpawnWorker) and effect.lease_id == number:
                 self.judge_passed(effect.card_uuid, ahead)

@@ -72,7 +72,7 @@ class Node:
         ours.setblocking(False)
         theirs.setblocking(False)
         self.pages.append(WorkerPage(page.fds))
-        page.let_go()
+        page.close_fds()
         if not is_older:
             self.pages[-1].keep_time()
         spec = WorkerSpec(lease_id, CARD, 20, is_shared=False)

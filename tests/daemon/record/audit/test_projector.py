@@ -109,14 +109,14 @@ def test_an_expiry() -> None:
 
 def test_a_revocation_and_who_asked_for_it() -> None:
     life = Life().granted()
-    life.history.asked_by(9, "uid:0")
+    life.history.note_requester(9, "uid:0")
     assert [kind.value for kind, _ in life.do(RevokeRequested(9, 5, "mainte\x1bnance"), 1)] == ["over"]
     life.do(WorkerExited(5, "was killed"), 3)
     operator, end = life.do(ReclaimProved(5), 4)
     said = {"reason": "mainte\N{REPLACEMENT CHARACTER}nance", "outcome": "torn_down", "latency_us": 7000}
     assert operator == ("operator", {"action": "revoke", "by": "uid:0", "lease": LEASE} | said)
     assert (end[0].value, end[1]["cause"], end[1]["latency_us"]) == ("end", "revoked", 7000)
-    life.history.asked_by(10, "uid:0")
+    life.history.note_requester(10, "uid:0")
     ((kind, told),) = life.do(RevokeRequested(10, 77, "nobody"))
     assert (kind.value, told["outcome"]) == ("operator", "not_found")
     assert life.is_empty()
@@ -148,7 +148,7 @@ def test_a_fence_and_its_clearing() -> None:
     assert (denied[0].value, denied[1]["reason"], denied[1]["operation"]) == ("deny", "fenced", "free")
     assert (fence[0].value, fence[1]["latency_us"]) == ("fence", 30_000)
     assert "not shown free" in fence[1]["reason"]
-    life.history.asked_by(4, "uid:0")
+    life.history.note_requester(4, "uid:0")
     operator, cleared = life.do(FenceClearRequested(4, "0"))
     assert operator == ("operator", {"action": "fence_clear", "by": "uid:0", "count": 1, "contexts": 0, "card": "0"})
     assert cleared == ("clear", WHO | {"by": "uid:0"})
@@ -157,10 +157,10 @@ def test_a_fence_and_its_clearing() -> None:
 
 def test_the_bearer_of_a_token_in_a_tenants_stead() -> None:
     life = Life().granted()
-    life.history.asked_by(2, "uid:7")
+    life.history.note_requester(2, "uid:7")
     ((_, renewed),) = life.do(RenewRequested(2, 5, "t", 5000))
     assert (renewed["tenant"], renewed["by"]) == ("t", "uid:7")
-    life.history.asked_by(3, "uid:7")
+    life.history.note_requester(3, "uid:7")
     life.do(FreeRequested(3, 5, "t"))
     life.do(WorkerExited(5, "was killed"))
     operator, _ = life.do(ReclaimProved(5), 2)
@@ -175,7 +175,7 @@ def test_a_submit_is_told_from_who_asked_for_it_to_its_end() -> None:
     life = Life()
     life.do(AcquireRequested(1, "t", 5, LeaseTerms(100, 60_000, submit_bytes=40)), 1)
     life.do(WorkerReady(5), 1)
-    life.history.asked_by(2, "uid:7")
+    life.history.note_requester(2, "uid:7")
     assert life.do(SubmitRequested(2, 5, "t", 1000)) == []
     begun = WHO | {"what": "begun", "by": "uid:7", "submit_bytes": 40}
     assert life.do(WorkerReady(FIRST_SUBMIT_ID)) == [("submit", begun)]
@@ -196,7 +196,7 @@ def test_of_contexts_made_ahead_only_fences_are_told() -> None:
     told = life.do(ReclaimFailed(FIRST_WARM_ID, "not shown free"))
     said = {"what": "fenced", "card": "GPU-a", "reason": "was\N{REPLACEMENT CHARACTER}killed; not shown free"}
     assert told == [("pool", said)]
-    life.history.asked_by(4, "uid:0")
+    life.history.note_requester(4, "uid:0")
     assert life.do(FenceClearRequested(4, None)) == [
         ("operator", {"action": "fence_clear", "by": "uid:0", "count": 1, "contexts": 1, "card": ""})
     ]
@@ -210,7 +210,7 @@ def test_denials_say_what_was_asked() -> None:
     assert "\u202e" not in told["card"] + told["message"]
     ((kind, told),) = life.do(RenewRequested(2, 6, "t", 5000))
     assert (told["operation"], told["lease"], told["reason"]) == ("renew", f"{6:032x}", "not_found")
-    life.history.asked_by(3, "uid:0")
+    life.history.note_requester(3, "uid:0")
     ((kind, told),) = life.do(FenceClearRequested(3, "no such card"))
     assert (told["operation"], told["tenant"]) == ("fence_clear", "uid:0")
     assert life.is_empty()
@@ -270,7 +270,7 @@ def test_a_worker_of_no_lease() -> None:
 
 def test_a_drain_of_a_card() -> None:
     life = Life().granted()
-    life.history.asked_by(7, "root")
+    life.history.note_requester(7, "root")
     ((kind, told),) = life.do(DrainRequested(7, 500, "0"), 1)
     assert (kind.value, told["action"], told["card"], told["within_ms"]) == ("operator", "drain", "0", 500)
     ((_, told),) = life.do(DrainCancelled(8, "GPU-a"))
@@ -279,7 +279,7 @@ def test_a_drain_of_a_card() -> None:
 
 def test_a_drain() -> None:
     life = Life().granted()
-    life.history.asked_by(7, "root")
+    life.history.note_requester(7, "root")
     ((kind, told),) = life.do(DrainRequested(7, 500), 1)
     assert (kind.value, told) == ("operator", {"action": "drain", "by": "root", "leases": 1, "within_ms": 500})
     ((kind, told),) = life.do(DrainTimerFired(), 500)

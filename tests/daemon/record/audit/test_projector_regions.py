@@ -27,12 +27,12 @@ REGION_WHO = {"lease": REGION, "tenant": "bob", "card": "GPU-a", "size_bytes": 4
 class RegionLife(Life):
     """A lease of t's, and a region of bob's in it, opened at 4 ms."""
 
-    def asked(self, size_bytes: int = 4, request: int = 2) -> list[Any]:
+    def request(self, size_bytes: int = 4, request: int = 2) -> list[Any]:
         return self.do(RegionRequested(request, 5, 50, "t", "bob", size_bytes, 1000, GRANULE), 1)
 
     def opened(self) -> "RegionLife":
         self.granted()
-        self.asked()
+        self.request()
         self.do(RegionOpened(50, 1 << 40), 1)
         return self
 
@@ -40,7 +40,7 @@ class RegionLife(Life):
 def test_a_whole_life() -> None:
     life = RegionLife()
     life.granted()
-    assert life.asked() == []
+    assert life.request() == []
     ((kind, told),) = life.do(RegionOpened(50, 1 << 40), 2)
     grant = {"exclusivity": "session_exclusive", "generation": 1, "ttl_ms": 1000, "waited_us": 2000}
     assert told["exclusivity"]
@@ -62,7 +62,7 @@ def test_an_expiry() -> None:
 
 def test_a_revocation_and_who_asked_for_it() -> None:
     life = RegionLife().opened()
-    life.history.asked_by(9, "t")
+    life.history.note_requester(9, "t")
     assert [kind.value for kind, _ in life.do(RevokeRequested(9, 50, "because", "t", False), 1)] == ["over"]
     told = {kind.value: data for kind, data in life.do(RegionEnded(50, 4, 0, True), 1)}
     assert told["operator"] == {
@@ -85,7 +85,7 @@ def test_the_lease_s_end_is_told_for_each_of_its_regions() -> None:
 def test_one_that_was_refused_is_a_denial_that_names_the_lease() -> None:
     life = RegionLife()
     life.granted()
-    ((kind, told),) = life.asked(size_bytes=1000)
+    ((kind, told),) = life.request(size_bytes=1000)
     assert (kind.value, told["operation"], told["tenant"], told["lease"]) == ("deny", "region_open", "t", LEASE)
     assert (told["size_bytes"], told["ttl_ms"]) == (1000, 1000)
 
