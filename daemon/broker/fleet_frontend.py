@@ -220,7 +220,7 @@ class FleetFrontend:
         for number in list(self._waiting):
             self._drop(number)
         # If etcd has not answered before the membership deadline, it will not answer now.
-        if not self.is_isolated and self._tell(Stopping()):
+        if not self.is_isolated and self._send(Stopping()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await self._stopped.wait()
@@ -325,7 +325,7 @@ class FleetFrontend:
         self._waiting[number] = waiting
         self._waiting_of[waiting.tenant] += 1
         # The process is not available, so no answer would ever come.
-        if not self._tell(request(number)):
+        if not self._send(request(number)):
             failure = self._isolated(waiting.refusal)
             asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
         return lambda: self._drop(number)
@@ -345,7 +345,7 @@ class FleetFrontend:
     def release(self, name: str, epoch: int) -> None:
         """Report that the lease with that claim has ended and its memory is proved free."""
         # If this can't be sent, the next process is sent all live claims when it starts.
-        self._tell(ClaimEnded(name, epoch))
+        self._send(ClaimEnded(name, epoch))
         self._send_all_ended()
 
     def on_fenced(self) -> None:
@@ -355,12 +355,12 @@ class FleetFrontend:
     def give_back(self, tenant: str, lease_id: int) -> None:
         """Report that the lease with those bytes has ended and its memory is proved free."""
         # As in `release`: the next process deletes every claim that is not among the live ones.
-        self._tell(QuotaEnded(tenant, f"{lease_id:032x}"))
+        self._send(QuotaEnded(tenant, f"{lease_id:032x}"))
         self._send_all_ended()
 
     def _drop(self, number: int) -> None:
         if (waiting := self._take(number)) is not None:
-            self._tell(waiting.drop(number))
+            self._send(waiting.drop(number))
 
     def _take(self, number: int) -> _PendingClaim | None:
         waiting = self._waiting.pop(number, None)
@@ -434,7 +434,7 @@ class FleetFrontend:
         for number in list(self._waiting):
             self._answer(number, failure, Why.UNKNOWN.value)
 
-    def _tell(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
+    def _send(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
         """Send a message. Returns whether there is a process to read it.
 
         A process that is slow to read is not ended, because that would end the leases of all names.
@@ -451,7 +451,7 @@ class FleetFrontend:
 
     def _send_live_claims(self, claims: LiveClaims) -> None:
         for message in parts_of(claims):
-            self._tell(message)
+            self._send(message)
 
     def _send_all_ended(self) -> None:
         """After the claims were lost, report once that no claimed lease is left, so that the node may join again.
@@ -466,7 +466,7 @@ class FleetFrontend:
     async def _send_record(self) -> None:
         # Send it only if it has changed, because each record makes the next heartbeat a write of its size.
         record = self._record()
-        if record != self._sent_record and self._tell(record):
+        if record != self._sent_record and self._send(record):
             self._sent_record = record
 
     async def _send_certificates(self) -> None:
@@ -479,7 +479,7 @@ class FleetFrontend:
             return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
         try:
             # Record them only if they were sent, so that otherwise the next round tries again.
-            if self._tell(CertificatesRenewed(tuple(self._files)), fds):
+            if self._send(CertificatesRenewed(tuple(self._files)), fds):
                 self._sent_stamps = names
         finally:
             # The message has its own duplicates.
@@ -553,7 +553,7 @@ class FleetFrontend:
                 assert_never(message)
 
     def _on_mark_kept(self, beat: int) -> None:
-        self._tell(MarkKept(beat))
+        self._send(MarkKept(beat))
 
     def _refusal_of(self, refused: ClaimRefused | QuotaRefused) -> str:
         """Return the sentence for the tenant.
@@ -610,7 +610,7 @@ class FleetFrontend:
         # Keep it on CLOCK_BOOTTIME, and convert it for the table's timers, which use the monotonic clock.
         self._horizon_boot_ns = horizon_boot_ns
         self._post(HorizonMoved(time.monotonic_ns() + horizon_boot_ns - boot_ns(), horizon_boot_ns))
-        self._tell(HorizonSet())
+        self._send(HorizonSet())
         self._update_page(self.membership())
 
     def _lose(self, reason: str) -> None:
@@ -625,7 +625,7 @@ class FleetFrontend:
         failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop is QuotaDropped:
-                self._tell(QuotaDropped(number))
+                self._send(QuotaDropped(number))
                 self._answer(number, failure, Why.ISOLATED.value)
         self._send_all_ended()
 
