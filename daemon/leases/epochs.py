@@ -19,7 +19,7 @@ class HighestEpochs:
     """The highest epoch of each name. When there are too many names, the lowest epoch becomes the floor of all others.
 
     Args:
-        kept: Names and their epochs; the entry of `FLOOR` is the floor.
+        rows: Names and their epochs; the entry of `FLOOR` is the floor.
     """
 
     def __init__(self, rows: Iterable[tuple[str, int]] = ()) -> None:

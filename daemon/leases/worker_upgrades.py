@@ -40,7 +40,7 @@ class WorkerUpgrades:
 
     Args:
         store: The table's state.
-        held: Keeps the workers that are set aside.
+        held_workers: Keeps the workers that are set aside.
         await_return: Returns a parked session, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
     """

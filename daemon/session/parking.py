@@ -182,7 +182,7 @@ class HostMemory:
 
 
 class _Refused(Exception):
-    """The session can't be parked now. `why` and the reason are reported to the broker."""
+    """The session can't be parked now. The refusal is reported to the broker."""
 
     def __init__(self, refusal: ParkRefusal, reason: str) -> None:
         super().__init__(reason)

@@ -115,7 +115,7 @@ class Supervised:
     Args:
         notifier: The notification socket.
         watched_every_s: The watchdog's interval in seconds; None without a watchdog.
-        given: The sockets that the service manager passed.
+        sockets: The sockets that the service manager passed.
     """
 
     def __init__(self, notifier: Notifier, watched_every_s: float | None, sockets: Sequence[GivenSocket]) -> None:

@@ -189,7 +189,7 @@ class TenantMoves:
         while True:
             regions = self._user.regions
             left_s = [pool.region.remaining_s for pool in regions.pools.values()]
-            # Sleep until the first region is due to be left, but look at ended ones every LOOK_S.
+            # Sleep until the first region is due to be left, but look at ended ones every POLL_S.
             pause_s = min(left_s, default=POLL_S) - regions.move_margin_s
             await asyncio.sleep(min(max(pause_s, MIN_POLL_S), POLL_S))
             if self.is_paused:

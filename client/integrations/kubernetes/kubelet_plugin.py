@@ -27,7 +27,7 @@ HEALTH_VERSIONS: Final = ("v1", "v1alpha1")
 """The supported versions of the health service, which a kubelet watches if its gate ResourceHealthStatus is on."""
 
 HEALTH_S: Final = 10.0
-"""Seconds between two reports of the devices' health; a change is reported within HEALTH_LOOK_S."""
+"""Seconds between two reports of the devices' health; a change is reported within HEALTH_POLL_S."""
 
 HEALTH_POLL_S: Final = 1.0
 

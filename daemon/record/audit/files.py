@@ -154,7 +154,7 @@ class AuditLog:
     """An open log. Used by one thread at a time.
 
     Args:
-        known: The last record that the caller knows to have been in the log. The chain continues after it, whatever
+        chain_end: The last record that the caller knows to have been in the log. The chain continues after it, whatever
           happened to the files and their head meanwhile.
 
     Attributes:

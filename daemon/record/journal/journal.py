@@ -432,7 +432,7 @@ class JournalProjector:
     """Turns events and effects into changes of rows. Knows which leases have rows; no I/O.
 
     Args:
-        kept: Leases that have a row already.
+        rows: Leases that have a row already.
         next_tombstone: The number of the next tombstone.
         regions: Regions that have a row already.
         next_region_tombstone: The number of the next region's tombstone.
