@@ -40,6 +40,10 @@ LATE_S: Final = 1.0
 """A deadline that is noticed later than this, in seconds, was missed by this process: it was stopped (job control, a
 debugger), or its host is overloaded. The peer may have answered long ago."""
 
+MAX_EXTENSIONS: Final = 3
+"""Times that a deadline begins again because it was noticed late. Bounds the wait for a daemon that hangs where every
+deadline is noticed late: on an overloaded host, or in an event loop that other work blocks for seconds."""
+
 CONNECT_RETRY_S: Final = 0.01
 """Pause before another connect to a Unix socket with a full backlog, in seconds."""
 
@@ -65,13 +69,14 @@ class FixedDeadline:
     """A deadline a fixed number of seconds from now; raises Disconnected when it is over.
 
     If this process was stopped meanwhile, the peer gets up to CONNECT_LIMIT_S again: its monotonic clock continued, but
-    the peer may have waited for this process to read or to send.
+    the peer may have waited for this process to read or to send. That happens at most MAX_EXTENSIONS times.
     """
 
     def __init__(self, seconds: float, operation: str, address: Address, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
         self._seconds, self._operation, self._address = seconds, operation, address
+        self._extensions = 0
 
     def remaining_s(self) -> float:
         """Seconds left; negative after the deadline."""
@@ -79,7 +84,8 @@ class FixedDeadline:
 
     def over(self) -> Procedure[None]:
         """Raise Disconnected, which names the daemon and the time, unless this process was late."""
-        if self.remaining_s() < -LATE_S:
+        if self.remaining_s() < -LATE_S and self._extensions < MAX_EXTENSIONS:
+            self._extensions += 1
             self._end = self._clock() + min(self._seconds, CONNECT_LIMIT_S)
             return
         other = "" if isinstance(self._address, UnixAddress) else ", or another program listens there"

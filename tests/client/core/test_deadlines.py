@@ -8,6 +8,7 @@ import pytest
 
 from gpulease.client.core.exchange import (
     CONNECT_LIMIT_S,
+    MAX_EXTENSIONS,
     PING_AFTER_S,
     FixedDeadline,
     _connect,
@@ -108,6 +109,18 @@ def test_a_daemon_that_does_not_answer_after_a_stop_is_given_up(peer: Peer) -> N
     waits(answer)
     peer.clock.now_s += STOP_S
     peer.clock.now_s += waits(answer)
+    with pytest.raises(Disconnected, match="did not answer within 60 s"):
+        waits(answer)
+
+
+def test_a_daemon_that_hangs_is_given_up_although_each_limit_is_noticed_late(peer: Peer) -> None:
+    """An event loop that other work blocks for seconds at a time notices all of them late."""
+    answer = receive(peer.channel, peer.request(Opcode.LEASE_QUERY, LeaseRef(5)), peer.deadline(60))
+    waits(answer)
+    for _ in range(MAX_EXTENSIONS):
+        peer.clock.now_s += STOP_S
+        assert waits(answer) == CONNECT_LIMIT_S
+    peer.clock.now_s += STOP_S
     with pytest.raises(Disconnected, match="did not answer within 60 s"):
         waits(answer)
 
