@@ -120,14 +120,14 @@ class KernelWatchdog:
         for lease_id in self._last_heartbeats.keys() - serving.keys():
             del self._last_heartbeats[lease_id]
         # Time in which this process was away blames no worker.
-        if self._last_round_ns is not None:
-            away_ns = now_ns - self._last_round_ns - int(LONGEST_ROUND_S * NS_PER_S)
-            for look in self._last_heartbeats.values() if away_ns > 0 else ():
-                look.since_ns += away_ns
-                look.away_ns += away_ns
+        last_round_ns = now_ns if self._last_round_ns is None else self._last_round_ns
+        away_ns = max(0, now_ns - last_round_ns - int(LONGEST_ROUND_S * NS_PER_S))
+        for last in self._last_heartbeats.values():
+            last.since_ns += away_ns
+            last.away_ns += away_ns
         self._last_round_ns = now_ns
         for lease_id, worker in serving.items():
-            verdict = self._verdict(worker, now_ns)
+            verdict = self._verdict(worker, now_ns, away_ns)
             if verdict is not None:
                 self._post(SessionCondemned(lease_id, *verdict))
 
@@ -141,7 +141,11 @@ class KernelWatchdog:
         bounds = [worker.spec.max_kernel_ms / 1000 for worker in self._workers.serving() if worker.spec.max_kernel_ms]
         return max(MIN_ROUND_S, min([ROUND_S, *(bound / _ROUNDS_PER_BOUND for bound in bounds)]))
 
-    def _verdict(self, worker: Worker, now_ns: int) -> tuple[Cause, str] | None:
+    def _verdict(self, worker: Worker, now_ns: int, round_away_ns: int) -> tuple[Cause, str] | None:
+        """Return why a worker's session must end, if it must.
+
+        `round_away_ns`: For how long this process was away since the last round.
+        """
         # Rule 1: by the worker's own figures, one kernel has run for longer than the lease allows.
         polled_ns, since_ns = (worker.page.counter(one) for one in (Counter.LAST_POLL_NS, Counter.KERNEL_SINCE_NS))
         if reason := overran(polled_ns, since_ns, worker.spec.max_kernel_ms):
@@ -150,7 +154,10 @@ class KernelWatchdog:
         # only its length counts.
         compiling_since_ns = worker.page.counter(Counter.COMPILING_SINCE_NS)
         last = self._last_heartbeats.get(worker.spec.lease_id)
-        away_ns = last.away_ns if last is not None and last.compiling_since_ns == compiling_since_ns else 0
+        # A compilation that the last round did not see has begun since that round.
+        away_ns = round_away_ns
+        if last is not None and last.compiling_since_ns == compiling_since_ns:
+            away_ns = last.away_ns
         if compiling_since_ns and now_ns - compiling_since_ns - away_ns >= self._max_load_ns:
             return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
         # Rule 3: the heartbeat has stopped. Operations that are known to wait inside the driver are exempt, because

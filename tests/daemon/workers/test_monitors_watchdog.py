@@ -104,6 +104,14 @@ def test_a_compilation_is_not_blamed_for_a_stop_of_the_daemon(scene: Scene) -> N
     assert scene.rounds(3612 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
 
 
+def test_a_compilation_that_begins_right_before_a_stop_of_the_daemon_is_not_blamed_for_it(scene: Scene) -> None:
+    assert scene.round(3 * S, polled_ns=S) == []
+    scene.counters[Counter.COMPILING_SINCE_NS] = 3 * S + 1
+    assert scene.round(3600 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.rounds(3605 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == []
+    assert scene.rounds(3606 * S, polled_ns=S, doing=Opcode.MODULE_LOAD) == [Cause.LOAD_TIMEOUT]
+
+
 def test_an_image_that_compiles_for_too_long(scene: Scene) -> None:
     """A load that waits for a kernel is none: its worker has compiled by then."""
     scene.counters[Counter.COMPILING_SINCE_NS] = 3 * S
