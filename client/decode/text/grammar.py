@@ -94,10 +94,13 @@ _SCHEMA: Final = re.compile("%json (?={)")
 """Where a grammar has a regular expression (`regex_rule`) and where a schema follows (`json_rule`)."""
 
 _REGEX_PART: Final = re.compile(
-    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|.",
+    r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?|\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}|.",
     re.DOTALL,
 )
-"""A part of a regular expression: an escape, the begin of a class, a repetition with its bounds, or a character."""
+"""A part of a regular expression: an escape, the begin of a class, a repetition with its bounds, or a character.
+
+No two of its parts could match the same spaces: trying both would take quadratic time.
+"""
 
 _VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
 """The flag by which a regular expression has comments, in which brackets mean nothing."""

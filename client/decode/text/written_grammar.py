@@ -23,6 +23,9 @@ MAX_DEFINITIONS: Final = 512
 MAX_DEPTH: Final = 64
 """Most groups in one another."""
 
+MAX_STACKED: Final = 4
+"""Most repetitions right behind one another: each is a level around the part, as a group is."""
+
 MAX_COUNT: Final = 1_000_000
 """Highest number of repetitions."""
 
@@ -45,7 +48,7 @@ _SPACE: Final = re.compile(r"(?:\s+|(?:#|//)[^\n]*)+")
 
 _TOKENS: Final = r"""
     (?P<string>"(?:\\.|[^"\\\n])*")
-    | (?P<count>\{\s*(?P<least>\d+)?\s*(?P<comma>,\s*(?P<most>\d+)?\s*)?\})
+    | (?P<count>\{\s*(?:(?P<least>\d+)\s*)?(?P<comma>,\s*(?:(?P<most>\d+)\s*)?)?\})
     | (?P<name>[A-Za-z0-9_][A-Za-z0-9_-]*)
     | (?P<mark>[|()*+?])
 """
@@ -192,8 +195,11 @@ class _Reader:
 
     def _item(self) -> Part | None:
         """Read a part with its repetitions; None if none begins here."""
-        part = self._atom()
+        part, stacked = self._atom(), 0
         while part is not None and (bounds := self._bounds()) is not None:
+            stacked += 1
+            if stacked > MAX_STACKED:
+                raise self._wrong(f"more than {MAX_STACKED} repetitions are right behind one another")
             least, most = bounds
             if most is not None and most < least:
                 raise self._wrong("the most repetitions must not be fewer than the least")
@@ -312,9 +318,11 @@ class _Reader:
 
     def _definition(self) -> re.Match[str] | None:
         """Return the begin of a definition here; None if here is none, or not at the begin of a line."""
-        begin = self._text.rfind("\n", 0, self._place) + 1
-        is_first = not self._text[begin : self._place].strip()
-        return self._name.match(self._text, self._place) if is_first else None
+        found = self._name.match(self._text, self._place)
+        # The line is searched behind a name alone: for each token, a long line would take quadratic time.
+        if found is None or self._text[self._text.rfind("\n", 0, self._place) + 1 : self._place].strip():
+            return None
+        return found
 
     def _next(self) -> re.Match[str] | None:
         """Return the next token; None where a definition or nothing follows. Raises GrammarRefused for all else."""
@@ -478,13 +486,14 @@ def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> flo
             # A rule that refers to itself has no size.
             return of.get(part.name, inf)
         case Series():
-            return sum(_size(one, of, is_least=is_least) for one in part.parts)
+            return sum((_size(one, of, is_least=is_least) for one in part.parts), 0.0)
         case Choice():
             sizes = [_size(one, of, is_least=is_least) for one in part.parts]
-            return max(sizes) if is_least else sum(sizes)
+            return max(sizes) if is_least else sum(sizes, 0.0)
         case Repeat():
             times = part.least if is_least else max(part.least, part.most or 0)
-            return max(times, 1) * _size(part.part, of, is_least=is_least)
+            # As floats, which become inf: terminals that multiply one another have integers of thousands of digits.
+            return float(max(times, 1)) * _size(part.part, of, is_least=is_least)
 
 
 def _inner(part: Part) -> Iterator[Part]:

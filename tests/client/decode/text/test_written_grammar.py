@@ -178,6 +178,11 @@ def doubled(count: int, first: str) -> str:
     return f"root ::= r{count}\nr0 ::= {first}\n" + "\n".join(f"r{n + 1} ::= r{n} r{n}" for n in range(count))
 
 
+def powers(count: int, base: int) -> str:
+    """Terminals of Lark, from A0: each is the next one `base` times."""
+    return "\n".join(f"A{n}:" + f" A{n + 1}" * base for n in range(count)) + f'\nA{count}: "a"'
+
+
 @pytest.mark.parametrize(
     ("written", "said"),
     [
@@ -192,6 +197,11 @@ def doubled(count: int, first: str) -> str:
         ("root ::= " + "(" * 10_000, "groups are in one another"),
         ("\n".join(f'r{n} ::= "a"' for n in range(600)), "more than 512"),
         ("root ::= " + '"a" ' * 20_000, "must have at most"),
+        ('root ::= "a"{' + " " * 60_000, "not supported"),
+        ('root ::= "a"' + "?" * 60_000, "right behind one another"),
+        ("root ::= " + "(" * 64 + '"a"' + ")?*+?" * 64, "nested"),
+        ("start: A0 NUMBER\n%import common.NUMBER\n" + powers(400, 20), "written out"),
+        ("start: /a{" + " " * 60_000 + "/", "regex"),
     ],
 )  # fmt: skip
 def test_a_grammar_that_would_be_too_much_work_is_refused(written: str, said: str) -> None:
