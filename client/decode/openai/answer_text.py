@@ -1,5 +1,6 @@
 """An answer as it grows: tokens become pieces of text, and the text ends before a stop."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -169,14 +170,23 @@ PromptLogprobs = dict[str, dict[str, Any]]
 """The log-probabilities at one token of a prompt, by the ids of tokens, as vLLM sends them."""
 
 
-def prompt_logprobs(tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: int) -> "list[PromptLogprobs | None]":
+PROMPT_TOKENS_AT_ONCE: Final = 32
+"""Tokens of a prompt whose log-probabilities are named without a pause, in some 5 ms."""
+
+
+async def prompt_logprobs(
+    tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: int
+) -> "list[PromptLogprobs | None]":
     """Return the log-probabilities of a prompt: None for its first token, which has none.
 
     For each other token: its own, and those of the `ranks` likeliest at its place. The rank of a token that is not
-    among the likeliest that were computed is not known, and None.
+    among the likeliest that were computed is not known, and None. Other tasks run in between: a long prompt takes
+    seconds.
     """
     names, logprobs = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
-    for score in scores:
+    for number, score in enumerate(scores):
+        if number % PROMPT_TOKENS_AT_ONCE == 0:
+            await asyncio.sleep(0)
         places = {token: place for place, (token, _) in enumerate(score.ranks, 1)}
         # Its own first, as in vLLM. It may be one of the likeliest.
         logs = {score.token: score.log_probability} | dict(score.ranks[:ranks])

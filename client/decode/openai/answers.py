@@ -4,7 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpulease.client.decode.openai.answer_text import AnswerPiece, AnswerText, echo, pieces, prompt_logprobs
+from gpulease.client.decode.openai.answer_text import (
+    AnswerPiece,
+    AnswerText,
+    PromptLogprobs,
+    echo,
+    pieces,
+    prompt_logprobs,
+)
 from gpulease.client.decode.openai.completion_request import CompletionRequest
 from gpulease.client.decode.openai.tool_formats import ToolCallParser, tool_format_of
 from gpulease.client.decode.supervisor.generation import Generation
@@ -90,8 +97,13 @@ class CompletionAnswer:
             whole.calls += piece.calls
             whole.replays = whole.replays if piece.replays is None else piece.replays
             whole.finish = piece.finish
-        if (ranks := self._request.prompt_ranks) is not None:
-            whole.prompt_logprobs = prompt_logprobs(self._tokenizer, self._generation.prompt_scores, ranks)
+
+    async def prompt_logprobs(self) -> list[PromptLogprobs | None] | None:
+        """Return the log-probabilities of its prompt, once `collect` has returned; None if they are not sent."""
+        ranks = self._request.prompt_ranks
+        if ranks is None:
+            return None
+        return await prompt_logprobs(self._tokenizer, self._generation.prompt_scores, ranks)
 
 
 def best_of(answers: Sequence[CompletionAnswer], count: int) -> Sequence[CompletionAnswer]:

@@ -242,7 +242,12 @@ def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str,
     if continues and variables.get("add_generation_prompt"):
         text = "continue_final_message can't be combined with add_generation_prompt, which begins another message"
         raise invalid(text, "continue_final_message")
-    return _messages(parameters.get("messages")), variables, continues
+    messages = _messages(parameters.get("messages"))
+    if continues and messages[-1].get("tool_calls"):
+        # The prompt would end behind the message's content, without its calls.
+        text = "continue_final_message can't be combined with a last message that has tool_calls"
+        raise invalid(text, "continue_final_message")
+    return messages, variables, continues
 
 
 def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
@@ -456,6 +461,9 @@ def _tokens(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list):
         raise invalid(f"{name} must be a list of token ids", name)
+    # As in vLLM: a list without a token would allow none, not all.
+    if name == "allowed_token_ids" and not value:
+        raise invalid(f"{name} must have at least one token; leave it out to allow all", name)
     return tuple(value)
 
 

@@ -278,11 +278,13 @@ class OpenAiFace:
         if not request.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
             await gather_or_cancel(answer.collect() for answer in answers)
-            wholes = [
-                answer.whole
-                for first in range(0, len(answers), request.tries)
-                for answer in best_of(answers[first : first + request.tries], request.choices)
-            ]
+            wholes: list[AnswerPiece] = []
+            for first in range(0, len(answers), request.tries):
+                # Once for all answers to a prompt: those of 128 would fill memory.
+                prompt_logprobs = await answers[first].prompt_logprobs()
+                for answer in best_of(answers[first : first + request.tries], request.choices):
+                    answer.whole.prompt_logprobs = prompt_logprobs
+                    wholes.append(answer.whole)
             await reply.whole(head.whole(wholes, counts_of(submitted, answers)))
             return
 

@@ -59,8 +59,8 @@ def with_tokens(reader: "PromptReader", request: CompletionRequest) -> Completio
     """Return a request with its bad words as tokens. Raises ApiError if those can't be followed."""
     if not request.bad_words:
         return request
-    words = [sequence for word in request.bad_words for sequence in reader.read_word(word)]
     try:
+        words = [sequence for word in request.bad_words for sequence in reader.read_word(word)]
         return replace(request, sampling=replace(request.sampling, bad_words=tuple(words)))
     except RequestRejected as error:
         raise invalid(error.message, "bad_words") from None

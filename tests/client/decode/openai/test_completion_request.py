@@ -115,6 +115,7 @@ def test_prompts_that_are_none(prompt: Any) -> None:
         ("stop_token_ids", 5),
         ("stop_token_ids", [1] * 129),
         ("allowed_token_ids", 5),
+        ("allowed_token_ids", []),
         ("allowed_token_ids", [True]),
         ("allowed_token_ids", [2**31]),
         ("allowed_token_ids", [5] * 4097),
@@ -181,6 +182,9 @@ def test_a_message_is_continued_or_followed_by_another() -> None:
     assert parsed(True, continue_final_message=True, add_generation_prompt=False).continues
     for said in ({"add_generation_prompt": True}, {"chat_template_kwargs": {"add_generation_prompt": True}}):
         assert refused(True, continue_final_message=True, **said).param == "continue_final_message"
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [{"role": "assistant", "content": "x", "tool_calls": calls}]
+    assert refused(True, continue_final_message=True, messages=messages).param == "continue_final_message"
     # As in vLLM, the template's variables take precedence.
     asked = parsed(True, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})
     assert asked.variables == {"add_generation_prompt": True}
@@ -339,9 +343,10 @@ def test_a_bad_word_is_its_tokens_at_the_beginning_and_behind_a_space() -> None:
     for word in ("version", " version"):
         found = with_tokens(reader, parsed(bad_words=[word], seed=1)).sampling.bad_words
         assert found == ((plain, spaced) if len(plain) == len(spaced) else (plain,))
-    with pytest.raises(ApiError, match="1 to 16 tokens") as error:
-        with_tokens(reader, parsed(bad_words=["zq" * 100]))
-    assert error.value.param == "bad_words"
+    for word, said in (("zq" * 100, "1 to 16 tokens"), ("\ud800", "can't be cut")):
+        with pytest.raises(ApiError, match=said) as error:
+            with_tokens(reader, parsed(bad_words=[word]))
+        assert error.value.param == "bad_words"
 
 
 def test_a_begin_token_is_added_as_the_request_says() -> None:

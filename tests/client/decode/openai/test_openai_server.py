@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from gpulease.client.decode import DecoderObserver, FinishedRequest, decode_log
+from gpulease.client.decode import TINY_MODEL, DecoderObserver, FinishedRequest, decode_log, open_model
 from gpulease.client.decode.openai import completion_request, openai_server, prompt_job
+from gpulease.client.decode.openai.answer_text import prompt_logprobs
 from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.client.decode.supervisor import engine_losses
+from gpulease.client.decode.supervisor.generation import Emitted
 from gpulease.client.decode.supervisor.serving_engine import ServingEngine
 from gpulease.client.decode.text.chat_template import ChatTemplate
 from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -218,6 +221,27 @@ def test_log_probabilities_of_a_prompt_are_those_of_its_echo(client: openai.Open
     shown = chat(client, extra_body={"prompt_logprobs": 0}).model_extra["prompt_logprobs"]
     assert [entry and len(entry) for entry in shown] == [None] + [1] * (len(shown) - 1)
     assert shown[1:]
+
+
+def test_other_tasks_run_while_a_long_prompt_s_log_probabilities_are_named() -> None:
+    tokenizer = open_model(TINY_MODEL).tokenizer()
+    scores = [Emitted(5, place, -1.0, ranks=((5, -1.0), (6, -2.0))) for place in range(100)]
+    turns = []
+
+    async def others() -> None:
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    async def named() -> int:
+        task = asyncio.create_task(others())
+        found = await prompt_logprobs(tokenizer, scores, 2)
+        task.cancel()
+        return len(found)
+
+    assert asyncio.run(named()) == 101
+    # One for each PROMPT_TOKENS_AT_ONCE tokens.
+    assert len(turns) == 4
 
 
 def test_lists_of_tokens_and_words_limit_an_answer(rig: OpenAiRig, client: openai.OpenAI) -> None:
