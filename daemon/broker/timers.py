@@ -34,11 +34,17 @@ further."""
 
 @dataclass(slots=True, eq=False)
 class _Timer:
-    """A timer. `event` is None once the timer was cancelled."""
+    """A timer.
+
+    Attributes:
+        due_ns: When the event is posted.
+        event: None once the timer was cancelled.
+        missed_ns: When it was due before it was deferred; None if it was not.
+    """
 
     due_ns: int
     event: Event | None
-    is_deferred: bool = False
+    missed_ns: int | None = None
 
 
 class Timers:
@@ -64,9 +70,17 @@ class Timers:
         self._handle_ns = 0
 
     def arm(self, key: Hashable, due_ns: int, event: Event) -> None:
-        """Post `event` at `due_ns`. Replaces the timer with this key, if there is one."""
+        """Post `event` at `due_ns`. Replaces the timer with this key, if there is one.
+
+        If that timer was deferred from the same time, the new one is posted when the old one would have been: a renewal
+        arms the timers of its lease again, and must neither end the delay nor begin another one.
+        """
+        former = self._timers.get(key)
         self.cancel(key)
-        self._add(key, _Timer(due_ns, event))
+        if former is not None and former.missed_ns == due_ns:
+            self._add(key, _Timer(former.due_ns, event, due_ns))
+        else:
+            self._add(key, _Timer(due_ns, event))
 
     def _add(self, key: Hashable, timer: _Timer) -> None:
         self._timers[key] = timer
@@ -154,7 +168,7 @@ class Timers:
                     continue
                 del self._timers[key]
                 if _is_patient(timer) and now_ns - timer.due_ns > LATE_NS:
-                    self._add(key, _Timer(now_ns + AFTER_STOP_NS, timer.event, is_deferred=True))
+                    self._add(key, _Timer(now_ns + AFTER_STOP_NS, timer.event, timer.due_ns))
                 else:
                     self._post(timer.event)
         finally:
@@ -163,4 +177,4 @@ class Timers:
 
 def _is_patient(timer: _Timer) -> bool:
     """Return whether a timer that is noticed late may be deferred, which is done once."""
-    return isinstance(timer.event, TimerFired) and timer.event.kind in _PATIENT and not timer.is_deferred
+    return isinstance(timer.event, TimerFired) and timer.event.kind in _PATIENT and timer.missed_ns is None

@@ -191,3 +191,27 @@ def test_a_timer_is_deferred_once() -> None:
             assert rang == expected
 
     assert run(story()) == []
+
+
+def test_a_deferred_timer_that_is_armed_again_keeps_its_time() -> None:
+    """Renewals arm a lease's timers again, so a tenant could put off the judgement of its session for ever."""
+
+    async def story() -> None:
+        rang: list[Event] = []
+        timers, due_ns = Timers(rang.append, lambda: None), CLOCK.now_ns + 2000 * MS
+        timers.arm("key", due_ns, TimerFired(5, 0, TimerKind.PARK))
+        CLOCK.now_ns += 60_000 * MS
+        await asyncio.sleep(0.001)
+        for generation in (1, 2, 3):
+            await asyncio.sleep(3)
+            timers.arm("key", due_ns, TimerFired(5, generation, TimerKind.PARK))
+        await asyncio.sleep(0.9)
+        assert rang == []
+        await asyncio.sleep(0.2)
+        assert rang == [TimerFired(5, 3, TimerKind.PARK)]
+        # Another time is another judgement.
+        timers.arm("key", CLOCK.now_ns + 500 * MS, TimerFired(5, 4, TimerKind.PARK))
+        await asyncio.sleep(0.6)
+        assert len(rang) == 2
+
+    assert run(story()) == []
