@@ -5,6 +5,7 @@ import gc
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from gpulease import client
-from gpulease.client import Disconnected, GpuLeaseError, InvalidRequest, KernelArgs, Revoked, aio
+from gpulease.client import Disconnected, GpuLeaseError, InvalidHandle, InvalidRequest, KernelArgs, Revoked, aio
 from gpulease.protocol import Opcode, Status
+from gpulease.protocol.messages import StreamWait
 from helpers.scripted_peer import ScriptedPeer, Silence
 from helpers.waiting import PATIENCE_S
 
@@ -84,24 +86,47 @@ def test_nobody_is_told_of_an_operation_that_fails_after_it_was_cancelled(peer: 
     assert told == []
 
 
-def test_a_cancelled_launch_is_whole_or_not_sent(peer: ScriptedPeer) -> None:
+@pytest.mark.parametrize("repeated", ["launch", "order"])
+def test_a_request_without_a_reply_is_sent_whole_although_it_was_cancelled(peer: ScriptedPeer, repeated: str) -> None:
     async def scenario() -> None:
         async with builder(peer).acquire() as lease, aio.GpuSession(lease) as session:
             module = await session.module_load(b"ptx")
+            one, two = await session.stream(), await session.stream()
             release = slow(peer, Opcode.LAUNCH)
+            begun = Counter[str]()
 
             async def flood() -> None:
                 while True:
+                    begun["launch"] += 1
                     await session.launch(module, "nothing", [1], [1], KernelArgs())
+                    while repeated == "order":
+                        begun["order"] += 1
+                        await one.wait_for(two)
 
             task = asyncio.create_task(flood())
+            # From here on the peer reads nothing.
+            await heard(peer, "LAUNCH")
             await asyncio.sleep(0.1)
             assert not task.done(), "the socket is full"
+            # Until its request is whole it has its turn, also after its cancellation: the next request comes after it.
+            following = asyncio.create_task(two.wait_for(one))
+            await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert not following.done()
             release.set()
+            await following
             await session.sync()
+            orders = [request.body for request in peer.heard if request.op is Opcode.STREAM_WAIT]
+            assert orders[-1] == StreamWait(two.handle, one.handle)
+            assert set(orders[:-1]) == ({StreamWait(one.handle, two.handle)} if repeated == "order" else set())
+            assert len(orders) == 1 + begun["order"]
+            assert peer.ops().count("LAUNCH") == begun["launch"]
+            await one.close()
+            with pytest.raises(InvalidHandle):
+                await one.wait_for(two)
+            await two.wait_for(None)
 
     asyncio.run(scenario())
 
