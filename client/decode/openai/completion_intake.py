@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused
+from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused, RequestRejected
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import MAX_SEED
 from gpulease.client.decode.openai.api_errors import ApiError, api_error_of, prompt_too_long, too_long
@@ -186,14 +186,19 @@ class DecoderSource:
 
         async def embed_one(number: int, tokens: tuple[int, ...]) -> "NDArray[np.float32]":
             async with places:
-                generation = self._decoder.submit(
-                    tokens,
-                    max_tokens=1,
-                    tenant_id=tenant,
-                    wait_s=self._wait_s,
-                    request_id=_name_of(tenant, request_id, number),
-                    pooling=pooling,
-                )
+                try:
+                    generation = self._decoder.submit(
+                        tokens,
+                        max_tokens=1,
+                        tenant_id=tenant,
+                        wait_s=self._wait_s,
+                        request_id=_name_of(tenant, request_id, number),
+                        pooling=pooling,
+                    )
+                except RequestRejected as error:
+                    # The decoder calls an input a prompt.
+                    error.parameter = error.parameter and "input"
+                    raise
                 generations.append(generation)
                 return await vector_of(generation)
 

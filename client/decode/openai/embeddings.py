@@ -8,6 +8,7 @@ import base64
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.openai.api_errors import CLOSED_REQUEST, ApiError, invalid
 from gpulease.client.decode.openai.completion_request import check_model, parse_object
 from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
@@ -45,7 +46,11 @@ def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
         prompts = _inputs(parameters.get("input"))
     except ApiError as error:
         return {"error": error.parts}
-    tokens = [reader.checked(one) if isinstance(one, list) else reader.read_text(one) for one in prompts]
+    try:
+        tokens = [reader.checked(one) if isinstance(one, list) else reader.read_text(one) for one in prompts]
+    except RequestRejected as error:
+        error.parameter = "input"
+        raise
     answer = {"inputs": [packed_tokens(one) for one in tokens], "is_base64": written == "base64"}
     return answer | {"dimensions": dimensions}
 

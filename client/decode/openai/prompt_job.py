@@ -35,7 +35,12 @@ def read_completion(
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": error.parts}
-    prompts = read_prompts(reader, request)
+    try:
+        prompts = read_prompts(reader, request)
+    except RequestRejected as error:
+        # About the prompt, unless the reader says what else is wrong.
+        error.parameter = error.parameter or ("messages" if is_chat else "prompt")
+        raise
     # Only the tokens are needed from here on, so the texts are not sent back.
     short = replace(request, prompts=(), messages=(), variables={}, form=None, tools=(), bad_words=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.completion_request import parse_object
 from gpulease.client.decode.openai.prompt_job import read_completion
@@ -99,7 +100,11 @@ def read_response(
         chat = chat_of(parameters)
     except ApiError as error:
         return {"error": error.parts}
-    answer = read_completion(reader, json.dumps(chat).encode(), is_chat, fresh_seed, names)
+    try:
+        answer = read_completion(reader, json.dumps(chat).encode(), is_chat, fresh_seed, names)
+    except RequestRejected as error:
+        error.parameter = _NAMES.get(error.parameter, error.parameter)
+        raise
     if "error" in answer:
         status, code, message, param, retry_after_s = answer["error"]
         return {"error": (status, code, message, _NAMES.get(param or "", param), retry_after_s)}

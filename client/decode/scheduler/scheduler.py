@@ -282,7 +282,8 @@ class ContinuousBatchScheduler:
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
             raise RequestRejected(
-                f"tokens must be 0 to {self.settings.vocabulary - 1}, as the vocabulary has no others"
+                f"tokens must be 0 to {self.settings.vocabulary - 1}, as the vocabulary has no others",
+                parameter="prompt",
             )
         if limited := self._limited(tenant, request, request.wait_s, now):
             return [limited]

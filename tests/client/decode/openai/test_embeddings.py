@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,12 +95,13 @@ def test_forms_of_inputs_and_vectors(rig: OpenAiRig, client: openai.OpenAI, mode
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
         ({"input": "a", "truncate": 5}, None, "not a known parameter"),
         ({"input": [[1] * 200]}, None, "context"),
-        ({"input": [[100000]]}, None, "tokens must be"),
+        ({"input": [[100000]]}, "input", "tokens must be"),
+        ({"input": "\ud800"}, "input", "can't be cut"),
     ],
 )
 def test_wrong_bodies_are_refused(rig: OpenAiRig, body: dict[str, Any], param: str | None, told: str) -> None:
     with rig.http() as http:
-        reply = http.post("/v1/embeddings", json=body)
+        reply = http.post("/v1/embeddings", content=json.dumps(body))
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param)
     assert told in error["message"]

@@ -392,6 +392,20 @@ def test_a_prompt_that_is_too_long_is_refused_in_openai_s_words(
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages" if is_chat else "prompt")
 
 
+def test_a_prompt_that_can_t_be_computed_is_refused_by_its_parameter(rig: OpenAiRig) -> None:
+    half = [{"role": "user", "content": "\ud800"}]
+    with rig.http() as http:
+        for path, body in (
+            ("completions", {"prompt": [5, 10**6]}),
+            ("completions", {"prompt": [5, -1], "min_tokens": 1}),
+            ("completions", {"prompt": "\ud800"}),
+            ("chat/completions", {"messages": half}),
+            ("chat/completions", {"messages": half, "continue_final_message": True}),
+        ):
+            reply = http.post(f"/v1/{path}", content=json.dumps(body))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(body))), body
+
+
 def test_the_model_says_how_long_the_caller_s_requests_may_be(rig: OpenAiRig, client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).max_model_len == 160  # type: ignore[attr-defined]
     with rig.client("eve") as eve:
