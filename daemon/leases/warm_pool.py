@@ -98,6 +98,10 @@ class Refill:
         self.next_ns = max(self.next_ns, until_ns)
 
 
+RECORD_LIMIT_S: Final = 5
+"""Longest time for which the kill of a worker that a session has left waits for its record (`Journal.once_decided`), in
+seconds. A disk that is slow must not fence the worker's bytes."""
+
 _GENERATION: Final = 0
 """Generation of a warm context's timers: contexts have no generations."""
 
@@ -534,7 +538,7 @@ class WarmPool:
         # No RefuseWork: no client is connected to a context that has no lease.
         context.state = WarmState.DROPPING
         context.reason = reason
-        context.due_ns = now_ns + self._reclaim_timeout_ns
+        context.due_ns = now_ns + self._reclaim_timeout_ns + (RECORD_LIMIT_S * NS_PER_S if after_record else 0)
         if context.is_worker_gone:
             out.append(ProveReclaimed(context.warm_id, context.card_uuid))
         else:

@@ -18,6 +18,7 @@ from typing import ClassVar, Final, Generic, NamedTuple, TypeVar
 
 from gpulease.daemon.host.processes import start_thread
 from gpulease.daemon.leases import Denial, Event, Granted, RegionGranted, RequestDenied, RevokeRequested
+from gpulease.daemon.leases.warm_pool import RECORD_LIMIT_S
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
@@ -31,7 +32,7 @@ STALLED_AFTER_S: Final = 5.0
 STOP_TIMEOUT_S: Final = 5.0
 """Time for the last group when the daemon stops. Stops a hung disk from keeping the daemon."""
 
-MAX_WAIT_S: Final = 5.0
+MAX_WAIT_S: Final = float(RECORD_LIMIT_S)
 """Time until a reply is given up. A tenant that waits longer is better served elsewhere."""
 
 Item = TypeVar("Item")

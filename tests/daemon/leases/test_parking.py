@@ -17,6 +17,7 @@ from gpulease.daemon.leases import (
     FreeRequested,
     GiveParkMemory,
     Granted,
+    KillWorker,
     LeaseEnded,
     LeaseParked,
     LeaseRestored,
@@ -55,6 +56,7 @@ from gpulease.daemon.leases import (
     TimerFired,
     TimerKind,
     WaitTimerFired,
+    WarmEnded,
     WatchClients,
     WorkerExited,
     WorkerReady,
@@ -63,6 +65,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.park_state import ParkDepth, ParkState
 from gpulease.daemon.leases.parking import PARK_BURST
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.record.group_commit import MAX_WAIT_S
 from gpulease.protocol.opcodes import Exclusivity
 
 from .scenario import OVERHEAD, S, Scenario, armed, card, denied, end, kinds, one, placed
@@ -591,6 +594,24 @@ def test_more_parks_than_a_burst_come_in_portions(monkeypatch: pytest.MonkeyPatc
     s.at(5)
     assert kinds(s.acquire(5, 900, wait_ms=9000)).count(ParkSession) == 2
     assert kinds(s.at(6).do(ParkTimerFired())).count(ParkSession) == 1
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.2])
+def test_a_slow_disk_does_not_fence_the_bytes_of_a_worker_that_waits_for_its_record(late_s: float) -> None:
+    """The worker is killed only once the disk has the record that its session has left, which may take MAX_WAIT_S."""
+    limits = CoreLimits(park_memory_bytes=8 * HOST, reclaim_timeout_s=1)
+    s = Scenario(card(), limits=limits)
+    s.active(1, 60, park_idle_ms=0)
+    s.do(MoveRequested(7, 1, "root", None, True))
+    number = state_of(s, 1).number
+    s.do(SessionParked(1, number, 60))
+    s.do(RegionProved(1))
+    effects = s.do(SessionImaged(1, number, 1000))
+    kill = one(effects, KillWorker)
+    assert kill.after_record
+    s.at(MAX_WAIT_S + limits.reclaim_timeout_s - 0.1 + late_s)
+    effects = s.do(TimerFired(kill.worker_id, 0, TimerKind.RECLAIM))
+    assert [effect.is_fenced for effect in effects if isinstance(effect, WarmEnded)] == [True] * (late_s > 0)
 
 
 def cold_without_room(kept: int, other: int) -> Scenario:
