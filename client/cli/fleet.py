@@ -59,8 +59,8 @@ def nodes(as_json: bool) -> None:
     ]
     # A narrow terminal drops the columns that an operator needs least.
     texts = ("node", "address", "labels", "version")
-    spared = ("version", "labels", "capacity", "address")
-    click.echo(fitted(head, rows, output_width(), title=0, spared=spared, texts=texts))
+    droppable = ("version", "labels", "capacity", "address")
+    click.echo(fitted(head, rows, output_width(), title_column=0, droppable=droppable, texts=texts))
 
 
 @fleet.command()
@@ -76,7 +76,7 @@ def names(as_json: bool) -> None:
         [name["name"], name["node_id"], str(name["epoch"]), name["tenant"], name["lease_id"]]
         for name in listing["names"]
     ]
-    click.echo(fitted(head, rows, output_width(), title=0, texts=("name", "node", "tenant", "lease")))
+    click.echo(fitted(head, rows, output_width(), title_column=0, texts=("name", "node", "tenant", "lease")))
 
 
 @fleet.command("drain")

@@ -76,8 +76,8 @@ def _card_table(cards: list[Report], width: int | None) -> str:
         for card in cards
     ]
     # Columns that a narrow terminal drops first.
-    spared = ("exclusive", "warm", "driver")
-    return fitted(head, rows, width, title=head.index("card"), spared=spared, texts=("card", "name"))
+    droppable = ("exclusive", "warm", "driver")
+    return fitted(head, rows, width, title_column=head.index("card"), droppable=droppable, texts=("card", "name"))
 
 
 def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -> str:
@@ -141,8 +141,8 @@ def leases(tenant: str | None, as_json: bool) -> None:
     gpus = _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
-    spared = ("copies", "launches", "age", "GPU", "GPU time")
-    click.echo(fitted(head, rows, output_width(), spared=spared, texts=("lease", "tenant")))
+    droppable = ("copies", "launches", "age", "GPU", "GPU time")
+    click.echo(fitted(head, rows, output_width(), droppable=droppable, texts=("lease", "tenant")))
     # Leases on workers that still run the code of an earlier daemon.
     if earlier := [_earlier(lease) for lease in listed if lease.get("earlier_version")]:
         head = ["lease", "version of its worker", "stays there because"]

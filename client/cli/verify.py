@@ -71,8 +71,8 @@ def _tables(report: MatrixReport) -> str:
     parts, width = [report.scene.title()], output_width()
     if report.faults:
         # A narrow terminal drops the baseline figures first, then the others of the neighbour.
-        spared = ("baseline p99", "baseline p50", "p99 us", "p50 us", "within ms")
-        parts.append(fitted(head, [_cells(row) for row in report.faults], width, spared=spared, texts=("fault",)))
+        droppable = ("baseline p99", "baseline p50", "p99 us", "p50 us", "within ms")
+        parts.append(fitted(head, [_cells(row) for row in report.faults], width, droppable=droppable, texts=("fault",)))
     if report.claims:
         rows = [
             [claim.name, "BREACH" if claim.breach else "held", claim.breach or claim.found] for claim in report.claims

@@ -60,23 +60,24 @@ def fitted(
     rows: Sequence[Sequence[str]],
     width: int | None,
     *,
-    title: int = 0,
-    spared: Sequence[str] = (),
+    title_column: int = 0,
+    droppable: Sequence[str] = (),
     texts: Collection[str] = (),
     is_text_last: bool = False,
 ) -> str:
     """Lay out a table in lines of at most `width` cells.
 
-    If it is too wide, its last column is wrapped if that is text. Otherwise the columns of `spared` are dropped one by
-    one until it fits. If it never does, each row becomes a few lines: its title, then each cell after its head.
+    If it is too wide, its last column is wrapped if that is text. Otherwise the columns of `droppable` are dropped one
+    by one until it fits. If it never does, each row becomes a few lines: its title, then each cell after its column's
+    title.
 
     Args:
         head: Titles of the columns; "" for a column that needs none.
         rows: One cell per column.
         width: The width; None for unlimited.
-        title: Index of the column with which a stacked row begins.
-        spared: Titles of columns that may be dropped, in this order.
-        texts: Titles of columns that are never figures, as in `table`.
+        title_column: Index of the column whose cell is a stacked row's title.
+        droppable: Titles of columns that may be dropped, in this order.
+        texts: Titles of columns that are never numeric, as in `table`.
         is_text_last: Whether the last column is text for people.
     """
     full_table = table(head, rows, texts=texts)
@@ -87,15 +88,16 @@ def fitted(
         return wrapped
     columns = list(head)
     # Then drop columns, the least useful first.
-    for name in spared:
+    for name in droppable:
         columns.remove(name)
         indexes = [head.index(one) for one in columns]
         narrower = table(columns, [[row[index] for index in indexes] for row in rows], texts=texts)
         if _fits(narrower, width):
             return narrower
     # Then stack the rows.
-    heading = wrap(shown(head[title]), width) if is_text_last else []
-    return "\n".join([*heading, *(_stacked(head, row, width, title, is_text_last=is_text_last) for row in rows)])
+    # If text is last, the rows show no title of their first column: a line above them does.
+    heading = wrap(shown(head[title_column]), width) if is_text_last else []
+    return "\n".join([*heading, *(_stacked(head, row, width, title_column, is_text_last=is_text_last) for row in rows)])
 
 
 def wrapped_text(text: str, width: int | None) -> str:
@@ -123,12 +125,12 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
     return "\n".join(lines)
 
 
-def _stacked(head: Sequence[str], row: Sequence[str], width: int, title: int, *, is_text_last: bool) -> str:
+def _stacked(head: Sequence[str], row: Sequence[str], width: int, title_column: int, *, is_text_last: bool) -> str:
     """Lay out the row's title, then `head cell` pairs, as many per line as fit; text is a paragraph of its own."""
     cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
     # Text last is a paragraph; the title comes first, with cells that need no head.
     text = cells.pop()[1] if is_text_last else ""
-    title_cell = cells.pop(title)[1]
+    title_cell = cells.pop(title_column)[1]
     about = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
     lines = [about] if width_of(about) <= width else wrap(about, width)
     line = ""

@@ -20,17 +20,17 @@ LINGER_S: Final = 1.0
 """How long the thread waits for another session, in seconds."""
 
 
-class _Looker:
+class _IdleThread:
     def __init__(self) -> None:
         self._sessions: weakref.WeakKeyDictionary[SessionCore, IdlePoller] = weakref.WeakKeyDictionary()
-        self._begins_or_ends = threading.RLock()
+        self._thread_lock = threading.RLock()
         # Ident of the running thread; 0 if there is none.
         self._thread = 0
         self._last_seen_s = 0.0
 
     def add(self, session: SessionCore) -> None:
         """Poll a session that is open, until it ends."""
-        with self._begins_or_ends:
+        with self._thread_lock:
             # A weak map and a weak proxy: the thread keeps no session alive.
             self._sessions[session] = IdlePoller(weakref.proxy(session.operations))
             self._last_seen_s = time.monotonic()
@@ -42,31 +42,31 @@ class _Looker:
     def _run(self) -> None:
         while self._continues():
             time.sleep(POLL_INTERVAL_S)
-            for session, look in self._listed():
+            for session, poller in self._listed():
                 lock = session.attachment.lock
                 # A thread that holds the lock is sending a request, which frees the dropped objects itself.
-                if look.has_found() and lock.acquire(blocking=False):
+                if poller.has_found() and lock.acquire(blocking=False):
                     try:
-                        look.free()
+                        poller.free()
                     finally:
                         lock.release()
-                del session, look  # no reference may keep a session alive until the next poll
+                del session, poller  # no reference may keep a session alive until the next poll
 
     def _listed(self) -> list[tuple[SessionCore, IdlePoller]]:
-        with self._begins_or_ends:
+        with self._thread_lock:
             return list(self._sessions.items())
 
     def _continues(self) -> bool:
-        with self._begins_or_ends:
+        with self._thread_lock:
             # Forget sessions that have ended; dropped ones have left the weak map by themselves.
-            for session, look in list(self._sessions.items()):
-                if look.is_over:
+            for session, poller in list(self._sessions.items()):
+                if poller.is_over:
                     del self._sessions[session]
             # If add() was interrupted between starting a thread and storing its ident, a later add() has started
             # another one; this thread is then not needed.
             if self._thread != threading.get_ident():
                 return False
-            # While there is a session, restart the time of the linger.
+            # While there is a session, reset the time after which the thread ends.
             now_s = time.monotonic()
             if self._sessions:
                 self._last_seen_s = now_s
@@ -75,18 +75,18 @@ class _Looker:
             return self._thread != 0
 
 
-_looker = _Looker()
+_idle_thread = _IdleThread()
 
 
 def free_when_idle(session: SessionCore) -> None:
     """Free what the program has dropped in a blocking session while the session is idle, until the session ends."""
-    _looker.add(session)
+    _idle_thread.add(session)
 
 
 def _after_fork() -> None:
     # The child has no such thread, and the parent's sessions are not its own.
-    global _looker
-    _looker = _Looker()
+    global _idle_thread
+    _idle_thread = _IdleThread()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -350,7 +350,7 @@ class _Flusher:
         self._bell = threading.Lock()
         self._bell.acquire()
         self._is_awake = False
-        self._begins_or_ends = threading.RLock()
+        self._thread_lock = threading.RLock()
         # Ident of the flusher's thread; 0 if there is none.
         self._thread = 0
 
@@ -361,7 +361,7 @@ class _Flusher:
         self._pending.add(channel)
         if not self._is_awake:
             self.ring()
-            with self._begins_or_ends:
+            with self._thread_lock:
                 if not self._thread:
                     self._begin()
 
@@ -392,7 +392,7 @@ class _Flusher:
             pause_s = 0.0 if self._round() else BLOCKED_PAUSE_S if self._pending else IDLE_LIMIT_S
 
     def _continues(self, is_idle: bool) -> bool:
-        with self._begins_or_ends:
+        with self._thread_lock:
             # If `notice` was interrupted between starting a thread and storing its ident, another thread is the flusher
             # now.
             if self._thread != threading.get_ident():

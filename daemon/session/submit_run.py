@@ -34,7 +34,7 @@ class SubmitOperations(OperationHandler):
     Attributes:
         is_spent: Whether the submit has run, successfully or not: nothing more is done in this context.
         is_peer_gone: Returns whether the client that waits for the outputs has disconnected; called during every wait.
-        on_growth: Called after the context has done something for which it may need more memory of the card.
+        on_growth: Called after the context has done something for which it may need more card memory.
     """
 
     def __init__(self, resources: SessionResources, planner: Planner, modules: ModuleOperations) -> None:

@@ -39,21 +39,21 @@ def wait_for(peer: ScriptedPeer, op: str, count: int = 1) -> None:
 
 
 def test_sessions_one_after_the_other_have_the_same_thread(peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    looker = idle_frees._Looker()
-    monkeypatch.setattr(idle_frees, "_looker", looker)
+    idle_thread = idle_frees._IdleThread()
+    monkeypatch.setattr(idle_frees, "_idle_thread", idle_thread)
     # Longer than any host needs for the next session.
     monkeypatch.setattr(idle_frees, "LINGER_S", 600.0)
     seen = set()
     with lease_of(peer) as lease:
         for _ in range(3):
             with GpuSession(lease):
-                seen.add(looker._thread)
-            # Time for some looks.
+                seen.add(idle_thread._thread)
+            # Time for some polls.
             time.sleep(0.05)
     assert len(seen) == 1
     assert seen != {0}
     monkeypatch.setattr(idle_frees, "LINGER_S", 0.0)
-    wait_until(lambda: not looker._thread, "the thread ends")
+    wait_until(lambda: not idle_thread._thread, "the thread ends")
 
 
 def test_threads_share_a_session(peer: ScriptedPeer) -> None:

@@ -75,7 +75,7 @@ def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
     if kind == "json_object" and schema is None:
         return AnswerForm(name, {"type": "object"})
     if not isinstance(schema, dict):
-        raise invalid("response_format.json_schema must be an object with a schema, an object, too", name)
+        raise invalid("response_format.json_schema must be an object whose schema is an object", name)
     return AnswerForm(name, schema)
 
 
@@ -90,7 +90,7 @@ def _structured_outputs(name: str, value: Any, is_chat: bool) -> AnswerForm | No
         raise invalid(f"{name} must have exactly one of {', '.join(_OUTPUTS)}", name)
     ((key, read),) = forms.items()
     form = read(f"{name}.{key}", value[key], is_chat)
-    # The error's parameter is one of the body's.
+    # An error names the parameter at the top level of the body.
     return None if form is None else replace(form, parameter=name)
 
 
@@ -99,19 +99,22 @@ def _json(name: str, value: Any, _: bool) -> AnswerForm | None:
         return None
     schema = value
     if isinstance(value, str):
-        # vLLM takes a schema also as a text.
+        # vLLM also accepts a schema as a string of JSON.
         try:
             schema = json.loads(value)
         except (ValueError, RecursionError):
             schema = None
     if not isinstance(schema, dict):
-        raise invalid(f"{name} must be a JSON Schema, an object or its text, not {quoted(value)}", _body(name))
+        raise invalid(
+            f"{name} must be a JSON Schema, as an object or a string of JSON, not {quoted(value)}",
+            _top_level_name(name),
+        )
     return AnswerForm(name, schema)
 
 
 def _json_object(name: str, value: Any, _: bool) -> AnswerForm | None:
     if value is not True:
-        raise invalid(f"{name} = {quoted(value)}; send true or false", _body(name))
+        raise invalid(f"{name} = {quoted(value)}; send true or false", _top_level_name(name))
     return AnswerForm(name, {"type": "object"})
 
 
@@ -119,7 +122,7 @@ def _regex(name: str, value: Any, _: bool) -> AnswerForm | None:
     if value is None:
         return None
     if not _is_text(value):
-        raise invalid(f"{name} must be a regular expression, a string that is not empty", _body(name))
+        raise invalid(f"{name} must be a regular expression, a string that is not empty", _top_level_name(name))
     return AnswerForm(name, regex=value)
 
 
@@ -127,7 +130,9 @@ def _choice(name: str, value: Any, _: bool) -> AnswerForm | None:
     if value is None:
         return None
     if not isinstance(value, list) or not 0 < len(value) <= MAX_FORM_CHOICES or not all(map(_is_text, value)):
-        raise invalid(f"{name} must be a list of 1 to {MAX_FORM_CHOICES} strings, none of them empty", _body(name))
+        raise invalid(
+            f"{name} must be a list of 1 to {MAX_FORM_CHOICES} strings, none of them empty", _top_level_name(name)
+        )
     return AnswerForm(name, choices=tuple(value))
 
 
@@ -136,7 +141,7 @@ def _grammar(name: str, value: Any, _: bool) -> AnswerForm | None:
     if value is None or (value == "" and name == "grammar"):
         return None
     if not _is_text(value):
-        raise invalid(f"{name} must be a grammar in EBNF or Lark, a string that is not empty", _body(name))
+        raise invalid(f"{name} must be a grammar in EBNF or Lark, a string that is not empty", _top_level_name(name))
     return AnswerForm(name, grammar=value)
 
 
@@ -145,7 +150,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _body(name: str) -> str:
+def _top_level_name(name: str) -> str:
     return name.partition(".")[0]
 
 

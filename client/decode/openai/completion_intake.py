@@ -66,10 +66,10 @@ class QueuePlace(Protocol):
 
 
 class CompletionSource(Protocol):
-    """Where the HTTP face has completions computed.
+    """Computes completions for the HTTP front end.
 
     Attributes:
-        log: Where the face logs.
+        log: The log of the HTTP front end.
     """
 
     log: DecodeLog
@@ -78,17 +78,17 @@ class CompletionSource(Protocol):
         """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has none left."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":
-        """Return the tokenizer of a model with a submitted request."""
+        """Return the tokenizer of a model for which a request was submitted."""
 
 
 class DecoderSource:
-    """What computes one model's requests, in the decoder's process.
+    """Serves one model's requests, in the decoder's process.
 
     Args:
         decoder: The decoder, which must stay open.
         model: The model's name in requests.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Default tokens of a chat's answer.
+        chat_tokens: Default `max_tokens` of a chat completion.
         aliases: Further names of the model in requests.
 
     Attributes:
@@ -116,7 +116,7 @@ class DecoderSource:
         }
         if template is not None:
             source, tokens, _ = template.arguments
-            # What the tokenizer's file says comes first: a model may end with other tokens, too.
+            # The tokenizer's file overrides the model's tokens, which may include further end tokens.
             info |= tokens | {"chat_template": source}
         return info
 
@@ -125,7 +125,7 @@ class DecoderSource:
 
     @contextmanager
     def place(self, tenant: str) -> Iterator[None]:
-        """Count a request as its tenant's that waits, until the block ends. Raises AdmissionRefused."""
+        """Count one more waiting request of the tenant until the block ends. Raises AdmissionRefused."""
         with self._decoder.prompts.place(tenant):
             yield
 

@@ -115,21 +115,21 @@ def _up_to_mark(text: str, content: str) -> str:
             parameter="continue_final_message",
         )
     before = text[:place]
-    # A template that trims messages takes the mark's space. Then it would have trimmed the content's spaces, too.
+    # A template that trims messages strips the mark's space. It would have stripped the content's spaces, too.
     return before if text[place : place + len(_END_MARK)] == _END_MARK else before.rstrip()
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a limit on products: "x" * N is a text of N characters."""
+    """The sandbox, with a limit on products: "x" * N is a string of N characters."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        # A power of small numbers can be a number of gigabytes.
+        # A power of two small numbers can take gigabytes of memory.
         if operator == "**":
             raise jinja2.exceptions.SecurityError("powers are not computed")
-        # A text or list times a number, in either order.
+        # A string or list times a number, in either order.
         if not numbers:
             size, count = (right, left) if isinstance(left, int) else (left, right)
             if isinstance(count, int) and len(size) * count > MAX_REPEATED_CHARACTERS:
@@ -149,8 +149,8 @@ class _Generation(Extension):
 
 
 def _environment() -> _Environment:
-    # A template is compiled in the server, without limits. So nothing of it may be evaluated then: no constant folding
-    # (`optimized`), and a `finalize` that takes the context, which exists only when it is rendered.
+    # A template is compiled in the server, without limits. So compiling must not evaluate any of it: no constant
+    # folding (`optimized`), and a `finalize` that takes the context, which exists only when it is rendered.
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -40,7 +40,7 @@ class _Job:
     frame: bytes
     answer: asyncio.Future[dict[str, Any]]
     tries: int = 0
-    is_begun: bool = False
+    is_started: bool = False
 
 
 class TextProcesses:
@@ -87,7 +87,7 @@ class TextProcesses:
         """Have a worker do a job, and return the answer.
 
         Args:
-            tenant_id: The text's tenant.
+            tenant_id: The tenant whose text the job reads.
             job: The function, which the worker imports by name.
             arguments: Its named arguments, of types that msgpack has.
 
@@ -98,10 +98,10 @@ class TextProcesses:
         try:
             frame = framed({"call": f"{job.__module__}:{job.__qualname__}", "arguments": arguments})
         except (TypeError, ValueError, OverflowError) as error:
-            raise RequestRejected(f"a message or a variable has a value that JSON does not have: {error}") from None
+            raise RequestRejected(f"a message or a variable has a value that JSON can't represent: {error}") from None
         # Checked before it is queued, because waiting jobs are kept in memory.
         if len(frame) > MAX_JOB_BYTES:
-            detail = f"the prompt has {len(frame):,} bytes; {MAX_JOB_BYTES:,} are read at most"
+            detail = f"the prompt has {len(frame):,} bytes; the limit is {MAX_JOB_BYTES:,}"
             raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
         if self._is_stopped:
             raise decoder_closed()
@@ -111,7 +111,7 @@ class TextProcesses:
         try:
             await asyncio.wait((waiting.answer,), timeout=MAX_WAIT_S)
             # The wait limits only the time in the queue. Once a worker has the job, the job's own limits apply.
-            if not waiting.is_begun and not waiting.answer.done():
+            if not waiting.is_started and not waiting.answer.done():
                 detail = f"no process was free for the text within {MAX_WAIT_S:g} s; send it later"
                 raise AdmissionRefused(AdmissionReason.POOL_EXHAUSTED, detail, None)
             answer = await waiting.answer
@@ -150,7 +150,7 @@ class TextProcesses:
                 self._wake.clear()
                 await self._wake.wait()
             # From here on the job's own limits apply, not the limit of the wait.
-            job.is_begun = True
+            job.is_started = True
             try:
                 # The caller may have been cancelled while the job waited.
                 if not job.answer.done():
@@ -221,7 +221,7 @@ class TextProcesses:
         # Not a limit of ours: perhaps the kernel or an operator killed it. Try again, first in the tenant's queue.
         elif job.tries < MAX_TRIES:
             self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
-            job.is_begun = False
+            job.is_started = False
             self._turns.add(job.tenant_id, job, is_first=True)
         elif number == signal.SIGABRT:
             # The tokenizer's library aborts when an allocation fails.

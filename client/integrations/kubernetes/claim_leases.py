@@ -309,7 +309,8 @@ class ClaimLeases:
     def _is_whole(self, record: PreparedClaim) -> bool:
         """Return whether all leases of a claim are active, so that it need not be prepared again.
 
-        The kubelet prepares before it creates a pod's sandbox, so the containers that used an ended lease are gone.
+        The kubelet prepares a claim before it creates the pod's sandbox, so no container still uses an
+        ended lease.
 
         Raises LeaseRevokedByOperator.
         """
@@ -337,14 +338,14 @@ class ClaimLeases:
 
 
 def request_id(uid: str, number: int) -> bytes:
-    """Return the request id, 16 bytes, by which a daemon recognises a repeated request for this lease of a claim."""
+    """Return the request id, 16 bytes, by which a daemon recognizes a repeated request for this lease of a claim."""
     return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
 
 
 def _leased_device(request: DeviceRequest, lease_id: str, size_bytes: int) -> LeasedDevice:
     until_s = None if request.lease_s is None else _boottime_s() + request.lease_s
-    place = request.request, request.number, request.pool, request.device, request.share_id
-    return LeasedDevice(*place, request.user, lease_id, size_bytes, until_s)
+    key = request.request, request.number, request.pool, request.device, request.share_id
+    return LeasedDevice(*key, request.user, lease_id, size_bytes, until_s)
 
 
 def _report(device: LeasedDevice, is_active: bool, state: str) -> dict[str, Any]:

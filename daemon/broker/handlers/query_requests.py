@@ -48,7 +48,7 @@ class QueryHandler:
         """Serve LEASE_QUERY. If the lease's tenant asks, the lease counts as connected."""
         lease = self._runtime.table.get(body.lease_id)
         if lease is None:
-            # An ended lease that is forgotten may still be known as revoked.
+            # The table may have forgotten an ended lease, and still know that it was revoked.
             raise Refused((self._runtime.table.denial_for(body.lease_id, 0) or not_found(body.lease_id)).failure)
         if not self._may_query(lease):
             # The same answer as for an unknown id: a stranger must not learn which ids exist.
@@ -66,7 +66,7 @@ class QueryHandler:
             # Leases are always listed; the regions of all leases together are bounded.
             regions = [region for region in table.regions.of(lease.lease_id) if self._may_see(region)][:room]
             room -= len(regions)
-            # A region may belong to another tenant than its lease, so each is checked on its own.
+            # A region and its lease may belong to different tenants, so each is checked on its own.
             own = (lease,) if self._may_see(lease) else ()
             reports += [self._report(one) for one in (*own, *regions)]
         self._caller.answer(request, messages.Report(reports))
@@ -77,7 +77,8 @@ class QueryHandler:
 
     def lease_subscribe(self, request: Request, body: messages.LeaseSubscribe) -> None:
         """Serve LEASE_SUBSCRIBE. The first event follows the reply."""
-        # Every lease: what a list would show. One lease: what a query may show, tokens included.
+        # A subscription to every lease shows what a list would show. One to a single lease shows what a query would,
+        # also to a caller with the lease's token.
         is_every = body.lease_id == EVERY_LEASE
         may_see = by_lease_id(self._may_see if is_every else self._may_query, self._runtime.table)
         if not is_every and not may_see(body.lease_id):

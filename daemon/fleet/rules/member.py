@@ -395,7 +395,7 @@ class Member:
         return True
 
     def _make_generation(self, now_ns: int) -> None:
-        """Create the generation key if it was absent for long enough that all leases of a lost store are over."""
+        """Create the generation key if it was absent for so long that all leases under a lost store have ended."""
         # The wait starts with the first read that found no key.
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
@@ -412,13 +412,14 @@ class Member:
         if self._phase is _Phase.STARTING:
             # Leases live, and nothing says which membership claimed their names: end them.
             if (claims.epochs or claims.quotas) and not self._membership.incarnation:
-                self._lose(Reason.FORGOTTEN, "the daemon does not know any more as which member it claimed names")
+                self._lose(Reason.FORGOTTEN, "the daemon no longer knows under which membership it claimed names")
                 return
             self._claims.restore(claims.epochs)
             self._quotas.restore(claims.quotas)
-            # A store with revisions below the epoch of a living lease is an earlier state of the joined one.
+            # The epochs of living leases are revisions of the store that this node joined. If the store's is lower
+            # now, it was restored from a backup.
             self._membership.revision = max(self._membership.revision, *self._claims.live.values(), 0)
-        # Later reports count only while the leases of a lost membership end, and only once none is left.
+        # After the start, a report matters only if a lost membership is ending and no claim is left.
         elif self._phase is not _Phase.ENDING or claims.epochs or claims.quotas:
             return
         self._phase = _Phase.JOINING
@@ -431,21 +432,22 @@ class Member:
         """Continue the earlier membership, or delete its record, or join."""
         # The same snapshot holds the record, the generation and the horizon, so that they can be compared in the join.
         record, generation, horizon = _own_and_fleet(answer)
+        *_, epochs = answer.found
         self._due_ns = now_ns
         if not self._is_accepted(answer, generation, horizon, now_ns):
             return
-        if not self._take_epochs(answer.found[3], answer.revision):
+        if not self._take_epochs(epochs, answer.revision):
             return
         # An earlier process of this daemon was a member, and its claimed leases may live. Continue only if the record
         # proves to be that membership's; otherwise end them.
         if self._membership.incarnation:
             is_same = record is not None and record.create_revision == self._membership.incarnation
-            if record and is_same and not self._is_own(record) and not self._is_uncounted(record):
+            if record and is_same and not self._is_own(record) and not self._has_no_beats(record):
                 self._lose(Reason.FORGOTTEN, FOREIGN)
             elif record and is_same:
                 self._membership.mod_revision = record.mod_revision
-                self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
-                self._enter(now_ns, entered=self._nonce(record))
+                self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
+                self._enter(now_ns, record_nonce=self._nonce(record))
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
         # An earlier join of this run had a lost answer, and was done.
@@ -461,7 +463,7 @@ class Member:
         else:
             # Join. All conditions go into the transaction: the record is still absent, and generation, horizon and
             # epochs are those just read.
-            self._membership.earlier_over_ns = now_ns + self._membership.wait_ns
+            self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
             compares = (
                 CreateRevisionIs(self._key, 0),
                 ModRevisionIs(GENERATION, _revision(generation)),
@@ -474,7 +476,7 @@ class Member:
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
             writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
             if not self._membership.is_settled:
-                due_ns, write = self._missing_epochs(answer.found[3], answer.revision, now_ns)
+                due_ns, write = self._missing_epochs(epochs, answer.revision, now_ns)
                 writes += (write,) if now_ns >= due_ns else ()
             self._ask(now_ns, Transaction(compares, writes, (Get(EPOCHS),)), self._created)
 
@@ -490,7 +492,7 @@ class Member:
         node = self._membership.read(read_node, record)
         return node is not None and self._mark.covers(node)
 
-    def _is_uncounted(self, record: KeyValue) -> bool:
+    def _has_no_beats(self, record: KeyValue) -> bool:
         """Return whether both the record and this daemon's journal are from a version without heartbeat numbers."""
         node = self._membership.read(read_node, record)
         return node is not None and not self._mark.run and not node.beat
@@ -519,17 +521,17 @@ class Member:
         self._joined_revision = incarnation
         self._acknowledge(sent_ns)
 
-    def _enter(self, now_ns: int, entered: str = "") -> None:
+    def _enter(self, now_ns: int, record_nonce: str = "") -> None:
         """Become a member, and send a heartbeat at once, which also finds the claims of earlier incarnations.
 
-        `entered` is the nonce of the record, if an earlier process wrote it.
+        `record_nonce` is the nonce of the record, if an earlier process wrote it.
         """
         self._phase = _Phase.MEMBER
         self._is_isolated = False
         self._written = None
         self._attempts.clear()
         self._foreign = None
-        self._mark = DaemonMark(self._mark.beat, self._membership.instance, entered)
+        self._mark = DaemonMark(self._mark.beat, self._membership.instance, record_nonce)
         self._awaits_mark = False
         self._joined_revision = 0
         self._remembered_ns = now_ns
@@ -567,7 +569,8 @@ class Member:
     def _beaten(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         """Take the answer to a heartbeat: acknowledged, done by an earlier attempt, or fenced."""
         record, generation, horizon = _own_and_fleet(answer)
-        joined = answer.found[6][0] if answer.found[6] else None
+        *_, held_records, clocks, epochs, joins, history = answer.found
+        joined = joins[0] if joins else None
         # First check that this is still the joined store: a restored backup has an older join, or an older record of
         # this node. Nothing else in its answer can be trusted.
         if joined and joined.mod_revision < self._joined_revision:
@@ -600,17 +603,17 @@ class Member:
             return
         self._membership.generation_revision = _revision(generation)
         # Learn whether nodes may claim names, and help to settle that if this store still waits for it.
-        if not self._take_epochs(answer.found[5], answer.revision):
+        if not self._take_epochs(epochs, answer.revision):
             return
-        if not self._membership.is_settled or self._epochs(answer.found[5]) is None:
-            self._settle(answer.found[5], answer.revision, now_ns)
+        if not self._membership.is_settled or self._epochs(epochs) is None:
+            self._settle(epochs, answer.revision, now_ns)
         # Compare the claims in etcd with the leases that live. A lost claim may already be another node's, so this node
         # must end all claimed leases.
-        if lost := self._claims.sweep(answer.found[3], answer.revision, now_ns):
+        if lost := self._claims.sweep(held_records, answer.revision, now_ns):
             self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
             return
-        self._quotas.sweep(answer.found[3], now_ns)
-        self._history.observe(answer.found[7], now_ns)
+        self._quotas.sweep(held_records, now_ns)
+        self._history.observe(history, now_ns)
         if now_ns >= self._remembered_ns + REMEMBER_NS:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
@@ -622,7 +625,7 @@ class Member:
             if self._membership.member_since_ns is None:
                 self._membership.member_since_ns = now_ns
         if answer.succeeded:
-            self._take_rate(self._clocks.observe(answer.found[4], answer.revision, sent_ns, now_ns))
+            self._take_rate(self._clocks.observe(clocks, answer.revision, sent_ns, now_ns))
 
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
         """Return whether an operator renewed or deleted either key.

@@ -76,7 +76,8 @@ class Membership:
         epochs_revision: Mod revision of the key under which nodes may claim names.
         epoch_base: A claim's epoch is this plus its revision.
         is_settled: Nodes may claim names: all leases from before the store's generation are over.
-        earlier_over_ns: When the leases of all earlier memberships with this node's id are over, on any daemon.
+        earlier_leases_end_ns: When the leases of all earlier memberships with this node's id have ended, on any
+            daemon.
         is_suspect: An answer suggested that this node may have lost its membership: send a heartbeat at once.
         trouble: Refusal of claims while this node is not a member.
         effects: Effects of the event that is being handled, in order.
@@ -95,7 +96,7 @@ class Membership:
         self.epochs_revision = 0
         self.epoch_base = 0
         self.is_settled = False
-        self.earlier_over_ns = 0
+        self.earlier_leases_end_ns = 0
         self.is_suspect = False
         self.trouble = ISOLATED_TROUBLE
         self.effects: list[Effect] = []
@@ -183,7 +184,7 @@ class Membership:
         not know what its journal has lost.
         """
         # A member waits one more horizon after it joined; outside a membership nothing is certain.
-        return self.incarnation > 0 and now_ns >= self.earlier_over_ns
+        return self.incarnation > 0 and now_ns >= self.earlier_leases_end_ns
 
     def make_up_for(self, rate: float) -> None:
         """Be as careful as if this node's clock were wrong: by their readings, the others run `rate` times as fast.

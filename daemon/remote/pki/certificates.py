@@ -91,7 +91,7 @@ class PkiAuthority:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (folder / file for file in (_CA, _CA_KEY, _CRL)):
             if path.exists():
-                raise PkiError(f"{path} is there already, and nothing is overwritten")
+                raise PkiError(f"{path} already exists and is not overwritten")
         # The authority signs its own certificate. It may sign leaves and no further authority (path length 0).
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "gpulease test authority")])
@@ -115,7 +115,7 @@ class PkiAuthority:
             key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
             raise PkiError(
-                f"{folder} holds no authority that can be used: {_said(error)}; `gpulease pki init` makes one"
+                f"{folder} holds no authority that can be used: {_description(error)}; `gpulease pki init` makes one"
             ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise PkiError(f"{folder / _CA_KEY} is not a key made by this program")
@@ -143,7 +143,7 @@ class PkiAuthority:
             revoked = x509.load_pem_x509_certificate(certificate.read_bytes())
             old = x509.load_pem_x509_crl(self.crl_path.read_bytes())
         except (OSError, ValueError) as error:
-            raise PkiError(f"it can't be revoked: {_said(error)}") from None
+            raise PkiError(f"it can't be revoked: {_description(error)}") from None
         if revoked.issuer != self.certificate.subject:
             raise PkiError(f"{certificate} is not of this authority")
         if revoked.serial_number == self.certificate.serial_number:
@@ -188,11 +188,11 @@ class PkiAuthority:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            raise PkiError(f"{issued.certificate} can't be replaced: {_said(error)}") from None
+            raise PkiError(f"{issued.certificate} can't be replaced: {_description(error)}") from None
         is_revoked = crl.get_revoked_certificate_by_serial_number(old.serial_number) is not None
         if not is_revoked and old.not_valid_after_utc > datetime.datetime.now(datetime.UTC):
             raise PkiError(
-                f"{issued.certificate} is there already, and holds until {old.not_valid_after_utc:%Y-%m-%d}: revoke"
+                f"{issued.certificate} already exists and is valid until {old.not_valid_after_utc:%Y-%m-%d}: revoke"
                 " it first, or move it and its key away"
             )
         for path in (issued.certificate, issued.key):
@@ -266,12 +266,12 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except FileExistsError:
-        raise PkiError(f"{path} is there already, and nothing is overwritten") from None
+        raise PkiError(f"{path} already exists and is not overwritten") from None
     with open(fd, "wb") as file:
         file.write(data)
 
 
-def _said(error: Exception) -> str:
+def _description(error: Exception) -> str:
     """Return a sentence about a file's error. The library's own message describes its internals."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"

@@ -30,11 +30,11 @@ SPARED = ("copies", "launches")
     ],
 )
 def test_columns_go_in_their_order(width: int | None, heads: list[str]) -> None:
-    assert fitted(HEAD, ROWS, width, spared=SPARED).splitlines()[0].split() == heads
+    assert fitted(HEAD, ROWS, width, droppable=SPARED).splitlines()[0].split() == heads
 
 
 def test_where_they_do_not_fit_rows_are_stacked_whole() -> None:
-    assert fitted(HEAD, ROWS, 35, title=0, spared=SPARED).splitlines() == [
+    assert fitted(HEAD, ROWS, 35, title_column=0, droppable=SPARED).splitlines() == [
         "b131708a5f1d9537",
         "  tenant ann  launches 12  copies 3",
         "  left 4 min 58 s",

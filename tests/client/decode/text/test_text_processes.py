@@ -114,7 +114,7 @@ def test_a_process_reads_as_the_tokenizer_does() -> None:
                 await part
         with pytest.raises(RequestRejected, match="does not take these messages"):
             await processes.do("a", read_chat, {"messages": [], "variables": {}})
-        with pytest.raises(RequestRejected, match="has a value that JSON does not have"):
+        with pytest.raises(RequestRejected, match="has a value that JSON can't represent"):
             await chat_tokens(processes, "hi", mood=object())
         assert processes.replaced == 0
 
