@@ -104,9 +104,10 @@ def test_a_request_without_a_reply_is_sent_whole_although_it_was_cancelled(peer:
                         await one.wait_for(two)
 
             task = asyncio.create_task(flood())
-            # From here on the peer reads nothing.
+            # From here on the peer reads nothing, so after some turns of the loop the socket stays full.
             await heard(peer, "LAUNCH")
-            await asyncio.sleep(0.1)
+            for _ in range(100):
+                await asyncio.sleep(0)
             assert not task.done(), "the socket is full"
             # Until its request is whole it has its turn, also after its cancellation: the next request comes after it.
             following = asyncio.create_task(two.wait_for(one))
