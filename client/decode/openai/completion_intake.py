@@ -15,7 +15,7 @@ from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefus
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import MAX_SEED
 from gpulease.client.decode.openai.api_errors import ApiError, api_error_of, prompt_too_long, too_long
-from gpulease.client.decode.openai.completion_request import CompletionRequest
+from gpulease.client.decode.openai.completion_request import CompletionRequest, check_reply_scores
 from gpulease.client.decode.openai.embeddings import embeddings_reply, inputs_of, vector_of
 from gpulease.client.decode.openai.prompt_job import completion_of, read_completion
 from gpulease.client.decode.row_records import PAGE
@@ -227,10 +227,11 @@ class DecoderSource:
         masks: GrammarMasks | None,
     ) -> list[Generation]:
         """Submit a request's sequences: for each prompt as many as it has tries, each with a seed of its own."""
+        most = [self._max_tokens(request, len(prompt), tenant) for prompt in prompts]
+        check_reply_scores(request, zip(map(len, prompts), most, strict=True))
         generations: list[Generation] = []
         try:
-            for number, prompt in enumerate(prompts):
-                max_tokens = self._max_tokens(request, len(prompt), tenant)
+            for number, (prompt, max_tokens) in enumerate(zip(prompts, most, strict=True)):
                 for choice in range(request.tries):
                     place = number * request.tries + choice
                     seed = (request.sampling.seed + choice) % (MAX_SEED + 1)

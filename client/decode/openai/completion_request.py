@@ -1,7 +1,7 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`: parsing, and errors that name the parameter."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -39,6 +39,9 @@ MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
 
 MAX_CHOICES: Final = 128
 """Most choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
+
+MAX_REPLY_SCORES: Final = 1 << 20
+"""Most log-probabilities of one reply, which is built in memory: some 64 MB of JSON."""
 
 MAX_TOOLS: Final = 128
 """Most tools, as in OpenAI's API."""
@@ -465,6 +468,28 @@ def _tokens(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if name == "allowed_token_ids" and not value:
         raise invalid(f"{name} must have at least one token; leave it out to allow all", name)
     return tuple(value)
+
+
+def check_reply_scores(request: CompletionRequest, lengths: Iterable[tuple[int, int]]) -> None:
+    """Refuse a reply that may have more than MAX_REPLY_SCORES log-probabilities. Raises ApiError.
+
+    Args:
+        request: The request.
+        lengths: For each prompt its number of tokens, and the most tokens of an answer to it.
+    """
+    each = request.ranks + 1 if request.has_logprobs else 0
+    scores = 0
+    for prompt_tokens, max_tokens in lengths:
+        # A stream sends the answers' as they are computed. A chat's prompt is sent once, not in each choice.
+        scores += request.choices * each * (prompt_tokens * request.is_echo + max_tokens * (not request.is_stream))
+        if request.prompt_ranks is not None:
+            scores += prompt_tokens * (request.prompt_ranks + 1) * (1 if request.is_chat else request.choices)
+    if scores > MAX_REPLY_SCORES:
+        raise invalid(
+            f"the reply could have {scores:,} log-probabilities; the limit is {MAX_REPLY_SCORES:,}: request fewer "
+            "choices, tokens or log-probabilities of each",
+            "logprobs" if request.prompt_ranks is None else "prompt_logprobs",
+        )
 
 
 def _logprobs_of_completion(parameters: Mapping[str, Any]) -> tuple[bool, int]:

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from gpulease.client.decode import TINY_MODEL, open_model
 from gpulease.client.decode.openai.answer_forms import AnswerForm
 from gpulease.client.decode.openai.api_errors import ApiError
-from gpulease.client.decode.openai.completion_request import CompletionRequest, parse_request
+from gpulease.client.decode.openai.completion_request import (
+    MAX_REPLY_SCORES,
+    CompletionRequest,
+    check_reply_scores,
+    parse_request,
+)
 from gpulease.client.decode.openai.prompt_job import read_prompts, with_tokens
 from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_OPTIONS
 from gpulease.client.decode.text.prompt_reader import PromptReader
@@ -189,6 +194,32 @@ def test_a_message_is_continued_or_followed_by_another() -> None:
     asked = parsed(True, add_generation_prompt=False, chat_template_kwargs={"add_generation_prompt": True})
     assert asked.variables == {"add_generation_prompt": True}
     assert refused(stream=True, prompt_logprobs=1).param == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "values", "scores_a_token"),
+    [
+        (False, {"prompt_logprobs": 7}, 8),
+        (False, {"prompt_logprobs": 7, "n": 4}, 32),
+        (True, {"prompt_logprobs": 7, "n": 4}, 8),
+        (False, {"echo": True, "logprobs": 3, "n": 2}, 8),
+        (False, {"echo": True, "logprobs": 3, "n": 2, "stream": True}, 8),
+    ],
+)
+def test_a_reply_of_too_many_log_probabilities_is_refused(
+    is_chat: bool, values: dict[str, Any], scores_a_token: int
+) -> None:
+    request, most = parsed(is_chat, **values), MAX_REPLY_SCORES // scores_a_token
+    check_reply_scores(request, [(most // 2, 0), (most // 2, 0)])
+    with pytest.raises(ApiError) as error:
+        check_reply_scores(request, [(most // 2, 0), (most // 2 + 1, 0)])
+    assert error.value.param == ("prompt_logprobs" if "prompt_logprobs" in values else "logprobs")
+
+
+def test_a_stream_s_own_log_probabilities_are_not_kept_so_not_bounded() -> None:
+    check_reply_scores(parsed(logprobs=3, stream=True), [(0, MAX_REPLY_SCORES)])
+    with pytest.raises(ApiError):
+        check_reply_scores(parsed(logprobs=3), [(0, MAX_REPLY_SCORES // 4 + 1)])
 
 
 def test_a_parameter_that_nobody_knows_is_refused() -> None:
