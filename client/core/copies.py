@@ -5,16 +5,12 @@ A copy takes one of four ways. A small write is a quiet frame. A small read is a
 (`staged_copies`) or, without an arena, are a pipeline of MEM_WRITEs or MEM_READs.
 """
 
-import math
 import struct
-import time
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, Protocol
 
 from gpulease.client.core.exchange import receive, send
-from gpulease.client.core.fast_request import Done, FastRequest, NotSent, Outcome, Pending, SmallRead
+from gpulease.client.core.fast_request import Done, FastRequest, NotSent, Outcome, SmallRead
 from gpulease.client.core.operations import RequestPipeline
 from gpulease.client.core.refused_regions import RefusedRegions
 from gpulease.client.core.staged_copies import STAGED_FROM_BYTES, Staging
@@ -41,12 +37,6 @@ in addition to its usual time."""
 MAX_COPY_SPIN_NS: Final = 1_000_000
 """Longest such spin, in nanoseconds, because a spin keeps the tenant's other threads from running. For longer copies, a
 sleep costs little in comparison."""
-
-NAP_PART: Final = 0.85
-"""Fraction of the fastest copy's time for which the client sleeps before it spins."""
-
-MIN_TIMED_BYTES: Final = 16 << 20
-"""Smallest copy that is timed to estimate the bus's rate."""
 
 
 class CopyCommands(Protocol):
@@ -77,7 +67,6 @@ class Copies(CopyCommands):
         self._arena_read = FastRequest(operations, Opcode.ARENA_READ, ARENA_COPY.size)
         self._small_read = SmallRead(operations)
         self._staging: Staging | None = None
-        self._copy_times = CopyTimes()
         self._attachment.at_end.append(self._close_staging)
 
     # --- to the device ---
@@ -294,23 +283,7 @@ class Copies(CopyCommands):
             copy = ARENA_COPY.pack(buffer.handle, offset, place, size)
         except (TypeError, ValueError, struct.error):
             return NotSent()
-        # Do not time small copies: they must be fast, and their time does not show the bus's rate.
-        if size < MIN_TIMED_BYTES:
-            return request.ask(copy, spin_ns(size))
-        times, began_ns = self._copy_times, time.monotonic_ns()
-        outcome = request.ask(copy, spin_ns(size), nap_ns=times.nap_ns(size))
-        if isinstance(outcome, Done):
-            times.note(size, began_ns)
-        elif isinstance(outcome, Pending):
-            return Pending(partial(self._receive_late, outcome.receive, size, began_ns), outcome.request_id)
-        return outcome
-
-    def _receive_late(
-        self, receive: Callable[[int], Procedure[Any]], size: int, began_ns: int, request_id: int
-    ) -> Procedure[Any]:
-        body = yield from receive(request_id)
-        self._copy_times.note(size, began_ns)
-        return body
+        return request.ask(copy, spin_ns(size))
 
     def _place_of(self, view: memoryview) -> int | None:
         """Offset of a view's bytes in the arena; None if they are elsewhere."""
@@ -330,23 +303,6 @@ class Copies(CopyCommands):
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
-
-
-class CopyTimes:
-    """The times of a session's large copies, from which it estimates how long it can sleep during the next one."""
-
-    def __init__(self) -> None:
-        self._least_ns_per_byte = math.inf
-
-    def nap_ns(self, size: int) -> int:
-        """Return the shortest time that a copy takes, in nanoseconds; 0 if the client spins for that long anyway."""
-        if size <= MAX_COPY_SPIN_NS * COPY_BYTES_PER_NS or self._least_ns_per_byte == math.inf:
-            return 0
-        return int(size * self._least_ns_per_byte * NAP_PART)
-
-    def note(self, size: int, began_ns: int) -> None:
-        """Record the time of a copy that has ended now. Other work may have delayed it, so the fastest copy counts."""
-        self._least_ns_per_byte = min(self._least_ns_per_byte, (time.monotonic_ns() - began_ns) / size)
 
 
 def spin_ns(nbytes: int) -> int:

@@ -91,7 +91,6 @@ class _KnownReply:
         into: memoryview = NO_DATA,
         more_ns: int = 0,
         late_into: memoryview | None = None,
-        nap_ns: int = 0,
     ) -> Outcome[None]:
         """Send by `Channel.ask`, and expect the reply if it is late.
 
@@ -104,14 +103,13 @@ class _KnownReply:
             into: Target of the data after the reply.
             more_ns: Time that the operation itself takes, in nanoseconds.
             late_into: Target of a late reply's data; None if a late reply is to be parsed.
-            nap_ns: Time before which the reply can't come, in nanoseconds.
         """
         # Until `ask` returns, assume that the request was sent and not answered, which is the case that needs care.
         operations, channel = self._operations, self._attachment.channel
         # If this is interrupted, the reply is still to come, and the link must know its request.
         self._late = request_id, into, late_into
         channel.unfinished = self._expect_late
-        status = channel.ask(request, reply, into, more_ns, nap_ns)
+        status = channel.ask(request, reply, into, more_ns)
         if status is not _ANSWERED and status is not _NOT_SENT:
             self._expect_late()
         channel.unfinished = None
@@ -194,14 +192,13 @@ class FastRequest(_KnownReply):
         # In both frames, only the session's id is between the request id and the payload (`framing.HEADER`).
         self._middle = self._reply_tail = self._attachment.session_id.to_bytes(16)
 
-    def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA, nap_ns: int = 0) -> Outcome[None]:
+    def ask(self, payload: bytes = b"", more_ns: int = 0, into: memoryview = NO_DATA) -> Outcome[None]:
         """Send the request, under the session's lock.
 
         Args:
             payload: The request's payload.
             more_ns: Time that the operation itself takes, in nanoseconds.
             into: Receives the reply's body.
-            nap_ns: Time before which the reply can't come, in nanoseconds.
         """
         attachment = self._attachment
         # Send only if the session is at rest: if other replies were due, this one would not be the next.
@@ -212,9 +209,7 @@ class FastRequest(_KnownReply):
         request = b"".join((self._head, number, self._middle, payload))
         # Recognise only a successful reply of this operation with no body beyond the answer. Leave any other to the
         # general way.
-        return self._ask(
-            request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns, nap_ns=nap_ns
-        )
+        return self._ask(request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns)
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Send the request, the fast way if possible, and wait for the reply."""

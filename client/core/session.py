@@ -63,7 +63,6 @@ class SessionCore:
         grant: Grant | None,
         shared_memory: bool,
         spin_ns: int,
-        naps: bool = False,
     ) -> None:
         """Prepare a session, which `attach` opens.
 
@@ -73,7 +72,6 @@ class SessionCore:
             grant: A token of the lease with which to open it; None to open it as the lease's holder.
             shared_memory: Whether to share memory with the worker, where the address allows it.
             spin_ns: Longest time to poll for a reply before sleeping, in nanoseconds.
-            naps: Whether the API may sleep in the middle of an operation.
 
         Raises InvalidRequest for another lease's grant.
         """
@@ -83,7 +81,7 @@ class SessionCore:
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
         token = lease.token if grant is None else grant.token
-        spin = spin_policy_of(lease.waiting, spin_ns, naps=naps)
+        spin = spin_policy_of(lease.waiting, spin_ns)
         # Build the parts in order: each depends only on earlier ones.
         self.attachment = Attachment(lease, lock, token=token, memory_request=memory_request, spin=spin)
         self.operations = RequestPipeline(self.attachment)

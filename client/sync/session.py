@@ -79,9 +79,7 @@ class GpuSession(SessionView):
         self.lease = lease
         state = state_of(lease)
         spin_ns = LATENCY_SPIN_NS if state.is_latency else SPIN_NS
-        session = SessionCore(
-            state, threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=spin_ns, naps=True
-        )
+        session = SessionCore(state, threading.RLock(), grant=grant, shared_memory=shared_memory, spin_ns=spin_ns)
         self._set_session(session)
         # A child that is forked even during attach() must not use this connection.
         register(self)

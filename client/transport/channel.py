@@ -159,7 +159,6 @@ class Channel:
         reply: tuple[bytes, bytes, bytes],
         into: memoryview = NO_DATA,
         more_ns: int = 0,
-        nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request and spin for its reply: exactly `reply`, followed by data for all of `into`.
 
@@ -170,7 +169,6 @@ class Channel:
             reply: The expected bytes of the reply, in parts.
             into: Target of the data after them.
             more_ns: Time that the operation itself takes, in nanoseconds.
-            nap_ns: Time before which the reply can't come, in nanoseconds.
         """
         return AskOutcome.NOT_SENT
 

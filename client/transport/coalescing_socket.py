@@ -166,7 +166,6 @@ class CoalescingSocket(Channel):
         reply: tuple[bytes, bytes, bytes],
         into: memoryview = NO_DATA,
         more_ns: int = 0,
-        nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
         # Without spinning, the reply would always be late, so the general way is cheaper.

@@ -37,7 +37,6 @@ from gpulease.protocol.ring import (
     SyncWords,
     client_ends,
 )
-from gpulease.protocol.time_units import NS_PER_S
 
 BELLS_BYTES: Final = 4096
 """Most bells received at a time."""
@@ -112,7 +111,6 @@ class RingChannel(Channel):
             self._replies, self._requests = client_ends(memory, layout, barriers, wake, look)
             self._sync_words = SyncWords(memory, barriers[1])
         self._spin_ns, self._yields = spin.spin_ns, spin.yields
-        self._naps = spin.naps and spin.spin_ns > 0
         self._is_dozing = False
         self._is_closed = False
         self._end_of_socket = ""
@@ -156,7 +154,6 @@ class RingChannel(Channel):
         reply: tuple[bytes, bytes, bytes],
         into: memoryview = NO_DATA,
         more_ns: int = 0,
-        nap_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request and spin for its reply in the ring."""
         # Put the request into the ring, completely or not at all, then poll for exactly the reply's bytes.
@@ -167,10 +164,6 @@ class RingChannel(Channel):
                 return AskOutcome.NOT_SENT
             # The worker is busy with the request, so the rest of the preparation costs no time now.
             expected = b"".join(reply)
-            # Wake up before the reply can come: after a sleep that the reply ends, the core and this code would be
-            # slow.
-            if nap_ns and self._naps:
-                time.sleep(nap_ns / NS_PER_S)
             if self._spin(len(expected) + len(into), more_ns):
                 return AskOutcome.ANSWERED if replies.take_if(expected, into) else AskOutcome.REFUSED
         except (OSError, FramingError):

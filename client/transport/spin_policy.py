@@ -19,26 +19,23 @@ class SpinPolicy:
     Attributes:
         spin_ns: Longest time to poll for a reply, in nanoseconds; 0: never spin.
         yields: Whether to let other threads run between two polls.
-        naps: Whether to sleep before the polls of an operation that is known to take long.
     """
 
     spin_ns: int = 0
     yields: bool = False
-    naps: bool = False
 
 
-def spin_policy_of(waiting: Waiting | None, spin_ns: int, *, naps: bool = False) -> SpinPolicy:
+def spin_policy_of(waiting: Waiting | None, spin_ns: int) -> SpinPolicy:
     """The policy that the lease's tenant chose.
 
     Args:
         waiting: The tenant's choice; None: spin if this process has enough cores.
         spin_ns: Longest time that this API spins, in nanoseconds.
-        naps: Whether this API may sleep in the middle of an operation.
     """
     # The tenant's choice decides whether to poll, and between polls who runs.
     match waiting:
         case None:
-            return SpinPolicy(spin_ns if _HAS_CORES else 0, naps=naps)
+            return SpinPolicy(spin_ns if _HAS_CORES else 0)
         case Waiting.BLOCK:
             return SpinPolicy()
-    return SpinPolicy(spin_ns, yields=waiting is Waiting.YIELD, naps=naps)
+    return SpinPolicy(spin_ns, yields=waiting is Waiting.YIELD)
