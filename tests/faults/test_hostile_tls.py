@@ -321,6 +321,8 @@ def test_a_tenant_that_dies_inside_a_frame_is_forgotten(daemon: Daemon, pki: Pki
                 )
                 peer.sock.sendall(frame[:cut])
                 peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            # The session has room for one connection.
+            wait_until(lambda: not lease.query()["connections"], "the worker drops the connection")
         with GpuSession(lease) as session:
             check_main_job(session)
 
