@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, GrantCleanUp, ask_once
 from gpulease.client.core.lease_request import address_of
-from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
+from gpulease.client.core.waits import Locked, MaybePending, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.clean_ups import due, settle
 from gpulease.protocol import Opcode
@@ -188,6 +188,21 @@ async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
         return await drive(procedure)
     finally:
         lock.release()
+
+
+async def drive_at_once(lock: asyncio.Lock, operation: Callable[[], MaybePending[T]]) -> T:
+    """Try an operation under the lock. If it has to wait, it becomes a task, which keeps the lock until it ends."""
+    await lock.acquire()
+    rest: Procedure[T] | None = None
+    try:
+        result = operation()
+        if not isinstance(result, Generator):
+            return result
+        rest = result
+    finally:
+        if rest is None:
+            lock.release()
+    return await undisturbed(drive_holding(lock, rest))
 
 
 def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -4,13 +4,12 @@ import asyncio
 from types import TracebackType
 from typing import Any
 
-from gpulease.client.aio.driver import drive, drive_holding, undisturbed
+from gpulease.client.aio.driver import drive, drive_at_once, undisturbed
 from gpulease.client.aio.streams import Stream
 from gpulease.client.core.graphs import GraphHandle
 from gpulease.client.core.recorder import Recording
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionView
-from gpulease.client.core.waits import MaybePending
 
 
 class Graph(GraphHandle):
@@ -39,16 +38,9 @@ class Graph(GraphHandle):
             InvalidRequest: The graph has no such parameter, or the value has another kind than the parameter.
         """
         graphs = self.graphs("launch of a graph")
-        lock = graphs.attachment.lock
-        # The lock is released here if the launch was queued; otherwise `drive_holding` keeps it until it was.
-        await lock.acquire()
-        number: MaybePending[int] = 0
-        try:
-            number = graphs.launch(self, values, stream, regions, position)
-        finally:
-            if isinstance(number, int):
-                lock.release()
-        return number if isinstance(number, int) else await undisturbed(drive_holding(lock, number))
+        return await drive_at_once(
+            graphs.attachment.lock, lambda: graphs.launch(self, values, stream, regions, position)
+        )
 
     async def close(self) -> None:
         """Free the graph now instead of with its last reference. Launches of it that have started run to their end."""

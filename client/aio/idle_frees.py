@@ -13,17 +13,17 @@ def free_when_idle(session: SessionCore) -> None:
     Runs in the session's event loop.
     """
     loop, session_ref = asyncio.get_running_loop(), weakref.ref(session)
-    look = IdlePoller(weakref.proxy(session.operations))
+    poller = IdlePoller(weakref.proxy(session.operations))
 
     # Weak references only: a timer must not keep the session alive.
     def now() -> None:
         # The session was dropped, or has ended: the timer is not set again.
         session = session_ref()
-        if session is None or look.is_over:
+        if session is None or poller.is_over:
             return
         # A task that holds the lock is sending a request, which frees the dropped objects itself.
-        if look.has_found() and not session.attachment.lock.locked():
-            look.free()
+        if poller.has_found() and not session.attachment.lock.locked():
+            poller.free()
         loop.call_later(POLL_INTERVAL_S, now)
 
     loop.call_later(POLL_INTERVAL_S, now)

@@ -4,9 +4,8 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
-from gpulease.client.aio.driver import drive, drive_holding, undisturbed
+from gpulease.client.aio.driver import drive, drive_at_once, drive_holding, undisturbed
 from gpulease.client.core.streams import EventHandle, StreamHandle, Streams
-from gpulease.client.core.waits import MaybePending
 
 
 class Event(EventHandle):
@@ -54,17 +53,7 @@ class Stream(StreamHandle):
         The call itself does not wait.
         """
         streams = self.streams("wait_for")
-        lock = streams.attachment.lock
-        # As for a graph's launch: a task of its own only if the request could not be queued at once.
-        await lock.acquire()
-        rest: MaybePending[None] = None
-        try:
-            rest = streams.wait_for(self, other)
-        finally:
-            if rest is None:
-                lock.release()
-        if rest is not None:
-            await undisturbed(drive_holding(lock, rest))
+        await drive_at_once(streams.attachment.lock, lambda: streams.wait_for(self, other))
 
     async def event(self) -> Event:
         """Mark the moment at which the stream will have finished what it has queued now. The call does not wait.
