@@ -67,8 +67,10 @@ def test_a_full_disk_under_a_log_that_is_required(
     disk = Disk(daemon, folder)
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
+        # It is written behind the opening's reply; the grant below has to be the first record that finds the disk full.
+        wait_until(lambda: "attach" in kinds(folder), "the attach is on record", seen=lambda: kinds(folder))
         disk.fill()
-        # The first to ask finds out; those after it are told at once.
+        # The first acquire finds out, by a grant that is taken back; the next is refused at once.
         for _ in range(2):
             with pytest.raises(Busy, match="audit log can't be written: File too large"):
                 daemon.builder().acquire()
