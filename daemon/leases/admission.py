@@ -38,14 +38,14 @@ MAX_LEASE_ID = (1 << 128) - 1
 
 
 class Admission:
-    """Places acquires or queues them. Each method appends the effects to execute to `out`."""
+    """Places acquires or queues them. Each method appends what to execute to `effects`."""
 
     def __init__(self, store: LeaseStore, pool: WarmPool, parking: Parking) -> None:
         self._store = store
         self._pool = pool
         self._parking = parking
 
-    def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, out: list[Effect]) -> None:
+    def on_rules_changed(self, event: TenantRulesChanged, now_ns: int, effects: list[Effect]) -> None:
         """Apply new bounds to future requests. Tenants keep their leases and their places in the queue."""
         store = self._store
         # Limits are not retroactive: tenants with a lease or a queued acquire keep them, so `invariants` must not
@@ -54,9 +54,9 @@ class Admission:
         store.limits = replace(store.limits, tenants=event.rules)
         store.renamed |= event.renamed
         # A renamed tenant may be another person now, who must not get a context that has the first person's data.
-        self._pool.drop_renamed(now_ns, out)
+        self._pool.drop_renamed(now_ns, effects)
 
-    def acquire(self, event: AcquireRequested, now_ns: int, out: list[Effect]) -> None:
+    def acquire(self, event: AcquireRequested, now_ns: int, effects: list[Effect]) -> None:
         """Check the request, then place it, queue it or refuse it.
 
         Appends exactly one of `RequestDenied`, `Checked`, a placement's effects, or the queue's timer.
@@ -66,7 +66,7 @@ class Admission:
         denial = self._check_rate(event, now_ns) or self._check_node_drain(now_ns)
         denial = denial or self._check_request(event) or self._check_claim(event, now_ns) or self._check_counts(event)
         if denial is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         # Step 2: narrow the cards down. `selected`: the cards that the request names. `usable`: those that its tenant
         # may use. `suitable`: those of the right kind. `candidates`: those that could hold the lease if they were
@@ -79,29 +79,29 @@ class Admission:
         denial = denial or self._check_cards(event, usable or selected, suitable, candidates)
         denial = denial or self._check_drains(candidates, now_ns)
         if denial is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         # Step 3: a claimed acquire stops here. The node asks the fleet for the claim, then sends PLACE.
         if event.step is AcquireStep.CHECK:
-            out.append(Checked(event.request))
+            effects.append(Checked(event.request))
             return
         # Step 4: first come, first served. Serve the waiters before this request, and exclude each card that a waiter
         # holds back.
         if self._store.queue.end_holds(now_ns):
             # The hold timer fires late, but waiters still come before this request.
-            self.serve_queue(now_ns, out)
+            self.serve_queue(now_ns, effects)
         cards = self._store.queue.held_cards()
         allowed = [account for account in candidates if account.card.uuid not in cards] if cards else candidates
         account = placement.choose(allowed, event.terms, self._store.order)
         # Step 5: place it, refuse it, or let it wait.
         if account is not None:
-            self._place(event, account, now_ns, out)
+            self._place(event, account, now_ns, effects)
         elif event.wait_ms == 0 and not self._parking.may_make_room(tuple(allowed), event.terms, now_ns):
-            out.append(RequestDenied(event.request, self._no_room(event, candidates)))
+            effects.append(RequestDenied(event.request, self._no_room(event, candidates)))
         else:
-            self._enqueue(event, candidates, now_ns, out)
+            self._enqueue(event, candidates, now_ns, effects)
 
-    def serve_queue(self, now_ns: int, out: list[Effect]) -> None:
+    def serve_queue(self, now_ns: int, effects: list[Effect]) -> None:
         """Place every waiter that fits and is not held back, and refuse those that have waited too long."""
         self._store.queue.end_holds(now_ns)
         # Each placement changes which cards have room, so ask the queue again for the first waiter that fits.
@@ -110,54 +110,54 @@ class Admission:
             self._store.queue.leave(waiter)
             # The waiter's timer may be late: a client that has waited for its whole time must not get a lease.
             if waiter.returning is not None:
-                self._parking.give_room(waiter.returning, now_ns, out)
+                self._parking.give_room(waiter.returning, now_ns, effects)
             elif now_ns >= waiter.due_ns:
-                out.append(RequestDenied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
+                effects.append(RequestDenied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
             else:
-                self._place(waiter.acquire, account, now_ns, out)
+                self._place(waiter.acquire, account, now_ns, effects)
         self._store.has_freed_room = False
 
-    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> None:
+    def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> None:
         waiter = self._store.queue.get(request)
         if waiter is None:
             return
         # Check the timer against the table's own times, and arm an early one again.
         if now_ns < waiter.due_ns:
-            out.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
+            effects.append(ArmTimer(WaitTimerFired(request), waiter.due_ns))
             return
         self.drop(waiter)
         if waiter.returning is not None:
-            self._parking.refuse_return(waiter, now_ns, out)
+            self._parking.refuse_return(waiter, now_ns, effects)
             return
-        out.append(RequestDenied(request, self._waited_in_vain(waiter, now_ns)))
+        effects.append(RequestDenied(request, self._waited_in_vain(waiter, now_ns)))
 
-    def on_hold_timer(self, now_ns: int, out: list[Effect]) -> None:
+    def on_hold_timer(self, now_ns: int, effects: list[Effect]) -> None:
         """End the holds that are due, serve the waiters that they kept back, and arm the timer for the next end."""
         if self._store.queue.end_holds(now_ns):
-            self.serve_queue(now_ns, out)
+            self.serve_queue(now_ns, effects)
         due_ns = self._store.queue.next_hold_end_ns()
         if due_ns is not None:
-            out.append(ArmTimer(HoldTimerFired(), due_ns))
+            effects.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
         """Remove a waiter from the queue, so that the waiters behind it can be placed."""
         self._store.queue.leave(waiter)
         self._store.has_freed_room = True
 
-    def close_queue(self, denial: Denial, out: list[Effect]) -> None:
+    def close_queue(self, denial: Denial, effects: list[Effect]) -> None:
         # Keep the waiting sessions: they belong to leases, which may last until the drain's deadline.
         for waiter in [waiter for waiter in self._store.queue if waiter.returning is None]:
             self._store.queue.leave(waiter)
-            out.append(RequestDenied(waiter.acquire.request, denial))
+            effects.append(RequestDenied(waiter.acquire.request, denial))
 
-    def refuse_without_card(self, denial: Denial, out: list[Effect]) -> None:
+    def refuse_without_card(self, denial: Denial, effects: list[Effect]) -> None:
         """Refuse the waiters that only drained cards could serve. The others keep their places in the queue."""
         for waiter in self._store.queue:
             if not waiter.open_candidates():
                 self._store.queue.leave(waiter)
-                out.append(RequestDenied(waiter.acquire.request, denial))
+                effects.append(RequestDenied(waiter.acquire.request, denial))
 
-    def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+    def _place(self, event: AcquireRequested, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
         orphan_ms = event.terms.orphan_ms
         # The tenant chose no bound, so the node's default applies. From now on the lease has that value.
         if orphan_ms is None:
@@ -177,14 +177,14 @@ class Admission:
         )
         # Charge the card now, so that no later acquire gets these bytes. Then the pool picks the worker.
         self._store.open(lease)
-        self._pool.place(lease, now_ns, out)
+        self._pool.place(lease, now_ns, effects)
 
     def _enqueue(
-        self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, out: list[Effect]
+        self, event: AcquireRequested, candidates: tuple[CardAccount, ...], now_ns: int, effects: list[Effect]
     ) -> None:
         denial = self._check_queue(event)
         if denial is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         queue = self._store.queue
         # Note when the shared timer is due before this waiter joins, to see whether it must fire earlier now.
@@ -194,11 +194,11 @@ class Admission:
         wait_ns = event.wait_ms * NS_PER_MS or self._parking.patience_ns
         waiter = Waiter(event, candidates, now_ns, now_ns + wait_ns, holds_until_ns)
         queue.join(waiter)
-        out.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
+        effects.append(ArmTimer(WaitTimerFired(event.request), waiter.due_ns))
         # One timer serves all waiters. It must fire when the first hold ends.
         hold_end_ns = queue.next_hold_end_ns()
         if hold_end_ns is not None and (armed_ns is None or hold_end_ns < armed_ns):
-            out.append(ArmTimer(HoldTimerFired(), hold_end_ns))
+            effects.append(ArmTimer(HoldTimerFired(), hold_end_ns))
 
     def _check_rate(self, event: AcquireRequested, now_ns: int) -> Denial | None:
         # CHECK has already counted this acquire; counting it again would halve the tenant's rate.
@@ -399,7 +399,7 @@ class Drains:
     5. The node's drain and a card's drain are independent: on that card the earlier deadline counts, and to end one
        drain does not end the other.
 
-    Each method appends the effects to execute to `out`.
+    Each method appends what to execute to `effects`.
     """
 
     def __init__(self, store: LeaseStore, teardown: Teardown, admission: Admission) -> None:
@@ -407,57 +407,57 @@ class Drains:
         self._teardown = teardown
         self._admission = admission
 
-    def on_requested(self, event: DrainRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_requested(self, event: DrainRequested, now_ns: int, effects: list[Effect]) -> None:
         """Begin a drain, or move its deadline. If the deadline is now, end all leases at once."""
         drain_ns = now_ns + max(0, event.within_ms) * NS_PER_MS
         if event.card is None:
             self._store.drain_ns = drain_ns
             # Refuse everything that is not granted yet: queued acquires, and leases that still wait for their worker.
-            self._admission.close_queue(denials.draining(drain_ns - now_ns), out)
-            self._begin(event.request, None, now_ns, out)
-        elif (account := self._card(event.request, event.card, out)) is not None:
+            self._admission.close_queue(denials.draining(drain_ns - now_ns), effects)
+            self._begin(event.request, None, now_ns, effects)
+        elif (account := self._card(event.request, event.card, effects)) is not None:
             account.drain_ns = drain_ns
-            self._admission.refuse_without_card(denials.card_draining(account.card.uuid, drain_ns - now_ns), out)
-            self._begin(event.request, account, now_ns, out)
+            self._admission.refuse_without_card(denials.card_draining(account.card.uuid, drain_ns - now_ns), effects)
+            self._begin(event.request, account, now_ns, effects)
 
-    def _begin(self, request: int, account: CardAccount | None, now_ns: int, out: list[Effect]) -> None:
+    def _begin(self, request: int, account: CardAccount | None, now_ns: int, effects: list[Effect]) -> None:
         for lease in self._on(account):
             if lease.state is LeaseState.PENDING:
                 reason = NODE_DRAINED if account is None else CARD_DRAINED
-                self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, out)
+                self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, effects)
         # Reply and warn the tenants. If the deadline is now, then end all leases at once.
-        self._set(request, account, now_ns, out)
-        self.on_timer(now_ns, out)
+        self._set(request, account, now_ns, effects)
+        self.on_timer(now_ns, effects)
 
-    def on_cancelled(self, event: DrainCancelled, now_ns: int, out: list[Effect]) -> None:
+    def on_cancelled(self, event: DrainCancelled, now_ns: int, effects: list[Effect]) -> None:
         """Admit tenants again. Without a drain nothing changes."""
         account = None
         if event.card is None:
             self._store.drain_ns = None
-        elif (account := self._card(event.request, event.card, out)) is None:
+        elif (account := self._card(event.request, event.card, effects)) is None:
             return
         else:
             account.drain_ns = None
-        self._set(event.request, account, now_ns, out)
+        self._set(event.request, account, now_ns, effects)
 
-    def on_timer(self, now_ns: int, out: list[Effect]) -> None:
+    def on_timer(self, now_ns: int, effects: list[Effect]) -> None:
         """End the leases of each drain that has reached its deadline, and arm the timer for the next deadline."""
         for lease in self._store.live.values():
             drain = self._store.drain_of(lease.card_uuid)
             if lease.state is LeaseState.ACTIVE and drain is not None and now_ns >= drain.due_ns:
                 reason = CARD_DRAINED if drain.is_of_card else NODE_DRAINED
-                self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, out)
+                self._teardown.begin(lease, Cause.DRAINED, reason, now_ns, effects)
         ends_ns = [self._store.drain_ns, *(account.drain_ns for account in self._store.accounts)]
         later_ns = [end_ns for end_ns in ends_ns if end_ns is not None and end_ns > now_ns]
         if later_ns:
-            out.append(ArmTimer(DrainTimerFired(), min(later_ns)))
+            effects.append(ArmTimer(DrainTimerFired(), min(later_ns)))
 
-    def _card(self, request: int, selector: str, out: list[Effect]) -> CardAccount | None:
+    def _card(self, request: int, selector: str, effects: list[Effect]) -> CardAccount | None:
         """Return the card that a selector names, or refuse the request."""
         selected = placement.select(self._store.accounts, selector)
         if not selected:
             cards = [account.card for account in self._store.accounts]
-            out.append(RequestDenied(request, denials.unknown_card(selector, cards)))
+            effects.append(RequestDenied(request, denials.unknown_card(selector, cards)))
             return None
         return selected[0]
 
@@ -465,14 +465,14 @@ class Drains:
         """Return the live leases of a card; of all cards for None."""
         return [one for one in self._store.live.values() if account is None or one.card_uuid == account.card.uuid]
 
-    def _set(self, request: int, account: CardAccount | None, now_ns: int, out: list[Effect]) -> None:
+    def _set(self, request: int, account: CardAccount | None, now_ns: int, effects: list[Effect]) -> None:
         active = [lease for lease in self._on(account) if lease.state is LeaseState.ACTIVE]
         if account is None:
-            out.append(DrainSet(request, self._store.drain_ns, len(active)))
+            effects.append(DrainSet(request, self._store.drain_ns, len(active)))
         else:
-            out.append(DrainSet(request, account.drain_ns, len(active), account.card.uuid))
+            effects.append(DrainSet(request, account.drain_ns, len(active), account.card.uuid))
         # Waiters may now be placed on other cards than before, so the queue must be checked.
         self._store.has_freed_room = True
         # Warn every active lease, even one that was warned before: its deadline may be earlier or later now.
         for lease in active:
-            self._store.warn(lease, now_ns, out)
+            self._store.warn(lease, now_ns, effects)

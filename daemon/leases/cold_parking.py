@@ -66,16 +66,16 @@ class ContextPool(HeldWorkers, Protocol):
     """The part of the warm pool that cold parking uses: contexts for sessions that return."""
 
     def drop_behind(
-        self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
+        self, lease: Lease, charge_bytes: int, now_ns: int, effects: list[Effect], *, is_gone: bool = False
     ) -> None:
         """Take over a lease's worker, which holds these bytes, and drop it as one of the pool's contexts."""
 
-    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+    def give_to(self, lease: Lease, now_ns: int, effects: list[Effect]) -> bool:
         """Give a lease without a worker a warm context of its card; return whether one was ready."""
 
 
 class ColdParking:
-    """Makes sessions leave their workers and return in others. Each method appends the effects to execute to `out`.
+    """Makes sessions leave their workers and return in others. Each method appends what to execute to `effects`.
 
     Args:
         store: The table's state.
@@ -102,31 +102,35 @@ class ColdParking:
 
     # --- leaving ---
 
-    def on_parked(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def on_parked(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Order a session that was just parked to leave its process: at once if it is being moved, else later."""
         state = lease.park
         if state is None:
             return
         state.stays_here = ""
         if state.move is not None:
-            self._leave(lease, state, now_ns, out)
+            self._leave(lease, state, now_ns, effects)
         else:
-            self._arm_leaving(lease, state, now_ns, out)
+            self._arm_leaving(lease, state, now_ns, effects)
 
-    def on_return_refused(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def on_return_refused(
+        self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]
+    ) -> None:
         """Record that a session stays parked because it found no room in time."""
         # A return for a move was not requested by a client. If a client waits as well, it asks for the return next.
         is_move, denial = state.move is not None, denials.park_refused(lease.lease_id, reason)
-        self.refuse_move(lease, denial, now_ns, out)
-        if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, out):
+        self.refuse_move(lease, denial, now_ns, effects)
+        if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, effects):
             # Its former worker takes the session back: it needs less room there than with a second worker.
             return
         if state.depth is ParkDepth.WARM:
-            self._arm_leaving(lease, state, now_ns, out)
-        elif is_move or not self._refuse_in_worker(lease, state, reason, now_ns, out):
-            out.append(WatchClients(lease.lease_id))
+            self._arm_leaving(lease, state, now_ns, effects)
+        elif is_move or not self._refuse_in_worker(lease, state, reason, now_ns, effects):
+            effects.append(WatchClients(lease.lease_id))
 
-    def _refuse_in_worker(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> bool:
+    def _refuse_in_worker(
+        self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]
+    ) -> bool:
         """Have a new worker adopt a cold session in its parked state, because only a worker can answer requests.
 
         Returns False if the worker's context does not fit. `reason`: Why the requests are refused.
@@ -141,91 +145,98 @@ class ColdParking:
         account.take_parked(lease, needed_bytes)
         # The pool starts the worker when bytes become free. If none are missing, start it here.
         if not needed_bytes:
-            self.start_return(lease, state, now_ns, out)
+            self.start_return(lease, state, now_ns, effects)
         return True
 
-    def on_refused_in_worker(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def on_refused_in_worker(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Record that a new worker has adopted a parked session, so that it can refuse the operations that wait."""
         reason, state.refusal = state.refusal, ""
         state.phase, state.kept_bytes, state.is_awaited = ParkPhase.PARKED, state.code_bytes, False
-        refuse_parks(state, denials.park_refused(lease.lease_id, reason), out)
-        out.append(RefuseWaitingOperations(lease.lease_id, state.number, reason))
-        self._arm_leaving(lease, state, now_ns, out)
+        refuse_parks(state, denials.park_refused(lease.lease_id, reason), effects)
+        effects.append(RefuseWaitingOperations(lease.lease_id, state.number, reason))
+        self._arm_leaving(lease, state, now_ns, effects)
 
-    def _arm_leaving(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _arm_leaving(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         if self._store.limits.cold_park_s and not state.stays_here:
             state.due_ns = now_ns + self._store.limits.cold_park_s * NS_PER_S
-            arm_park_timer(lease, state.due_ns, out)
+            arm_park_timer(lease, state.due_ns, effects)
 
-    def _leave(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _leave(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         # An image can have only active regions, so wait while one is being opened or ended.
         if any(region.state is not RegionState.ACTIVE for region in lease.slots.values()):
-            self._give_up(lease, state, _REGION_MOVES, now_ns, out, is_lasting=False)
+            self._give_up(lease, state, _REGION_MOVES, now_ns, effects, is_lasting=False)
             return
         state.depth, state.ordered_ns = ParkDepth.LEAVING, now_ns
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         carries = state.move is not None and bool(state.move.card_uuid)
         is_upgrade = state.move is not None and bool(state.move.from_version)
-        out.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade))
-        arm_park_timer(lease, state.due_ns, out)
+        effects.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade))
+        arm_park_timer(lease, state.due_ns, effects)
 
-    def on_imaged(self, event: events.SessionImaged, now_ns: int, out: list[Effect]) -> None:
+    def on_imaged(self, event: events.SessionImaged, now_ns: int, effects: list[Effect]) -> None:
         """End the worker of a session after the broker has received the session's image."""
         lease = self._leaving(event.lease_id, event.number)
         if lease is None or lease.park is None:
             return
         state = lease.park
         # From now on the broker keeps the image, and watches the session's clients.
-        out.append(LeaseLeft(lease.snapshot(), event.image_bytes, now_ns - state.ordered_ns))
-        if self._upgrades.set_aside(lease, state, lease.charge_bytes, out):
+        effects.append(LeaseLeft(lease.snapshot(), event.image_bytes, now_ns - state.ordered_ns))
+        if self._upgrades.set_aside(lease, state, lease.charge_bytes, effects):
             self._discharge(lease, state)
-            self._note_cold(lease, state, out)
+            self._note_cold(lease, state, effects)
         else:
-            self._drop_worker(lease, state, now_ns, out)
+            self._drop_worker(lease, state, now_ns, effects)
         if (move := state.move) is None:
             return
         if not move.card_uuid:
-            self._end_move(lease, state, now_ns, out)
+            self._end_move(lease, state, now_ns, effects)
             return
         account = self._store.account_by_uuid[move.card_uuid]
         # By now the other card may be drained or leased exclusively. Then the session stays cold, on its own card.
         denial = None if account.card.uuid == lease.card_uuid else self._check_card(lease, account, now_ns)
         if denial is not None:
-            self.refuse_move(lease, denial, now_ns, out)
+            self.refuse_move(lease, denial, now_ns, effects)
             return
-        self._change_card(lease, state, account, now_ns, out)
+        self._change_card(lease, state, account, now_ns, effects)
         state.is_awaited = True
-        self._await_return(lease, state, now_ns, out)
+        self._await_return(lease, state, now_ns, effects)
 
-    def on_stays(self, event: events.SessionStays, now_ns: int, out: list[Effect]) -> None:
+    def on_stays(self, event: events.SessionStays, now_ns: int, effects: list[Effect]) -> None:
         """Keep a session that can't leave in its worker."""
         lease = self._leaving(event.lease_id, event.number)
         if lease is not None and lease.park is not None:
             if event.is_lasting:
                 lease.park.stays_here = event.reason
-            self._give_up(lease, lease.park, event.reason, now_ns, out, is_lasting=event.is_lasting)
+            self._give_up(lease, lease.park, event.reason, now_ns, effects, is_lasting=event.is_lasting)
 
     def _give_up(
-        self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect], *, is_lasting: bool = True
+        self,
+        lease: Lease,
+        state: ParkState,
+        reason: str,
+        now_ns: int,
+        effects: list[Effect],
+        *,
+        is_lasting: bool = True,
     ) -> None:
         state.depth, state.due_ns = ParkDepth.WARM, None
-        out.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
+        effects.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
         was_on_card = state.move is not None and bool(state.move.from_version) and not state.move.was_parked
-        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason, is_lasting=is_lasting), now_ns, out)
+        self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason, is_lasting=is_lasting), now_ns, effects)
         if was_on_card:
             # The session was parked only for its upgrade, so bring it back.
             state.is_awaited = True
-            self._await_return(lease, state, now_ns, out)
+            self._await_return(lease, state, now_ns, effects)
             return
-        self._arm_leaving(lease, state, now_ns, out)
+        self._arm_leaving(lease, state, now_ns, effects)
 
     def _drop_worker(
-        self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect], *, is_gone: bool = False
+        self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect], *, is_gone: bool = False
     ) -> None:
         """Pass a lease's worker to the pool, which drops it, and charge the lease nothing."""
         held_bytes = self._discharge(lease, state)
-        self._pool.drop_behind(lease, held_bytes, now_ns, out, is_gone=is_gone)
-        self._note_cold(lease, state, out)
+        self._pool.drop_behind(lease, held_bytes, now_ns, effects, is_gone=is_gone)
+        self._note_cold(lease, state, effects)
 
     def _discharge(self, lease: Lease, state: ParkState) -> int:
         """Enter COLD, which charges the lease nothing. Returns the bytes that it was charged before."""
@@ -237,13 +248,13 @@ class ColdParking:
         state.kept_bytes, lease.warm_id, lease.served, state.refusal = 0, 0, 0, ""
         return held_bytes
 
-    def _note_cold(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
+    def _note_cold(self, lease: Lease, state: ParkState, effects: list[Effect]) -> None:
         # The worker ends, perhaps before it has answered. From now on the broker wipes regions that end.
         for region in lease.slots.values():
             if region.state in ENDED_REGIONS:
-                out.append(EndRegion(lease.lease_id, region.region_id, 0))
+                effects.append(EndRegion(lease.lease_id, region.region_id, 0))
         # Refuse the parks that were requested during the return and waited for its end.
-        refuse_parks(state, denials.is_returning(lease.lease_id), out)
+        refuse_parks(state, denials.is_returning(lease.lease_id), effects)
 
     def _leaving(self, lease_id: int, number: int) -> Lease | None:
         """Return the active lease of an answer to LeaveSession; None if the answer is late."""
@@ -254,21 +265,21 @@ class ColdParking:
 
     # --- returning ---
 
-    def start_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def start_return(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Order a worker for a cold session that has room."""
         state.depth, state.ordered_ns = ParkDepth.ARRIVING, now_ns
         state.due_ns = now_ns + self._store.limits.spawn_timeout_s * NS_PER_S
         # Prefer a warm context; but if the session did not fit a warm context, start a new worker.
         is_second = state.misfit is not None
-        state.is_on_warm = state.misfit is not True and self._pool.give_to(lease, now_ns, out)
+        state.is_on_warm = state.misfit is not True and self._pool.give_to(lease, now_ns, effects)
         if is_second and state.is_on_warm == state.misfit:
             reason = f"{state.misfit_reason.rstrip('.')}, and no worker of another kind is ready"
-            self._end_misfit(lease, reason, now_ns, out)
+            self._end_misfit(lease, reason, now_ns, effects)
             return
-        out.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
-        arm_park_timer(lease, state.due_ns, out)
+        effects.append(RestartWorker(lease.lease_id, lease.card_uuid, lease.terms, lease.generation))
+        arm_park_timer(lease, state.due_ns, effects)
 
-    def on_worker_ready(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> bool:
+    def on_worker_ready(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> bool:
         """Make a worker adopt the session for which it was ordered. Returns False for any other worker."""
         if state.depth is not ParkDepth.ARRIVING or lease.state is not LeaseState.ACTIVE:
             return False
@@ -277,13 +288,13 @@ class ColdParking:
         # This worker's page has no deadlines yet. From now on the only time limit is the lease's own; the watchdog
         # notices if the worker stops.
         state.depth, state.due_ns = ParkDepth.ADOPTING, None
-        out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+        effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
         if lease.horizon is not None:
-            out.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
-        out.append(AdoptSession(lease.lease_id, state.number, state.refusal))
+            effects.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
+        effects.append(AdoptSession(lease.lease_id, state.number, state.refusal))
         return True
 
-    def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> bool:
+    def on_worker_lost(self, lease: Lease, reason: str, now_ns: int, effects: list[Effect]) -> bool:
         """Keep a session cold if its new worker ended before it received the image. Returns False for any other worker.
 
         A session that is being upgraded goes back to its former worker, even if the new one had the image: the new one
@@ -294,89 +305,91 @@ class ColdParking:
             return False
         if state.depth is not ParkDepth.ARRIVING and not (state.depth is ParkDepth.ADOPTING and state.held_id):
             return False
-        self._fall_back(lease, state, reason, now_ns, out, is_gone=True)
+        self._fall_back(lease, state, reason, now_ns, effects, is_gone=True)
         return True
 
     def _fall_back(
-        self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool
+        self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect], *, is_gone: bool
     ) -> None:
-        out.append(ParkFailed(lease.snapshot(), None, reason))
-        self._drop_worker(lease, state, now_ns, out, is_gone=is_gone)
-        if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, out):
-            self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
+        effects.append(ParkFailed(lease.snapshot(), None, reason))
+        self._drop_worker(lease, state, now_ns, effects, is_gone=is_gone)
+        if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, effects):
+            self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
             return
         # A client that still waits will ask again: the broker watches the session's clients.
         state.is_awaited = False
-        self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, out)
-        out.append(WatchClients(lease.lease_id))
+        self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
+        effects.append(WatchClients(lease.lease_id))
 
-    def on_returned(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def on_returned(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Record that a session is complete on a card again, from whichever depth of parking it returned."""
         state.depth, state.misfit = ParkDepth.WARM, None
         if (move := state.move) is not None:
             # If an operation came before the session left its worker, it has only been parked, not moved.
             has_left = state.held_id != 0 if move.from_version else lease.card_uuid == move.card_uuid
             if has_left:
-                self._end_move(lease, state, now_ns, out)
+                self._end_move(lease, state, now_ns, effects)
             else:
-                self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
+                self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
         # The upgrade was given up, but the new worker has the session nevertheless.
-        self._upgrades.drop(state, "its session is in another worker", now_ns, out)
+        self._upgrades.drop(state, "its session is in another worker", now_ns, effects)
 
-    def on_return_failed(self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> bool:
+    def on_return_failed(
+        self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, effects: list[Effect]
+    ) -> bool:
         """End a lease if its session can't be restored exactly. Returns False if the session is parked warm again."""
         state = lease.park
         if state is None or not event.is_mismatch:
             if state is not None:
                 # The new worker has restored the session; only room for its bytes is missing.
                 state.depth, state.misfit = ParkDepth.WARM, None
-                self._upgrades.drop(state, "its session is in another worker", now_ns, out)
-            self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, out)
+                self._upgrades.drop(state, "its session is in another worker", now_ns, effects)
+            self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, effects)
             return False
         if state.misfit is not None:
-            self._end_misfit(lease, event.reason, now_ns, out)
+            self._end_misfit(lease, event.reason, now_ns, effects)
             return True
         # The broker still has the image, and the worker has not served any request of the session.
-        out.append(ParkFailed(lease.snapshot(), None, event.reason))
+        effects.append(ParkFailed(lease.snapshot(), None, event.reason))
         state.misfit, state.misfit_reason = state.is_on_warm, event.reason
-        self._drop_worker(lease, state, now_ns, out)
+        self._drop_worker(lease, state, now_ns, effects)
         state.is_awaited = True
-        self._await_return(lease, state, now_ns, out)
+        self._await_return(lease, state, now_ns, effects)
         return True
 
-    def _end_misfit(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _end_misfit(self, lease: Lease, reason: str, now_ns: int, effects: list[Effect]) -> None:
         if (state := lease.park) is not None and state.held_id:
             # Its former worker still has the session unchanged.
             if state.depth is ParkDepth.ADOPTING:
-                self._drop_worker(lease, state, now_ns, out)
+                self._drop_worker(lease, state, now_ns, effects)
             else:
                 self._discharge(lease, state)
-            if self._upgrades.take_back(lease, state, reason, now_ns, out):
-                out.append(ParkFailed(lease.snapshot(), None, reason))
-                self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, out)
+            if self._upgrades.take_back(lease, state, reason, now_ns, effects):
+                effects.append(ParkFailed(lease.snapshot(), None, reason))
+                self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, effects)
                 return
-        out.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))
-        self._condemn(lease, Cause.FAULTED, f"its session can't continue in another process: {reason}", now_ns, out)
+        effects.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))
+        self._condemn(lease, Cause.FAULTED, f"its session can't continue in another process: {reason}", now_ns, effects)
 
     # --- moves ---
 
-    def on_move_requested(self, event: events.MoveRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_move_requested(self, event: events.MoveRequested, now_ns: int, effects: list[Effect]) -> None:
         """Begin to move a session to another card, or out of its process; or refuse the request."""
         parkable = find_parkable(self._store, event, now_ns)
         if isinstance(parkable, Denial):
-            out.append(RequestDenied(event.request, parkable))
+            effects.append(RequestDenied(event.request, parkable))
             return
         lease, state = parkable
         if state.move is not None:
-            out.append(RequestDenied(event.request, denials.is_moving(lease.lease_id)))
+            effects.append(RequestDenied(event.request, denials.is_moving(lease.lease_id)))
             return
-        denial = self._begin_move(lease, state, event, now_ns, out)
+        denial = self._begin_move(lease, state, event, now_ns, effects)
         if denial is not None:
             state.move = None
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
 
     def _begin_move(
-        self, lease: Lease, state: ParkState, event: events.MoveRequested, now_ns: int, out: list[Effect]
+        self, lease: Lease, state: ParkState, event: events.MoveRequested, now_ns: int, effects: list[Effect]
     ) -> Denial | None:
         card_uuid = ""
         if event.card is not None:
@@ -392,23 +405,23 @@ class ColdParking:
         state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked)
         match state.phase, state.depth:
             case ParkPhase.RESIDENT, _:
-                return self._park(lease, now_ns, out)
+                return self._park(lease, now_ns, effects)
             case ((ParkPhase.PARKING | ParkPhase.PROVING), _):
                 return denials.is_returning(lease.lease_id) if state.is_awaited else None
             case ParkPhase.PARKED, ParkDepth.WARM if not state.is_awaited:
                 if state.stays_here:
                     return denials.cant_leave(lease.lease_id, state.stays_here)
-                self._leave(lease, state, now_ns, out)
+                self._leave(lease, state, now_ns, effects)
                 return None
             case ParkPhase.PARKED, ParkDepth.LEAVING:
                 return None
             case ParkPhase.PARKED, ParkDepth.COLD if not state.is_awaited:
                 if not card_uuid:
-                    self._end_move(lease, state, now_ns, out)
+                    self._end_move(lease, state, now_ns, effects)
                     return None
-                self._change_card(lease, state, self._store.account_by_uuid[card_uuid], now_ns, out)
+                self._change_card(lease, state, self._store.account_by_uuid[card_uuid], now_ns, effects)
                 state.is_awaited = True
-                self._await_return(lease, state, now_ns, out)
+                self._await_return(lease, state, now_ns, effects)
                 return None
         return denials.is_returning(lease.lease_id)
 
@@ -441,7 +454,7 @@ class ColdParking:
         return None if may_take(account, lease) else denials.no_place(lease.lease_id, uuid)
 
     def _change_card(
-        self, lease: Lease, state: ParkState, account: CardAccount, now_ns: int, out: list[Effect]
+        self, lease: Lease, state: ParkState, account: CardAccount, now_ns: int, effects: list[Effect]
     ) -> None:
         """Move a lease that is charged nothing to another card."""
         former = self._store.drain_of(lease.card_uuid)
@@ -456,24 +469,26 @@ class ColdParking:
             region.card_uuid = account.card.uuid
         # Withdraw the former card's drain warning, and send that of the new card.
         if former != self._store.drain_of(lease.card_uuid):
-            self._store.warn(lease, now_ns, out)
+            self._store.warn(lease, now_ns, effects)
 
-    def _end_move(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _end_move(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         move = state.move
         if move is None:
             return
         state.move = None
         if move.from_version:
-            self._upgrades.on_done(lease, state, move, now_ns, out)
+            self._upgrades.on_done(lease, state, move, now_ns, effects)
         elif move.card_uuid:
-            self._record_move(lease, state, move, now_ns, out)
+            self._record_move(lease, state, move, now_ns, effects)
         if move.request is not None:
-            out.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
+            effects.append(SessionMoved(move.request, lease.snapshot(), state.moved_bytes, now_ns - move.since_ns))
 
-    def _record_move(self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, out: list[Effect]) -> None:
-        out.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
+    def _record_move(
+        self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, effects: list[Effect]
+    ) -> None:
+        effects.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
 
-    def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, out: list[Effect]) -> None:
+    def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, effects: list[Effect]) -> None:
         """Refuse the move in progress, if there is one. The session stays where it is now."""
         if lease.park is None or (move := lease.park.move) is None:
             return
@@ -481,38 +496,38 @@ class ColdParking:
         # The lease has changed its card, although its session has not returned. Report that to those who keep records
         # of leases.
         if lease.card_uuid != move.from_uuid:
-            self._record_move(lease, lease.park, move, now_ns, out)
+            self._record_move(lease, lease.park, move, now_ns, effects)
         if move.request is not None:
-            out.append(RequestDenied(move.request, denial))
+            effects.append(RequestDenied(move.request, denial))
 
     # --- timers and ends ---
 
-    def on_timer(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> bool:
+    def on_timer(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> bool:
         """Handle the timer of a session that is parked or that a new worker is to continue.
 
         Returns False for any other.
         """
         if state.depth is ParkDepth.LEAVING:
             # The worker may have sent the image by now, so order it to serve the session again.
-            out.append(StaySession(lease.lease_id, state.number))
+            effects.append(StaySession(lease.lease_id, state.number))
             waited_s = self._store.limits.session_timeout_s
-            self._give_up(lease, state, f"it did not {_LEAVES} within {waited_s} s", now_ns, out)
+            self._give_up(lease, state, f"it did not {_LEAVES} within {waited_s} s", now_ns, effects)
         elif state.depth is ParkDepth.ARRIVING:
             reason = f"its new worker was not ready within {self._store.limits.spawn_timeout_s} s"
-            self._fall_back(lease, state, reason, now_ns, out, is_gone=False)
+            self._fall_back(lease, state, reason, now_ns, effects, is_gone=False)
         elif state.phase is ParkPhase.PARKED and state.depth is ParkDepth.WARM and not state.is_awaited:
-            self._leave(lease, state, now_ns, out)
+            self._leave(lease, state, now_ns, effects)
         else:
             return False
         return True
 
-    def end_with_lease(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Answer the requests that wait for an ended lease.
 
         A cold lease is over at once, as it has no worker to end.
         """
-        self.refuse_move(lease, denials.lease_ended(lease.snapshot()), now_ns, out)
-        self._upgrades.drop(state, f"lease {lease.lease_id:032x} has ended", now_ns, out)
+        self.refuse_move(lease, denials.lease_ended(lease.snapshot()), now_ns, effects)
+        self._upgrades.drop(state, f"lease {lease.lease_id:032x} has ended", now_ns, effects)
         if state.depth is ParkDepth.COLD:
             lease.is_worker_gone = True
 
@@ -531,11 +546,11 @@ def find_parkable(
     return lease, lease.park
 
 
-def refuse_parks(state: ParkState, denial: Denial, out: list[Effect]) -> None:
+def refuse_parks(state: ParkState, denial: Denial, effects: list[Effect]) -> None:
     """Refuse the requests that wait for a park."""
-    out.extend(RequestDenied(request, denial) for request in state.requests)
+    effects.extend(RequestDenied(request, denial) for request in state.requests)
     state.requests.clear()
 
 
-def arm_park_timer(lease: Lease, due_ns: int, out: list[Effect]) -> None:
-    out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))
+def arm_park_timer(lease: Lease, due_ns: int, effects: list[Effect]) -> None:
+    effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.PARK), due_ns))

@@ -23,13 +23,13 @@ from gpulease.daemon.leases.teardown import Teardown
 
 
 class Horizons:
-    """Limits claimed leases to the membership deadline. Each method appends the effects to execute to `out`."""
+    """Limits claimed leases to the membership deadline. Each method appends what to execute to `effects`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
         self._store = store
         self._teardown = teardown
 
-    def on_moved(self, event: HorizonMoved, now_ns: int, out: list[Effect]) -> None:
+    def on_moved(self, event: HorizonMoved, now_ns: int, effects: list[Effect]) -> None:
         """Move the membership deadline of the node and of its claimed leases forward, never back.
 
         A lease that is past its own membership deadline has ended and is not extended.
@@ -41,11 +41,11 @@ class Horizons:
         self._store.horizon = moved
         for lease in list(self._store.capped.values()):
             # End what is overdue before extending it: another node may already have taken that lease's name.
-            self._teardown.expire_if_due(lease, now_ns, out)
+            self._teardown.expire_if_due(lease, now_ns, effects)
             if lease.state is LeaseState.ACTIVE:
-                self.cap(lease, out)
+                self.cap(lease, effects)
 
-    def on_claims_lost(self, event: ClaimsLost, now_ns: int, out: list[Effect]) -> None:
+    def on_claims_lost(self, event: ClaimsLost, now_ns: int, effects: list[Effect]) -> None:
         """End every claimed lease, and refuse the queued acquires that have a claim."""
         # Without a deadline, `may_grant` refuses all claims until a heartbeat sets a new deadline.
         self._store.horizon = None
@@ -53,29 +53,31 @@ class Horizons:
             if waiter.acquire.terms.is_claimed:
                 self._store.queue.leave(waiter)
                 self._store.has_freed_room = True
-                out.append(RequestDenied(waiter.acquire.request, denials.isolated(event.reason)))
+                effects.append(RequestDenied(waiter.acquire.request, denials.isolated(event.reason)))
         for lease in list(self._store.capped.values()):
-            self._teardown.expire_if_due(lease, now_ns, out)
+            self._teardown.expire_if_due(lease, now_ns, effects)
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
-                self._teardown.begin(lease, Cause.ISOLATED, event.reason, now_ns, out, denials.isolated(event.reason))
+                self._teardown.begin(
+                    lease, Cause.ISOLATED, event.reason, now_ns, effects, denials.isolated(event.reason)
+                )
 
-    def may_grant(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+    def may_grant(self, lease: Lease, now_ns: int, effects: list[Effect]) -> bool:
         """Set the membership deadline of a claimed lease that is about to be granted, and return True.
 
         If that time has passed, end the lease instead and return False.
         """
         if self._store.is_isolated(now_ns):
             reason = denials.NO_HORIZON
-            self._teardown.begin(lease, Cause.ISOLATED, reason, now_ns, out, denials.isolated(reason))
+            self._teardown.begin(lease, Cause.ISOLATED, reason, now_ns, effects, denials.isolated(reason))
             return False
-        self.cap(lease, out)
+        self.cap(lease, effects)
         return True
 
-    def cap(self, lease: Lease, out: list[Effect]) -> None:
+    def cap(self, lease: Lease, effects: list[Effect]) -> None:
         """Give a claimed lease the node's membership deadline, unless it has a later one from an earlier table."""
         horizon = self._store.horizon
         if horizon is None or (lease.horizon is not None and lease.horizon.boot_ns >= horizon.boot_ns):
             return
         lease.horizon = horizon
-        out.append(SetHorizon(lease.lease_id, horizon.boot_ns))
-        self._teardown.submits.on_horizon(lease, out)
+        effects.append(SetHorizon(lease.lease_id, horizon.boot_ns))
+        self._teardown.submits.on_horizon(lease, effects)

@@ -102,7 +102,7 @@ class ParkingViews:
 
 
 class Parking(ParkingViews):
-    """Parks sessions and brings them back. Each method appends the effects to execute to `out`."""
+    """Parks sessions and brings them back. Each method appends what to execute to `effects`."""
 
     def __init__(self, store: LeaseStore, condemn: Condemn) -> None:
         super().__init__(store)
@@ -118,35 +118,35 @@ class Parking(ParkingViews):
 
     # --- requests ---
 
-    def on_requested(self, event: events.ParkRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_requested(self, event: events.ParkRequested, now_ns: int, effects: list[Effect]) -> None:
         """Park a session for its tenant or an operator, or refuse the request."""
         parkable = find_parkable(self._store, event, now_ns)
         if isinstance(parkable, Denial):
-            out.append(RequestDenied(event.request, parkable))
+            effects.append(RequestDenied(event.request, parkable))
             return
         # If the session is parked already, or is being parked, that answers this request as well.
         lease, state = parkable
         if state.phase is ParkPhase.PARKED and not state.is_awaited:
-            out.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
+            effects.append(SessionParkDone(event.request, lease.snapshot(), state.moved_bytes))
             return
         if state.phase is ParkPhase.PARKED:
-            out.append(RequestDenied(event.request, denials.is_returning(lease.lease_id)))
+            effects.append(RequestDenied(event.request, denials.is_returning(lease.lease_id)))
             return
         # The tenant may learn of its session's return before this table does, because the worker answers both at the
         # same time.
         cause = ParkCause.TENANT if event.tenant == lease.tenant else ParkCause.OPERATOR
         if state.phase is ParkPhase.RESIDENT:
             if (denial := self._check_park(lease, now_ns)) is not None:
-                out.append(RequestDenied(event.request, denial))
+                effects.append(RequestDenied(event.request, denial))
                 return
-            self._park(lease, cause, now_ns, out)
+            self._park(lease, cause, now_ns, effects)
         elif state.phase is ParkPhase.RETURNING and not state.requests:
             state.cause = cause
         state.requests.append(event.request)
 
-    def _park_for_operator(self, lease: Lease, now_ns: int, out: list[Effect]) -> Denial | None:
+    def _park_for_operator(self, lease: Lease, now_ns: int, effects: list[Effect]) -> Denial | None:
         if (denial := self._check_park(lease, now_ns)) is None:
-            self._park(lease, ParkCause.OPERATOR, now_ns, out)
+            self._park(lease, ParkCause.OPERATOR, now_ns, effects)
         return denial
 
     def _check_park(self, lease: Lease, now_ns: int, others: Collection[Lease] = ()) -> Denial | None:
@@ -207,17 +207,17 @@ class Parking(ParkingViews):
 
     # --- parking ---
 
-    def _park(self, lease: Lease, cause: ParkCause, now_ns: int, out: list[Effect]) -> None:
+    def _park(self, lease: Lease, cause: ParkCause, now_ns: int, effects: list[Effect]) -> None:
         """Order a worker to park its session, which `_check_park` has allowed."""
         state = lease.park
         if state is None:
             return
         self._paces.count(lease.card_uuid, self._park_interval_ns, now_ns)
-        self._hold_host(lease, out)
+        self._hold_host(lease, effects)
         state.cause, state.is_repeated = cause, False
-        self._order(lease, state, now_ns, out)
+        self._order(lease, state, now_ns, effects)
 
-    def _hold_host(self, lease: Lease, out: list[Effect]) -> None:
+    def _hold_host(self, lease: Lease, effects: list[Effect]) -> None:
         """Hold host memory for a session.
 
         If necessary, take it from sessions on a card that keep some for their next park.
@@ -233,29 +233,29 @@ class Parking(ParkingViews):
                 break
             if other.park is not None and other.park.host_bytes:
                 self._store.hold_host(other, 0)
-                out.append(DropParkMemory(other.lease_id))
-        self._give_host(lease, needed_bytes, out)
+                effects.append(DropParkMemory(other.lease_id))
+        self._give_host(lease, needed_bytes, effects)
 
-    def _give_host(self, lease: Lease, host_bytes: int, out: list[Effect]) -> None:
+    def _give_host(self, lease: Lease, host_bytes: int, effects: list[Effect]) -> None:
         self._store.hold_host(lease, host_bytes)
-        out.append(GiveParkMemory(lease.lease_id, host_bytes))
+        effects.append(GiveParkMemory(lease.lease_id, host_bytes))
 
-    def _prepare_host(self, lease: Lease, out: list[Effect]) -> None:
+    def _prepare_host(self, lease: Lease, effects: list[Effect]) -> None:
         """Give a session on the card host memory ahead of its park, if some is free."""
         # Fresh memory takes ten times as long as the copy, so a park is fast only if the memory was prepared.
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
-            self._give_host(lease, needed_bytes, out)
+            self._give_host(lease, needed_bytes, effects)
 
-    def _order(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _order(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
         state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
-        out.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS))
-        arm_park_timer(lease, state.due_ns, out)
+        effects.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS))
+        arm_park_timer(lease, state.due_ns, effects)
 
-    def on_parked(self, event: events.SessionParked, now_ns: int, out: list[Effect]) -> None:
+    def on_parked(self, event: events.SessionParked, now_ns: int, effects: list[Effect]) -> None:
         """Process the worker's answer: have the card polled before any of the bytes is granted to others."""
-        if self._repeat_return(event.lease_id, event.number, out):
+        if self._repeat_return(event.lease_id, event.number, effects):
             return
         lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
         if lease is None or lease.park is None:
@@ -264,14 +264,14 @@ class Parking(ParkingViews):
         state.phase = ParkPhase.PROVING
         state.moved_bytes = event.moved_bytes
         state.kept_bytes = state.code_bytes = min(event.kept_bytes, lease.terms.size_bytes)
-        self._prove(lease, state, out)
+        self._prove(lease, state, effects)
 
-    def _prove(self, lease: Lease, state: ParkState, out: list[Effect]) -> None:
+    def _prove(self, lease: Lease, state: ParkState, effects: list[Effect]) -> None:
         """Have the card polled until it shows that the worker holds only the bytes that it keeps."""
         allowed_bytes = self._store.charge_bytes(lease.lease_id) - lease.terms.size_bytes + state.kept_bytes
-        out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
+        effects.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
 
-    def on_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+    def on_proved(self, lease: Lease, now_ns: int, effects: list[Effect]) -> bool:
         """Release the bytes that the card shows free; return False if the proof is not of a park."""
         state = lease.park
         if state is None or state.phase is not ParkPhase.PROVING or lease.state is not LeaseState.ACTIVE:
@@ -286,51 +286,51 @@ class Parking(ParkingViews):
             state.parked_ns = now_ns
             state.parks += 1
             cause = state.cause or ParkCause.TENANT
-            out.append(LeaseParked(lease.snapshot(), cause, state.moved_bytes, now_ns - state.ordered_ns))
+            effects.append(LeaseParked(lease.snapshot(), cause, state.moved_bytes, now_ns - state.ordered_ns))
         for request in state.requests:
-            out.append(SessionParkDone(request, lease.snapshot(), state.moved_bytes))
+            effects.append(SessionParkDone(request, lease.snapshot(), state.moved_bytes))
         state.requests.clear()
         # An operation came while the bytes were being moved.
         if state.is_awaited:
-            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
-            self._await_return(lease, state, now_ns, out)
+            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
+            self._await_return(lease, state, now_ns, effects)
         else:
-            self.cold.on_parked(lease, now_ns, out)
+            self.cold.on_parked(lease, now_ns, effects)
         return True
 
-    def on_park_refused(self, event: events.SessionParkRefused, now_ns: int, out: list[Effect]) -> None:
+    def on_park_refused(self, event: events.SessionParkRefused, now_ns: int, effects: list[Effect]) -> None:
         """Keep a session on the card after its worker failed to park it, and report why."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
         if lease is None or lease.park is None:
             return
-        out.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
+        effects.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
         denial = denials.park_refused(lease.lease_id, event.reason)
-        refuse_parks(lease.park, denial, out)
-        self.cold.refuse_move(lease, denial, now_ns, out)
+        refuse_parks(lease.park, denial, effects)
+        self.cold.refuse_move(lease, denial, now_ns, effects)
         if event.lacks_memory:
             # The worker could not be given any memory, or an earlier daemon gave it less: give it other memory for the
             # next park.
             self._store.hold_host(lease, 0)
-            out.append(DropParkMemory(lease.lease_id))
+            effects.append(DropParkMemory(lease.lease_id))
         # An earlier daemon recorded the park, but the session had returned before this daemon repeated the order.
-        _record_return(lease, lease.park, 0, now_ns, out)
+        _record_return(lease, lease.park, 0, now_ns, effects)
         # A kernel that still runs is reported as use of the session; other refusals are not.
         _postpone_idle(lease, lease.park, now_ns)
-        self._settle(lease, lease.park, now_ns, out)
+        self._settle(lease, lease.park, now_ns, effects)
 
-    def _settle(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _settle(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Enter RESIDENT: the whole session is on its card."""
         state.phase, state.cause, state.due_ns = ParkPhase.RESIDENT, None, None
         state.parked_ns = state.kept_bytes = 0
         state.is_awaited = False
         state.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
-        self._arm_idle(lease, out)
+        self._arm_idle(lease, effects)
 
     # --- returning ---
 
-    def on_return_wanted(self, event: events.ReturnWanted, now_ns: int, out: list[Effect]) -> None:
+    def on_return_wanted(self, event: events.ReturnWanted, now_ns: int, effects: list[Effect]) -> None:
         """Bring back a session for which its tenant waits, now or once it fits. Repeated reports are harmless."""
-        if self._repeat_return(event.lease_id, event.number, out):
+        if self._repeat_return(event.lease_id, event.number, effects):
             return
         lease = self._store.parkable.get(event.lease_id)
         state = None if lease is None else lease.park
@@ -354,13 +354,13 @@ class Parking(ParkingViews):
                 return
             # This is the second operation: the tenant uses the session, and another park would only delay it.
             if state.is_repeated:
-                refuse_parks(state, denials.is_returning(lease.lease_id), out)
-            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, out)
-            self._order_return(lease, state, now_ns, out)
+                refuse_parks(state, denials.is_returning(lease.lease_id), effects)
+            self.cold.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
+            self._order_return(lease, state, now_ns, effects)
         else:
-            self._await_return(lease, state, now_ns, out)
+            self._await_return(lease, state, now_ns, effects)
 
-    def _repeat_return(self, lease_id: int, number: int, out: list[Effect]) -> bool:
+    def _repeat_return(self, lease_id: int, number: int, effects: list[Effect]) -> bool:
         """Order the return again from a worker in a park that an earlier daemon ordered; return False for any other.
 
         That daemon was killed before the park was recorded, so this daemon gave the return another number.
@@ -372,26 +372,26 @@ class Parking(ParkingViews):
         if state.phase is not ParkPhase.RETURNING or number == state.number:
             return False
         state.number = number
-        out.append(ReturnSession(lease_id, number))
+        effects.append(ReturnSession(lease_id, number))
         return True
 
-    def _await_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _await_return(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Bring back a parked session if it fits and the queue is empty; otherwise add it to the queue."""
         account = self._store.account_by_uuid[lease.card_uuid]
         is_held = lease.card_uuid in self._store.queue.held_cards()
         if not is_held and state.off_bytes <= account.free_bytes:
-            self.give_room(lease, now_ns, out)
+            self.give_room(lease, now_ns, effects)
             return
         acquire = AcquireRequested(-lease.lease_id, lease.tenant, lease.lease_id, lease.terms, wait_ms=lease.wait_ms)
         wait_ns = max(lease.wait_ms * NS_PER_MS, self.patience_ns)
         holds_until_ns = self._store.queue.terms.end_for(lease.tenant, now_ns)
         waiter = Waiter(acquire, (account,), now_ns, now_ns + wait_ns, holds_until_ns, lease)
         self._store.queue.join(waiter)
-        out.append(ArmTimer(WaitTimerFired(acquire.request), waiter.due_ns))
+        effects.append(ArmTimer(WaitTimerFired(acquire.request), waiter.due_ns))
         if (hold_end_ns := self._store.queue.next_hold_end_ns()) is not None:
-            out.append(ArmTimer(events.HoldTimerFired(), hold_end_ns))
+            effects.append(ArmTimer(events.HoldTimerFired(), hold_end_ns))
 
-    def give_room(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def give_room(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Charge the card for a parked session. The return is ordered once warm contexts have left."""
         state = lease.park
         if state is None:
@@ -400,19 +400,19 @@ class Parking(ParkingViews):
         state.phase = ParkPhase.RETURNING
         self._store.account_by_uuid[lease.card_uuid].take_parked(lease, off_bytes)
 
-    def start_return(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def start_return(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Order the return of a session that has room. The pool calls this."""
         if lease.park is not None and lease.park.depth is ParkDepth.COLD:
-            self.cold.start_return(lease, lease.park, now_ns, out)
+            self.cold.start_return(lease, lease.park, now_ns, effects)
         elif lease.park is not None:
-            self._order_return(lease, lease.park, now_ns, out)
+            self._order_return(lease, lease.park, now_ns, effects)
 
-    def _order_return(self, lease: Lease, state: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def _order_return(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         state.phase, state.due_ns = ParkPhase.RETURNING, None
         state.ordered_ns = now_ns
-        out.append(ReturnSession(lease.lease_id, state.number))
+        effects.append(ReturnSession(lease.lease_id, state.number))
 
-    def refuse_return(self, waiter: Waiter, now_ns: int, out: list[Effect]) -> None:
+    def refuse_return(self, waiter: Waiter, now_ns: int, effects: list[Effect]) -> None:
         """Refuse the operations that wait for a session after its wait for room is over. The session stays parked."""
         lease = waiter.returning
         if lease is None or lease.park is None:
@@ -421,11 +421,11 @@ class Parking(ParkingViews):
         waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)
         account = self._store.account_by_uuid[lease.card_uuid]
         reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
-        out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
-        out.append(ParkFailed(lease.snapshot(), None, reason))
-        self.cold.on_return_refused(lease, lease.park, reason, now_ns, out)
+        effects.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
+        effects.append(ParkFailed(lease.snapshot(), None, reason))
+        self.cold.on_return_refused(lease, lease.park, reason, now_ns, effects)
 
-    def take_room_back(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def take_room_back(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Make a session that was not ordered to return yet wait again, because its card has less room now."""
         state, account = lease.park, self._store.account_by_uuid[lease.card_uuid]
         if state is None:
@@ -435,10 +435,10 @@ class Parking(ParkingViews):
         account.await_bytes(lease, 0)
         account.free_parked(lease, freed_bytes)
         state.phase, state.is_awaited = ParkPhase.PARKED, True
-        refuse_parks(state, denials.is_returning(lease.lease_id), out)
-        self._await_return(lease, state, now_ns, out)
+        refuse_parks(state, denials.is_returning(lease.lease_id), effects)
+        self._await_return(lease, state, now_ns, effects)
 
-    def on_returned(self, event: events.SessionReturned, now_ns: int, out: list[Effect]) -> None:
+    def on_returned(self, event: events.SessionReturned, now_ns: int, effects: list[Effect]) -> None:
         """Process the worker's answer: the session is complete."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
@@ -447,46 +447,46 @@ class Parking(ParkingViews):
         # The worker was ordered to leave the session parked, so the card is not charged for its bytes.
         if state.refusal:
             return
-        _record_return(lease, state, event.moved_bytes, now_ns, out)
+        _record_return(lease, state, event.moved_bytes, now_ns, effects)
         if not state.host_bytes:
             # The memory that an earlier daemon gave the worker is unknown, so replace it or drop it.
-            out.append(DropParkMemory(lease.lease_id))
-            self._prepare_host(lease, out)
+            effects.append(DropParkMemory(lease.lease_id))
+            self._prepare_host(lease, effects)
         # An operation was waiting, so the session counts as used now.
         state.used_ns = max(state.used_ns, now_ns)
         cause = state.cause or ParkCause.TENANT
-        self._settle(lease, state, now_ns, out)
-        self.cold.on_returned(lease, state, now_ns, out)
+        self._settle(lease, state, now_ns, effects)
+        self.cold.on_returned(lease, state, now_ns, effects)
         # The operation was sent before the park was requested, or during it. It is over, or will be soon, so park
         # again.
         if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
-            refuse_parks(state, denial, out)
+            refuse_parks(state, denial, effects)
         elif state.requests:
-            self._park(lease, cause, now_ns, out)
+            self._park(lease, cause, now_ns, effects)
             state.is_repeated = True
 
-    def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, out: list[Effect]) -> None:
+    def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, effects: list[Effect]) -> None:
         """Have the card polled again after a failed return: the session's bytes must not be on it."""
         lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
-        if self.cold.on_return_failed(lease, event, now_ns, out):
+        if self.cold.on_return_failed(lease, event, now_ns, effects):
             return
         if lease.park.refusal:
-            self.cold.on_refused_in_worker(lease, lease.park, now_ns, out)
+            self.cold.on_refused_in_worker(lease, lease.park, now_ns, effects)
             return
-        out.append(ParkFailed(lease.snapshot(), None, event.reason))
+        effects.append(ParkFailed(lease.snapshot(), None, event.reason))
         # The worker still has the image and would ask again at once. Refuse the waiting operations instead.
-        refuse_parks(lease.park, denials.park_refused(lease.lease_id, event.reason), out)
+        refuse_parks(lease.park, denials.park_refused(lease.lease_id, event.reason), effects)
         reason = denials.return_failed(lease.lease_id, event.reason)
-        out.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
+        effects.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
         lease.park.cause = lease.park.cause or ParkCause.ADOPTED
-        self._prove(lease, lease.park, out)
+        self._prove(lease, lease.park, effects)
 
     # --- idleness and need ---
 
-    def on_used(self, event: events.SessionsUsed, now_ns: int, out: list[Effect]) -> None:
+    def on_used(self, event: events.SessionsUsed, now_ns: int, effects: list[Effect]) -> None:
         """Record which sessions were in use since the last poll."""
         for lease_id in event.lease_ids:
             lease = self._store.parkable.get(lease_id)
@@ -494,27 +494,27 @@ class Parking(ParkingViews):
                 # Timers are not moved here: one that fires too early is armed again for the later time.
                 lease.park.used_ns = max(lease.park.used_ns, now_ns)
 
-    def on_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def on_timer(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Park a session that was idle for long enough, or answer requests that have waited too long for a park."""
         state = lease.park
         if state is None:
             return
         if state.phase is ParkPhase.RESIDENT:
             if self._check_park(lease, now_ns) is None:
-                self._park(lease, ParkCause.IDLE, now_ns, out)
+                self._park(lease, ParkCause.IDLE, now_ns, effects)
             else:
                 # The host's memory is full, a region is being moved, or the pace is exceeded: try again after another
                 # idle time.
                 _postpone_idle(lease, state, now_ns)
-                self._arm_idle(lease, out)
+                self._arm_idle(lease, effects)
             return
-        if self.cold.on_timer(lease, state, now_ns, out):
+        if self.cold.on_timer(lease, state, now_ns, effects):
             return
         # Answer only the requests: the worker's answer, or the card's proof, may still come.
         state.due_ns = None
         what = "show the bytes free" if state.phase is ParkPhase.PROVING else "park its session"
         waited_s = self._store.limits.session_timeout_s
-        refuse_parks(state, denials.session_silent(lease.lease_id, what, waited_s), out)
+        refuse_parks(state, denials.session_silent(lease.lease_id, what, waited_s), effects)
 
     @property
     def patience_ns(self) -> int:
@@ -532,7 +532,7 @@ class Parking(ParkingViews):
         # A session that can be moved can also be parked.
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
-    def update(self, now_ns: int, out: list[Effect]) -> None:
+    def update(self, now_ns: int, effects: list[Effect]) -> None:
         """Park idle sessions for the first in line of each card. Called after every event if any can be parked."""
         if not len(self._store.queue):
             return
@@ -542,7 +542,7 @@ class Parking(ParkingViews):
             if (moves := self._plan_moves(waiter, served, now_ns)) is not None:
                 for lease, card_uuid in moves.moves:
                     self.cold.move_for_need(lease, card_uuid, now_ns)
-                    self._park(lease, ParkCause.NEED, now_ns, out)
+                    self._park(lease, ParkCause.NEED, now_ns, effects)
                 continue
             for account in waiter.open_candidates():
                 uuid = account.card.uuid
@@ -556,13 +556,13 @@ class Parking(ParkingViews):
                     again_ns += [due_ns for due_ns in self._free_times(account, now_ns) if due_ns > now_ns]
                     continue
                 for lease in victims:
-                    self._park(lease, ParkCause.NEED, now_ns, out)
+                    self._park(lease, ParkCause.NEED, now_ns, effects)
                 # One card is enough for this waiter.
                 break
         # A session that can't be parked yet may be parkable later without any other event, so arm a timer.
         if again_ns and (self._armed_ns is None or self._armed_ns <= now_ns or min(again_ns) < self._armed_ns):
             self._armed_ns = min(again_ns)
-            out.append(ArmTimer(ParkTimerFired(), self._armed_ns))
+            effects.append(ArmTimer(ParkTimerFired(), self._armed_ns))
 
     def on_park_timer(self) -> None:
         """Record that the node's timer has fired. `update`, which is called after every event, then checks again."""
@@ -652,21 +652,21 @@ class Parking(ParkingViews):
 
     # --- a lease's life ---
 
-    def on_granted(self, lease: Lease, park: ParkState, now_ns: int, out: list[Effect]) -> None:
+    def on_granted(self, lease: Lease, park: ParkState, now_ns: int, effects: list[Effect]) -> None:
         park.used_ns = now_ns
         park.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
-        self._prepare_host(lease, out)
-        self._arm_idle(lease, out)
+        self._prepare_host(lease, effects)
+        self._arm_idle(lease, effects)
 
-    def on_generation(self, lease: Lease, out: list[Effect]) -> None:
+    def on_generation(self, lease: Lease, effects: list[Effect]) -> None:
         """Arm the timer again, with the number of the new generation."""
         if (due_ns := park_due_ns(lease)) is not None:
-            arm_park_timer(lease, due_ns, out)
+            arm_park_timer(lease, due_ns, effects)
         if lease.park is not None and lease.park.held_id and lease.deadline_ns is not None:
             # The session's former worker may have to continue it, so it needs the deadline as well.
-            out.append(SetDeadline(lease.park.held_id, lease.generation, lease.deadline_ns))
+            effects.append(SetDeadline(lease.park.held_id, lease.generation, lease.deadline_ns))
 
-    def on_restored(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def on_restored(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Order the worker of an earlier table's lease to do what the record says. The lease is charged in full."""
         state = lease.park
         if state is None:
@@ -675,24 +675,24 @@ class Parking(ParkingViews):
         if state.parked_ns:
             self._store.hold_host(lease, host_bytes_of(lease.terms.size_bytes))
             state.cause = ParkCause.ADOPTED
-            self._order(lease, state, now_ns, out)
+            self._order(lease, state, now_ns, effects)
         else:
             state.number = now_ns
-            self._order_return(lease, state, now_ns, out)
+            self._order_return(lease, state, now_ns, effects)
 
-    def end_with_lease(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Answer the requests that wait for the parking of an ended lease. Its bytes are released with its worker's."""
         state = lease.park
         if state is None:
             return
-        refuse_parks(state, denials.lease_ended(lease.snapshot()), out)
+        refuse_parks(state, denials.lease_ended(lease.snapshot()), effects)
         if (waiter := self._store.queue.get(-lease.lease_id)) is not None:
             self._store.queue.leave(waiter)
             self._store.has_freed_room = True
         # It no longer waits for warm contexts to leave. Its charge is released by its teardown.
         self._store.account_by_uuid[lease.card_uuid].awaiting.pop(lease.lease_id, None)
         state.is_awaited, state.due_ns = False, None
-        self.cold.end_with_lease(lease, state, now_ns, out)
+        self.cold.end_with_lease(lease, state, now_ns, effects)
 
     # --- shared steps ---
 
@@ -716,9 +716,9 @@ class Parking(ParkingViews):
         resident = (lease.park for lease in self._store.parkable.values() if _is_resident(lease))
         return self._store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
 
-    def _arm_idle(self, lease: Lease, out: list[Effect]) -> None:
+    def _arm_idle(self, lease: Lease, effects: list[Effect]) -> None:
         if (due_ns := park_due_ns(lease)) is not None:
-            arm_park_timer(lease, due_ns, out)
+            arm_park_timer(lease, due_ns, effects)
 
 
 def _check_regions(lease: Lease) -> Denial | None:
@@ -761,11 +761,11 @@ def _postpone_idle(lease: Lease, state: ParkState, now_ns: int) -> None:
     state.idle_retry_ns = now_ns + (lease.terms.park_idle_ms or 0) * NS_PER_MS
 
 
-def _record_return(lease: Lease, state: ParkState, moved_bytes: int, now_ns: int, out: list[Effect]) -> None:
+def _record_return(lease: Lease, state: ParkState, moved_bytes: int, now_ns: int, effects: list[Effect]) -> None:
     # Record the return only if the park was recorded: it may have been requested before the card showed the bytes free.
     if state.parked_ns:
         parked_for_ns, took_ns = now_ns - state.parked_ns, now_ns - state.ordered_ns
-        out.append(LeaseReturned(lease.snapshot(), moved_bytes, parked_for_ns, took_ns))
+        effects.append(LeaseReturned(lease.snapshot(), moved_bytes, parked_for_ns, took_ns))
 
 
 def _is_resident(lease: Lease) -> bool:

@@ -123,7 +123,7 @@ class RegionViews:
 
 
 class Regions(RegionViews):
-    """Manages the regions. Each method appends the effects to execute to `out`.
+    """Manages the regions. Each method appends what to execute to `effects`.
 
     Args:
         condemn: Called with an active lease, the cause for which its session must end, and the reason in words.
@@ -135,12 +135,12 @@ class Regions(RegionViews):
 
     # --- requests ---
 
-    def on_requested(self, event: events.RegionRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_requested(self, event: events.RegionRequested, now_ns: int, effects: list[Effect]) -> None:
         """Order the worker to open a region, or refuse the request."""
         lease = self._store.live.get(event.lease_id)
         denial = self._check_request(lease, event, now_ns)
         if denial is not None or lease is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
+            effects.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # Record the region before the worker answers: its bytes and its slot are taken from now on.
         region = TableRegion(
@@ -161,8 +161,8 @@ class Regions(RegionViews):
         self._store.enter_region(lease, region)
         # The request stays open until the worker answers or the timer fires, so that its client always gets a reply.
         self._store.region_requests[event.request] = region.region_id
-        out.append(OpenRegion(lease.lease_id, region.region_id, region.slot, region.number, region.size_bytes))
-        out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.SPAWN), region.open_due_ns))
+        effects.append(OpenRegion(lease.lease_id, region.region_id, region.slot, region.number, region.size_bytes))
+        effects.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.SPAWN), region.open_due_ns))
 
     def _check_request(self, lease: Lease | None, event: events.RegionRequested, now_ns: int) -> Denial | None:
         denial = self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)
@@ -184,18 +184,18 @@ class Regions(RegionViews):
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, event.owner or lease.tenant)
         return denial or _check_room(lease, _rounded(event))
 
-    def on_renew(self, region: TableRegion, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_renew(self, region: TableRegion, event: events.RenewRequested, now_ns: int, effects: list[Effect]) -> None:
         """Extend an active region's time for its tenant, its lease's tenant or an operator.
 
         A renewal never shortens the time that was granted before.
         """
         # As for leases: an overdue region can't be renewed, even if its timer is late.
-        self._expire_if_due(region, now_ns, out)
+        self._expire_if_due(region, now_ns, effects)
         denial = self._store.denial_without_access(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, region.tenant)
         if denial is not None or region.deadline_ns is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(region.region_id)))
+            effects.append(RequestDenied(event.request, denial or denials.not_found(region.region_id)))
             return
         # The new generation invalidates the tokens and timers of the old one.
         region.generation += 1
@@ -203,61 +203,61 @@ class Regions(RegionViews):
         region.ttl_ms = event.ttl_ms
         drain_ns = self._store.drain_ns_of(self._store.live[region.lease_id].card_uuid)
         deadline_ns = renewed_until(now_ns, event.ttl_ms, drain_ns)
-        self._set_deadline(region, max(region.deadline_ns, deadline_ns), out)
-        out.append(Renewed(event.request, region.snapshot()))
+        self._set_deadline(region, max(region.deadline_ns, deadline_ns), effects)
+        effects.append(Renewed(event.request, region.snapshot()))
 
-    def on_free(self, region: TableRegion, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_free(self, region: TableRegion, event: events.FreeRequested, now_ns: int, effects: list[Effect]) -> None:
         """End a region that its tenant frees, or an operator on the tenant's behalf."""
-        self._expire_if_due(region, now_ns, out)
+        self._expire_if_due(region, now_ns, effects)
         denial = self._store.denial_unless_owner(region.region_id, event.tenant, event.is_operator)
         denial = denial or self._store.denial_for(region.region_id, now_ns)
         if denial is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         region.free_request = event.request
         by_whom = "an operator" if event.tenant != region.tenant else "its tenant"
-        self._end(region, Cause.FREED, f"freed by {by_whom}", now_ns, out)
+        self._end(region, Cause.FREED, f"freed by {by_whom}", now_ns, effects)
 
-    def on_revoke(self, region: TableRegion, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_revoke(self, region: TableRegion, event: events.RevokeRequested, now_ns: int, effects: list[Effect]) -> None:
         """End a region at the request of an operator or of its lease's tenant."""
-        self._expire_if_due(region, now_ns, out)
+        self._expire_if_due(region, now_ns, effects)
         # Its end has been reported already; only its fence remains.
         if region.is_given_up:
-            out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
+            effects.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
         # A region that is already ending answers this request too, once its end is proved.
         region.revoke_requests.append(event.request)
         if region.state in _GONE_ON:
-            self._end(region, Cause.REVOKED, event.reason, now_ns, out)
+            self._end(region, Cause.REVOKED, event.reason, now_ns, effects)
 
-    def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, effects: list[Effect]) -> None:
         """Have launches in an active region refused or accepted again."""
         region = self._store.regions.get(event.region_id)
         denial = self._store.denial_without_access(event.region_id, event.tenant, event.is_operator)
         if region is not None and denial is None:
-            self._expire_if_due(region, now_ns, out)
+            self._expire_if_due(region, now_ns, effects)
         denial = denial or self._store.denial_for(event.region_id, now_ns)
         if denial is not None or region is None:
-            out.append(RequestDenied(event.request, denial or denials.not_a_region(event.region_id)))
+            effects.append(RequestDenied(event.request, denial or denials.not_a_region(event.region_id)))
             return
         # Write the word only if it changes: raising the epoch makes the worker read the page again.
         if region.is_cancelled != event.is_cancelled:
             region.is_cancelled = event.is_cancelled
-            out.append(_word(region))
-        out.append(RegionCancelSet(event.request, region.region_id))
+            effects.append(_word(region))
+        effects.append(RegionCancelSet(event.request, region.region_id))
 
-    def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_requester_gone(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
         """End the region of a client that disconnected; return False if the request was not for a region."""
         # No client has the region's id, so it would hold its bytes until its time ends.
         region = self._store.regions.get(self._store.region_requests.pop(request, 0))
         if region is None:
             return False
-        self._end(region, Cause.ABANDONED, _ABANDONED, now_ns, out)
+        self._end(region, Cause.ABANDONED, _ABANDONED, now_ns, effects)
         return True
 
     # --- life ---
 
-    def on_opened(self, event: events.RegionOpened, now_ns: int, out: list[Effect]) -> None:
+    def on_opened(self, event: events.RegionOpened, now_ns: int, effects: list[Effect]) -> None:
         """Grant a region now that its memory is mapped. Its time to live counts from now."""
         region = self._store.regions.get(event.region_id)
         # The region may have ended while the worker mapped it; the order to remove it is already on its way.
@@ -266,27 +266,27 @@ class Regions(RegionViews):
         region.move(Trigger.REGION_OPENED, now_ns)
         region.address = event.address
         del self._store.region_requests[region.request]
-        self._set_deadline(region, now_ns + region.ttl_ms * NS_PER_MS, out)
-        out.append(
+        self._set_deadline(region, now_ns + region.ttl_ms * NS_PER_MS, effects)
+        effects.append(
             RegionGranted(region.request, region.snapshot(), region.address, region.slot, region.number),
         )
 
-    def on_refused(self, event: events.RegionRefused, now_ns: int, out: list[Effect]) -> None:
+    def on_refused(self, event: events.RegionRefused, now_ns: int, effects: list[Effect]) -> None:
         """Process the answer that the worker does not have a region."""
         match = self._find(event.region_id)
         if match is None or match[1].state not in (RegionState.OPENING, *ENDED_REGIONS):
             return
         lease, region = match
         if region.state is RegionState.OPENING:
-            self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, out, denials.region_refused(event.reason))
+            self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, effects, denials.region_refused(event.reason))
         region.move(Trigger.REGION_TAKEN, now_ns)
         if region.address and not _is_shown_off(lease):
             # It was open once, so the worker's answer alone proves nothing.
-            self._prove(lease, region, now_ns, out)
+            self._prove(lease, region, now_ns, effects)
         else:
-            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
+            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, effects)
 
-    def on_timer(self, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+    def on_timer(self, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
         """Act on a region's timer if it is due; arm it again if the time has moved."""
         region = self._store.regions.get(event.worker_id)
         # A timer of an earlier generation is outdated: a renewal has armed another one.
@@ -295,19 +295,19 @@ class Regions(RegionViews):
             return
         limits = self._store.limits
         if now_ns < due_ns:
-            out.append(ArmTimer(event, due_ns))
+            effects.append(ArmTimer(event, due_ns))
         elif event.kind is TimerKind.SPAWN:
             waited_s = limits.session_timeout_s
             denial = denials.session_silent(region.lease_id, "open the region", waited_s)
-            self._end(region, Cause.SPAWN_FAILED, f"it was not open within {waited_s} s", now_ns, out, denial)
+            self._end(region, Cause.SPAWN_FAILED, f"it was not open within {waited_s} s", now_ns, effects, denial)
         elif event.kind is TimerKind.EXPIRY:
-            self._expire_if_due(region, now_ns, out)
+            self._expire_if_due(region, now_ns, effects)
         # Its memory was removed, but the card never showed it free.
         elif region.state is RegionState.FENCED:
-            self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, out)
+            self._give_up(region, f"its memory was not shown free within {limits.reclaim_timeout_s} s", now_ns, effects)
         # The worker has not removed the memory in time, so end the whole session.
         else:
-            self._on_stuck(region, Cause.UNRESPONSIVE, "the session did not answer", now_ns, out)
+            self._on_stuck(region, Cause.UNRESPONSIVE, "the session did not answer", now_ns, effects)
 
     # --- ends ---
 
@@ -317,26 +317,26 @@ class Regions(RegionViews):
         cause: Cause,
         reason: str,
         now_ns: int,
-        out: list[Effect],
+        effects: list[Effect],
         denial: Denial | None = None,
     ) -> None:
         """End a region while its lease continues, and order its memory removed."""
-        self._leave(region, cause, reason, now_ns, out, denial)
-        self._order_end(region, now_ns, out)
+        self._leave(region, cause, reason, now_ns, effects, denial)
+        self._order_end(region, now_ns, effects)
 
-    def _order_end(self, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
+    def _order_end(self, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
         grace_ms = self._store.limits.region_grace_ms
         # The worker waits for launches that name the region, for the grace, before it removes the memory.
-        out.append(EndRegion(region.lease_id, region.region_id, grace_ms))
-        self._await(region, now_ns + grace_ms * NS_PER_MS, out)
+        effects.append(EndRegion(region.lease_id, region.region_id, grace_ms))
+        self._await(region, now_ns + grace_ms * NS_PER_MS, effects)
 
-    def _await(self, region: TableRegion, since_ns: int, out: list[Effect]) -> None:
+    def _await(self, region: TableRegion, since_ns: int, effects: list[Effect]) -> None:
         # Arm a timer for the current wait: first for the worker's answer, later for the proof.
         region.end_due_ns = since_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
-        out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
+        effects.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
 
     def _leave(
-        self, region: TableRegion, cause: Cause, reason: str, now_ns: int, out: list[Effect], denial: Denial | None
+        self, region: TableRegion, cause: Cause, reason: str, now_ns: int, effects: list[Effect], denial: Denial | None
     ) -> None:
         """Change the word of a region that ends, and refuse its client if it still waits for the grant.
 
@@ -345,15 +345,15 @@ class Regions(RegionViews):
         # The state changes first: the word is made from it.
         region.move(cause, now_ns)
         region.cause, region.reason = cause, reason
-        out.append(_word(region))
+        effects.append(_word(region))
         if self._store.region_requests.pop(region.request, None) is not None:
-            out.append(RequestDenied(region.request, denial or denials.lease_ended(region.snapshot())))
+            effects.append(RequestDenied(region.request, denial or denials.lease_ended(region.snapshot())))
 
-    def _expire_if_due(self, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
+    def _expire_if_due(self, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
         if region.is_expired(now_ns):
-            self._end(region, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+            self._end(region, Cause.EXPIRED, "it was not renewed in time", now_ns, effects)
 
-    def on_ended(self, event: events.RegionEnded, now_ns: int, out: list[Effect]) -> None:
+    def on_ended(self, event: events.RegionEnded, now_ns: int, effects: list[Effect]) -> None:
         """Return the memory that the worker removed if the driver shows it free; otherwise have the card polled."""
         match = self._find(event.region_id)
         if match is None:
@@ -361,41 +361,41 @@ class Regions(RegionViews):
         lease, region = match
         if region.state is RegionState.ACTIVE and region.is_restored:
             # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
-            self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, out, None)
+            self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, effects, None)
         if region.state not in ENDED_REGIONS:
             return
         region.move(Trigger.REGION_TAKEN, now_ns)
         # Bytes that neither figure accounts for stay charged.
         region.kept_bytes = min(region.size_bytes, max(event.kept_bytes, region.size_bytes - event.freed_bytes))
         if event.is_shown or _is_shown_off(lease):
-            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, out)
+            self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, effects)
         else:
-            self._prove(lease, region, now_ns, out)
+            self._prove(lease, region, now_ns, effects)
 
-    def _prove(self, lease: Lease, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
+    def _prove(self, lease: Lease, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
         allowed_bytes = self.allowed_bytes(lease.lease_id)
-        out.append(ProveRegion(lease.lease_id, region.region_id, lease.card_uuid, allowed_bytes))
-        self._await(region, now_ns, out)
+        effects.append(ProveRegion(lease.lease_id, region.region_id, lease.card_uuid, allowed_bytes))
+        self._await(region, now_ns, effects)
 
-    def on_stuck(self, event: events.RegionStuck, now_ns: int, out: list[Effect]) -> None:
+    def on_stuck(self, event: events.RegionStuck, now_ns: int, effects: list[Effect]) -> None:
         """End the session of a worker that can't remove a region's memory."""
         region = self._store.regions.get(event.region_id)
         is_restored = region is not None and region.state is RegionState.ACTIVE and region.is_restored
         if region is not None and (region.state in ENDED_REGIONS or is_restored):
-            self._on_stuck(region, event.cause, event.reason, now_ns, out)
+            self._on_stuck(region, event.cause, event.reason, now_ns, effects)
 
-    def _on_stuck(self, region: TableRegion, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _on_stuck(self, region: TableRegion, cause: Cause, reason: str, now_ns: int, effects: list[Effect]) -> None:
         region.end_due_ns = None
         because = f"region {region.region_id:032x} {REGION_KEPT}: {reason.rstrip('.')}"
-        self._condemn(self._store.live[region.lease_id], cause, because, now_ns, out)
+        self._condemn(self._store.live[region.lease_id], cause, because, now_ns, effects)
 
-    def on_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
+    def on_proved(self, event: events.RegionProved, now_ns: int, effects: list[Effect]) -> None:
         """Return a region after the card has shown its memory free. A lasting fence is not lifted by a proof."""
         match = self._find(event.region_id)
         if match is not None and match[1].state is RegionState.FENCED and not match[1].is_given_up:
-            self._return(*match, Trigger.RECLAIM_PROVED, now_ns, out)
+            self._return(*match, Trigger.RECLAIM_PROVED, now_ns, effects)
 
-    def on_released(self, event: events.RegionReleased, now_ns: int, out: list[Effect]) -> None:
+    def on_released(self, event: events.RegionReleased, now_ns: int, effects: list[Effect]) -> None:
         """Give the bytes kept in a region's place back to the slice."""
         match = self._find(event.region_id)
         if match is None:
@@ -417,54 +417,54 @@ class Regions(RegionViews):
             return None
         return lease, region
 
-    def _return(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int, out: list[Effect]) -> None:
+    def _return(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int, effects: list[Effect]) -> None:
         self._store.return_region(lease, region, trigger, now_ns)
         if region.free_request is not None:
-            out.append(FreeDone(region.free_request, region.snapshot()))
-        self._report(region, RevokeOutcome.TORN_DOWN, out)
+            effects.append(FreeDone(region.free_request, region.snapshot()))
+        self._report(region, RevokeOutcome.TORN_DOWN, effects)
 
-    def _give_up(self, region: TableRegion, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _give_up(self, region: TableRegion, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Make a fence lasting: until the lease ends, or an operator vouches for the memory."""
         # Answer everyone who waits for the end now. The bytes stay charged to the lease.
         region.is_given_up, region.ended_ns, region.end_due_ns = True, now_ns, None
         region.reason = f"{region.reason.rstrip('.')}; {reason}" if region.reason else reason
         if region.free_request is not None:
-            out.append(RequestDenied(region.free_request, denials.lease_ended(region.snapshot())))
-        self._report(region, RevokeOutcome.FENCED, out)
+            effects.append(RequestDenied(region.free_request, denials.lease_ended(region.snapshot())))
+        self._report(region, RevokeOutcome.FENCED, effects)
         # These requests are answered: to clear the fence later must send no second answer.
         region.free_request, region.revoke_requests = None, []
 
-    def _report(self, region: TableRegion, outcome: RevokeOutcome, out: list[Effect]) -> None:
-        out.extend(RevokeDone(request, outcome) for request in region.revoke_requests)
+    def _report(self, region: TableRegion, outcome: RevokeOutcome, effects: list[Effect]) -> None:
+        effects.extend(RevokeDone(request, outcome) for request in region.revoke_requests)
         if region.cause is not None:
-            out.append(LeaseEnded(region.snapshot(), region.cause, tuple(region.history)))
+            effects.append(LeaseEnded(region.snapshot(), region.cause, tuple(region.history)))
 
     # --- with the lease ---
 
-    def end_with_lease(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """End the regions of a lease that was ended. The proof of the lease's bytes is also the proof of theirs."""
         for region in lease.slots.values():
             region.end_due_ns = None
             if region.state in _GONE_ON and lease.cause is not None:
                 reason = f"its lease ended: {lease.reason}" if lease.reason else "its lease ended"
-                self._leave(region, lease.cause, reason, now_ns, out, None)
+                self._leave(region, lease.cause, reason, now_ns, effects, None)
 
-    def fence_with(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def fence_with(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Fence the regions of a lease, because the lease's bytes could not be proved free."""
         for region in lease.slots.values():
             if region.state in ENDED_REGIONS:
                 region.move(Trigger.REGION_TAKEN, now_ns)
             if not region.is_given_up:
-                self._give_up(region, "the memory of its lease was not shown free", now_ns, out)
+                self._give_up(region, "the memory of its lease was not shown free", now_ns, effects)
 
-    def return_with(self, lease: Lease, trigger: Trigger, now_ns: int, out: list[Effect]) -> tuple[int, ...]:
+    def return_with(self, lease: Lease, trigger: Trigger, now_ns: int, effects: list[Effect]) -> tuple[int, ...]:
         """Forget all regions of a lease, because the lease's bytes are free.
 
         Args:
             lease: The lease.
             trigger: RECLAIM_PROVED, or FENCE_CLEARED if an operator vouches for the bytes.
             now_ns: Monotonic time.
-            out: Receives the effects.
+            effects: Receives the effects.
 
         Returns:
             The ids of the regions that were not returned before.
@@ -479,7 +479,7 @@ class Regions(RegionViews):
             if region.is_given_up:
                 self._store.return_region(lease, region, trigger, now_ns)
             else:
-                self._return(lease, region, trigger, now_ns, out)
+                self._return(lease, region, trigger, now_ns, effects)
         for region in tuple(lease.regions.values()):
             self._store.forget_region(lease, region)
         return tuple(region.region_id for region in going)
@@ -497,7 +497,7 @@ class Regions(RegionViews):
 
     # --- an earlier table's ---
 
-    def on_restored(self, event: events.RegionRestored, now_ns: int, out: list[Effect]) -> None:
+    def on_restored(self, event: events.RegionRestored, now_ns: int, effects: list[Effect]) -> None:
         """Add a region of an earlier table. It continues if its lease does."""
         row, lease = event.kept, self._store.live.get(event.kept.lease_id)
         # A returned region that keeps bytes in its place is also remembered as ended.
@@ -506,37 +506,37 @@ class Regions(RegionViews):
             return
         # Its lease is over, so only the record of its end is needed.
         if lease is None:
-            self._bury(row, now_ns, out)
+            self._bury(row, now_ns, effects)
             return
         region = revive_region(row, lease)
         self._store.enter_region(lease, region)
         if region.state is RegionState.RETURNED:
             return
         if lease.state is LeaseState.ACTIVE:
-            self._continue(lease, region, now_ns, out)
+            self._continue(lease, region, now_ns, effects)
             return
-        self.end_with_lease(lease, now_ns, out)
+        self.end_with_lease(lease, now_ns, effects)
         if lease.state is LeaseState.FENCED:
-            self.fence_with(lease, now_ns, out)
+            self.fence_with(lease, now_ns, effects)
 
-    def _continue(self, lease: Lease, region: TableRegion, now_ns: int, out: list[Effect]) -> None:
+    def _continue(self, lease: Lease, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
         # The grant of an OPENING region was never reported, so no client knows it.
         if region.state is RegionState.OPENING:
-            self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, out)
+            self._end(region, Cause.ABANDONED, "its grant was not reported before the daemon ended", now_ns, effects)
         elif region.is_expired(now_ns):
-            self._expire_if_due(region, now_ns, out)
+            self._expire_if_due(region, now_ns, effects)
         # Write the word and arm the timer again: the earlier broker's timers died with it.
         elif region.state is RegionState.ACTIVE and region.deadline_ns is not None:
-            self._set_deadline(region, region.deadline_ns, out)
+            self._set_deadline(region, region.deadline_ns, effects)
         else:
             # The region had ended. Write its word again in case the page lacks it, and continue its end where it was.
-            out.append(_word(region))
+            effects.append(_word(region))
             if region.state in ENDED_REGIONS:
-                self._order_end(region, now_ns, out)
+                self._order_end(region, now_ns, effects)
             elif not region.is_given_up:
-                self._prove(lease, region, now_ns, out)
+                self._prove(lease, region, now_ns, effects)
 
-    def _bury(self, row: RegionRow, now_ns: int, out: list[Effect]) -> None:
+    def _bury(self, row: RegionRow, now_ns: int, effects: list[Effect]) -> None:
         """Record a region of a lease that is already over as ended, and report its end unless that was reported."""
         cause = row.cause or Cause.WORKER_DIED
         was_reported = row.is_given_up or row.state is RegionState.RETURNED
@@ -558,12 +558,12 @@ class Regions(RegionViews):
             )
             self._store.remember(ended)
             if not was_reported:
-                out.append(LeaseEnded(ended, cause, ()))
+                effects.append(LeaseEnded(ended, cause, ()))
 
-    def _set_deadline(self, region: TableRegion, deadline_ns: int, out: list[Effect]) -> None:
+    def _set_deadline(self, region: TableRegion, deadline_ns: int, effects: list[Effect]) -> None:
         region.deadline_ns = deadline_ns
-        out.append(_word(region))
-        out.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.EXPIRY), deadline_ns))
+        effects.append(_word(region))
+        effects.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.EXPIRY), deadline_ns))
 
 
 def _rounded(event: events.RegionRequested) -> int:

@@ -35,17 +35,17 @@ class Resizes:
         # The lease of each request that is not answered yet.
         self._lease_by_request: dict[int, int] = {}
 
-    def on_requested(self, event: events.ResizeRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_requested(self, event: events.ResizeRequested, now_ns: int, effects: list[Effect]) -> None:
         """Order the worker to change its slice, or refuse the request."""
         lease = self._store.live.get(event.lease_id)
         denial = self._check_request(lease, event, now_ns)
         if denial is not None or lease is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
+            effects.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # If the earlier daemon was killed before it wrote a new size to the journal, a restored lease's worker has
         # another size than the journal. So carry out even a resize to the recorded size.
         if event.size_bytes == lease.terms.size_bytes and not lease.is_restored:
-            out.append(Resized(event.request, lease.snapshot()))
+            effects.append(Resized(event.request, lease.snapshot()))
             return
         # Until the resize is over, the smaller of both sizes limits new regions.
         due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
@@ -56,8 +56,8 @@ class Resizes:
         # To grow, charge the card first, so that no other lease gets these bytes while the worker grows.
         if event.size_bytes > lease.terms.size_bytes:
             self._store.change_size(lease, event.size_bytes)
-        out.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
-        out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
+        effects.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
+        effects.append(ArmTimer(WaitTimerFired(event.request), due_ns))
 
     def _check_request(self, lease: Lease | None, event: events.ResizeRequested, now_ns: int) -> Denial | None:
         # Check in this order: who asks, the lease's state, the least size, the room.
@@ -104,7 +104,7 @@ class Resizes:
             None if more_charge_bytes <= room_bytes else denials.no_room_to_grow(lease.lease_id, more_bytes, room_bytes)
         )
 
-    def on_resized(self, event: events.SliceResized, now_ns: int, out: list[Effect]) -> None:
+    def on_resized(self, event: events.SliceResized, now_ns: int, effects: list[Effect]) -> None:
         """Process the worker's answer, and have the card polled before any byte is released."""
         lease = self._store.live.get(event.lease_id)
         if lease is None or lease.resize is None or lease.resize.is_answered:
@@ -118,48 +118,48 @@ class Resizes:
         less_bytes = lease.terms.size_bytes - resize.least_bytes
         # A restored lease's worker may have grown before, by an order that the journal does not have.
         if not less_bytes and not lease.is_restored:
-            self._finish(lease, resize, out)
+            self._finish(lease, resize, effects)
             return
         # The worker's report does not prove that the bytes are back on the card. Poll until the card shows it.
         allowed_bytes = self._store.charge_bytes(lease.lease_id) - less_bytes
-        out.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
+        effects.append(ProveRegion(lease.lease_id, lease.lease_id, lease.card_uuid, allowed_bytes))
 
-    def on_proved(self, lease: Lease, out: list[Effect]) -> None:
+    def on_proved(self, lease: Lease, effects: list[Effect]) -> None:
         """Release the bytes that the card shows as free."""
         resize = lease.resize
         if resize is not None and resize.is_answered and lease.state is LeaseState.ACTIVE:
             self._store.change_size(lease, resize.least_bytes)
-            self._finish(lease, resize, out)
+            self._finish(lease, resize, effects)
 
-    def _finish(self, lease: Lease, resize: Resize, out: list[Effect]) -> None:
+    def _finish(self, lease: Lease, resize: Resize, effects: list[Effect]) -> None:
         lease.resize = None
         denial = denials.resize_refused(lease.lease_id, resize.doubt, lease.terms.size_bytes) if resize.doubt else None
-        self._answer(lease, resize, denial, out)
+        self._answer(lease, resize, denial, effects)
 
-    def _answer(self, lease: Lease, resize: Resize, denial: Denial | None, out: list[Effect]) -> None:
+    def _answer(self, lease: Lease, resize: Resize, denial: Denial | None, effects: list[Effect]) -> None:
         # Answer at most once: the timer may have answered already.
         request, resize.request = resize.request, None
         if request is None:
             return
         del self._lease_by_request[request]
-        out.append(Resized(request, lease.snapshot()) if denial is None else RequestDenied(request, denial))
+        effects.append(Resized(request, lease.snapshot()) if denial is None else RequestDenied(request, denial))
 
-    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
         """Answer a request that has waited too long; return False if the request was not for a resize."""
         lease = self._store.live.get(self._lease_by_request.get(request, 0))
         if lease is None or lease.resize is None:
             return False
         if now_ns < lease.resize.due_ns:
-            out.append(ArmTimer(WaitTimerFired(request), lease.resize.due_ns))
+            effects.append(ArmTimer(WaitTimerFired(request), lease.resize.due_ns))
             return True
         what = "show the bytes free" if lease.resize.is_answered else "resize its slice"
         waited_s = self._store.limits.session_timeout_s
         # Only the request is answered. `lease.resize` stays, because the worker may still answer.
-        self._answer(lease, lease.resize, denials.session_silent(lease.lease_id, what, waited_s), out)
+        self._answer(lease, lease.resize, denials.session_silent(lease.lease_id, what, waited_s), effects)
         return True
 
-    def end_with_lease(self, lease: Lease, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, effects: list[Effect]) -> None:
         """End the resize of an ended lease. Its bytes are released with the lease's."""
         resize, lease.resize = lease.resize, None
         if resize is not None:
-            self._answer(lease, resize, denials.lease_ended(lease.snapshot()), out)
+            self._answer(lease, resize, denials.lease_ended(lease.snapshot()), effects)

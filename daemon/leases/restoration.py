@@ -62,7 +62,7 @@ class Restoration:
             if row.card_uuid in self._store.account_by_uuid:
                 self._pool.restore_fence(row)
 
-    def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
+    def on_lease_restored(self, event: events.LeaseRestored, now_ns: int, effects: list[Effect]) -> None:
         lease = revive(
             event.kept, self._store.limits.max_story_entries, has_session=event.has_session, horizon=event.horizon
         )
@@ -70,23 +70,23 @@ class Restoration:
             return
         # Its card is gone, so there is nothing to hold or to prove.
         if lease.card_uuid not in self._store.account_by_uuid:
-            self._end_without_card(lease, event, now_ns, out)
+            self._end_without_card(lease, event, now_ns, effects)
             return
         lease.is_worker_gone = not event.has_worker
         self._store.restore(lease)
         # A lease that was ending continues its teardown. An active lease that has lost its worker ends now.
         if lease.state is LeaseState.DRAINING:
-            self._teardown.resume(lease, now_ns, out)
+            self._teardown.resume(lease, now_ns, effects)
         elif lease.state is LeaseState.ACTIVE and event.kept.is_cold:
             # The session's image was lost with the earlier daemon. A worker that was to adopt it is killed.
             reason = "its session was parked without a worker when the daemon ended"
-            self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
+            self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, effects)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
-            self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, out)
+            self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, effects)
         elif lease.state is LeaseState.ACTIVE:
-            self._continue(lease, now_ns, out)
+            self._continue(lease, now_ns, effects)
 
-    def on_worker_found(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
+    def on_worker_found(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
         """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved free.
 
         Such a worker was started in advance, or its lease's grant was never reported, or its lease has ended but the
@@ -97,11 +97,11 @@ class Restoration:
         if kind is WorkerKind.SUBMIT or event.worker_id in self._store.live or event.worker_id in self._store.warm:
             return
         if event.card_uuid not in self._store.account_by_uuid:
-            out += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
+            effects += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
         elif kind is WorkerKind.WARM:
-            self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, out)
+            self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, effects)
         elif event.beside_lease_id or event.worker_id in self._store.ended:
-            self._pool.drop_left(event, now_ns, out)
+            self._pool.drop_left(event, now_ns, effects)
         # The worker of a lease that no client knows, because its grant was not reported. A lease without a tenant holds
         # its bytes through the normal teardown.
         else:
@@ -121,26 +121,26 @@ class Restoration:
                 is_restored=True,
             )
             self._store.restore(lease)
-            self._teardown.resume(lease, now_ns, out)
+            self._teardown.resume(lease, now_ns, effects)
 
-    def on_submit_found(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> None:
+    def on_submit_found(self, event: events.SubmitFound, now_ns: int, effects: list[Effect]) -> None:
         """Add a submit of a restored lease. If the lease continues, so does the submit; otherwise it is killed."""
-        if not self._teardown.submits.restore(event, now_ns, out):
-            out += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
+        if not self._teardown.submits.restore(event, now_ns, effects):
+            effects += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
 
-    def _continue(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _continue(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # Expire it first, because its time continued while no broker served it.
-        self._teardown.expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
             # Write the page and arm the timers again. The earlier broker's timers died with it.
-            out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
-            self._teardown.parking.on_restored(lease, now_ns, out)
+            effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
+            self._teardown.parking.on_restored(lease, now_ns, effects)
             if lease.horizon is not None:
                 due_ns = lease.horizon.at_ns
-                out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))
+                effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))
 
-    def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, out: list[Effect]) -> None:
+    def _end_without_card(self, lease: Lease, event: events.LeaseRestored, now_ns: int, effects: list[Effect]) -> None:
         if lease.state is LeaseState.FENCED:
             return
         # No card means no memory to prove free, so the lease passes through its states at once.
@@ -149,8 +149,8 @@ class Restoration:
             lease.cause, lease.reason = Cause.WORKER_DIED, "its card is not here any more"
         cause = lease.cause or Cause.WORKER_DIED
         if event.has_worker:
-            out += [RefuseWork(lease.lease_id, cause), KillWorker(lease.lease_id)]
+            effects += [RefuseWork(lease.lease_id, cause), KillWorker(lease.lease_id)]
         lease.move(Trigger.RECLAIM_PROVED, now_ns)
         lease.ended_ns = now_ns
         self._store.remember(lease.snapshot())
-        out.append(LeaseEnded(lease.snapshot(), cause, tuple(lease.history)))
+        effects.append(LeaseEnded(lease.snapshot(), cause, tuple(lease.history)))

@@ -77,7 +77,7 @@ class WarmContexts(Protocol):
     def has_ready(self, card_uuid: str) -> bool:
         """Return whether a context is ready that served no tenant."""
 
-    def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
+    def give(self, submit: Submit, now_ns: int, effects: list[Effect]) -> bool:
         """Give a starting submit a context; return False if none is ready."""
 
     def on_submit_lost(self, card_uuid: str, now_ns: int) -> None:
@@ -131,7 +131,7 @@ class SubmitViews:
 
 
 class Submits(SubmitViews):
-    """Manages the submits. Each method appends the effects to execute to `out`.
+    """Manages the submits. Each method appends what to execute to `effects`.
 
     Args:
         on_freed: Called with a draining lease after its submit was proved gone.
@@ -167,46 +167,46 @@ class Submits(SubmitViews):
 
     # --- leases ---
 
-    def end_with_lease(self, lease: Lease, cause: Cause, now_ns: int, out: list[Effect]) -> None:
+    def end_with_lease(self, lease: Lease, cause: Cause, now_ns: int, effects: list[Effect]) -> None:
         submit = self._store.submits.get(lease.submit_id)
         if submit is None and lease.next_submit is None:
             return
         # Report the lease's end as the reason to both clients: that of the current submit, and that of the waiting one.
         denial = denials.lease_ended(lease.snapshot())
-        self._refuse_next(lease, denial, out)
+        self._refuse_next(lease, denial, effects)
         if submit is not None:
-            self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, out)
+            self._end(submit, cause, f"its lease ended: {cause.value}", denial, now_ns, effects)
 
-    def on_deadline(self, lease: Lease, out: list[Effect]) -> None:
+    def on_deadline(self, lease: Lease, effects: list[Effect]) -> None:
         """Extend a running submit's deadline to its lease's new one."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is not None and submit.state is SubmitState.RUNNING and lease.deadline_ns is not None:
-            out.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
+            effects.append(SetDeadline(submit.submit_id, lease.generation, lease.deadline_ns))
 
-    def on_horizon(self, lease: Lease, out: list[Effect]) -> None:
+    def on_horizon(self, lease: Lease, effects: list[Effect]) -> None:
         """Give a running submit the new membership deadline of its claimed lease."""
         submit = self._store.submits.get(lease.submit_id)
         if lease.horizon is not None and submit is not None and submit.state is SubmitState.RUNNING:
-            out.append(SetHorizon(submit.submit_id, lease.horizon.boot_ns))
+            effects.append(SetHorizon(submit.submit_id, lease.horizon.boot_ns))
 
-    def fence_with(self, lease: Lease, out: list[Effect]) -> None:
+    def fence_with(self, lease: Lease, effects: list[Effect]) -> None:
         """Make a submit's bytes part of its lease's fence."""
         submit = self._store.submits.get(lease.submit_id)
         if submit is None:
             return
         if not submit.is_kill_sent and not submit.is_worker_gone:
-            out.append(KillWorker(submit.submit_id))
-        self._forget(submit, lease, out)
+            effects.append(KillWorker(submit.submit_id))
+        self._forget(submit, lease, effects)
 
-    def clear_fences(self, card_uuids: set[str], out: list[Effect]) -> int:
+    def clear_fences(self, card_uuids: set[str], effects: list[Effect]) -> int:
         """Release submits that could not be proved gone, because an operator vouches for them; return their number."""
         fenced = [submit for submit in self._store.submits.values() if submit.state is SubmitState.FENCED]
         cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
         for submit in cleared:
-            self._forget(submit, self._store.live[submit.lease_id], out, is_proved=True)
+            self._forget(submit, self._store.live[submit.lease_id], effects, is_proved=True)
         return len(cleared)
 
-    def restore(self, event: events.SubmitFound, now_ns: int, out: list[Effect]) -> bool:
+    def restore(self, event: events.SubmitFound, now_ns: int, effects: list[Effect]) -> bool:
         """Add a submit of an earlier daemon after its lease was restored.
 
         Returns False if the lease can't have it, and the caller then kills the worker.
@@ -227,31 +227,31 @@ class Submits(SubmitViews):
             )
         submit = self._enter(lease, event.submit_id, 0, event.timeout_ms, now_ns)
         if event.is_running and lease.state is LeaseState.ACTIVE:
-            self._run(submit, lease, now_ns, out)
+            self._run(submit, lease, now_ns, effects)
         # The client never got a reply from the earlier daemon, or the submit was ending. So no client waits for it.
         else:
-            self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, out)
+            self._end(submit, lease.cause, "its daemon ended while it began or ended", None, now_ns, effects)
         return True
 
     # --- requests ---
 
-    def on_requested(self, event: SubmitRequested, now_ns: int, out: list[Effect]) -> None:
+    def on_requested(self, event: SubmitRequested, now_ns: int, effects: list[Effect]) -> None:
         """Start a submit, let it wait for the previous one, or refuse it."""
         lease = self._store.live.get(event.lease_id)
         denial = _check_request(self._store, lease, event, now_ns)
         if denial is not None or lease is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
+            effects.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # Record the request even if the submit starts at once: a client that disconnects is found by its request.
         due_ns = now_ns + MAX_WAIT_S * NS_PER_S
         self._due_by_request[event.request] = lease.lease_id, due_ns
         if lease.submit_id:
             lease.next_submit = event
-            out.append(ArmTimer(WaitTimerFired(event.request), due_ns))
+            effects.append(ArmTimer(WaitTimerFired(event.request), due_ns))
         else:
-            self._start(lease, event.request, event.timeout_ms, now_ns, out)
+            self._start(lease, event.request, event.timeout_ms, now_ns, effects)
 
-    def on_requester_gone(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_requester_gone(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
         """End the submit of a client that disconnected; return False if the request was not for a submit."""
         lease = self._store.live.get(self._due_by_request.pop(request, (0, 0))[0])
         if lease is None:
@@ -260,10 +260,10 @@ class Submits(SubmitViews):
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
-            self._end(self._store.submits[lease.submit_id], None, "its client left", None, now_ns, out)
+            self._end(self._store.submits[lease.submit_id], None, "its client left", None, now_ns, effects)
         return True
 
-    def on_wait_timer(self, request: int, now_ns: int, out: list[Effect]) -> bool:
+    def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
         """Refuse a submit that waited too long for the previous one.
 
         Returns False if the request was not for a submit.
@@ -276,9 +276,9 @@ class Submits(SubmitViews):
         if lease.next_submit is None or lease.next_submit.request != request:
             return True
         if now_ns < due_ns:
-            out.append(ArmTimer(WaitTimerFired(request), due_ns))
+            effects.append(ArmTimer(WaitTimerFired(request), due_ns))
         else:
-            self._refuse_next(lease, denials.waited_in_vain(lease.lease_id, MAX_WAIT_S), out)
+            self._refuse_next(lease, denials.waited_in_vain(lease.lease_id, MAX_WAIT_S), effects)
         return True
 
     # --- life ---
@@ -329,7 +329,7 @@ class Submits(SubmitViews):
         request: int,
         timeout_ms: int,
         now_ns: int,
-        out: list[Effect],
+        effects: list[Effect],
         *,
         may_be_warm: bool = True,
     ) -> None:
@@ -337,15 +337,15 @@ class Submits(SubmitViews):
         is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
         if not self._has_place(lease, is_warm=is_warm):
             del self._due_by_request[request]
-            out.append(RequestDenied(request, denials.no_context(lease.lease_id)))
+            effects.append(RequestDenied(request, denials.no_context(lease.lease_id)))
             return
         self._last_id += 1
         submit = self._enter(lease, self._last_id, request, timeout_ms, now_ns)
-        if is_warm and self._pool is not None and self._pool.give(submit, now_ns, out):
+        if is_warm and self._pool is not None and self._pool.give(submit, now_ns, effects):
             # A warm context answers quickly, so use a shorter timeout, which detects one that hangs.
             submit.is_warm = True
             submit.spawn_due_ns = now_ns + self._store.limits.adopt_timeout_s * NS_PER_S
-        out.append(
+        effects.append(
             SpawnSubmit(
                 submit.submit_id,
                 lease.lease_id,
@@ -356,173 +356,181 @@ class Submits(SubmitViews):
                 submit.is_warm,
             )
         )
-        out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.SPAWN), submit.spawn_due_ns))
+        effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.SPAWN), submit.spawn_due_ns))
 
-    def _run(self, submit: Submit, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _run(self, submit: Submit, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # The submit's own time starts when its context is ready, not when it was requested.
         submit.state = SubmitState.RUNNING
         submit.due_ns = now_ns + submit.timeout_ms * NS_PER_MS
         # Set both deadlines before the submit is reported ready: the worker obeys whichever comes first.
-        self.on_horizon(lease, out)
-        self.on_deadline(lease, out)
-        out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
+        self.on_horizon(lease, effects)
+        self.on_deadline(lease, effects)
+        effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.EXPIRY), submit.due_ns))
 
-    def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+    def _on_ready(self, submit: Submit, event: events.WorkerReady, now_ns: int, effects: list[Effect]) -> None:
         if submit.state is SubmitState.STARTING:
-            self._run(submit, self._store.live[submit.lease_id], now_ns, out)
+            self._run(submit, self._store.live[submit.lease_id], now_ns, effects)
             del self._due_by_request[submit.request]
-            out.append(SubmitReady(submit.request, submit.submit_id, submit.lease_id, submit.size_bytes))
+            effects.append(SubmitReady(submit.request, submit.submit_id, submit.lease_id, submit.size_bytes))
 
-    def _on_failed(self, submit: Submit, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+    def _on_failed(self, submit: Submit, event: events.WorkerFailed, now_ns: int, effects: list[Effect]) -> None:
         if submit.state is SubmitState.STARTING:
             denial = denials.not_started(submit.lease_id, event.reason)
-            self._end(submit, None, event.reason, denial, now_ns, out)
+            self._end(submit, None, event.reason, denial, now_ns, effects)
 
-    def _on_exited(self, submit: Submit, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+    def _on_exited(self, submit: Submit, event: events.WorkerExited, now_ns: int, effects: list[Effect]) -> None:
         # The exit may be reported after the worker was replaced or ended.
         if submit.is_worker_gone:
             return
         submit.is_worker_gone = True
         # The warm context died before the submit was ready. The submit gets a new worker; its client keeps waiting.
         if submit.state is SubmitState.STARTING and submit.is_warm:
-            self._replace(submit, event.reason, now_ns, out)
+            self._replace(submit, event.reason, now_ns, effects)
         elif submit.state is SubmitState.RUNNING and submit.due_ns is not None and now_ns >= submit.due_ns:
             # The zygote ended the submit while the daemon hung, so report the timeout, not a lost worker.
-            self._on_too_long(submit, now_ns, out)
+            self._on_too_long(submit, now_ns, effects)
         elif submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
             denial = denials.not_started(submit.lease_id, event.reason)
             denial = denials.no_worker_now(event.reason) if event.is_busy else denial
-            self._end(submit, None, event.reason, denial, now_ns, out)
+            self._end(submit, None, event.reason, denial, now_ns, effects)
         elif submit.state is SubmitState.ENDING:
-            self._prove(submit, now_ns, out)
+            self._prove(submit, now_ns, effects)
 
-    def _on_condemned(self, submit: Submit, event: events.SessionCondemned, now_ns: int, out: list[Effect]) -> None:
+    def _on_condemned(self, submit: Submit, event: events.SessionCondemned, now_ns: int, effects: list[Effect]) -> None:
         if submit.state is SubmitState.ENDING:
             return
         denial = denials.not_started(submit.lease_id, event.reason)
         # Only these two causes are the submit's own fault. They are reported to its client as a timeout.
         if submit.state is SubmitState.RUNNING:
             submit.is_timed_out = event.cause.row.is_time_limit
-        self._end(submit, event.cause, event.reason, denial, now_ns, out)
+        self._end(submit, event.cause, event.reason, denial, now_ns, effects)
 
-    def _on_abandoned(self, submit: Submit, event: events.SubmitAbandoned, now_ns: int, out: list[Effect]) -> None:
-        self._end(submit, None, "its connection could not be handed over", None, now_ns, out)
+    def _on_abandoned(self, submit: Submit, event: events.SubmitAbandoned, now_ns: int, effects: list[Effect]) -> None:
+        self._end(submit, None, "its connection could not be handed over", None, now_ns, effects)
 
-    def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+    def _on_timer(self, submit: Submit, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
         # As for leases, each timer is checked against the submit's own time.
         due_ns = _due_ns(submit, event.kind)
         if due_ns is None:
             return
         if now_ns < due_ns:
-            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, event.kind), due_ns))
+            effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, event.kind), due_ns))
         elif event.kind is TimerKind.SPAWN and submit.is_warm:
             reason = f"its context did not take it within {self._store.limits.adopt_timeout_s} s"
-            self._replace(submit, reason, now_ns, out)
+            self._replace(submit, reason, now_ns, effects)
         elif event.kind is TimerKind.SPAWN:
             reason = f"it was not ready within {self._store.limits.spawn_timeout_s} s"
-            self._end(submit, None, reason, denials.not_started(submit.lease_id, reason), now_ns, out)
+            self._end(submit, None, reason, denials.not_started(submit.lease_id, reason), now_ns, effects)
         elif event.kind is TimerKind.EXPIRY:
-            self._on_too_long(submit, now_ns, out)
+            self._on_too_long(submit, now_ns, effects)
         elif event.kind is TimerKind.RECLAIM:
             missing = "its memory was not shown free" if submit.is_worker_gone else "it could not be reaped"
-            self._fence(submit, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
+            self._fence(submit, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, effects)
         elif not submit.is_kill_sent and not submit.is_worker_gone:
-            self._kill(submit, now_ns, out)
+            self._kill(submit, now_ns, effects)
 
     # --- ends ---
 
-    def _on_too_long(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+    def _on_too_long(self, submit: Submit, now_ns: int, effects: list[Effect]) -> None:
         submit.is_timed_out = True
-        self._end(submit, None, f"it took more than {denials.duration_text(submit.timeout_ms)}", None, now_ns, out)
+        self._end(submit, None, f"it took more than {denials.duration_text(submit.timeout_ms)}", None, now_ns, effects)
 
     def _end(
-        self, submit: Submit, cause: Cause | None, reason: str, denial: Denial | None, now_ns: int, out: list[Effect]
+        self,
+        submit: Submit,
+        cause: Cause | None,
+        reason: str,
+        denial: Denial | None,
+        now_ns: int,
+        effects: list[Effect],
     ) -> None:
         """End a submit that has not ended. `denial` is the reply to its client if that still waits."""
-        self._refuse(submit, denial, out)
+        self._refuse(submit, denial, effects)
         if submit.state in (SubmitState.STARTING, SubmitState.RUNNING):
-            self._stop(submit, cause, reason, now_ns, out)
+            self._stop(submit, cause, reason, now_ns, effects)
 
-    def _replace(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _replace(self, submit: Submit, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """End a submit's dead or hung warm context; its client keeps waiting for the replacement."""
         if self._pool is not None:
             self._pool.on_submit_lost(submit.card_uuid, now_ns)
         submit.is_replaced = True
-        self._stop(submit, None, reason, now_ns, out)
+        self._stop(submit, None, reason, now_ns, effects)
 
-    def _stop(self, submit: Submit, cause: Cause | None, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _stop(self, submit: Submit, cause: Cause | None, reason: str, now_ns: int, effects: list[Effect]) -> None:
         was, submit.state, submit.reason = submit.state, SubmitState.ENDING, reason
         # The revocation word comes first, so that the worker starts nothing after it.
-        out.append(RefuseSubmit(submit.submit_id, cause))
+        effects.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
-            self._prove(submit, now_ns, out)
+            self._prove(submit, now_ns, effects)
         # Give a running submit a moment to report its end to the client. One that never ran has nothing to report.
         elif was is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
-            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
+            effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
         else:
-            self._kill(submit, now_ns, out)
+            self._kill(submit, now_ns, effects)
 
-    def _kill(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+    def _kill(self, submit: Submit, now_ns: int, effects: list[Effect]) -> None:
         submit.is_kill_sent = True
-        out.append(KillWorker(submit.submit_id))
-        self._start_reclaim_clock(submit, now_ns, out)
+        effects.append(KillWorker(submit.submit_id))
+        self._start_reclaim_clock(submit, now_ns, effects)
 
-    def _prove(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
-        out.append(ProveReclaimed(submit.submit_id, submit.card_uuid))
-        self._start_reclaim_clock(submit, now_ns, out)
+    def _prove(self, submit: Submit, now_ns: int, effects: list[Effect]) -> None:
+        effects.append(ProveReclaimed(submit.submit_id, submit.card_uuid))
+        self._start_reclaim_clock(submit, now_ns, effects)
 
-    def _start_reclaim_clock(self, submit: Submit, now_ns: int, out: list[Effect]) -> None:
+    def _start_reclaim_clock(self, submit: Submit, now_ns: int, effects: list[Effect]) -> None:
         # One clock runs from the kill to the proof, so that a worker that dies late does not get a second one.
         if submit.reclaim_due_ns is None:
             submit.reclaim_due_ns = now_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
-            out.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.RECLAIM), submit.reclaim_due_ns))
+            effects.append(
+                ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.RECLAIM), submit.reclaim_due_ns)
+            )
 
-    def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+    def _on_proved(self, submit: Submit, event: events.ReclaimProved, now_ns: int, effects: list[Effect]) -> None:
         # A proof from before the reap is not valid: the process could still hold memory.
         if submit.state is not SubmitState.ENDING or not submit.is_worker_gone:
             return
         lease = self._store.live[submit.lease_id]
-        self._forget(submit, lease, out, is_proved=True)
+        self._forget(submit, lease, effects, is_proved=True)
         following = lease.next_submit
         # The bytes are free: end the lease that waited for them, replace the lost warm context, or start the waiting
         # submit. A replacement does not take a warm context, so that a pool of dead contexts can't cause a loop.
         if lease.state is LeaseState.DRAINING:
-            self._on_freed(lease, now_ns, out)
+            self._on_freed(lease, now_ns, effects)
         elif submit.is_replaced:
-            self._start(lease, submit.request, submit.timeout_ms, now_ns, out, may_be_warm=False)
+            self._start(lease, submit.request, submit.timeout_ms, now_ns, effects, may_be_warm=False)
         elif following is not None:
             lease.next_submit = None
-            self._start(lease, following.request, following.timeout_ms, now_ns, out)
+            self._start(lease, following.request, following.timeout_ms, now_ns, effects)
 
-    def _on_not_proved(self, submit: Submit, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+    def _on_not_proved(self, submit: Submit, event: events.ReclaimFailed, now_ns: int, effects: list[Effect]) -> None:
         if submit.state is SubmitState.ENDING:
-            self._fence(submit, event.reason, now_ns, out)
+            self._fence(submit, event.reason, now_ns, effects)
 
-    def _fence(self, submit: Submit, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _fence(self, submit: Submit, reason: str, now_ns: int, effects: list[Effect]) -> None:
         lease = self._store.live[submit.lease_id]
         # From now on the lease itself is in doubt: it gets no further submit, and its context serves no other lease.
         submit.state, lease.is_in_doubt = SubmitState.FENCED, True
         submit.reason = f"{submit.reason}; {reason}" if submit.reason else reason
-        out.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
-        self._refuse(submit, denials.stuck(lease.lease_id), out)
-        self._refuse_next(lease, denials.stuck(lease.lease_id), out)
+        effects.append(SubmitFenced(submit.submit_id, lease.lease_id, submit.reason))
+        self._refuse(submit, denials.stuck(lease.lease_id), effects)
+        self._refuse_next(lease, denials.stuck(lease.lease_id), effects)
         if lease.state is LeaseState.DRAINING:
-            self._on_stuck(lease, f"of a submit, {reason}", now_ns, out)
+            self._on_stuck(lease, f"of a submit, {reason}", now_ns, effects)
 
-    def _refuse(self, submit: Submit, denial: Denial | None, out: list[Effect]) -> None:
+    def _refuse(self, submit: Submit, denial: Denial | None, effects: list[Effect]) -> None:
         """Refuse the client that waits for the submit or for its replacement."""
         submit.is_replaced = False
         if self._due_by_request.pop(submit.request, None) is not None and denial is not None:
-            out.append(RequestDenied(submit.request, denial))
+            effects.append(RequestDenied(submit.request, denial))
 
-    def _refuse_next(self, lease: Lease, denial: Denial, out: list[Effect]) -> None:
+    def _refuse_next(self, lease: Lease, denial: Denial, effects: list[Effect]) -> None:
         following, lease.next_submit = lease.next_submit, None
         if following is not None:
             del self._due_by_request[following.request]
-            out.append(RequestDenied(following.request, denial))
+            effects.append(RequestDenied(following.request, denial))
 
-    def _forget(self, submit: Submit, lease: Lease, out: list[Effect], *, is_proved: bool = False) -> None:
+    def _forget(self, submit: Submit, lease: Lease, effects: list[Effect], *, is_proved: bool = False) -> None:
         """Forget a submit: its bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""
         del self._store.submits[submit.submit_id]
         lease.submit_id = lease.own_submit_bytes = 0
@@ -531,7 +539,7 @@ class Submits(SubmitViews):
             self._store.account_by_uuid[lease.card_uuid].take_context_back(lease)
             self._store.has_freed_room = True
         lease.last_submit = submit.snapshot()
-        out.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))
+        effects.append(SubmitEnded(submit.submit_id, lease.lease_id, submit.reason))
 
 
 def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequested, now_ns: int) -> Denial | None:

@@ -130,9 +130,9 @@ class LeaseTable:
             events.WorkerUnlisted: self._on_worker_unlisted,
             events.CardPolled: self._pool.on_card_polled,
             events.WaitTimerFired: self._on_wait_timer,
-            events.HoldTimerFired: lambda _, now_ns, out: self._admission.on_hold_timer(now_ns, out),
+            events.HoldTimerFired: lambda _, now_ns, effects: self._admission.on_hold_timer(now_ns, effects),
             events.PoolTimerFired: lambda *_: self._pool.on_pool_timer(),
-            events.DrainTimerFired: lambda _, now_ns, out: self._drain.on_timer(now_ns, out),
+            events.DrainTimerFired: lambda _, now_ns, effects: self._drain.on_timer(now_ns, effects),
             events.LeaseRestored: self._restoration.on_lease_restored,
             events.WorkerFound: self._restoration.on_worker_found,
             events.SubmitFound: self._restoration.on_submit_found,
@@ -184,21 +184,21 @@ class LeaseTable:
             ValueError: An acquire reuses the number of one that is still open.
             InvalidTransition: A bug in the core. The event is half handled and the table must no longer be used.
         """
-        out: list[Effect] = []
+        effects: list[Effect] = []
         # Step 1: handle the event.
-        self._handlers[type(event)](event, now_ns, out)
+        self._handlers[type(event)](event, now_ns, effects)
         while True:
             # Step 2: offer released bytes to the queue before anything else can take them.
             if self._store.has_freed_room:
-                self._admission.serve_queue(now_ns, out)
+                self._admission.serve_queue(now_ns, effects)
             # Step 3: park idle sessions to make room for requests that still wait.
             if self._store.parkable:
-                self.parking.update(now_ns, out)
+                self.parking.update(now_ns, effects)
             # Step 4: let the pool use the rest, so that it never competes with leases.
-            self._pool.update(now_ns, out)
+            self._pool.update(now_ns, effects)
             # If step 4 released the room of a session that no worker could continue, offer that to the queue as well.
             if not self._store.has_freed_room:
-                return out
+                return effects
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """Return a live lease or region, or an ended one that is still recorded; else None."""
@@ -394,17 +394,17 @@ class LeaseTable:
 
     # --- requests ---
 
-    def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, out: list[Effect]) -> None:
+    def _on_acquire_requested(self, event: events.AcquireRequested, now_ns: int, effects: list[Effect]) -> None:
         # Two open requests with one number would get two answers. That is a bug of the shell, so it is not a denial.
         if event.request in self._store.pending or self._store.queue.get(event.request) is not None:
             raise ValueError(f"Request {event.request} is still open; an acquire needs a number of its own.")
-        self._admission.acquire(event, now_ns, out)
+        self._admission.acquire(event, now_ns, effects)
 
-    def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, out: list[Effect]) -> None:
+    def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, effects: list[Effect]) -> None:
         # A request number belongs to a submit, a region, a queued acquire or a pending lease. Find out which one waits.
-        if self.submits.on_requester_gone(event.request, now_ns, out):
+        if self.submits.on_requester_gone(event.request, now_ns, effects):
             return
-        if self.regions.on_requester_gone(event.request, now_ns, out):
+        if self.regions.on_requester_gone(event.request, now_ns, effects):
             return
         waiter = self._store.queue.get(event.request)
         if waiter is not None:
@@ -412,24 +412,24 @@ class LeaseTable:
             return
         lease = self._store.live.get(self._store.pending.get(event.request, 0))
         if lease is not None:
-            self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, out)
+            self._teardown.begin(lease, Cause.ABANDONED, "the connection of its acquire was closed", now_ns, effects)
 
-    def _on_renew_requested(self, event: events.RenewRequested, now_ns: int, out: list[Effect]) -> None:
+    def _on_renew_requested(self, event: events.RenewRequested, now_ns: int, effects: list[Effect]) -> None:
         # A region's id is used like a lease's, so one operation serves both.
         if (region := self._store.regions.get(event.lease_id)) is not None:
-            self.regions.on_renew(region, event, now_ns, out)
+            self.regions.on_renew(region, event, now_ns, effects)
             return
         if (denial := self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)) is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
         # Expire it first: a renewal that arrives after the deadline, before the late timer, must fail.
-        self._teardown.expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, effects)
         denial = self._store.denial_for(event.lease_id, now_ns) or check_ttl(
             event.ttl_ms, self._store.limits, event.tenant if lease is None else lease.tenant
         )
         if denial is not None or lease is None or lease.deadline_ns is None:
-            out.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
+            effects.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
         # The new generation invalidates the timers of the old deadline, and the tokens of the old generation.
         lease.generation += 1
@@ -439,14 +439,14 @@ class LeaseTable:
             lease.terms = fast_dataclass.replace(lease.terms, ttl_ms=event.ttl_ms)
         # A renewal never shortens the time granted before, which had the same maximum.
         deadline_ns = renewed_until(now_ns, event.ttl_ms, self._store.drain_ns_of(lease.card_uuid))
-        self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), out)
+        self._set_deadline(lease, max(lease.deadline_ns, deadline_ns), effects)
         # A renewal shows that the tenant is alive, so the wait for a connection starts again from now.
         if lease.unconnected_ns is not None:
-            self._await_connection(lease, now_ns, out)
-        self.parking.on_generation(lease, out)
-        out.append(Renewed(event.request, lease.snapshot()))
+            self._await_connection(lease, now_ns, effects)
+        self.parking.on_generation(lease, effects)
+        effects.append(Renewed(event.request, lease.snapshot()))
 
-    def _on_connections_changed(self, event: events.ConnectionsChanged, now_ns: int, out: list[Effect]) -> None:
+    def _on_connections_changed(self, event: events.ConnectionsChanged, now_ns: int, effects: list[Effect]) -> None:
         lease = self._store.live.get(event.lease_id)
         # Leases without a bound never end for lack of a connection, and a repeated report changes nothing.
         if lease is None or lease.state is not LeaseState.ACTIVE or not lease.orphan_ms:
@@ -456,64 +456,64 @@ class LeaseTable:
         if event.is_connected:
             lease.unconnected_ns = None
         else:
-            self._await_connection(lease, now_ns, out, event.least_wait_ms)
+            self._await_connection(lease, now_ns, effects, event.least_wait_ms)
         # Warn subscribers of the deadline for a connection, or that it no longer applies.
         phase = phase_of(lease, self._store.drain_of(lease.card_uuid), now_ns)
-        out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
+        effects.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
 
-    def _await_connection(self, lease: Lease, now_ns: int, out: list[Effect], least_wait_ms: int = 0) -> None:
+    def _await_connection(self, lease: Lease, now_ns: int, effects: list[Effect], least_wait_ms: int = 0) -> None:
         """Start the wait after which the lease ends unless it gets a connection."""
         # A daemon that took over the lease gives its clients more time to reconnect than the tenant's bound.
         more_ms = max(0, least_wait_ms - lease.orphan_ms)
         # An earlier, longer wait remains valid.
         lease.unconnected_ns = max(now_ns + more_ms * NS_PER_MS, lease.unconnected_ns or 0)
         due_ns = lease.unconnected_ns + lease.orphan_ms * NS_PER_MS
-        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
+        effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.ORPHAN), due_ns))
 
-    def _on_free_requested(self, event: events.FreeRequested, now_ns: int, out: list[Effect]) -> None:
+    def _on_free_requested(self, event: events.FreeRequested, now_ns: int, effects: list[Effect]) -> None:
         # A region is freed inside its lease, which continues.
         if (region := self._store.regions.get(event.lease_id)) is not None:
-            self.regions.on_free(region, event, now_ns, out)
+            self.regions.on_free(region, event, now_ns, effects)
             return
         if (denial := self._store.denial_unless_owner(event.lease_id, event.tenant, event.is_operator)) is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         lease = self._store.live.get(event.lease_id)
-        self._teardown.expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, effects)
         if lease is not None and lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             lease.free_request = event.request
             # If anyone but the tenant frees the lease, the context must not serve another lease.
             lease.is_in_doubt = lease.is_in_doubt or event.tenant != lease.tenant
             by_whom = "an operator" if event.tenant != lease.tenant else "its tenant"
-            self._teardown.begin(lease, Cause.FREED, f"freed by {by_whom}", now_ns, out)
+            self._teardown.begin(lease, Cause.FREED, f"freed by {by_whom}", now_ns, effects)
             return
         # The lease is neither pending nor active: it has ended, or it is unknown. Report which.
         denial = self._store.denial_for(event.lease_id, now_ns) or denials.not_found(event.lease_id)
-        out.append(RequestDenied(event.request, denial))
+        effects.append(RequestDenied(event.request, denial))
 
-    def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, out: list[Effect]) -> None:
+    def _on_revoke_requested(self, event: events.RevokeRequested, now_ns: int, effects: list[Effect]) -> None:
         if (denial := self._check_revoke(event)) is not None:
-            out.append(RequestDenied(event.request, denial))
+            effects.append(RequestDenied(event.request, denial))
             return
         # A returned region is over: the answer below is that of an ended lease.
         region = self._store.regions.get(event.lease_id)
         if region is not None and region.state is not RegionState.RETURNED:
-            self.regions.on_revoke(region, event, now_ns, out)
+            self.regions.on_revoke(region, event, now_ns, effects)
             return
         lease = self._store.live.get(event.lease_id)
         # For an ended lease, repeat the answer to its first revoke, so that a repeated request is harmless.
         if lease is None:
-            out.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
+            effects.append(RevokeDone(event.request, self._past_outcome(event.lease_id)))
             return
-        self._teardown.expire_if_due(lease, now_ns, out)
+        self._teardown.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.FENCED:
-            out.append(RevokeDone(event.request, RevokeOutcome.FENCED))
+            effects.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
         # A revoked lease must be torn down whole, so a scrub in progress is abandoned.
         lease.revoke_requests.append(event.request)
-        self._teardown.give_up_scrub(lease, now_ns, out)
+        self._teardown.give_up_scrub(lease, now_ns, effects)
         if lease.state is not LeaseState.DRAINING:
-            self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, out)
+            self._teardown.begin(lease, Cause.REVOKED, event.reason, now_ns, effects)
 
     def _check_revoke(self, event: events.RevokeRequested) -> Denial | None:
         """Return the denial for a caller that may not revoke; None if it may.
@@ -532,11 +532,11 @@ class LeaseTable:
         is_own = lease.tenant == event.tenant
         return denials.not_revocable(event.lease_id) if is_own else denials.not_found(event.lease_id)
 
-    def _on_fence_clear_requested(self, event: events.FenceClearRequested, now_ns: int, out: list[Effect]) -> None:
+    def _on_fence_clear_requested(self, event: events.FenceClearRequested, now_ns: int, effects: list[Effect]) -> None:
         selected = devices.select(self._store.accounts, event.card_uuid)
         if event.card_uuid is not None and not selected:
             cards = [account.card for account in self._store.accounts]
-            out.append(RequestDenied(event.request, denials.unknown_card(event.card_uuid, cards)))
+            effects.append(RequestDenied(event.request, denials.unknown_card(event.card_uuid, cards)))
             return
         # Release leases with their regions, then lasting fences of regions in live leases, then warm contexts and
         # submits.
@@ -544,29 +544,29 @@ class LeaseTable:
         cleared = [lease for lease in self._store.fenced.values() if lease.card_uuid in uuids]
         lease_ids = [lease.lease_id for lease in cleared]
         for lease in cleared:
-            lease_ids += self.regions.return_with(lease, Trigger.FENCE_CLEARED, now_ns, out)
+            lease_ids += self.regions.return_with(lease, Trigger.FENCE_CLEARED, now_ns, effects)
             self._store.close(lease, Trigger.FENCE_CLEARED, now_ns)
         of_living = self.regions.clear_fences(uuids, now_ns)
         lease_ids += of_living
         for lease_id in lease_ids:
             self._store.cleared.add(lease_id)
         warm_ids = self._pool.clear_fences(uuids)
-        count = len(cleared) + len(of_living) + len(warm_ids) + self.submits.clear_fences(uuids, out)
-        out.append(SlicesCleared(event.request, count, tuple(lease_ids), warm_ids))
+        count = len(cleared) + len(of_living) + len(warm_ids) + self.submits.clear_fences(uuids, effects)
+        effects.append(SlicesCleared(event.request, count, tuple(lease_ids), warm_ids))
 
-    def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, out: list[Effect]) -> None:
+    def _on_shutdown_requested(self, event: events.ShutdownRequested, now_ns: int, effects: list[Effect]) -> None:
         self._store.is_shutting_down = True
         # Close the queue first, so that no waiter gets the bytes of a lease that ends now.
-        self._admission.close_queue(denials.shutting_down(), out)
+        self._admission.close_queue(denials.shutting_down(), effects)
         for lease in self._store.live.values():
-            self._teardown.expire_if_due(lease, now_ns, out)
+            self._teardown.expire_if_due(lease, now_ns, effects)
             # An overdue lease has expired, whatever requested the shutdown.
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
-                self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was requested", now_ns, out)
+                self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was requested", now_ns, effects)
 
     # --- workers ---
 
-    def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, out: list[Effect]) -> None:
+    def _on_worker_event(self, event: events.WorkerEvent, now_ns: int, effects: list[Effect]) -> None:
         """Dispatch an event to the handler for its kind of worker.
 
         An event for an unknown worker, or one without meaning for its kind, is ignored.
@@ -575,116 +575,116 @@ class LeaseTable:
         workers, handlers = self._workers[kind_of(event.worker_id)]
         worker, handler = workers.get(event.worker_id), handlers.get(type(event))
         if worker is not None and handler is not None:
-            handler(worker, event, now_ns, out)
+            handler(worker, event, now_ns, effects)
         # Regions have no worker of their own, but their timers carry their id in the same field.
         elif worker is None and isinstance(event, TimerFired):
-            self.regions.on_timer(event, now_ns, out)
+            self.regions.on_timer(event, now_ns, effects)
 
-    def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> None:
+    def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, effects: list[Effect]) -> None:
         # Whether the bytes are free depends on what others hold, which only the card's account knows.
-        if self._pool.is_shown_free(event, now_ns, out):
-            self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, out)
+        if self._pool.is_shown_free(event, now_ns, effects):
+            self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, effects)
 
-    def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
-        if lease.park is not None and self._cold.on_worker_ready(lease, lease.park, now_ns, out):
+    def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, effects: list[Effect]) -> None:
+        if lease.park is not None and self._cold.on_worker_ready(lease, lease.park, now_ns, effects):
             return
         # Ignore a late answer for a lease that has ended, and one of a worker that was ordered before the lease had
         # room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         # `may_grant` may end the lease: a claim is never granted after the membership deadline.
-        if lease.terms.is_claimed and not self._horizons.may_grant(lease, now_ns, out):
+        if lease.terms.is_claimed and not self._horizons.may_grant(lease, now_ns, effects):
             return
         # The time to live counts from now. Write the deadline to the page before the grant is reported to the tenant.
         lease.move(Trigger.WORKER_READY, now_ns)
         self._store.leave_pending(lease)
-        self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, out)
+        self._set_deadline(lease, now_ns + lease.terms.ttl_ms * NS_PER_MS, effects)
         if lease.park is not None:
-            self.parking.on_granted(lease, lease.park, now_ns, out)
-        out.append(Granted(lease.request, lease.snapshot()))
+            self.parking.on_granted(lease, lease.park, now_ns, effects)
+        effects.append(Granted(lease.request, lease.snapshot()))
 
-    def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, out: list[Effect]) -> None:
+    def _on_worker_failed(self, lease: Lease, event: events.WorkerFailed, now_ns: int, effects: list[Effect]) -> None:
         # A worker that is ready reports faults, not failures: a failure after the grant is ignored.
         if lease.state is LeaseState.PENDING:
-            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out)
+            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, effects)
 
-    def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+    def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, effects: list[Effect]) -> None:
         # Replace a warm context that died by a new worker.
         if lease.state is LeaseState.PENDING and lease.warm_id:
-            self._pool.replace_worker(lease, event.reason, now_ns, out, is_gone=True)
+            self._pool.replace_worker(lease, event.reason, now_ns, effects, is_gone=True)
         # If a new worker exits before it is ready, end the lease. The denial shows the client whether a retry may help.
         elif lease.state is LeaseState.PENDING:
             lease.is_worker_gone = True
             denial = denials.no_worker_now(event.reason) if event.is_busy else None
-            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, out, denial)
-        elif self._cold.on_worker_lost(lease, event.reason, now_ns, out):
+            self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, effects, denial)
+        elif self._cold.on_worker_lost(lease, event.reason, now_ns, effects):
             return
         elif lease.state is LeaseState.ACTIVE:
             lease.is_worker_gone = True
-            self._teardown.on_active_worker_lost(lease, event.reason, now_ns, out)
+            self._teardown.on_active_worker_lost(lease, event.reason, now_ns, effects)
         else:
-            self._teardown.on_worker_exited(lease, now_ns, out)
+            self._teardown.on_worker_exited(lease, now_ns, effects)
 
-    def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, out: list[Effect]) -> None:
+    def _on_session_faulted(self, event: events.SessionFaulted, now_ns: int, effects: list[Effect]) -> None:
         lease = self._store.live.get(event.worker_id)
         # Keep the first fault: once the context is lost, everything fails.
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.fault:
             lease.fault = event.reason or "it gave no reason"
-        self._teardown.give_up_scrub(lease, now_ns, out)
+        self._teardown.give_up_scrub(lease, now_ns, effects)
 
-    def _on_session_opened(self, event: events.SessionOpened, now_ns: int, out: list[Effect]) -> None:
+    def _on_session_opened(self, event: events.SessionOpened, now_ns: int, effects: list[Effect]) -> None:
         lease = self._store.live.get(event.lease_id)
         if lease is not None and lease.state is LeaseState.ACTIVE and not lease.own_submit_bytes:
             lease.has_session = True
 
     def _on_session_condemned(
-        self, lease: Lease, event: events.SessionCondemned, now_ns: int, out: list[Effect]
+        self, lease: Lease, event: events.SessionCondemned, now_ns: int, effects: list[Effect]
     ) -> None:
-        self._teardown.condemn(lease, event.cause, event.reason, now_ns, out)
+        self._teardown.condemn(lease, event.cause, event.reason, now_ns, effects)
 
-    def _on_region_proved(self, event: events.RegionProved, now_ns: int, out: list[Effect]) -> None:
+    def _on_region_proved(self, event: events.RegionProved, now_ns: int, effects: list[Effect]) -> None:
         # The id names a lease that was parked or resized, or a region.
         if (lease := self._store.live.get(event.region_id)) is not None:
-            if not self.parking.on_proved(lease, now_ns, out):
-                self._resizes.on_proved(lease, out)
+            if not self.parking.on_proved(lease, now_ns, effects):
+                self._resizes.on_proved(lease, effects)
         else:
-            self.regions.on_proved(event, now_ns, out)
+            self.regions.on_proved(event, now_ns, effects)
 
-    def _on_reclaim_proved(self, lease: Lease, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
-        self._teardown.on_reclaim_proved(lease, now_ns, out)
+    def _on_reclaim_proved(self, lease: Lease, event: events.ReclaimProved, now_ns: int, effects: list[Effect]) -> None:
+        self._teardown.on_reclaim_proved(lease, now_ns, effects)
 
-    def _on_reclaim_failed(self, lease: Lease, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
-        self._teardown.on_reclaim_failed(lease, event.reason, now_ns, out)
+    def _on_reclaim_failed(self, lease: Lease, event: events.ReclaimFailed, now_ns: int, effects: list[Effect]) -> None:
+        self._teardown.on_reclaim_failed(lease, event.reason, now_ns, effects)
 
     # --- timers ---
 
-    def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, out: list[Effect]) -> None:
+    def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, effects: list[Effect]) -> None:
         # The request waits for a submit, a resize or room. Ask each of them in turn.
-        is_theirs = self.submits.on_wait_timer(event.request, now_ns, out)
-        if not (is_theirs or self._resizes.on_wait_timer(event.request, now_ns, out)):
-            self._admission.on_wait_timer(event.request, now_ns, out)
+        is_theirs = self.submits.on_wait_timer(event.request, now_ns, effects)
+        if not (is_theirs or self._resizes.on_wait_timer(event.request, now_ns, effects)):
+            self._admission.on_wait_timer(event.request, now_ns, effects)
 
-    def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+    def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
         due_ns = lease_due_ns(lease, event.kind)
         # A timer of an earlier generation is outdated: a renewal has armed another one.
         if lease.generation != event.generation or due_ns is None:
             return
         # The deadline has moved since the timer was armed, or the timer fired early.
         if now_ns < due_ns:
-            out.append(ArmTimer(event, due_ns))
+            effects.append(ArmTimer(event, due_ns))
         elif event.kind is TimerKind.SPAWN:
-            self._on_spawn_timer(lease, now_ns, out)
+            self._on_spawn_timer(lease, now_ns, effects)
         else:
-            self._teardown.on_timer(lease, event.kind, now_ns, out)
+            self._teardown.on_timer(lease, event.kind, now_ns, effects)
 
-    def _on_spawn_timer(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _on_spawn_timer(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # A warm context gets the short timeout and is replaced; a new worker gets the long one and ends the lease.
         if lease.warm_id and not lease.awaited_bytes:
             reason = f"it did not take its lease within {self._limits.adopt_timeout_s} s"
-            self._pool.replace_worker(lease, reason, now_ns, out, is_gone=False)
+            self._pool.replace_worker(lease, reason, now_ns, effects, is_gone=False)
             return
         reason = f"it was not ready within {self._limits.spawn_timeout_s} s"
-        self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, out)
+        self._teardown.begin(lease, Cause.SPAWN_FAILED, reason, now_ns, effects)
 
     # --- shared steps ---
 
@@ -698,13 +698,13 @@ class LeaseTable:
         was_here = self._store.get_ended(lease_id) is not None or lease_id in self._store.revoked
         return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
 
-    def _set_deadline(self, lease: Lease, deadline_ns: int, out: list[Effect]) -> None:
+    def _set_deadline(self, lease: Lease, deadline_ns: int, effects: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns
-        out.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
+        effects.append(SetDeadline(lease.lease_id, lease.generation, deadline_ns))
         if lease.submit_id:
             # The submit obeys its lease's deadline as well as its own.
-            self.submits.on_deadline(lease, out)
-        out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
+            self.submits.on_deadline(lease, effects)
+        effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), deadline_ns))
         if lease.horizon is not None:
             due_ns = lease.horizon.at_ns
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))
+            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))

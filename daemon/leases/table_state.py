@@ -243,15 +243,15 @@ class LeaseStore:
         drain = self.drain_of(card_uuid)
         return None if drain is None else drain.due_ns
 
-    def warn(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def warn(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Notify a live lease's subscribers, and those of its regions, of its phase."""
         drain = self.drain_of(lease.card_uuid)
         phase = phase_of(lease, drain, now_ns)
-        out.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
+        effects.append(Warned(lease.lease_id, phase.phase, phase.left_ms(now_ns)))
         for region in lease.regions.values():
             if region.state is RegionState.ACTIVE:
                 phase = region_phase_of(region, lease, drain, now_ns)
-                out.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))
+                effects.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))
 
     def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
         """Return the denial for a tenant that would have or await more bytes than it may; None if it may."""

@@ -56,7 +56,7 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
 
 
 class Teardown:
-    """Ends leases. Each method appends the effects to execute to `out`.
+    """Ends leases. Each method appends what to execute to `effects`.
 
     Attributes:
         submits: The leases' submits, which end with them.
@@ -80,7 +80,7 @@ class Teardown:
         cause: Cause,
         reason: str,
         now_ns: int,
-        out: list[Effect],
+        effects: list[Effect],
         denial: Denial | None = None,
     ) -> None:
         """End a pending or active lease, and refuse the acquire that still waits for it.
@@ -90,7 +90,7 @@ class Teardown:
             cause: Reason for the end.
             reason: The cause in words.
             now_ns: Monotonic time.
-            out: Receives the effects.
+            effects: Receives the effects.
             denial: Reply to the acquire; None for a reply that says how the lease ended.
         """
         # Step 1: record the end. A revoked id is kept forever.
@@ -102,30 +102,30 @@ class Teardown:
             self._store.revoked.add(lease.lease_id)
         # Step 2: refuse new work. The revocation word is flipped before any other effect, so that no launch starts
         # after it.
-        out.append(RefuseWork(lease.lease_id, cause))
+        effects.append(RefuseWork(lease.lease_id, cause))
         # Step 3: end everything inside the lease, with the lease's cause.
-        self.regions.end_with_lease(lease, now_ns, out)
-        self.resizes.end_with_lease(lease, out)
-        self.parking.end_with_lease(lease, now_ns, out)
-        self.submits.end_with_lease(lease, cause, now_ns, out)
+        self.regions.end_with_lease(lease, now_ns, effects)
+        self.resizes.end_with_lease(lease, effects)
+        self.parking.end_with_lease(lease, now_ns, effects)
+        self.submits.end_with_lease(lease, cause, now_ns, effects)
         # Step 4: answer the acquire that still waits, unless its client has disconnected.
         if was_pending:
             self._store.leave_pending(lease)
             if cause is not Cause.ABANDONED:
-                out.append(RequestDenied(lease.request, denial or denials.lease_ended(lease.snapshot())))
+                effects.append(RequestDenied(lease.request, denial or denials.lease_ended(lease.snapshot())))
         # Step 5: if the worker is already dead, skip the kill and order the proof of its bytes.
         if lease.is_worker_gone:
-            self._prove(lease, now_ns, out)
+            self._prove(lease, now_ns, effects)
             return
         # Step 6: give work in flight its grace, then kill. A worker that was never ready has nothing in flight.
-        grace_ns = 0 if was_pending else self._grace_ns(lease, cause, out)
+        grace_ns = 0 if was_pending else self._grace_ns(lease, cause, effects)
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.GRACE), lease.grace_due_ns))
+            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.GRACE), lease.grace_due_ns))
         else:
-            self._kill(lease, now_ns, out)
+            self._kill(lease, now_ns, effects)
 
-    def _grace_ns(self, lease: Lease, cause: Cause, out: list[Effect]) -> int:
+    def _grace_ns(self, lease: Lease, cause: Cause, effects: list[Effect]) -> int:
         """Return the time until the kill in nanoseconds; if the context may be recycled, order a scrub first."""
         recycling = self._store.recycling
         # Only a tenant's own free may be followed by a scrub: after any other end something may be wrong with the
@@ -134,52 +134,52 @@ class Teardown:
             return self._store.limits.grace_ns(cause)
         # The scrub replaces the grace: the tenant has freed the lease, so none of its work is in flight.
         lease.is_scrubbing = True
-        out.append(ScrubWorker(lease.lease_id))
+        effects.append(ScrubWorker(lease.lease_id))
         return recycling.scrub_timeout_ms * NS_PER_MS
 
-    def give_up_scrub(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+    def give_up_scrub(self, lease: Lease | None, now_ns: int, effects: list[Effect]) -> None:
         """Kill the worker of a lease that was to be scrubbed, because something is in doubt."""
         if lease is not None and lease.is_scrubbing and not lease.is_worker_gone:
-            self._kill(lease, now_ns, out)
+            self._kill(lease, now_ns, effects)
 
-    def release_recycled(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def release_recycled(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Release the bytes of a lease after its scrubbed context was charged to the pool."""
         lease.is_scrubbing = False
-        self._release(lease, now_ns, out)
+        self._release(lease, now_ns, effects)
 
-    def resume(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def resume(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Continue a teardown that an earlier table began.
 
         Its grace is over, but its revocation word may not be flipped yet.
         """
         # The earlier daemon may have been killed between the journal and the page.
         if lease.cause is not None:
-            out.append(RefuseWork(lease.lease_id, lease.cause))
+            effects.append(RefuseWork(lease.lease_id, lease.cause))
         if lease.is_worker_gone:
-            self._prove(lease, now_ns, out)
+            self._prove(lease, now_ns, effects)
         else:
-            self._kill(lease, now_ns, out)
+            self._kill(lease, now_ns, effects)
 
-    def expire_if_due(self, lease: Lease | None, now_ns: int, out: list[Effect]) -> None:
+    def expire_if_due(self, lease: Lease | None, now_ns: int, effects: list[Effect]) -> None:
         """End a lease that has reached its deadline.
 
         Both the timer and any request that finds the lease overdue call this, whichever comes first.
         """
         if lease is not None and lease.is_expired(now_ns):
-            self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, out)
+            self.begin(lease, Cause.EXPIRED, "it was not renewed in time", now_ns, effects)
         elif lease is not None and lease.is_isolated(now_ns):
-            self.begin(lease, Cause.ISOLATED, denials.NO_HORIZON, now_ns, out)
+            self.begin(lease, Cause.ISOLATED, denials.NO_HORIZON, now_ns, effects)
 
-    def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, out: list[Effect]) -> None:
+    def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, effects: list[Effect]) -> None:
         """Act on a timer that `lease_due_ns` found due."""
         if kind in (TimerKind.EXPIRY, TimerKind.HORIZON):
-            self.expire_if_due(lease, now_ns, out)
+            self.expire_if_due(lease, now_ns, effects)
         elif kind is TimerKind.ORPHAN:
-            self._orphan(lease, now_ns, out)
+            self._orphan(lease, now_ns, effects)
         elif kind is TimerKind.PARK:
-            self.parking.on_timer(lease, now_ns, out)
+            self.parking.on_timer(lease, now_ns, effects)
         elif kind is TimerKind.GRACE:
-            self._kill(lease, now_ns, out)
+            self._kill(lease, now_ns, effects)
         else:
             # The reclaim took too long. The reason names what is missing, memory or a process, for the operator who
             # sees the fence.
@@ -188,98 +188,100 @@ class Teardown:
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"
             )
             reason = f"{missing} within {self._store.limits.reclaim_timeout_s} s"
-            self.on_reclaim_failed(lease, reason, now_ns, out)
+            self.on_reclaim_failed(lease, reason, now_ns, effects)
 
-    def _orphan(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _orphan(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # If its deadline has passed as well, that is the cause to report.
-        self.expire_if_due(lease, now_ns, out)
+        self.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.ACTIVE:
             reason = f"no client was connected to it for {denials.duration_text(lease.orphan_ms)}"
-            self.begin(lease, Cause.ORPHANED, reason, now_ns, out)
+            self.begin(lease, Cause.ORPHANED, reason, now_ns, effects)
 
-    def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def on_active_worker_lost(self, lease: Lease, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """End an active lease after its worker was reaped."""
         # The zygote kills a worker at the lease's deadline even if the broker is late, so an overdue lease has expired.
         if lease.is_expired(now_ns) or lease.is_isolated(now_ns):
-            self.expire_if_due(lease, now_ns, out)
+            self.expire_if_due(lease, now_ns, effects)
         # The fault explains why the worker died, and came first.
         elif lease.fault:
-            self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, out)
+            self.begin(lease, Cause.FAULTED, f"{lease.fault.rstrip('.')}; {reason}", now_ns, effects)
         else:
-            self.begin(lease, Cause.WORKER_DIED, reason, now_ns, out)
+            self.begin(lease, Cause.WORKER_DIED, reason, now_ns, effects)
 
-    def on_worker_exited(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def on_worker_exited(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Order the proof of a draining lease's bytes, because its process is reaped now."""
         if lease.state is LeaseState.DRAINING and not lease.is_worker_gone:
             lease.is_worker_gone = True
             lease.is_scrubbing = False
-            self._prove(lease, now_ns, out)
+            self._prove(lease, now_ns, effects)
 
-    def on_reclaim_proved(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def on_reclaim_proved(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Release the bytes. A proof from before the reap is not valid, and a fence is never lifted by a proof."""
         if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
             return
         # The submit's bytes are part of the lease's, so a submit that can't be proved gone fences the lease.
         if self.submits.is_stuck(lease):
-            self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, out)
+            self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, effects)
             return
         # If a submit is still ending, its proof continues the teardown (`_on_submit_freed`).
         lease.is_proved = True
         if not lease.submit_id:
-            self._release(lease, now_ns, out)
+            self._release(lease, now_ns, effects)
 
-    def _release(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, out)
+    def _release(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
+        self.regions.return_with(lease, Trigger.RECLAIM_PROVED, now_ns, effects)
         # Release the bytes before the answers are sent, because a client may acquire at once when it has its answer.
         ended = self._store.close(lease, Trigger.RECLAIM_PROVED, now_ns)
         if lease.free_request is not None:
-            out.append(FreeDone(lease.free_request, ended))
-        self._report(lease, ended, RevokeOutcome.TORN_DOWN, out)
+            effects.append(FreeDone(lease.free_request, ended))
+        self._report(lease, ended, RevokeOutcome.TORN_DOWN, effects)
 
-    def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """End an active lease because its session broke a rule, unless its time was over before that."""
-        self.expire_if_due(lease, now_ns, out)
+        self.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.ACTIVE:
-            self.begin(lease, cause, reason, now_ns, out)
+            self.begin(lease, cause, reason, now_ns, effects)
         else:
-            self.give_up_scrub(lease, now_ns, out)
+            self.give_up_scrub(lease, now_ns, effects)
 
-    def _on_submit_freed(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _on_submit_freed(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         if lease.is_proved:
-            self.on_reclaim_proved(lease, now_ns, out)
+            self.on_reclaim_proved(lease, now_ns, effects)
 
-    def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def on_reclaim_failed(self, lease: Lease, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Fence the slice. The lease keeps the cause that ended it; its reason then says why it is fenced."""
         if lease.state is not LeaseState.DRAINING:
             return
         lease.reason = f"{lease.reason.rstrip('.')}; {reason}" if lease.reason else reason
         # The fence covers everything inside the lease: its regions' and its submit's bytes are part of its charge.
         self._store.fence(lease, now_ns)
-        self.regions.fence_with(lease, now_ns, out)
-        self.submits.fence_with(lease, out)
+        self.regions.fence_with(lease, now_ns, effects)
+        self.submits.fence_with(lease, effects)
         fenced = lease.snapshot()
         if lease.free_request is not None:
-            out.append(RequestDenied(lease.free_request, denials.lease_ended(fenced)))
-        self._report(lease, fenced, RevokeOutcome.FENCED, out)
+            effects.append(RequestDenied(lease.free_request, denials.lease_ended(fenced)))
+        self._report(lease, fenced, RevokeOutcome.FENCED, effects)
 
-    def _kill(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _kill(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # The kill also ends a scrub that is in progress.
         lease.is_kill_sent = True
         lease.is_scrubbing = False
-        out.append(KillWorker(lease.lease_id))
-        self._start_reclaim_clock(lease, now_ns, out)
+        effects.append(KillWorker(lease.lease_id))
+        self._start_reclaim_clock(lease, now_ns, effects)
 
-    def _prove(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
-        out.append(ProveReclaimed(lease.lease_id, lease.card_uuid))
-        self._start_reclaim_clock(lease, now_ns, out)
+    def _prove(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
+        effects.append(ProveReclaimed(lease.lease_id, lease.card_uuid))
+        self._start_reclaim_clock(lease, now_ns, effects)
 
-    def _start_reclaim_clock(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def _start_reclaim_clock(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # One time limit runs from the kill to the proof, so that a worker that dies late does not get a second one.
         if lease.reclaim_due_ns is None:
             lease.reclaim_due_ns = now_ns + self._reclaim_timeout_ns
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns))
+            effects.append(
+                ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.RECLAIM), lease.reclaim_due_ns)
+            )
 
-    def _report(self, lease: Lease, ended: LeaseSnapshot, outcome: RevokeOutcome, out: list[Effect]) -> None:
-        out.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
+    def _report(self, lease: Lease, ended: LeaseSnapshot, outcome: RevokeOutcome, effects: list[Effect]) -> None:
+        effects.extend(RevokeDone(request, outcome) for request in lease.revoke_requests)
         if lease.cause is not None:
-            out.append(LeaseEnded(ended, lease.cause, tuple(lease.history)))
+            effects.append(LeaseEnded(ended, lease.cause, tuple(lease.history)))

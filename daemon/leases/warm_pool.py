@@ -116,7 +116,7 @@ Handler = Callable[[WarmContext, Any, int, list[Effect]], None]
 
 
 class WarmPool:
-    """Manages the pool. Each method appends the effects to execute to `out`."""
+    """Manages the pool. Each method appends what to execute to `effects`."""
 
     def __init__(self, store: LeaseStore, teardown: Teardown) -> None:
         self._store = store
@@ -144,7 +144,7 @@ class WarmPool:
 
     # --- leases ---
 
-    def place(self, lease: Lease, now_ns: int, out: list[Effect]) -> None:
+    def place(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Start a lease that was just added to the store once it has room, on a warm context if there is one."""
         account = self._account(lease.card_uuid)
         # Step 1: take over a context. Its bytes are charged already, so the lease awaits only the rest.
@@ -153,18 +153,18 @@ class WarmPool:
             self._store.remove_warm(context)
             account.await_bytes(lease, lease.charge_bytes - context.charge_bytes)
             lease.warm_id, lease.served = context.warm_id, context.leases
-            out.append(RenameWorker(context.warm_id, lease.lease_id))
+            effects.append(RenameWorker(context.warm_id, lease.lease_id))
             if context.tenant is None:
                 self._refills[lease.card_uuid].was_taken(now_ns)
         # Step 2: kill contexts that occupy the lease's room. Their bytes become free later, with their proof.
-        self._make_room(account, now_ns, out)
+        self._make_room(account, now_ns, effects)
         # Step 3: start every lease that has room now; the order of their arrival is kept.
-        self._start_leases(account, now_ns, out)
+        self._start_leases(account, now_ns, effects)
         # This lease must wait for room. Bound the wait, in case the contexts' bytes are never proved free.
         if lease.awaited_bytes:
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
+            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
-    def replace_worker(self, lease: Lease, reason: str, now_ns: int, out: list[Effect], *, is_gone: bool) -> None:
+    def replace_worker(self, lease: Lease, reason: str, now_ns: int, effects: list[Effect], *, is_gone: bool) -> None:
         """Drop a pending lease's dead or hung warm context, and start the lease on a new one."""
         account = self._account(lease.card_uuid)
         overhead_bytes = account.card.overhead_bytes
@@ -172,21 +172,21 @@ class WarmPool:
         context = WarmContext(lease.warm_id, lease.card_uuid, overhead_bytes, 0, is_worker_gone=is_gone)
         if lease.served:
             context.tenant, context.leases = lease.tenant, lease.served
-        out.append(RenameWorker(lease.lease_id, lease.warm_id))
+        effects.append(RenameWorker(lease.lease_id, lease.warm_id))
         lease.warm_id = 0
         account.await_bytes(lease, lease.charge_bytes)
         self._store.add_warm(context)
-        self._lose(context, reason, now_ns, out)
-        self._start_leases(account, now_ns, out)
+        self._lose(context, reason, now_ns, effects)
+        self._start_leases(account, now_ns, effects)
 
-    def on_guest_attached(self, event: events.GuestAttached, now_ns: int, out: list[Effect]) -> None:
+    def on_guest_attached(self, event: events.GuestAttached, now_ns: int, effects: list[Effect]) -> None:
         """Exclude the lease's context from recycling, because another client than its tenant used it."""
         lease = self._store.live.get(event.lease_id)
         if lease is not None:
             lease.is_in_doubt = True
-            self._teardown.give_up_scrub(lease, now_ns, out)
+            self._teardown.give_up_scrub(lease, now_ns, effects)
 
-    def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, out: list[Effect]) -> None:
+    def on_worker_scrubbed(self, event: events.WorkerScrubbed, now_ns: int, effects: list[Effect]) -> None:
         """Recycle a lease's worker if the scrub is proved and nothing else is in doubt; otherwise kill it."""
         lease, recycling = self._store.live.get(event.lease_id), self._store.recycling
         # Ignore a late or repeated event: the worker is already dead, or was not to be scrubbed.
@@ -195,28 +195,28 @@ class WarmPool:
         # Check again: the scrub took time, in which the tenant, the card or the node may have changed.
         is_late = lease.grace_due_ns is None or now_ns >= lease.grace_due_ns
         if event.doubt or is_late or not self._store.may_recycle(lease):
-            self._teardown.give_up_scrub(lease, now_ns, out)
+            self._teardown.give_up_scrub(lease, now_ns, effects)
             return
         # Exchange the lease for a context in the pool. The worker is renamed before the lease's bytes are released, so
         # that no event about it reaches the lease any more.
         self._last_id += 1
         account = self._account(lease.card_uuid)
         for other in account.contexts_to_drop(lease.tenant, recycling.max_idle) or ():
-            self._drop(other, "another tenant, who has fewer, takes its place", now_ns, out)
+            self._drop(other, "another tenant, who has fewer, takes its place", now_ns, effects)
         due_ns = now_ns + recycling.idle_s * NS_PER_S
         context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
         context.tenant, context.leases = lease.tenant, lease.served + 1
-        out.append(RecycleWorker(lease.lease_id, context.warm_id))
-        self._teardown.release_recycled(lease, now_ns, out)
+        effects.append(RecycleWorker(lease.lease_id, context.warm_id))
+        self._teardown.release_recycled(lease, now_ns, effects)
         self._store.add_warm(context)
-        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
+        effects.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.IDLE), due_ns))
 
-    def drop_renamed(self, now_ns: int, out: list[Effect]) -> None:
+    def drop_renamed(self, now_ns: int, effects: list[Effect]) -> None:
         """Drop contexts that wait for a tenant if the tenant's name may now belong to another person."""
         for account in self._store.accounts:
             for context in account.yielding():
                 if context.tenant in self._store.renamed:
-                    self._drop(context, "its tenant may be another by now", now_ns, out)
+                    self._drop(context, "its tenant may be another by now", now_ns, effects)
 
     # --- submits ---
 
@@ -224,14 +224,14 @@ class WarmPool:
         """Return whether a submit on that card would get a context."""
         return _choose(self._account(card_uuid).warm.values()) is not None
 
-    def give(self, submit: Submit, now_ns: int, out: list[Effect]) -> bool:
+    def give(self, submit: Submit, now_ns: int, effects: list[Effect]) -> bool:
         """Give a starting submit a context, which it never returns. Returns False if none is ready."""
         account = self._account(submit.card_uuid)
         context = _choose(account.warm.values())
         if context is None:
             return False
         self._store.remove_warm(context)
-        out.append(RenameWorker(context.warm_id, submit.submit_id))
+        effects.append(RenameWorker(context.warm_id, submit.submit_id))
         self._refills[submit.card_uuid].was_taken(now_ns)
         return True
 
@@ -242,7 +242,7 @@ class WarmPool:
     # --- sessions that leave their workers ---
 
     def drop_behind(
-        self, lease: Lease, charge_bytes: int, now_ns: int, out: list[Effect], *, is_gone: bool = False
+        self, lease: Lease, charge_bytes: int, now_ns: int, effects: list[Effect], *, is_gone: bool = False
     ) -> None:
         """Drop the worker of a lease that continues without it.
 
@@ -253,21 +253,21 @@ class WarmPool:
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
         context.is_worker_gone = is_gone
-        out.append(RenameWorker(lease.lease_id, context.warm_id))
+        effects.append(RenameWorker(lease.lease_id, context.warm_id))
         reason = f"the session of lease {lease.lease_id:032x} has left it"
-        self._drop(context, reason, now_ns, out, after_record=True)
+        self._drop(context, reason, now_ns, effects, after_record=True)
 
-    def give_to(self, lease: Lease, now_ns: int, out: list[Effect]) -> bool:
+    def give_to(self, lease: Lease, now_ns: int, effects: list[Effect]) -> bool:
         """Give a lease without a worker a context of its card that served no tenant; return whether one was ready."""
         account = self._account(lease.card_uuid)
         context = _choose(account.warm.values())
         if context is not None:
             self._store.remove_warm(context)
-            out.append(RenameWorker(context.warm_id, lease.lease_id))
+            effects.append(RenameWorker(context.warm_id, lease.lease_id))
             self._refills[lease.card_uuid].was_taken(now_ns)
         return context is not None
 
-    def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
+    def hold(self, lease: Lease, charge_bytes: int, effects: list[Effect]) -> int:
         """Set aside the worker of a lease, which holds these bytes. Returns its id as a context.
 
         Then the lease has no worker. `take_held` or `drop_held` ends this.
@@ -277,44 +277,44 @@ class WarmPool:
         context.state = WarmState.HELD
         # Unlike a dropped context's bytes, these are not released soon, so no acquire may wait for them.
         self._account(lease.card_uuid).stuck_bytes += charge_bytes
-        out.append(RenameWorker(lease.lease_id, context.warm_id))
+        effects.append(RenameWorker(lease.lease_id, context.warm_id))
         return context.warm_id
 
-    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int | None:
+    def take_held(self, lease: Lease, warm_id: int, effects: list[Effect]) -> int | None:
         """Give the worker that was set aside back to its lease. Returns the bytes it holds; None if it has ended."""
         context = self._store.warm.get(warm_id)
         if context is None or context.state is not WarmState.HELD:
             return None
         self._account(context.card_uuid).stuck_bytes -= context.charge_bytes
         self._store.remove_warm(context)
-        out.append(RenameWorker(warm_id, lease.lease_id))
+        effects.append(RenameWorker(warm_id, lease.lease_id))
         return context.charge_bytes
 
-    def drop_held(self, warm_id: int, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def drop_held(self, warm_id: int, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that was set aside, unless it has ended."""
         context = self._store.warm.get(warm_id)
         if context is not None and context.state is WarmState.HELD:
             self._account(context.card_uuid).stuck_bytes -= context.charge_bytes
             self._store.has_freed_room = True
-            self._drop(context, reason, now_ns, out)
+            self._drop(context, reason, now_ns, effects)
 
     # --- the whole pool ---
 
-    def update(self, now_ns: int, out: list[Effect]) -> None:
+    def update(self, now_ns: int, effects: list[Effect]) -> None:
         """Start leases that have room now, and drop and make contexts. Called after every event."""
         # This runs after every event, so a card with nothing to do must cost next to nothing.
         for account in self._store.accounts:
             if account.awaiting:
                 # A session that returns waits for room although it was not placed.
                 if any(lease.state is LeaseState.ACTIVE for lease in account.awaiting.values()):
-                    self._make_room(account, now_ns, out)
-                self._start_leases(account, now_ns, out)
+                    self._make_room(account, now_ns, effects)
+                self._start_leases(account, now_ns, effects)
             # A drain, a shutdown or an exclusive lease empties the card of contexts.
             if account.warm and not self._store.may_keep_warm(account):
                 for context in account.yielding():
-                    self._drop(context, "its card is to have none", now_ns, out)
+                    self._drop(context, "its card is to have none", now_ns, effects)
             elif account.warm_wanted and self._is_begun:
-                self._refill(account, now_ns, out)
+                self._refill(account, now_ns, effects)
 
     def on_pool_timer(self) -> None:
         """Allow contexts to be made; `update` makes them. Also called once an earlier table's state is restored."""
@@ -337,29 +337,29 @@ class WarmPool:
 
     # --- memory of others ---
 
-    def on_card_polled(self, event: events.CardPolled, now_ns: int, out: list[Effect]) -> None:
+    def on_card_polled(self, event: events.CardPolled, now_ns: int, effects: list[Effect]) -> None:
         """Book the memory of the card that others hold, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
         # The capacity changes only if the booked bytes do; most polls change nothing.
         before_bytes = account.others.booked_bytes
         if account.others.poll(event.unowned_bytes, event.outside_bytes, event.polled_ns):
-            self._change_capacity(account, before_bytes, now_ns, out)
+            self._change_capacity(account, before_bytes, now_ns, effects)
 
-    def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, out: list[Effect]) -> bool:
+    def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, effects: list[Effect]) -> bool:
         """Return whether a reaped worker's bytes are proved free, after booking what others hold."""
         others = self._account(event.card_uuid).others
         before_bytes = others.booked_bytes
         is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.polled_ns)
         if others.booked_bytes != before_bytes:
-            self._change_capacity(self._account(event.card_uuid), before_bytes, now_ns, out)
+            self._change_capacity(self._account(event.card_uuid), before_bytes, now_ns, effects)
         return is_free
 
-    def _change_capacity(self, account: CardAccount, before_bytes: int, now_ns: int, out: list[Effect]) -> None:
+    def _change_capacity(self, account: CardAccount, before_bytes: int, now_ns: int, effects: list[Effect]) -> None:
         is_less = account.others.booked_bytes > before_bytes
-        out.append(CapacityChanged(account.snapshot(), is_less))
+        effects.append(CapacityChanged(account.snapshot(), is_less))
         # A capacity that grew can serve waiters, and one that shrank can free the bytes of leases that are refused.
         self._store.has_freed_room = True
-        self._fit(account, now_ns, out)
+        self._fit(account, now_ns, effects)
 
     # --- contexts of an earlier daemon ---
 
@@ -371,13 +371,13 @@ class WarmPool:
         account.stuck_bytes += row.charge_bytes
         account.fenced_bytes += row.charge_bytes
 
-    def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, out: list[Effect]) -> None:
+    def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, effects: list[Effect]) -> None:
         """Drop a context that an earlier daemon made."""
         context = self._enter_restored(warm_id, card_uuid, charge_bytes, "")
-        out.append(RefuseWork(warm_id, Cause.ABANDONED))
-        self._drop(context, "it was made by the daemon before this one", now_ns, out)
+        effects.append(RefuseWork(warm_id, Cause.ABANDONED))
+        self._drop(context, "it was made by the daemon before this one", now_ns, effects)
 
-    def drop_left(self, event: events.WorkerFound, now_ns: int, out: list[Effect]) -> None:
+    def drop_left(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
 
         The lease's own bytes were proved free before, or an operator cleared its fence. The bytes are held under a new
@@ -385,9 +385,9 @@ class WarmPool:
         """
         self._last_left_id += 1
         context = self._enter_restored(self._last_left_id, event.card_uuid, event.charge_bytes, "")
-        out.append(RenameWorker(event.worker_id, context.warm_id))
-        out.append(RefuseWork(context.warm_id, Cause.ABANDONED))
-        self._drop(context, f"lease {event.beside_lease_id or event.worker_id:032x} has left it", now_ns, out)
+        effects.append(RenameWorker(event.worker_id, context.warm_id))
+        effects.append(RefuseWork(context.warm_id, Cause.ABANDONED))
+        self._drop(context, f"lease {event.beside_lease_id or event.worker_id:032x} has left it", now_ns, effects)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
         # The worker has this id in the zygote as well, so no other worker may get it.
@@ -401,7 +401,7 @@ class WarmPool:
 
     # --- room ---
 
-    def _make_room(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+    def _make_room(self, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
         """Kill contexts that occupy placed leases' room: first those being made, then the newest."""
         in_the_way = sorted(
             account.yielding(), key=lambda context: (context.state is WarmState.READY, -context.warm_id)
@@ -411,9 +411,9 @@ class WarmPool:
             kept_bytes = account.stuck_bytes + account.yielding_bytes
             if account.promised_bytes + kept_bytes <= account.capacity_bytes:
                 return
-            self._drop(context, "a lease needs its room", now_ns, out)
+            self._drop(context, "a lease needs its room", now_ns, effects)
 
-    def _start_leases(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+    def _start_leases(self, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
         """Start leases that wait for room, in the order of their arrival."""
         # A session that can't return to a new worker waits again, for fewer bytes, to return to its former one.
         while account.awaiting:
@@ -425,11 +425,11 @@ class WarmPool:
             account.await_bytes(lease, 0)
             if lease.state is LeaseState.ACTIVE:
                 # Its worker is running: the session was parked, and returns.
-                self._teardown.parking.start_return(lease, now_ns, out)
+                self._teardown.parking.start_return(lease, now_ns, effects)
                 continue
             wait_s = self._store.limits.adopt_timeout_s if lease.warm_id else self._store.limits.spawn_timeout_s
             lease.spawn_due_ns = now_ns + wait_s * NS_PER_S
-            out.append(
+            effects.append(
                 SpawnWorker(
                     lease.lease_id,
                     lease.card_uuid,
@@ -437,11 +437,11 @@ class WarmPool:
                     lease.generation,
                 )
             )
-            out.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
+            effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.SPAWN), lease.spawn_due_ns))
 
     # --- refilling ---
 
-    def _refill(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+    def _refill(self, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
         # Make one more only if the card is not busy with an acquire or another context, contexts are missing, there is
         # room in addition to all promises, and the card may have contexts at all.
         if account.pending_leases:
@@ -457,79 +457,85 @@ class WarmPool:
         # The pause after a taken or lost context may not be over; one timer serves the whole pool.
         due_ns = self._refills[account.card.uuid].next_ns
         if now_ns >= due_ns:
-            self._warm_up(account, now_ns, out)
+            self._warm_up(account, now_ns, effects)
         elif self._timer_ns is None or due_ns < self._timer_ns:
             self._timer_ns = due_ns
-            out.append(ArmTimer(PoolTimerFired(), due_ns))
+            effects.append(ArmTimer(PoolTimerFired(), due_ns))
 
-    def _warm_up(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+    def _warm_up(self, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
         self._last_id += 1
         due_ns = now_ns + self._spawn_timeout_ns
         context = WarmContext(self._last_id, account.card.uuid, account.card.overhead_bytes, due_ns)
         self._store.add_warm(context)
-        out.append(WarmUp(context.warm_id, context.card_uuid))
-        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.SPAWN), due_ns))
+        effects.append(WarmUp(context.warm_id, context.card_uuid))
+        effects.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.SPAWN), due_ns))
 
     # --- ends ---
 
-    def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, out: list[Effect]) -> None:
+    def _on_ready(self, context: WarmContext, event: events.WorkerReady, now_ns: int, effects: list[Effect]) -> None:
         # If it was dropped while it started, its kill is already ordered.
         if context.state is WarmState.WARMING:
             context.state = WarmState.READY
             self._refills[context.card_uuid].was_made()
 
     def _on_lost(
-        self, context: WarmContext, event: events.WorkerFailed | events.SessionCondemned, now_ns: int, out: list[Effect]
+        self,
+        context: WarmContext,
+        event: events.WorkerFailed | events.SessionCondemned,
+        now_ns: int,
+        effects: list[Effect],
     ) -> None:
         if context.state in YIELDING:
-            self._lose(context, event.reason, now_ns, out)
+            self._lose(context, event.reason, now_ns, effects)
         else:
-            self.drop_held(context.warm_id, event.reason, now_ns, out)
+            self.drop_held(context.warm_id, event.reason, now_ns, effects)
 
-    def _on_exited(self, context: WarmContext, event: events.WorkerExited, now_ns: int, out: list[Effect]) -> None:
+    def _on_exited(self, context: WarmContext, event: events.WorkerExited, now_ns: int, effects: list[Effect]) -> None:
         if context.is_worker_gone:
             return
         context.is_worker_gone = True
         if context.state in YIELDING:
-            self._lose(context, event.reason, now_ns, out)
+            self._lose(context, event.reason, now_ns, effects)
         elif context.state is WarmState.HELD:
-            self.drop_held(context.warm_id, event.reason, now_ns, out)
+            self.drop_held(context.warm_id, event.reason, now_ns, effects)
         elif context.state is WarmState.DROPPING:
-            out.append(ProveReclaimed(context.warm_id, context.card_uuid))
+            effects.append(ProveReclaimed(context.warm_id, context.card_uuid))
 
-    def _on_timer(self, context: WarmContext, event: events.TimerFired, now_ns: int, out: list[Effect]) -> None:
+    def _on_timer(self, context: WarmContext, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
         # A READY context has a time limit only if it waits for its tenant.
         if event.kind is not _WAITS_FOR.get(context.state) or (context.state is WarmState.READY and not context.leases):
             return
         if now_ns < context.due_ns:
-            out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, event.kind), context.due_ns))
+            effects.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, event.kind), context.due_ns))
         elif context.state is WarmState.WARMING:
-            self._lose(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, out)
+            self._lose(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, effects)
         elif context.state is WarmState.READY:
-            self._drop(context, "its tenant has not come back", now_ns, out)
+            self._drop(context, "its tenant has not come back", now_ns, effects)
         else:
             missing = "its memory was not shown free" if context.is_worker_gone else "it could not be reaped"
-            self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, out)
+            self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, effects)
 
-    def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, out: list[Effect]) -> None:
+    def _on_proved(self, context: WarmContext, event: events.ReclaimProved, now_ns: int, effects: list[Effect]) -> None:
         # A proof from before the reap is not valid: the process could still hold memory.
         if context.state is WarmState.DROPPING and context.is_worker_gone:
             self._store.remove_warm(context)
-            out.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
+            effects.append(WarmEnded(context.warm_id, context.card_uuid, context.reason, is_fenced=False))
 
-    def _on_not_proved(self, context: WarmContext, event: events.ReclaimFailed, now_ns: int, out: list[Effect]) -> None:
+    def _on_not_proved(
+        self, context: WarmContext, event: events.ReclaimFailed, now_ns: int, effects: list[Effect]
+    ) -> None:
         if context.state is WarmState.DROPPING:
-            self._fence(context, event.reason, now_ns, out)
+            self._fence(context, event.reason, now_ns, effects)
 
-    def _lose(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _lose(self, context: WarmContext, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Drop a context that was lost, and postpone the next one."""
         # The loss of a context that served a tenant does not delay others, because that tenant may have caused it.
         if context.tenant is None:
             self._refills[context.card_uuid].was_lost(now_ns)
-        self._drop(context, reason, now_ns, out)
+        self._drop(context, reason, now_ns, effects)
 
     def _drop(
-        self, context: WarmContext, reason: str, now_ns: int, out: list[Effect], *, after_record: bool = False
+        self, context: WarmContext, reason: str, now_ns: int, effects: list[Effect], *, after_record: bool = False
     ) -> None:
         """Kill a context's worker, and release its bytes once they are proved free.
 
@@ -540,12 +546,12 @@ class WarmPool:
         context.reason = reason
         context.due_ns = now_ns + self._reclaim_timeout_ns + (RECORD_LIMIT_S * NS_PER_S if after_record else 0)
         if context.is_worker_gone:
-            out.append(ProveReclaimed(context.warm_id, context.card_uuid))
+            effects.append(ProveReclaimed(context.warm_id, context.card_uuid))
         else:
-            out.append(KillWorker(context.warm_id, after_record))
-        out.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
+            effects.append(KillWorker(context.warm_id, after_record))
+        effects.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, TimerKind.RECLAIM), context.due_ns))
 
-    def _fence(self, context: WarmContext, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def _fence(self, context: WarmContext, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Fence a context's bytes, and end leases that were to get them, the latest first."""
         account = self._account(context.card_uuid)
         context.state = WarmState.FENCED
@@ -553,18 +559,20 @@ class WarmPool:
         account.stuck_bytes += context.charge_bytes
         account.fenced_bytes += context.charge_bytes
         full_reason = f"{context.reason}; {reason}" if context.reason else reason
-        out.append(WarmEnded(context.warm_id, context.card_uuid, full_reason, is_fenced=True))
-        self._fit(account, now_ns, out)
+        effects.append(WarmEnded(context.warm_id, context.card_uuid, full_reason, is_fenced=True))
+        self._fit(account, now_ns, effects)
 
-    def _fit(self, account: CardAccount, now_ns: int, out: list[Effect]) -> None:
+    def _fit(self, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
         """Drop contexts, then end leases that wait for room, the latest first, until the card's capacity suffices."""
-        self._make_room(account, now_ns, out)
+        self._make_room(account, now_ns, effects)
         while account.awaiting and account.promised_bytes + account.stuck_bytes > account.capacity_bytes:
             lease = next(reversed(account.awaiting.values()))
             if lease.state is LeaseState.ACTIVE:
-                self._teardown.parking.take_room_back(lease, now_ns, out)
+                self._teardown.parking.take_room_back(lease, now_ns, effects)
                 continue
-            self._teardown.begin(lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, out)
+            self._teardown.begin(
+                lease, Cause.SPAWN_FAILED, "its room on the card could not be cleared", now_ns, effects
+            )
 
     def _account(self, card_uuid: str) -> CardAccount:
         return self._store.account_by_uuid[card_uuid]

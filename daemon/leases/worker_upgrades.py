@@ -25,13 +25,13 @@ from gpulease.daemon.leases.table_state import LeaseStore
 class HeldWorkers(Protocol):
     """The part of the warm pool that keeps workers that were set aside."""
 
-    def hold(self, lease: Lease, charge_bytes: int, out: list[Effect]) -> int:
+    def hold(self, lease: Lease, charge_bytes: int, effects: list[Effect]) -> int:
         """Set aside the worker of a lease, which holds these bytes. Returns its id as a context."""
 
-    def take_held(self, lease: Lease, warm_id: int, out: list[Effect]) -> int | None:
+    def take_held(self, lease: Lease, warm_id: int, effects: list[Effect]) -> int | None:
         """Give the worker that was set aside back to its lease. Returns the bytes it holds; None if it has ended."""
 
-    def drop_held(self, warm_id: int, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def drop_held(self, warm_id: int, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that was set aside, unless it has ended."""
 
 
@@ -57,23 +57,23 @@ class WorkerUpgrades:
         self._await_return = await_return
         self._park = park
 
-    def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, out: list[Effect]) -> bool:
+    def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, effects: list[Effect]) -> bool:
         """Set aside the worker that a session has left for its upgrade. Returns False if it left for another reason.
 
         `held_bytes`: The bytes that the worker holds and that the charge of the lease leaves out now.
         """
         if state.move is None or not state.move.from_version:
             return False
-        state.held_id = self._held.hold(lease, held_bytes, out)
+        state.held_id = self._held.hold(lease, held_bytes, effects)
         return True
 
-    def take_back(self, lease: Lease, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> bool:
+    def take_back(self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> bool:
         """Return a cold session to its former worker. Returns False if there is none.
 
         `reason`: Why no other worker can continue it.
         """
         held_id, state.held_id = state.held_id, 0
-        if not held_id or (held_bytes := self._held.take_held(lease, held_id, out)) is None:
+        if not held_id or (held_bytes := self._held.take_held(lease, held_id, effects)) is None:
             return False
         # Step 1: charge the lease for the bytes that the worker kept. The session is parked warm again.
         account = self._store.account_by_uuid[lease.card_uuid]
@@ -84,26 +84,26 @@ class WorkerUpgrades:
         state.depth, state.misfit, state.stays_here = ParkDepth.WARM, None, reason
         # Step 2: give the worker the deadline, which may have been renewed, and make it serve its connections again.
         if lease.deadline_ns is not None:
-            out.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
+            effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
         if lease.horizon is not None:
-            out.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
-        out.append(StaySession(lease.lease_id, state.number))
+            effects.append(SetHorizon(lease.lease_id, lease.horizon.boot_ns))
+        effects.append(StaySession(lease.lease_id, state.number))
         # Step 3: bring the session back to the card.
         state.is_awaited = True
-        self._await_return(lease, state, now_ns, out)
+        self._await_return(lease, state, now_ns, effects)
         return True
 
-    def on_done(self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, out: list[Effect]) -> None:
+    def on_done(self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, effects: list[Effect]) -> None:
         """End the former worker of a session that the new worker has restored completely."""
         took_ns = now_ns - move.since_ns
-        out.append(WorkerReplaced(lease.snapshot(), move.from_version, state.moved_bytes, took_ns))
-        self.drop(state, f"the session of lease {lease.lease_id:032x} has left it", now_ns, out)
+        effects.append(WorkerReplaced(lease.snapshot(), move.from_version, state.moved_bytes, took_ns))
+        self.drop(state, f"the session of lease {lease.lease_id:032x} has left it", now_ns, effects)
         if move.was_parked and not state.requests:
             # If it can't be parked now, it is parked later, by idleness or for another's need.
-            self._park(lease, now_ns, out)
+            self._park(lease, now_ns, effects)
 
-    def drop(self, state: ParkState, reason: str, now_ns: int, out: list[Effect]) -> None:
+    def drop(self, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """End the former worker, if one is set aside."""
         held_id, state.held_id = state.held_id, 0
         if held_id:
-            self._held.drop_held(held_id, reason, now_ns, out)
+            self._held.drop_held(held_id, reason, now_ns, effects)

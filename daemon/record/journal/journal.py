@@ -461,132 +461,134 @@ class JournalProjector:
         self, event: Event, effects: Sequence[Effect], table: LeaseTable, pid_of: Callable[[int], int]
     ) -> list[Change]:
         """Return what one event, which `table` has handled, changes in the rows."""
-        out: list[Change] = []
+        changes: list[Change] = []
         # Some events change a row without an effect.
         if isinstance(event, (SessionFaulted, LeaseRestored)):
             lease_id = event.worker_id if isinstance(event, SessionFaulted) else event.kept.lease_id
-            self._update(lease_id, table, out)
+            self._update(lease_id, table, changes)
         elif isinstance(event, _REGION_EVENTS):
-            self._update_region(event.region_id, table, out)
+            self._update_region(event.region_id, table, changes)
         elif isinstance(event, RegionRestored):
-            self._update_region(event.kept.region_id, table, out)
+            self._update_region(event.kept.region_id, table, changes)
         # Everything else changes with its effects. The rows are written from the table, which has handled them all.
         for effect in effects:
             if type(effect) in _CHANGING:
-                self._on_effect(effect, table, pid_of, out)
-        return out
+                self._on_effect(effect, table, pid_of, changes)
+        return changes
 
-    def _on_effect(self, effect: Effect, table: LeaseTable, pid_of: Callable[[int], int], out: list[Change]) -> None:
+    def _on_effect(
+        self, effect: Effect, table: LeaseTable, pid_of: Callable[[int], int], changes: list[Change]
+    ) -> None:
         match effect:
             case Granted(lease=lease):
                 # From its grant on a lease has a row: the next daemon needs the worker's process id to find the worker.
                 self._pids[lease.lease_id] = pid_of(lease.lease_id)
-                self._update(lease.lease_id, table, out)
+                self._update(lease.lease_id, table, changes)
                 # Epochs outlive their leases: a later claim of the name must have a higher one.
                 if lease.name:
                     changed = self._epochs.note(lease.name, lease.epoch)
-                    out += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
+                    changes += [Change(RowKind.EPOCH, name.encode(), epoch) for name, epoch in changed]
             case OpenRegion(lease_id=lease_id, region_id=region_id):
                 # The lease's row has the number of its last region, so it changes too.
-                self._update(lease_id, table, out)
-                self._update_region(region_id, table, out)
+                self._update(lease_id, table, changes)
+                self._update_region(region_id, table, changes)
             case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
                 # Which of two workers may serve the session, if its former one is held.
-                self._update(lease_id, table, out)
+                self._update(lease_id, table, changes)
             case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
                 # The card, which may be another one now, is charged for the session before its worker knows.
-                self._update(lease_id, table, out)
+                self._update(lease_id, table, changes)
             case ResizeSlice(lease_id=lease_id):
                 # A slice that grows is charged before its worker knows.
-                self._update(lease_id, table, out)
+                self._update(lease_id, table, changes)
             case SetRegion(region_id=region_id):
-                self._update_region(region_id, table, out)
+                self._update_region(region_id, table, changes)
             case LeaseLeft(lease=lease) | LeaseReturned(lease=lease):
                 # It has no worker now, or another one than before.
                 if lease.lease_id in self._pids:
                     self._pids[lease.lease_id] = 0 if isinstance(effect, LeaseLeft) else pid_of(lease.lease_id)
-                self._update(lease.lease_id, table, out)
+                self._update(lease.lease_id, table, changes)
             case RefuseWaitingOperations(lease_id=lease_id) if self._pids.get(lease_id) == 0:
                 # A new worker may have the session that was cold, parked as before. Other refusals change no row.
                 row = table.lease_row(lease_id, 0)
                 if row is not None and not row.is_cold:
                     self._pids[lease_id] = pid_of(lease_id)
-                    self._update(lease_id, table, out)
+                    self._update(lease_id, table, changes)
             case Renewed(lease=lease) | Resized(lease=lease) | LeaseParked(lease=lease) | LeaseMoved(lease=lease):
-                self._update(lease.lease_id, table, out)
+                self._update(lease.lease_id, table, changes)
             case RefuseWork(lease_id, cause):
-                self._update(lease_id, table, out)
+                self._update(lease_id, table, changes)
                 # Revoked ids are kept apart from tombstones, which are limited: a revoked lease must stay revoked for
                 # ever.
                 if cause is Cause.REVOKED:
-                    out.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
+                    changes.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
             # A region that ends: a fenced one keeps its row, any other becomes a tombstone.
             case LeaseEnded(lease=lease) if lease.parent_id:
-                self._update_region(lease.lease_id, table, out)
+                self._update_region(lease.lease_id, table, changes)
                 if lease.state is not LeaseState.FENCED:
-                    self._bury_region(lease, out)
+                    self._bury_region(lease, changes)
             case LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
                 # A lease can be fenced before it was granted. Its bytes are missing then too, so it gets a row without
                 # a worker.
                 self._pids.setdefault(lease.lease_id, 0)
-                self._update(lease.lease_id, table, out)
+                self._update(lease.lease_id, table, changes)
             case LeaseEnded(lease=lease):
-                self._bury(lease.lease_id, lease, out)
+                self._bury(lease.lease_id, lease, changes)
             case SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
                 # An operator vouched for the bytes: fences become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
-                    self._update_region(lease_id, table, out)
-                    self._bury(lease_id, table.get(lease_id), out)
-                    out.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
-                out += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
+                    self._update_region(lease_id, table, changes)
+                    self._bury(lease_id, table.get(lease_id), changes)
+                    changes.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
+                changes += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
             case WarmEnded(warm_id=warm_id, is_fenced=True):
-                out.append(Change(RowKind.WARM, warm_key(warm_id), table.warm_row(warm_id)))
+                changes.append(Change(RowKind.WARM, warm_key(warm_id), table.warm_row(warm_id)))
             case DrainSet(deadline_ns=deadline_ns, card_uuid=card_uuid) if card_uuid:
-                out.append(Change(RowKind.CARD_DRAIN, card_uuid.encode(), deadline_ns))
+                changes.append(Change(RowKind.CARD_DRAIN, card_uuid.encode(), deadline_ns))
             case DrainSet(deadline_ns=deadline_ns):
-                out.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
+                changes.append(Change(RowKind.DRAIN, DRAIN_KEY, deadline_ns))
 
-    def _update(self, lease_id: int, table: LeaseTable, out: list[Change]) -> None:
+    def _update(self, lease_id: int, table: LeaseTable, changes: list[Change]) -> None:
         """Write the row of a lease that has one, with the lease's present state."""
         worker_pid = self._pids.get(lease_id)
         if worker_pid is not None and (row := table.lease_row(lease_id, worker_pid)) is not None:
-            out.append(Change(RowKind.LEASE, lease_key(lease_id), row))
+            changes.append(Change(RowKind.LEASE, lease_key(lease_id), row))
 
-    def _bury(self, lease_id: int, lease: LeaseSnapshot | None, out: list[Change]) -> None:
+    def _bury(self, lease_id: int, lease: LeaseSnapshot | None, changes: list[Change]) -> None:
         """Remove the row of a lease that is torn down, and keep a tombstone if it was a tenant's."""
         # No row: the lease was never granted, so the next daemon need not know it.
         if self._pids.pop(lease_id, None) is None:
             return
-        out.append(Change(RowKind.LEASE, lease_key(lease_id), None))
+        changes.append(Change(RowKind.LEASE, lease_key(lease_id), None))
         # Regions live inside their lease: their rows go with it.
-        out += [Change(RowKind.REGION, lease_key(one), None) for one in self._regions.pop(lease_id, ())]
+        changes += [Change(RowKind.REGION, lease_key(one), None) for one in self._regions.pop(lease_id, ())]
         if lease is None or not lease.tenant:
             return
-        out.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone), lease))
+        changes.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone), lease))
         # A ring: each new tombstone removes the one that is KEPT_TOMBSTONES older.
         if self._next_tombstone >= KEPT_TOMBSTONES:
-            out.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone - KEPT_TOMBSTONES), None))
+            changes.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone - KEPT_TOMBSTONES), None))
         self._next_tombstone += 1
 
-    def _update_region(self, region_id: int, table: LeaseTable, out: list[Change]) -> None:
+    def _update_region(self, region_id: int, table: LeaseTable, changes: list[Change]) -> None:
         """Write the row of a region with its present state; remove it once nothing is left of the region."""
         row = table.regions.get(region_id)
         if row is not None:
             self._regions.setdefault(row.lease_id, set()).add(region_id)
-            out.append(Change(RowKind.REGION, lease_key(region_id), row))
+            changes.append(Change(RowKind.REGION, lease_key(region_id), row))
             return
         # The table has dropped the region. Its row goes too, if it still has one.
         snapshot = table.get(region_id)
         with_rows = set() if snapshot is None else self._regions.get(snapshot.parent_id, set())
         if region_id in with_rows:
             with_rows.discard(region_id)
-            out.append(Change(RowKind.REGION, lease_key(region_id), None))
+            changes.append(Change(RowKind.REGION, lease_key(region_id), None))
 
-    def _bury_region(self, region: LeaseSnapshot, out: list[Change]) -> None:
-        out.append(Change(RowKind.REGION_TOMBSTONE, number_key(self._next_region_tombstone), region))
+    def _bury_region(self, region: LeaseSnapshot, changes: list[Change]) -> None:
+        changes.append(Change(RowKind.REGION_TOMBSTONE, number_key(self._next_region_tombstone), region))
         if self._next_region_tombstone >= KEPT_REGION_TOMBSTONES:
             oldest = number_key(self._next_region_tombstone - KEPT_REGION_TOMBSTONES)
-            out.append(Change(RowKind.REGION_TOMBSTONE, oldest, None))
+            changes.append(Change(RowKind.REGION_TOMBSTONE, oldest, None))
         self._next_region_tombstone += 1
 
 
