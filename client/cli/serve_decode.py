@@ -140,12 +140,15 @@ async def _serve(
     def decoder_now() -> Decoder | None:
         return next(iter(serving), None)
 
-    metrics = DecodeMetrics(names, decoder_now)
     # What sees every step: the metrics, the page if an operator has a key, the audit records.
-    observers, routes = [*observers, metrics], []
-    if settings.operator_digest is not None:
-        page = DecodePage(decoder_now, settings.operator_digest, settings.name, lambda: next(iter(traffic), None))
-        observers, routes = [*observers, page.observer], page.routes()
+    if settings.operator_digest is None:
+        metrics, routes = DecodeMetrics(names, decoder_now), []
+        observers = [*observers, metrics]
+    else:
+        digest, keys = settings.operator_digest, settings.keys
+        page = DecodePage(decoder_now, digest, settings.name, keys, lambda: next(iter(traffic), None))
+        metrics, routes = DecodeMetrics(names, decoder_now, on_gap=page.observer.on_gap), page.routes()
+        observers = [*observers, metrics, page.observer]
     # Before the model is loaded, which takes minutes.
     tasks = BackgroundTasks()
     reloading = None if path is None else SettingsReload(path, tasks)

@@ -59,9 +59,11 @@ async def serve_models(
     def pool_now() -> ModelPool | None:
         return next(iter(serving), None)
 
-    metrics, page = PoolMetrics(tenants, pool_now), None
-    if settings.operator_digest is not None:
-        page = DecodePage(lambda: None, settings.operator_digest, "many models", pool=pool_now)
+    if settings.operator_digest is None:
+        metrics, page = PoolMetrics(tenants, pool_now), None
+    else:
+        page = DecodePage(lambda: None, settings.operator_digest, "many models", settings.keys, pool=pool_now)
+        metrics = PoolMetrics(tenants, pool_now, page.observer.on_gap)
 
     def observers(model: str) -> list[DecoderObserver]:
         return [metrics.observer(model), *([] if page is None else [page.observer])]

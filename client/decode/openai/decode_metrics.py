@@ -168,6 +168,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         tenants: The tenants of the settings.
         decoder: Returns the decoder; None while there is none.
         clock: Monotonic seconds.
+        on_gap: Called with a tenant, a time between two tokens in seconds, and how many of its sequences had it.
     """
 
     def __init__(
@@ -175,9 +176,10 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         tenants: Iterable[str],
         decoder: Callable[[], Decoder | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        on_gap: Callable[[str, float, int], None] = lambda *_: None,
     ) -> None:
         super().__init__()
-        self._clock = clock
+        self._clock, self._on_gap = clock, on_gap
         self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
         # When each sequence had its last token, by the caller's id of its request.
         self._last: dict[str, float] = {}
@@ -231,6 +233,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             self._tokens[tenant, "emitted"].inc(count)
             if before:
                 self._gaps.observe(tenant, now - before, count)
+                self._on_gap(tenant_id, now - before, count)
         # Start over: at worst one gap per sequence is not measured.
         if len(last) > MAX_FOLLOWED:
             last.clear()

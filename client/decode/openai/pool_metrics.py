@@ -34,11 +34,17 @@ class PoolMetrics(ServerMetrics):
     Args:
         tenants: The tenants of the settings.
         pool: Returns the pool; None while there is none.
+        on_gap: As of DecodeMetrics, for all models.
     """
 
-    def __init__(self, tenants: Sequence[str], pool: Callable[[], ModelPool | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        tenants: Sequence[str],
+        pool: Callable[[], ModelPool | None] = lambda: None,
+        on_gap: Callable[[str, float, int], None] = lambda *_: None,
+    ) -> None:
         super().__init__()
-        self._tenants, self._pool = tuple(tenants), pool
+        self._tenants, self._pool, self._on_gap = tuple(tenants), pool, on_gap
         # Kept while a model is served: its counters continue when it is loaded again.
         self._models: dict[str, DecodeMetrics] = {}
         self.registry.register(_ByModel(self._served))
@@ -52,7 +58,7 @@ class PoolMetrics(ServerMetrics):
                 pool = self._pool()
                 return None if pool is None else pool.decoders.get(model)
 
-            self._models[model] = DecodeMetrics(self._tenants, decoder)
+            self._models[model] = DecodeMetrics(self._tenants, decoder, on_gap=self._on_gap)
         return self._models[model]
 
     def _served(self) -> dict[str, DecodeMetrics]:

@@ -1,4 +1,4 @@
-"""The operator's page of a decode server: each tenant's rate, blocks and losses, and a button that ends its region.
+"""The page of a decode server: each tenant's rate, blocks and losses, and a button that ends its region.
 
     GET    /                                  the page, which contains no secret
     GET    /page/NAME                         its style and scripts
@@ -6,7 +6,8 @@
     GET    /page/history                      the last hour
     DELETE /page/tenants/TENANT/region        ends a tenant's region, as the lease's tenant
 
-State and actions require the operator's key, as `Authorization: Bearer KEY`. The page takes the key from its URL, after
+State and actions require a key, as `Authorization: Bearer KEY`. The operator's shows everything and may revoke; a
+tenant's shows that tenant alone, as if it were the server's only one. The page takes the key from its URL, after
 `#key=`, a part that browsers never send. Texts are shown only for the demonstration's own requests; other requests are
 only counted.
 """
@@ -35,13 +36,14 @@ from gpulease.client.decode.decode_reports import (
     ForwardRevoked,
     PrefixChange,
     PrefixChanged,
+    PromptRefused,
     RebindReport,
     StepReport,
 )
-from gpulease.client.decode.openai.api_keys import bearer_digest
+from gpulease.client.decode.openai.api_keys import ApiKeys, bearer_digest
 from gpulease.client.decode.page.demo_traffic import DemoTraffic
 from gpulease.client.decode.page.page_events import EventKind, PageEvents
-from gpulease.client.decode.page.page_history import PageHistory, milliseconds
+from gpulease.client.decode.page.page_history import PageHistory, TimeCounts, percentiles_of
 from gpulease.client.decode.scheduler.tenant_state import TenantState
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.model_pool import ModelPool
@@ -75,7 +77,11 @@ HEADERS: Final = {
 }
 
 MAX_STREAMS: Final = 16
-"""Most streams at the same time; a further one is refused. Each gets the whole state several times a second."""
+"""Most streams of the operator at the same time, and most of all tenants; a further one is refused. Each gets a state
+several times a second."""
+
+MAX_TENANT_STREAMS: Final = 2
+"""Most streams of one tenant at the same time."""
 
 SNAPSHOT_S: Final = 0.25
 """Seconds between two states. All streams share one encoding, so a further stream costs only the sending."""
@@ -87,13 +93,20 @@ RATE_S: Final = 2.0
 """Seconds over which rates are averaged."""
 
 LATEST_REQUESTS: Final = 100
-"""Latest requests of a tenant of which the page shows the median time to the first token."""
+"""Latest requests of a tenant of which the page shows the times to the first token."""
+
+LATEST_GAPS: Final = 200
+"""Latest steps with tokens of a tenant of which the page shows the times between tokens."""
 
 MAX_PREFIXES: Final = 64
 """Most shared prefixes that are shown, each once for each model that has it."""
 
 MAX_TENANTS: Final = 64
-"""Most tenants that are shown, in the order of the settings. Each makes the state and the page larger."""
+"""Most tenants that are shown to the operator, in the order of the settings. Each makes the state and the page larger.
+"""
+
+MAX_HISTORIES: Final = 256
+"""Most tenants with an hour of their own, of some 100 kB each. Further ones see their figures without it."""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
 """The reason for a revocation, as it appears in the audit log and in the tenant's error."""
@@ -126,17 +139,31 @@ class PageFeed(DecoderObserver):
         self._tokens = Counter[str]()
         self._rebinds = Counter[str]()
         self._latency_s: dict[str, float] = {}
-        self._refused = Counter[str]()
+        self._refused = dict[str, Counter[str]]()
         self._first_token_s = dict[str, deque[float]]()
+        self._gaps = dict[str, deque[tuple[float, int]]]()
         self._events = PageEvents()
-        self._history = PageHistory(clock())
+        self._began_at = clock()
+        self._history = PageHistory(self._began_at)
+        self._histories = dict[str, PageHistory]()
         # Token counts at the last polls, from which rates are computed.
         self._samples = deque[tuple[float, Counter[str]]]()
 
     def on_step(self, report: StepReport) -> None:
         self._steps += 1
-        self._tokens.update([request.tenant_id for request in report.tokens.requests])
-        self._history.add_tokens(self._clock(), len(report.tokens))
+        tokens, now = Counter([request.tenant_id for request in report.tokens.requests]), self._clock()
+        self._tokens.update(tokens)
+        self._history.add_tokens(now, len(report.tokens))
+        for tenant_id, count in tokens.items():
+            if (history := self._history_of(tenant_id)) is not None:
+                history.add_tokens(now, count)
+
+    def on_gap(self, tenant_id: str, seconds: float, count: int) -> None:
+        """Note `count` times of `seconds` between two tokens of a tenant's sequences; the metrics measure them."""
+        now = self._clock()
+        self._gaps.setdefault(tenant_id, deque(maxlen=LATEST_GAPS)).append((seconds, count))
+        for history in self._histories_with(tenant_id):
+            history.add_gaps(now, seconds, count)
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
         """Add the event of a step that did not begin."""
@@ -158,13 +185,36 @@ class PageFeed(DecoderObserver):
         if report.first_token_at is not None:
             seconds = report.first_token_at - report.submitted_at
             self._first_token_s.setdefault(tenant_id, deque(maxlen=LATEST_REQUESTS)).append(seconds)
-            self._history.add_first_token(now, seconds)
+            for history in self._histories_with(tenant_id):
+                history.add_first_token(now, seconds)
         # A request that waited too long counts as refused, like on a full queue.
         if isinstance(report.reason, AdmissionReason) or report.reason is CompletionReason.DEADLINE_EXCEEDED:
-            # The page shows refusals as a count, in the chart, and as an event with the reason.
-            self._refused[tenant_id] += 1
-            self._history.add_refusal(now)
-            self._events.add(now, tenant_id, EventKind.REFUSED, detail=report.detail or str(report.reason))
+            self._add_refusal(tenant_id, report.reason.value, report.detail)
+
+    def on_prompt_refused(self, report: PromptRefused) -> None:
+        """Count a request that was refused before it had tokens."""
+        # Other errors than these are about the request's texts, which the page does not show.
+        is_of_limits = report.reason in {reason.value for reason in AdmissionReason}
+        self._add_refusal(report.tenant_id, report.reason, report.detail if is_of_limits else "")
+
+    def _add_refusal(self, tenant_id: str, kind: str, detail: str) -> None:
+        """Show a refusal as a count, in the chart, and as an event with the reason."""
+        now = self._clock()
+        self._refused.setdefault(tenant_id, Counter())[kind] += 1
+        for history in self._histories_with(tenant_id):
+            history.add_refusal(now, kind)
+        self._events.add(now, tenant_id, EventKind.REFUSED, detail=detail or kind)
+
+    def _histories_with(self, tenant_id: str) -> list[PageHistory]:
+        """Return the server's history, and the tenant's if it has one."""
+        own = self._history_of(tenant_id)
+        return [self._history] if own is None else [self._history, own]
+
+    def _history_of(self, tenant_id: str) -> PageHistory | None:
+        history = self._histories.get(tenant_id)
+        if history is None and len(self._histories) < MAX_HISTORIES:
+            history = self._histories[tenant_id] = PageHistory(self._began_at)
+        return history
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
         """Add the event of a move to another engine, or of a loss and its end."""
@@ -184,12 +234,14 @@ class PageFeed(DecoderObserver):
         """Add the event of a revocation by the page's button."""
         self._events.add(self._clock(), tenant_id, EventKind.REVOKED_HERE)
 
-    def history(self) -> dict[str, Any]:
-        """Return the last hour, which the page draws, as a JSON object."""
-        return self._history.shown(self._clock())
+    def history(self, viewer: str | None = None) -> dict[str, Any]:
+        """Return the last hour, which the page draws, as a JSON object: the server's, or a tenant's own."""
+        history = self._history if viewer is None else self._history_of(viewer)
+        # A tenant without one gets an empty one.
+        return (history or PageHistory(self._clock())).shown(self._clock())
 
-    def state(self) -> dict[str, Any]:
-        """Return the state, which the page draws, as a JSON object."""
+    def state(self, viewer: str | None = None) -> dict[str, Any]:
+        """Return the state, which the page draws, as a JSON object: the server's, or what a tenant may see of it."""
         demo, pool, now = self._demo(), self._pool(), self._clock()
         # The page is served before a decoder has opened; it then shows no tenants. Of many models' tenants, it shows
         # the sums.
@@ -201,24 +253,35 @@ class PageFeed(DecoderObserver):
         rates = self._rates(now)
         texts = {} if demo is None else demo.texts
         shown = []
-        for tenant_id, states in list(tenants.items())[:MAX_TENANTS]:
+        visible = list(tenants)[:MAX_TENANTS] if viewer is None else [viewer] if viewer in tenants else []
+        for tenant_id in visible:
             text = texts.get(tenant_id)
             # Only the demonstration's texts: those of other requests are their callers'.
             counters = {"text": None} if text is None else {"text": text.text, "replays": text.replays}
-            shown.append(self._tenant(tenant_id, states, rates.get(tenant_id, 0.0)) | counters)
+            shown.append(self._tenant(tenant_id, tenants[tenant_id], rates.get(tenant_id, 0.0)) | counters)
+        served = {} if pool is None else pool.specs
+        is_seen = viewer is None
+        counted = self._refused.values() if is_seen else [self._refused.get(viewer or "", Counter())]
+        refused = sum(counted, Counter[str]())
         return {
+            "viewer": viewer,
             "model": self._model,
-            "host": self._host,
+            "host": self._host if is_seen else "",
             "serving": pool is not None or any(decoder.is_serving for decoder in decoders),
-            "models": [] if pool is None else [{"id": name, **pool.report(name)} for name in pool.specs],
-            "prefixes": self._prefixes(),
-            "steps": self._steps,
-            "tokens_s": round(sum(rates.values()), 1),
+            "models": [
+                {"id": name, **(pool.report(name) if pool else {})}
+                for name, spec in served.items()
+                if viewer is None or spec.permits(viewer)
+            ],
+            # How much a prefix is used says something about other tenants.
+            "prefixes": self._prefixes() if is_seen else [],
+            "steps": self._steps if is_seen else None,
+            "tokens_s": round(sum(rates.values()) if is_seen else rates.get(viewer or "", 0.0), 1),
             "waiting": sum(tenant["waiting"] for tenant in shown),
             "live": sum(tenant["live"] for tenant in shown),
-            "refused": self._refused.total(),
+            "refused": refused.total(),
             "tenants": shown,
-            "events": self._events.shown(now),
+            "events": self._events.shown(now, viewer),
         }
 
     def decoders(self) -> list[Decoder]:
@@ -242,6 +305,11 @@ class PageFeed(DecoderObserver):
 
     def _tenant(self, tenant_id: str, states: Sequence[TenantState], rate: float) -> dict[str, Any]:
         latency_s = self._latency_s.get(tenant_id)
+        first_tokens, gaps = TimeCounts(), TimeCounts()
+        for seconds in self._first_token_s.get(tenant_id, ()):
+            first_tokens.add(seconds)
+        for seconds, count in self._gaps.get(tenant_id, ()):
+            gaps.add(seconds, count)
         return {
             "id": tenant_id,
             "tokens": self._tokens[tenant_id],
@@ -252,8 +320,9 @@ class PageFeed(DecoderObserver):
             "blocks": sum(state.region_blocks for state in states),
             "blocks_used": sum(state.blocks.used for state in states),
             "blocks_at_most": sum(state.config.max_blocks for state in states),
-            "first_token_ms": milliseconds(self._first_token_s.get(tenant_id, ())),
-            "refused": self._refused[tenant_id],
+            "first_token_ms": percentiles_of(first_tokens),
+            "gap_ms": percentiles_of(gaps),
+            "refused": dict(self._refused.get(tenant_id, Counter()).most_common()),
             "rebinds": self._rebinds[tenant_id],
             "rebind_ms": None if latency_s is None else round(latency_s * 1e3, 1),
         }
@@ -291,13 +360,14 @@ class DecodePage:
 
     Args:
         decoder: Returns the decoder; None while there is none.
-        operator_digest: The sha256 of the operator's key, which the page requires.
+        operator_digest: The sha256 of the operator's key.
         model: The model's name in requests; for many, any text.
+        keys: The keys of tenants, each of which may see its own part.
         demo: Returns the demonstration's traffic; None if there is none.
         pool: On a server of many models, returns their pool instead of a decoder.
 
     Attributes:
-        observer: The observer that the decoder is to call.
+        observer: The observer that the decoder is to call; `on_gap` takes what the metrics measure.
     """
 
     def __init__(
@@ -305,13 +375,15 @@ class DecodePage:
         decoder: Callable[[], Decoder | None],
         operator_digest: bytes,
         model: str,
+        keys: ApiKeys,
         demo: Callable[[], DemoTraffic | None] = lambda: None,
         pool: Callable[[], ModelPool | None] = lambda: None,
     ) -> None:
         self.observer = PageFeed(decoder, model, demo, pool=pool)
-        self._digest = operator_digest
-        self._streams = 0
-        self._encoded: tuple[float, bytes] = float("-inf"), b""
+        self._digest, self._keys = operator_digest, keys
+        # Open streams, and the latest state as an event with the time, by the tenant; None is the operator.
+        self._streams = Counter[str | None]()
+        self._encoded: dict[str | None, tuple[float, bytes]] = {}
         folder = files(decode).joinpath("page")
         # Read once: the files are part of the package, and only these names are ever served.
         self._index = folder.joinpath("index.html").read_bytes()
@@ -337,45 +409,59 @@ class DecodePage:
         return Response(self._files[name], headers=HEADERS, media_type=FILES[name])
 
     async def _events(self, request: Request) -> Response:
-        if refused := self._refused(request):
-            return refused
-        if self._streams >= MAX_STREAMS:
-            text = f"{self._streams} pages are open, the most."
+        if isinstance(viewer := self._viewer(request), Response):
+            return viewer
+        if self._is_full(viewer):
+            text = f"{self._streams[viewer]} of these pages are open, the most."
             return _problem(503, text, {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(headers=HEADERS, media_type=EVENT_STREAM)
         # Counted here rather than at its first bytes: several requests may arrive before the first stream runs.
-        self._streams += 1
-        return _Stream(self._stream(), self._stream_ended)
+        self._streams[viewer] += 1
+        return _Stream(self._stream(viewer), lambda: self._on_stream_end(viewer))
+
+    def _is_full(self, viewer: str | None) -> bool:
+        if viewer is None:
+            return self._streams[None] >= MAX_STREAMS
+        # Tenants can't take the operator's streams, nor one of them all.
+        of_tenants = self._streams.total() - self._streams[None]
+        return self._streams[viewer] >= MAX_TENANT_STREAMS or of_tenants >= MAX_STREAMS
 
     async def _history(self, request: Request) -> Response:
-        return self._refused(request) or JSONResponse(self.observer.history(), headers=HEADERS)
+        if isinstance(viewer := self._viewer(request), Response):
+            return viewer
+        return JSONResponse(self.observer.history(viewer), headers=HEADERS)
 
-    def _stream_ended(self) -> None:
-        self._streams -= 1
+    def _on_stream_end(self, viewer: str | None) -> None:
+        self._streams[viewer] -= 1
+        if not self._streams[viewer]:
+            del self._streams[viewer]
+            self._encoded.pop(viewer, None)
 
-    async def _stream(self) -> AsyncIterator[bytes]:
+    async def _stream(self, viewer: str | None) -> AsyncIterator[bytes]:
         """Yield states as events (HTML, 9.2).
 
         A slow reader gets fewer, because each waits until the one before is sent.
         """
         until = time.monotonic() + STREAM_S
         while time.monotonic() < until:
-            yield self._event()
+            yield self._event(viewer)
             await asyncio.sleep(SNAPSHOT_S)
 
-    def _event(self) -> bytes:
-        at, encoded = self._encoded
+    def _event(self, viewer: str | None) -> bytes:
+        at, encoded = self._encoded.get(viewer, (float("-inf"), b""))
         now = time.monotonic()
-        # Encode once for all streams that poll in the same interval.
+        # Encode once for all streams of a viewer that poll in the same interval.
         if now - at >= SNAPSHOT_S / 2:
-            encoded = json_event(self.observer.state())
-            self._encoded = now, encoded
+            encoded = json_event(self.observer.state(viewer))
+            self._encoded[viewer] = now, encoded
         return encoded
 
     async def _revoke(self, request: Request) -> Response:
-        if refused := self._refused(request):
-            return refused
+        if isinstance(viewer := self._viewer(request), Response):
+            return viewer
+        if viewer is not None:
+            return _problem(403, "Only the operator may revoke a region.")
         tenant_id = request.path_params["tenant"]
         decoders = [one for one in self.observer.decoders() if tenant_id in one.scheduler.tenants]
         if not decoders:
@@ -393,12 +479,17 @@ class DecodePage:
         lease_ids = ", ".join(f"{pool.region.lease_id:032x}" for pool in pools)
         return JSONResponse({"tenant": tenant_id, "region": lease_ids}, headers=HEADERS)
 
-    def _refused(self, request: Request) -> Response | None:
-        digest = bearer_digest(request.headers.get("authorization", ""))
+    def _viewer(self, request: Request) -> str | Response | None:
+        """Return the tenant of the request's key, or None for the operator's. Without either, return the refusal."""
+        authorization = request.headers.get("authorization", "")
+        digest = bearer_digest(authorization)
         # Digests are compared in constant time, like tenants' keys.
         if digest is not None and hmac.compare_digest(digest, self._digest):
             return None
-        return _problem(401, "This requires the operator's key.", {"WWW-Authenticate": "Bearer"})
+        tenant_id = self._keys.tenant(authorization)
+        if tenant_id is not None:
+            return tenant_id
+        return _problem(401, "This requires the operator's key, or a tenant's.", {"WWW-Authenticate": "Bearer"})
 
 
 def _problem(status: int, text: str, headers: MutableMapping[str, str] | None = None) -> Response:

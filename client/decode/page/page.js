@@ -11,16 +11,20 @@ const prefixes = new Map();
 function onState(state) {
   if (state.serving) lamp("live", "Live");
   else lamp("lost", "The engine was lost; another one is being opened.");
-  document.title = `${state.model} on ${state.host} - gpulease decode`;
-  say(by("served"), `${state.model} on ${state.host}`);
+  // A tenant sees itself alone, and not where the server runs.
+  const isOperator = state.viewer === null;
+  const served = isOperator ? `${state.model} on ${state.host}` : `${state.model}, as ${state.viewer} sees it`;
+  document.title = `${served} - gpulease decode`;
+  say(by("served"), served);
   say(by("total-rate"), number(state.tokens_s));
   say(by("total-live"), number(state.live));
   say(by("total-waiting"), number(state.waiting));
   say(by("total-refused"), number(state.refused));
-  say(by("total-steps"), number(state.steps));
+  by("total-steps").parentElement.hidden = !isOperator;
+  say(by("total-steps"), number(state.steps ?? 0));
   drawModels(state.models);
   drawPrefixes(state.prefixes, state.models.length > 0);
-  drawTenants(state.tenants);
+  drawTenants(state.tenants, isOperator);
   drawEvents(state.events);
 }
 
@@ -81,7 +85,7 @@ function lamp(kind, words) {
 }
 
 function onRefused(why) {
-  lamp("lost", "This page requires the operator's key.");
+  lamp("lost", "This page requires a key: the operator's, or a tenant's.");
   by("key-form").hidden = false;
   say(by("key-error"), why);
   by("key").focus();

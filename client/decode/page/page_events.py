@@ -28,6 +28,10 @@ class EventKind(StrEnum):
     PREFIX_ENDED = "prefix_ended"
 
 
+_OF_PREFIXES: Final = frozenset({EventKind.PREFIX_REBUILT, EventKind.PREFIX_ENDED})
+"""Kinds of events of a shared prefix."""
+
+
 @dataclass(slots=True)
 class PageEvent:
     """An event, or several similar ones that were merged.
@@ -104,11 +108,13 @@ class PageEvents:
         event.seconds, event.tokens = max(event.seconds, seconds), event.tokens + tokens
         self._events.appendleft(event)
 
-    def shown(self, now: float) -> list[dict[str, Any]]:
-        """Return the events for the page, latest first."""
+    def shown(self, now: float, tenant_id: str | None = None) -> list[dict[str, Any]]:
+        """Return the events for the page, latest first: all, or those of one tenant."""
         return [
             {"number": one.number, "ago_s": round(now - one.at, 1), "tenant": one.tenant_id, "text": one.text}
             for one in self._events
+            # A shared prefix's event has the prefix's name, which may be a tenant's, too.
+            if tenant_id is None or (one.tenant_id == tenant_id and one.kind not in _OF_PREFIXES)
         ]
 
 

@@ -1,9 +1,8 @@
-"""The last hour of a decode server, in slots of SLOT_S: tokens, times to the first token, refusals."""
+"""The last hour of a decode server, or of one tenant, in slots of SLOT_S: tokens, times of tokens, refusals."""
 
-from collections import deque
-from collections.abc import Iterable
+import math
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, Final
 
 SLOT_S: Final = 10.0
@@ -15,8 +14,42 @@ SPAN_S: Final = 3600.0
 SHORTEST_SPAN_S: Final = 300.0
 """Seconds that are shown at the start, so that a chart is not almost empty for an hour."""
 
-MAX_TIMES: Final = 256
-"""Most times to the first token that a slot keeps, so that many requests a second do not fill memory."""
+SHORTEST_TIME_S: Final = 1e-6
+"""Shorter times count as this one, since 0 has no logarithm."""
+
+HIGH: Final = 0.99
+"""The share of times that the high percentile, p99, is not below."""
+
+_LOG_RATIO: Final = math.log(1.02)
+"""The logarithm of the ratio of two neighbouring buckets: a percentile is off by 1 % at most."""
+
+
+class TimeCounts:
+    """Counts of times in buckets, each 2 % above the one before: many times take little memory."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[int]()
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Count a time `count` times."""
+        self._counts[round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)] += count
+
+    def percentile_ms(self, share: float) -> float | None:
+        """Return the time in milliseconds that this share of the times does not exceed; None without any."""
+        rank, seen = math.ceil(share * self._counts.total()), 0
+        for bucket, count in sorted(self._counts.items()):
+            seen += count
+            if seen >= rank:
+                return round(math.exp(bucket * _LOG_RATIO) * 1e3, 3)
+        return None
+
+
+Percentiles = tuple[float | None, float | None]
+"""The median and the p99 of times, in milliseconds."""
+
+
+def percentiles_of(times: TimeCounts) -> Percentiles:
+    return times.percentile_ms(0.5), times.percentile_ms(HIGH)
 
 
 @dataclass(slots=True)
@@ -25,8 +58,17 @@ class _Slot:
 
     number: int
     tokens: int = 0
-    refused: int = 0
-    first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
+    refused: Counter[str] = field(default_factory=Counter)
+    first_tokens: TimeCounts | Percentiles = field(default_factory=TimeCounts)
+    gaps: TimeCounts | Percentiles = field(default_factory=TimeCounts)
+
+    def close(self) -> None:
+        """Keep the percentiles alone, because the slot gets no further times."""
+        self.first_tokens, self.gaps = self.percentiles("first_tokens"), self.percentiles("gaps")
+
+    def percentiles(self, name: str) -> Percentiles:
+        times: TimeCounts | Percentiles = getattr(self, name)
+        return percentiles_of(times) if isinstance(times, TimeCounts) else times
 
 
 class PageHistory:
@@ -39,12 +81,17 @@ class PageHistory:
     def add_tokens(self, now: float, count: int) -> None:
         self._slot(now).tokens += count
 
-    def add_refusal(self, now: float) -> None:
-        self._slot(now).refused += 1
+    def add_refusal(self, now: float, kind: str) -> None:
+        """Count a request that was refused, by its reason's name."""
+        self._slot(now).refused[kind] += 1
 
     def add_first_token(self, now: float, seconds: float) -> None:
-        """Record a request's time to its first token, in seconds."""
-        self._slot(now).first_token_s.append(seconds)
+        """Count a request's time to its first token."""
+        self._times(now, "first_tokens").add(seconds)
+
+    def add_gaps(self, now: float, seconds: float, count: int) -> None:
+        """Count `count` times of `seconds` between two tokens of a sequence."""
+        self._times(now, "gaps").add(seconds, count)
 
     def shown(self, now: float) -> dict[str, Any]:
         """Return the history for the page: the figures of each finished slot, oldest first, and the slots' ages."""
@@ -56,22 +103,29 @@ class PageHistory:
         by_number = {slot.number: slot for slot in self._slots}
         # Slots in which nothing happened were never created.
         slots = [by_number.get(number) or _Slot(number) for number in range(first, last + 1)]
+        first_tokens, gaps = ([slot.percentiles(name) for slot in slots] for name in ("first_tokens", "gaps"))
+        refused_by = sum((slot.refused for slot in slots), Counter[str]())
         return {
             "span_s": round(span_s),
             "age_s": [round(now - (slot.number + 1) * SLOT_S, 1) for slot in slots],
             "tokens_s": [round(slot.tokens / SLOT_S, 1) for slot in slots],
-            "first_token_ms": [milliseconds(slot.first_token_s) for slot in slots],
-            "refused": [slot.refused for slot in slots],
+            "first_token_ms": [median for median, _ in first_tokens],
+            "first_token_p99_ms": [high for _, high in first_tokens],
+            "gap_ms": [median for median, _ in gaps],
+            "gap_p99_ms": [high for _, high in gaps],
+            "refused": [slot.refused.total() for slot in slots],
+            "refused_by": dict(refused_by.most_common()),
         }
+
+    def _times(self, now: float, name: str) -> TimeCounts:
+        times = getattr(self._slot(now), name)
+        assert isinstance(times, TimeCounts)
+        return times
 
     def _slot(self, now: float) -> _Slot:
         number = int(now // SLOT_S)
         if not self._slots or self._slots[-1].number != number:
+            if self._slots:
+                self._slots[-1].close()
             self._slots.append(_Slot(number))
         return self._slots[-1]
-
-
-def milliseconds(times_s: Iterable[float]) -> float | None:
-    """Return the median of times in seconds, as milliseconds; None without any."""
-    times = list(times_s)
-    return round(median(times) * 1e3, 1) if times else None

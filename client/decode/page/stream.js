@@ -1,4 +1,4 @@
-// The stream of states from the decode server, and the operator's key. The page opens a new stream whenever one ends.
+// The stream of states from the decode server, and the key. The page opens a new stream whenever one ends.
 
 const PAUSE_MS = 100; // A stream ends every ten seconds by itself; the next one begins at once.
 const RETRY_MS = 2000;
@@ -24,7 +24,7 @@ export async function follow(onState, onLost, onRefused) {
     try {
       const answer = await fetch("/page/events", { headers: bearer(), cache: "no-store" });
       if (answer.status === 401) {
-        onRefused(sessionStorage.getItem(KEY) === null ? "" : "This is not the operator's key.");
+        onRefused(sessionStorage.getItem(KEY) === null ? "" : "The server does not know this key.");
         return;
       }
       if (!answer.ok) throw new Error(`status ${answer.status}`);

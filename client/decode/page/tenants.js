@@ -15,6 +15,9 @@ export const say = (element, text) => {
 
 export const number = (value) => integer.format(value);
 
+/** A time with three digits at least. */
+export const time = (ms) => `${ms < 100 ? ms.toPrecision(3) : number(ms)} ms`;
+
 const hues = new Map();
 
 /** Gives an element its tenant's colour, by the tenant's place. */
@@ -45,11 +48,12 @@ const cards = new Map();
 const slices = new Map();
 const idOf = (tenant) => tenant.id;
 
-export function drawTenants(tenants) {
+export function drawTenants(tenants, isOperator) {
   arrange(by("tenants"), cards, tenants, idOf, makeCard);
   arrange(by("bar"), slices, tenants, idOf, makeSlice);
   for (const tenant of tenants) {
     drawCard(cards.get(tenant.id), tenant);
+    cards.get(tenant.id).querySelector(".revoke").hidden = !isOperator;
     drawSlice(slices.get(tenant.id), tenant);
   }
 }
@@ -118,14 +122,20 @@ function drawCard(card, tenant) {
   show(".blocks", `${number(tenant.blocks_used)} of ${number(tenant.blocks_at_most)}`);
   show(".tokens", number(tenant.tokens));
   show(".gpu", `${number(tenant.gpu_s)} s`);
-  show(".first", tenant.first_token_ms === null ? "–" : `${number(tenant.first_token_ms)} ms`);
-  show(".refused", number(tenant.refused));
+  show(".first", times(tenant.first_token_ms));
+  show(".gap", times(tenant.gap_ms));
+  show(".refused", kinds(tenant.refused) || "0");
   show(".rebinds", number(tenant.rebinds));
   show(".latency", tenant.rebind_ms === null ? "–" : `${number(tenant.rebind_ms)} ms`);
   const text = card.querySelector(".text");
   text.hidden = tenant.text === null;
   say(text, tenant.text ?? "");
 }
+
+const times = ([median, high]) => (median === null ? "–" : `${time(median)}; ${time(high)}`);
+
+/** Refusals by their kinds, as a text. */
+export const kinds = (counts) => Object.entries(counts).map(([kind, count]) => `${kind} ${number(count)}`).join(", ");
 
 function makeSlice(tenant) {
   const slice = copyOf("slice-template");

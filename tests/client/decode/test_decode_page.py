@@ -23,15 +23,26 @@ from gpulease.client.decode.decode_reports import (
     ForwardRevoked,
     PrefixChange,
     PrefixChanged,
+    PromptRefused,
     RebindReport,
     StepReport,
 )
 from gpulease.client.decode.decode_requests import PromptRequest, SamplingParameters, StepTokens, TenantConfig
+from gpulease.client.decode.openai.api_keys import ApiKeys, distinct_keys, key_digest
+from gpulease.client.decode.openai.decode_metrics import DecodeMetrics
 from gpulease.client.decode.page import decode_page, page_events
-from gpulease.client.decode.page.decode_page import FILES, MAX_STREAMS, SNAPSHOT_S, DecodePage, PageFeed
+from gpulease.client.decode.page.decode_page import (
+    FILES,
+    MAX_HISTORIES,
+    MAX_STREAMS,
+    MAX_TENANT_STREAMS,
+    SNAPSHOT_S,
+    DecodePage,
+    PageFeed,
+)
 from gpulease.client.decode.page.demo_traffic import TAIL_CHARACTERS, DemoText, DemoTraffic
 from gpulease.client.decode.page.page_events import MAX_EVENTS, MERGED_S, EventKind, PageEvents
-from gpulease.client.decode.page.page_history import PageHistory
+from gpulease.client.decode.page.page_history import PageHistory, TimeCounts
 from gpulease.client.decode.sample_models import TINY_MODEL
 from gpulease.client.decode.scheduler.scheduler import ContinuousBatchScheduler, SchedulerSettings
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings
@@ -45,6 +56,7 @@ from helpers.waiting import wait_until
 KEY = "an-operator's-key-of-a-test"
 DIGEST = hashlib.sha256(KEY.encode()).digest()
 BEARER = {"Authorization": f"Bearer {KEY}"}
+KEYS = distinct_keys({tenant: key_digest(f"key of {tenant}") for tenant in ("ann", "bob")})
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>\n" + "x" * 300
 LONG = "a-tenant-with-a-name-as-long-as-names-may-be-" + "x" * 18
 
@@ -81,10 +93,12 @@ class Scene:
         self.decoder = SimpleNamespace(scheduler=scheduler, regions=regions, is_serving=True, prefixes=PREFIXES)
         self.demo = SimpleNamespace(texts={"ann": DemoText(HOSTILE), "bob": DemoText("It goes on.")})
         decoder, demo = lambda: cast(Decoder, self.decoder), lambda: cast(DemoTraffic, self.demo)
-        self.page = DecodePage(decoder, DIGEST, "tiny", demo)
+        self.page = DecodePage(decoder, DIGEST, "tiny", KEYS, demo)
 
-    def client(self) -> TestClient:
-        return TestClient(Starlette(routes=self.page.routes()), headers=BEARER)
+    def client(self, tenant: str = "") -> TestClient:
+        """A client with the operator's key, or a tenant's."""
+        key = {"Authorization": f"Bearer key of {tenant}"} if tenant else BEARER
+        return TestClient(Starlette(routes=self.page.routes()), headers=key)
 
 
 @pytest.fixture
@@ -157,13 +171,19 @@ def test_a_state_tells_times_to_the_first_token_and_refusals(scene: Scene) -> No
     feed.on_finished(finished("ann", CompletionReason.CANCELLED))
     feed.on_finished(finished("bob", AdmissionReason.QUOTA_EXCEEDED, detail="QuotaExceeded: 64 wait already"))
     feed.on_finished(finished("bob", CompletionReason.DEADLINE_EXCEEDED, detail="PoolExhausted: no room"))
+    feed.on_prompt_refused(PromptRefused("bob", "TextNotRead", "the text of bob's prompt"))
+    metrics = DecodeMetrics(["ann"], clock=iter((5.0, 5.02, 5.04)).__next__, on_gap=feed.on_gap)
+    for _ in range(3):
+        metrics.on_step(step("ann", 2))
     state = feed.state()
     ann, bob = state["tenants"][:2]
-    assert (ann["first_token_ms"], ann["refused"], bob["first_token_ms"], bob["refused"]) == (300.0, 0, None, 2)
-    assert state["refused"] == 2
-    assert [event["text"] for event in state["events"]] == [
-        "2 requests were refused, the last one: PoolExhausted: no room"
-    ]
+    assert ann["first_token_ms"] == pytest.approx((300.0, 8000.0), rel=0.01)
+    assert ann["gap_ms"] == pytest.approx((20.0, 20.0), rel=0.01)
+    assert (bob["first_token_ms"], bob["gap_ms"]) == ((None, None), (None, None))
+    refused = {"QuotaExceeded": 1, "DeadlineExceeded": 1, "TextNotRead": 1}
+    assert (ann["refused"], bob["refused"], state["refused"]) == ({}, refused, 3)
+    # The text of a request is not shown.
+    assert [event["text"] for event in state["events"]] == ["3 requests were refused, the last one: TextNotRead"]
 
 
 def test_a_state_shows_the_shared_prefixes_and_their_ends(scene: Scene) -> None:
@@ -225,17 +245,35 @@ def test_the_history_has_a_figure_for_each_slot_that_is_over() -> None:
     history = PageHistory(1000.0)
     history.add_tokens(1001.0, 50)
     history.add_tokens(1009.9, 30)
-    history.add_refusal(1025.0)
+    for kind in ("TooLarge", "QuotaExceeded", "QuotaExceeded"):
+        history.add_refusal(1025.0, kind)
     for seconds in (0.1, 0.2, 0.6):
         history.add_first_token(1025.0, seconds)
+    history.add_gaps(1026.0, 0.004, 98)
+    history.add_gaps(1026.0, 0.03, 2)
+    shown = history.shown(1029.0)
     history.add_tokens(1031.0, 99)
     assert history.shown(1035.0) == {
         "span_s": 300,
         "age_s": [25.0, 15.0, 5.0],
         "tokens_s": [8.0, 0.0, 0.0],
-        "first_token_ms": [None, None, 200.0],
-        "refused": [0, 0, 1],
+        "first_token_ms": [None, None, pytest.approx(200.0, rel=0.01)],
+        "first_token_p99_ms": [None, None, pytest.approx(600.0, rel=0.01)],
+        "gap_ms": [None, None, pytest.approx(4.0, rel=0.01)],
+        "gap_p99_ms": [None, None, pytest.approx(30.0, rel=0.01)],
+        "refused": [0, 0, 3],
+        "refused_by": {"QuotaExceeded": 2, "TooLarge": 1},
     }
+    assert (shown["refused"], shown["gap_ms"]) == ([0, 0], [None, None]), "a slot that is not over is not shown"
+
+
+def test_percentiles_of_many_times_are_those_of_their_list() -> None:
+    times, counts = [0.0, *(1e-5 * 1.013**number for number in range(997))], TimeCounts()
+    for seconds in times:
+        counts.add(seconds)
+    for share in (0.01, 0.5, 0.99, 1.0):
+        exact = sorted(times)[max(1, -(-round(share * len(times) * 100) // 100)) - 1]
+        assert counts.percentile_ms(share) == pytest.approx(max(exact, 1e-6) * 1e3, rel=0.025)
 
 
 def test_the_history_is_an_hour_at_most() -> None:
@@ -282,6 +320,45 @@ def test_state_and_acts_take_the_operator_s_key(scene: Scene) -> None:
     assert scene.revoked == []
 
 
+def test_a_tenant_s_key_shows_that_tenant_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_page, "STREAM_S", SNAPSHOT_S / 2)
+    feed = scene.page.observer
+    now = [feed._began_at]
+    monkeypatch.setattr(feed, "_clock", lambda: now[0])
+    for tenant, tokens in (("ann", 30), ("bob", 50)):
+        feed.on_step(step(tenant, tokens))
+        feed.on_gap(tenant, 0.01, tokens)
+        feed.on_finished(finished(tenant, AdmissionReason.QUOTA_EXCEEDED, detail=f"of {tenant}"))
+        feed.on_finished(finished(tenant, CompletionReason.MAX_TOKENS_REACHED, 1.2))
+    feed.on_prefix_changed(PrefixChanged("ann", PrefixChange.END, "a prefix with the name of a tenant"))
+    feed.on_engine_rebuilt(EngineRebuilt("a path of the host", True, False, 1.5))
+    now[0] += 10.0
+    client = scene.client("ann")
+    answer = client.get("/page/events")
+    event = answer.text.removesuffix("\n\n").split("\n\n")[0]
+    state, history = json.loads(event.removeprefix("data: ")), client.get("/page/history").json()
+    (ann,) = state["tenants"]
+    assert (state["viewer"], ann["id"], ann["tokens"], state["refused"]) == ("ann", "ann", 30, 1)
+    assert [one["text"] for one in state["events"]] == ["A request was refused: of ann"]
+    assert (sum(history["tokens_s"]), sum(history["refused"])) == (3.0, 1)
+    # Nothing of others: names, sums, the host.
+    assert "bob" not in answer.text
+    assert (state["host"], state["prefixes"], state["steps"]) == ("", [], None)
+    assert (state["live"], state["waiting"]) == (0, 0)
+    # It changes nothing.
+    assert client.delete("/page/tenants/ann/region").status_code == 403
+    assert scene.revoked == []
+    assert scene.client().get("/page/history").json()["tokens_s"][-1] == 8.0
+
+
+def test_tenants_with_an_hour_of_their_own_are_bounded(scene: Scene) -> None:
+    feed = scene.page.observer
+    for number in range(MAX_HISTORIES + 10):
+        feed.on_gap(f"tenant {number}", 0.01, 1)
+    assert len(feed._histories) == MAX_HISTORIES
+    assert feed.history(f"tenant {MAX_HISTORIES + 5}")["tokens_s"] == []
+
+
 def test_every_answer_has_the_security_headers(scene: Scene) -> None:
     client = scene.client()
     paths = ("/", *(f"/page/{name}" for name in FILES), "/page/history")
@@ -303,13 +380,22 @@ def test_a_stream_has_states_and_ends(scene: Scene, monkeypatch: pytest.MonkeyPa
     assert answer.headers["Content-Type"].startswith("text/event-stream")
     (event,) = answer.text.removesuffix("\n\n").split("\n\n")
     assert json.loads(event.removeprefix("data: "))["tenants"][0]["id"] == "ann"
-    assert scene.page._streams == 0
+    assert (scene.page._streams, scene.page._encoded) == ({}, {})
 
 
 def test_one_stream_too_many_is_refused(scene: Scene) -> None:
-    scene.page._streams = MAX_STREAMS
+    streams = scene.page._streams
+    streams[None] = MAX_STREAMS
     answer = scene.client().get("/page/events")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
+    # Tenants have others, of which one tenant can't have all.
+    assert scene.client("ann").head("/page/events").status_code == 200
+    streams["ann"] = MAX_TENANT_STREAMS
+    assert [scene.client(tenant).head("/page/events").status_code for tenant in ("ann", "bob")] == [503, 200]
+    streams["dora"] = MAX_STREAMS - MAX_TENANT_STREAMS
+    assert scene.client("bob").head("/page/events").status_code == 503
+    del streams[None]
+    assert scene.client().head("/page/events").status_code == 200
 
 
 def test_a_press_revokes_the_region_of_that_tenant(scene: Scene) -> None:
@@ -332,7 +418,7 @@ def test_a_demo_s_tenant_comes_back_and_the_others_go_on(daemon: Daemon) -> None
         tenants = [TenantConfig(name, 2, 16) for name in ("ann", "bob")]
         opened: list[Decoder] = []
         demos: list[DemoTraffic] = []
-        page = DecodePage(lambda: opened[0], DIGEST, "tiny", lambda: demos[0])
+        page = DecodePage(lambda: opened[0], DIGEST, "tiny", ApiKeys({}), lambda: demos[0])
         settings = DecoderSettings(max_rows=8, prefill_rows=4, max_sequences=4)
         async with Decoder.open(
             TINY_MODEL, tenants, settings, address=daemon.address, observers=[page.observer]
@@ -402,15 +488,23 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
     figures = {"age_s": [400.0 - 10 * slot for slot in slots], "refused": [slot // 13 for slot in slots]}
     figures |= {"tokens_s": [slot % 9 * 30.5 for slot in slots]}
     figures |= {"first_token_ms": [None if 5 < slot < 9 else 80.0 + slot for slot in slots]}
-    monkeypatch.setattr(feed, "history", lambda: {"span_s": 400} | figures)
+    figures |= {"first_token_p99_ms": [None if 5 < slot < 9 else 200.0 + slot for slot in slots]}
+    figures |= {"gap_ms": [3.25] * 40, "gap_p99_ms": [12.5] * 40}
+    figures |= {"refused_by": {"QuotaExceeded": 1234, "TooLarge": 1}}
+    monkeypatch.setattr(feed, "history", lambda _: {"span_s": 400} | figures)
+    feed.on_gap("ann", 0.00325, 2)
     with served(scene.page) as url, Browser() as browser:
         browser.open(url)
-        browser.wait_for("#status", "This page requires the operator's key.")
+        browser.wait_for("#status", "This page requires a key: the operator's, or a tenant's.")
         assert browser.text("#tenants") == ""
         browser.open(f"{url}#key={KEY}")
         browser.wait_for("#status", "Live")
         assert browser.run("return document.title") == f"tiny on {socket.gethostname()} - gpulease decode"
-        browser.wait_for("#plots .first .now", "119 ms")
+        browser.wait_for("#plots .first .now", "119 ms; 239 ms")
+        assert browser.text("#plots .gap .now") == "3.25 ms; 12.5 ms"
+        assert browser.text("#plots .kinds") == "QuotaExceeded 1,234, TooLarge 1"
+        # A hundredth off at most.
+        assert browser.text(".card .gap")[:3] == "3.2"
         assert browser.text("#plots .tokens .most") == "at most 244"
         drawn = browser.run("return document.querySelector('#plots .first path').getAttribute('d')")
         assert drawn.count("M") == 2, "there is a gap"
@@ -446,5 +540,12 @@ def test_the_page_in_a_browser(scene: Scene, tmp_path: Any, monkeypatch: pytest.
         browser.wait_for("#events", "2 requests were refused, the last one: 64 wait already")
         scheduler.rebound("ann", 12, 2.0)
         browser.wait_for(".card .state", "Waiting")
+        # The view of a tenant.
+        browser.run("sessionStorage.clear()")
+        browser.open(f"{url}?bob#key=key%20of%20bob")
+        browser.wait_for("#served", "tiny, as bob sees it")
+        assert browser.run("return document.querySelectorAll('.card').length") == 1
+        assert browser.run("return document.querySelector('.card .revoke').checkVisibility()") is False
+        assert browser.run("return document.querySelector('#total-steps').checkVisibility()") is False
         complaints = [text for text in browser.complaints() if "401" not in text]
         assert complaints == []

@@ -15,6 +15,7 @@ from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import CompletionReason, EngineDecodeFailed, ModelRejected, NoModelLoaded
 from gpulease.client.decode.decode_requests import SamplingParameters
 from gpulease.client.decode.engine.engine import DecodeEngine
+from gpulease.client.decode.openai.api_keys import ApiKeys
 from gpulease.client.decode.page.decode_page import DecodePage
 from gpulease.client.decode.row_records import Rows
 from gpulease.client.decode.supervisor import engine_losses
@@ -300,7 +301,7 @@ def test_a_daemon_that_is_killed_and_comes_back_gives_a_fresh_lease_and_the_audi
     first.allowed_trouble.append("worker")
     heard, audit = Recorder(), DecodeAudit(ComputedBy("tiny", "0" * 64, "1" * 64, True))
     decoders: list[Decoder] = []
-    page = DecodePage(lambda: decoders[0], bytes(32), "tiny")
+    page = DecodePage(lambda: decoders[0], bytes(32), "tiny", ApiKeys({}))
 
     async def part() -> None:
         async with (

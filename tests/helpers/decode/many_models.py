@@ -109,10 +109,10 @@ def pool_rig(
     async def run(began: Callable[[uvicorn.Server], None]) -> None:
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in tenants})
         serving: list[ModelPool] = []
-        metrics = PoolMetrics([tenant.id for tenant in tenants], lambda: next(iter(serving), None))
-        page = DecodePage(
-            lambda: None, key_digest(key_of("operator")), "many models", pool=lambda: next(iter(serving), None)
-        )
+        operator = key_digest(key_of("operator"))
+        page = DecodePage(lambda: None, operator, "many models", keys, pool=lambda: next(iter(serving), None))
+        names = [tenant.id for tenant in tenants]
+        metrics = PoolMetrics(names, lambda: next(iter(serving), None), page.observer.on_gap)
         pool = ModelPool(
             specs,
             limits,
