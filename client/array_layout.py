@@ -89,19 +89,19 @@ class ArrayLayout:
         strides: list[int] = []
         offset, remaining = self.offset, iter(zip(self.shape, self.strides, strict=True))
         # None adds a dimension, a slice keeps one, an integer removes one.
-        for number, one in enumerate(_full_key(key, self.shape)):
-            if one is None:
+        for number, part in enumerate(_full_key(key, self.shape)):
+            if part is None:
                 shape.append(1)
                 strides.append(0)
                 continue
             length, stride = next(remaining)
-            if isinstance(one, slice):
-                start, step, count = _range_of(one, length, number)
+            if isinstance(part, slice):
+                start, step, count = _range_of(part, length, number)
                 shape.append(count)
                 strides.append(stride * step)
                 offset += stride * start
             else:
-                offset += stride * _place(one, length, number)
+                offset += stride * _place(part, length, number)
         if len(shape) > MAX_DIMENSIONS:
             raise InvalidRequest(f"index: an array has at most {MAX_DIMENSIONS} dimensions, not {len(shape)}")
         # Without elements, the sum of strides may be outside the buffer.
@@ -180,25 +180,25 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
         yield from [slice(None)] * missing
 
 
-def _range_of(one: slice, length: int, number: int) -> tuple[int, int, int]:
+def _range_of(part: slice, length: int, number: int) -> tuple[int, int, int]:
     """(start, step, count) of a slice of a dimension of that length. Raises InvalidRequest."""
     try:
         # Python's own rules: negative numbers count from the end, and what lies outside is cut.
-        start, stop, step = one.indices(length)
+        start, stop, step = part.indices(length)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"index {number}: {quoted(one)}: {error}") from None
+        raise InvalidRequest(f"index {number}: {quoted(part)}: {error}") from None
     return start, step, len(range(start, stop, step))
 
 
-def _place(one: Any, length: int, number: int) -> int:
+def _place(index: Any, length: int, number: int) -> int:
     try:
         # bool has __index__, but means a mask in numpy.
-        if isinstance(one, bool):
+        if isinstance(index, bool):
             raise TypeError
-        place = one.__index__()
+        place = index.__index__()
     except (TypeError, AttributeError):
         raise InvalidRequest(
-            f"index {number} must be an integer, a slice, `...` or None, not {quoted(one)}",
+            f"index {number} must be an integer, a slice, `...` or None, not {quoted(index)}",
             "Lists, masks and arrays as indices need a kernel of their own: write one, or index the array's .numpy()",
         ) from None
     if not -length <= place < length:

@@ -30,15 +30,15 @@ class Inherited(Protocol):
 _inheritable: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
-def register(thing: Inherited) -> None:
+def register(inherited: Inherited) -> None:
     """Disown an object in every child that is forked while the object exists."""
-    _inheritable.add(thing)
+    _inheritable.add(inherited)
 
 
 def _disown_all() -> None:
     # A copy: disowning may drop the last references, which would change the set.
-    for thing in list(_inheritable):
-        thing.disown()
+    for inherited in list(_inheritable):
+        inherited.disown()
 
 
 # Only in the child: the parent's objects stay as they are.

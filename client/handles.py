@@ -49,13 +49,13 @@ class Handle:
         """True while it can be used: it is not freed, and its session and lease are not known here to have ended."""
         return self.owner is not None and self.owner.is_alive
 
-    def check(self, session: HandleOwner, what: str) -> None:
-        """Raise InvalidHandle, naming the operation `what`, if this object can't be used in `session`."""
+    def check(self, session: HandleOwner, subject: str) -> None:
+        """Raise InvalidHandle, naming the operation `subject`, if this object can't be used in `session`."""
         # The usual case costs one comparison; the reason is found only for the error.
         if self.owner is not session:
             kind = type(self).__name__.lower()
             reason = "is freed" if self.owner is None else "belongs to another session"
-            raise InvalidHandle(f"{what}: {kind} {self.handle:#x} {reason}")
+            raise InvalidHandle(f"{subject}: {kind} {self.handle:#x} {reason}")
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Mark it as freed; returns the (operation, handle) of the request that frees it."""
@@ -100,11 +100,11 @@ class Buffer(Handle):
         # The class decides what the destructor does, and the object stays the same for all who hold it.
         self.__class__ = BorrowedBuffer
 
-    def check_range(self, offset: int, size_bytes: int, what: str) -> None:
-        """Raise InvalidHandle, naming the operation `what`, if the bytes are not all inside the buffer."""
+    def check_range(self, offset: int, size_bytes: int, subject: str) -> None:
+        """Raise InvalidHandle, naming the operation `subject`, if the bytes are not all inside the buffer."""
         if offset < 0 or offset + size_bytes > self.size_bytes:
             raise InvalidHandle(
-                f"{what}: bytes {offset} to {offset + size_bytes} are outside buffer {self.handle:#x} "
+                f"{subject}: bytes {offset} to {offset + size_bytes} are outside buffer {self.handle:#x} "
                 f"of {self.size_bytes} bytes"
             )
 
@@ -182,9 +182,9 @@ class Variable(BorrowedBuffer):
     def owner(self, owner: HandleOwner | None) -> None:
         """Change nothing: the module's own owner counts."""
 
-    def check(self, session: HandleOwner, what: str) -> None:
-        """Raise InvalidHandle, naming the operation `what`, if the module can't be used in `session`."""
-        self.module.check(session, what)
+    def check(self, session: HandleOwner, subject: str) -> None:
+        """Raise InvalidHandle, naming the operation `subject`, if the module can't be used in `session`."""
+        self.module.check(session, subject)
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Raise InvalidHandle: a part of a module can't be freed."""

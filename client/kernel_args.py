@@ -217,11 +217,11 @@ class KernelArgs:
         return InvalidRequest(f"argument {len(self.kinds)} must be {expected}, not {quoted(value)}", hint)
 
 
-def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
+def pack_parameter(subject: str, kind: Kind, value: Any) -> BoundParameter:
     """Pack a parameter's value.
 
     Args:
-        what: How messages name it.
+        subject: How messages name it.
         kind: Its kind.
         value: Its value, as for `KernelArgs.push_parameter`.
 
@@ -229,13 +229,13 @@ def pack_parameter(what: str, kind: Kind, value: Any) -> BoundParameter:
     """
     if kind not in get_args(Kind):
         raise InvalidRequest(
-            f"{what}: the kind of parameter must be one of {', '.join(get_args(Kind))}, not {quoted(kind)}"
+            f"{subject}: the kind of parameter must be one of {', '.join(get_args(Kind))}, not {quoted(kind)}"
         )
     args = KernelArgs()
     try:
         _push(args, kind, value)
     except (InvalidRequest, InvalidHandle) as error:
-        raise type(error)(f"{what}: {str(error).removeprefix('argument 0: ')}") from None
+        raise type(error)(f"{subject}: {str(error).removeprefix('argument 0: ')}") from None
     # A value is its bytes. A buffer is checked at each launch, so it needs more than its address.
     if not args.buffers:
         return BoundParameter(kind, args.data, len(args.data))

@@ -58,13 +58,13 @@ _PREFIXES: Final = ("gpulease.client.engine", "gpulease.client.serve.")
 
 def new_name(old: str) -> str | None:
     """Return the name that a module has now; None if it has not moved."""
-    package, rest = old, ""
+    package, suffix = old, ""
     # The longest old name that has a row wins; what follows it is kept.
     while package:
         if package in MOVED:
-            return MOVED[package] + rest
+            return MOVED[package] + suffix
         package, _, last = package.rpartition(".")
-        rest = f".{last}{rest}"
+        suffix = f".{last}{suffix}"
     return None
 
 

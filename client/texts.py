@@ -21,35 +21,35 @@ def quoted(value: Any) -> str:
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
 
 
-def utf8(text: Any, what: str) -> bytes:
+def utf8(text: Any, subject: str) -> bytes:
     """Encode a string.
 
     Args:
         text: What the program gave.
-        what: How messages name it.
+        subject: How messages name it.
 
     Raises InvalidRequest if it is not a string, or has lone surrogates, which UTF-8 excludes (RFC 3629).
     """
     if not isinstance(text, str):
-        raise InvalidRequest(f"{what} must be a string, not {quoted(text)}")
+        raise InvalidRequest(f"{subject} must be a string, not {quoted(text)}")
     # Python strings may hold half of a surrogate pair, for example from a file name that is not UTF-8.
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"{what}: the string has a lone surrogate at {error.start}, which is not a character"
+            f"{subject}: the string has a lone surrogate at {error.start}, which is not a character"
         ) from None
 
 
-def bounded(text: Any, what: str, most_bytes: int) -> str:
+def bounded(text: Any, subject: str, most_bytes: int) -> str:
     """Return a string that has 1 to `most_bytes` bytes of UTF-8 and no NUL; raises InvalidRequest for any other."""
     # The limits are of bytes: a character takes up to four.
-    size_bytes = len(utf8(text, what))
+    size_bytes = len(utf8(text, subject))
     if not 0 < size_bytes <= most_bytes:
-        raise InvalidRequest(f"{what} must have 1 to {most_bytes} bytes, not {size_bytes}")
+        raise InvalidRequest(f"{subject} must have 1 to {most_bytes} bytes, not {size_bytes}")
     # C libraries and logs would end the text at a NUL.
     if "\0" in text:
-        raise InvalidRequest(f"{what}: {quoted(text)} has a NUL in it")
+        raise InvalidRequest(f"{subject}: {quoted(text)} has a NUL in it")
     return str(text)
 
 

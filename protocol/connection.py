@@ -274,10 +274,10 @@ class Connection:
         # Move the state for the refusal or the success, as the daemon did when it sent this.
         state = _state_after(self.state, reply_trigger(op, refused=frame.status != 0), op)
         self._subscriptions.on_reply(op, frame.request_id, succeeded=not frame.status)
-        behind = self._behind_hello if op is Opcode.HELLO and not frame.status else None
-        if behind is not None:
+        request_behind = self._behind_hello if op is Opcode.HELLO and not frame.status else None
+        if request_behind is not None:
             # Treat the pipelined request as sent now: the daemon answered HELLO before it read the request.
-            next_op, request_id, body = behind
+            next_op, request_id, body = request_behind
             state = _state_after(state, request_trigger(next_op), next_op)
             self._in_flight[request_id] = next_op
             self._subscriptions.on_request(request_id, body)
@@ -285,7 +285,7 @@ class Connection:
         # No call may follow: after an interrupt, either nothing has changed and the call can be repeated, or everything
         # has.
         self.state = state
-        if behind is not None:
+        if request_behind is not None:
             self._behind_hello = None
         del self._in_flight[frame.request_id]
         return reply

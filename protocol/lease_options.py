@@ -225,7 +225,7 @@ class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
 
     def _encode(self, value: Mapping[str, str]) -> bytes:
         # Nothing to quote: a name has neither "=" nor ",".
-        return ",".join(f"{key}={one}" for key, one in value.items()).encode()
+        return ",".join(f"{key}={item}" for key, item in value.items()).encode()
 
     def _decode(self, data: bytes) -> dict[str, str]:
         # Split once more than allowed: a text of a thousand commas is cut into MAX_LABELS + 1 parts, not a thousand.

@@ -233,11 +233,11 @@ class RingWriter:
         """Copy data in, around the ring's end if need be; the caller has checked the room."""
         # The place of the counter in the ring, and how many bytes lie between it and the ring's end.
         at = counter & self._capacity - 1
-        here = self._capacity - at
+        first_bytes = self._capacity - at
         view = memoryview(data)
-        self._data[at : at + min(here, len(view))] = view[:here]
-        if here < len(view):
-            self._data[: len(view) - here] = view[here:]
+        self._data[at : at + min(first_bytes, len(view))] = view[:first_bytes]
+        if first_bytes < len(view):
+            self._data[: len(view) - first_bytes] = view[first_bytes:]
 
     def _wake_if_asleep(self) -> None:
         # As in `put_packed`: barrier, check, and a wake in any case.
@@ -356,22 +356,22 @@ class RingReader:
         """
         # Check the writer's counter before using it: the other side can write any number at any time.
         head = self.head
-        there = self._words[_TAIL] - head
-        if not there:
+        available = self._words[_TAIL] - head
+        if not available:
             return 0
-        if not 0 < there <= self._capacity:
-            raise FramingError(f"the ring's writer claims to be {there} bytes ahead; it holds {self._capacity}")
-        size = min(there, len(into))
+        if not 0 < available <= self._capacity:
+            raise FramingError(f"the ring's writer claims to be {available} bytes ahead; it holds {self._capacity}")
+        size = min(available, len(into))
         # The bytes may wrap around the end of the ring, and then need two copies.
         at = head & self._capacity - 1
         end = at + size
         if end <= self._capacity:
             into[:size] = self._data[at:end]
         else:
-            here = self._capacity - at
-            into[:here] = self._data[at:]
-            into[here:size] = self._data[: size - here]
-        self.advance(size, there - size)
+            first_bytes = self._capacity - at
+            into[:first_bytes] = self._data[at:]
+            into[first_bytes:size] = self._data[: size - first_bytes]
+        self.advance(size, available - size)
         return size
 
     def take_if(self, expected: bytes, into: memoryview = NO_DATA) -> bool:
@@ -379,20 +379,20 @@ class RingReader:
 
         If `expected` would lie around the ring's end, the bytes are left to `take`.
         """
-        rest = len(into)
-        size, at = len(expected) + rest, self.head & self._capacity - 1
+        expected_bytes = len(into)
+        size, at = len(expected) + expected_bytes, self.head & self._capacity - 1
         data_at = at + len(expected)
         # Compare without taking: bytes that are not the expected ones stay for `take`.
         if self._words[_TAIL] - self.head != size or self._data[at:data_at] != expected:
             return False
         # From here to the head without a call: after an interruption a client has both updates, or neither.
-        if rest:
-            here = self._capacity - data_at
-            if here >= rest:
-                into[:] = self._data[data_at : data_at + rest]
+        if expected_bytes:
+            first_bytes = self._capacity - data_at
+            if first_bytes >= expected_bytes:
+                into[:] = self._data[data_at : data_at + expected_bytes]
             else:
-                into[:here] = self._data[data_at:]
-                into[here:] = self._data[: rest - here]
+                into[:first_bytes] = self._data[data_at:]
+                into[first_bytes:] = self._data[: expected_bytes - first_bytes]
         words = self._words
         words[_HEAD] = self.head = self.head + size
         # The bytes are counted already; this wakes a writer that waits for room.

@@ -59,9 +59,9 @@ class BadSetting(ValueError):
         return BadSetting(self._text, (*keys, *self._path))
 
 
-def must_be(what: str, value: object, hint: str = "") -> BadSetting:
+def must_be(subject: str, value: object, hint: str = "") -> BadSetting:
     """Return the error that a setting must be something else than `value`."""
-    return BadSetting(f"{{}} must be {what}, not {_shown(value)}{hint and f'; {hint}'}")
+    return BadSetting(f"{{}} must be {subject}, not {_shown(value)}{hint and f'; {hint}'}")
 
 
 def _shown(value: object) -> str:
@@ -277,7 +277,7 @@ def _declared(kind: Any) -> Mapping[str, Declared]:
 
 def _without_none(kind: Any) -> Any:
     if get_origin(kind) in (types.UnionType, typing.Union):
-        others = [each for each in get_args(kind) if each is not types.NoneType]
+        others = [member for member in get_args(kind) if member is not types.NoneType]
         return others[0] if len(others) == 1 else kind
     return kind
 

@@ -193,16 +193,16 @@ async def drive_holding(lock: asyncio.Lock, procedure: Procedure[T]) -> T:
 async def drive_at_once(lock: asyncio.Lock, operation: Callable[[], MaybePending[T]]) -> T:
     """Try an operation under the lock. If it has to wait, it becomes a task, which keeps the lock until it ends."""
     await lock.acquire()
-    rest: Procedure[T] | None = None
+    remaining: Procedure[T] | None = None
     try:
         result = operation()
         if not isinstance(result, Generator):
             return result
-        rest = result
+        remaining = result
     finally:
-        if rest is None:
+        if remaining is None:
             lock.release()
-    return await undisturbed(drive_holding(lock, rest))
+    return await undisturbed(drive_holding(lock, remaining))
 
 
 def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

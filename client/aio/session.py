@@ -498,22 +498,22 @@ class GpuSession(SessionView):
 
     async def _begin(self, operation: Callable[[], MaybePending[None]]) -> None:
         await self._lock.acquire()
-        rest = None
+        remaining = None
         try:
             # The operation is tried at once, under the lock. Only if it has to wait does it become a task, which keeps
             # the lock.
-            rest = operation()
+            remaining = operation()
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # as `drive` does
         finally:
-            if rest is None:
+            if remaining is None:
                 self._lock.release()
-        if rest is not None:
-            await undisturbed(self._finish(rest))
+        if remaining is not None:
+            await undisturbed(self._finish(remaining))
 
-    async def _finish(self, rest: Procedure[T]) -> T:
+    async def _finish(self, remaining: Procedure[T]) -> T:
         # The caller acquired the lock for it, so that no other operation comes between.
         try:
-            return await drive(rest)
+            return await drive(remaining)
         finally:
             self._lock.release()

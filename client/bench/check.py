@@ -162,10 +162,10 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 def fallen(now: list[BoundOutcome], before: Mapping[str, BoundOutcome]) -> list[Bound]:
     """The bounds with a value that is worse than the earlier run's, by `bounds.FALL` or more."""
     return [
-        one.bound
-        for one in now
-        if one.value is not None
-        and (earlier := before.get(one.bound.name)) is not None
+        promise.bound
+        for promise in now
+        if promise.value is not None
+        and (earlier := before.get(promise.bound.name)) is not None
         and earlier.value is not None
-        and has_fallen(one.bound, one.value, earlier.value)
+        and has_fallen(promise.bound, promise.value, earlier.value)
     ]

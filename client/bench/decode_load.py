@@ -73,19 +73,21 @@ def figures_of(outcomes: Iterable[RequestOutcome]) -> dict[str, Any]:
     """The figures of some requests; times in milliseconds, None without a sample."""
     finished = list(outcomes)
     # Only complete replies count as goodput; the others' times still count.
-    complete = [one for one in finished if not one.error]
-    spent_s = max((one.ended_at for one in finished), default=0.0) - min((one.sent_at for one in finished), default=0.0)
+    complete = [outcome for outcome in finished if not outcome.error]
+    spent_s = max((outcome.ended_at for outcome in finished), default=0.0) - min(
+        (outcome.sent_at for outcome in finished), default=0.0
+    )
     # The first token from the request on; then the gaps between two tokens.
-    first = [one.token_times[0] - one.sent_at for one in finished if one.token_times]
-    gaps = [b - a for one in finished for a, b in zip(one.token_times, one.token_times[1:], strict=False)]
-    tokens = sum(len(one.token_times) for one in complete)
+    first = [outcome.token_times[0] - outcome.sent_at for outcome in finished if outcome.token_times]
+    gaps = [b - a for outcome in finished for a, b in zip(outcome.token_times, outcome.token_times[1:], strict=False)]
+    tokens = sum(len(outcome.token_times) for outcome in complete)
     return {
         "requests": len(finished),
         "whole": len(complete),
         "goodput_tokens_s": round(tokens / spent_s, 1) if spent_s > 0 else 0.0,
         **_percentiles("first_token", first),
         **_percentiles("inter_token", gaps),
-        "errors": dict(Counter(one.error for one in finished if one.error).most_common()),
+        "errors": dict(Counter(outcome.error for outcome in finished if outcome.error).most_common()),
     }
 
 
@@ -233,7 +235,9 @@ def load_table(report: dict[str, Any]) -> str:
 
 def report_of(outcomes: Sequence[RequestOutcome], keys: int) -> dict[str, Any]:
     """The figures of each key, by its position from 1, and of all together."""
-    tenants = {str(place + 1): figures_of(one for one in outcomes if one.tenant == place) for place in range(keys)}
+    tenants = {
+        str(place + 1): figures_of(outcome for outcome in outcomes if outcome.tenant == place) for place in range(keys)
+    }
     return {"tenants": tenants, "all": figures_of(outcomes)}
 
 

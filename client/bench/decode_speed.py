@@ -217,11 +217,11 @@ async def _report_kernels(engine: DecodeEngine, blocks: RowBlocks, shape: str, s
     context = max(context for _, context in steps)
     for batch, at in steps:
         if at == context:
-            about = {"shape": shape, "batch": batch, "context": context}
+            inputs = {"shape": shape, "batch": batch, "context": context}
             async for figure in kernel_figures(engine, blocks, batch, context):
-                report({"figure": "kernel"} | about | figure)
+                report({"figure": "kernel"} | inputs | figure)
             async for figure in tile_figures(engine, blocks, batch, context, steps[batch, at].took_s):
-                report({"figure": "invariance"} | about | figure)
+                report({"figure": "invariance"} | inputs | figure)
 
 
 def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:

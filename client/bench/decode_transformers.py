@@ -76,14 +76,14 @@ def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None
     """Print a shape's figures; those of graphs last, because a recording that fails makes torch's context unusable."""
     model = model_of(SHAPES[shape], "cuda")
     # Graphs last: a failed recording leaves the process without a usable context.
-    ways: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
+    steps_by_name: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
         "transformers": lambda steps: steps.step,
         "transformers_graph": lambda steps: recorded(steps.step),
     }
-    for name, way in ways.items():
+    for name, make_step in steps_by_name.items():
         for context in contexts:
             for batch in batches:
-                took_s = step_s(way(StaticSteps(model, batch, context)), torch.cuda.synchronize)
+                took_s = step_s(make_step(StaticSteps(model, batch, context)), torch.cuda.synchronize)
                 print_figures({"figure": name, "shape": shape, "batch": batch, "context": context, "ms": took_s * 1e3})
 
 

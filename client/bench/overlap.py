@@ -90,10 +90,10 @@ def overlap(address: str, driver: str) -> dict[str, float]:
 
 def _lane(session: GpuSession, size: int) -> _Lane:
     # Arrays in the arena: their copies can be left to run in a stream.
-    data, back = (session.empty(size // 4, np.uint32) for _ in range(2))
+    data, read_back = (session.empty(size // 4, np.uint32) for _ in range(2))
     data[:] = np.arange(size // 4, dtype=np.uint32)
-    back[:] = 0
-    return _Lane(session.stream(), session.mem_alloc(size), data, back)
+    read_back[:] = 0
+    return _Lane(session.stream(), session.mem_alloc(size), data, read_back)
 
 
 def _run(session: GpuSession, module: Module, lanes: list[_Lane], rounds: int) -> None:

@@ -124,7 +124,7 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLi
 def is_right(report: dict[str, Any]) -> bool:
     """Return whether every pattern had requests that came back, no wrong word, and none refused."""
     requests = [*report["parked"].values(), *report["loaded again"].values()]
-    return all(one["requests"] and not one["wrong"] and not one["refused"] for one in requests)
+    return all(figures["requests"] and not figures["wrong"] and not figures["refused"] for figures in requests)
 
 
 def _builder(address: str, size_bytes: int) -> GpuBuilder:
@@ -243,8 +243,8 @@ def park_table(report: dict[str, Any]) -> str:
     names = ("requests", "hit_rate", "back_p50_ms", "back_p99_ms", "there_p50_ms", "there_p99_ms", "refused", "wrong")
     head = [f"{report['models']} models of {report['model_bytes'] >> 20} MiB on {report['card']}", *names]
     rows = [
-        [f"{way}, {pattern}", *(f"{figures[name]:.3g}" if name in figures else "" for name in names)]
-        for way in ("parked", "loaded again")
-        for pattern, figures in report[way].items()
+        [f"{start_kind}, {pattern}", *(f"{figures[name]:.3g}" if name in figures else "" for name in names)]
+        for start_kind in ("parked", "loaded again")
+        for pattern, figures in report[start_kind].items()
     ]
     return table([text.replace("_", " ") for text in head], rows)

@@ -297,9 +297,9 @@ class _Work:
 
         return _patient(check)
 
-    def _count_wrong(self, name: str, wrong: int) -> None:
+    def _count_wrong(self, name: str, wrong_words: int) -> None:
         self._counts.did[name] += 1
-        self._counts.wrong += wrong
+        self._counts.wrong += wrong_words
 
     def until_refused(self, error: type[GpuLeaseError], end: Callable[[], None] = lambda: None) -> None:
         """Use the session until its end is reported, and call `end` before each use. Raises Breach if it is not."""
@@ -387,7 +387,7 @@ class _Operator:
         """Drain a card for a moment, and move what can be moved: to the other cards, or else to the host's memory."""
         ask(Opcode.CARD_DRAIN, CardDrain(card, DRAIN_MS), self._address)
         try:
-            uuids = {str(one["index"]): one["uuid"] for one in self._all_cards()}
+            uuids = {str(listed["index"]): listed["uuid"] for listed in self._all_cards()}
             uuid = uuids.pop(card)
             others = list(uuids.values())
             until = time.monotonic() + DRAINED_S
@@ -437,7 +437,7 @@ def measure_storm(driver: str, minutes: float, log: LogLine) -> dict[str, Any]:
         work += [_Operator(address, len(cards), seed, counts, until, drains=seed == 7).run for seed in (7, 8)]
         work.append(lambda: _kill_brokers(daemon, counts, until))
         log(f"the storm, for {minutes:g} minutes")
-        threads = [threading.Thread(target=one, daemon=True) for one in work]
+        threads = [threading.Thread(target=target, daemon=True) for target in work]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -230,8 +230,8 @@ def _rounds(address: str, driver: str, rounds: int, launches: int, log: LogLine)
     for number in range(1, rounds + 1):
         log(f"round {number} of {rounds}: launches and copies, the driver called directly")
         direct.append(_direct(driver, launches))
-        for figures, shared, way in ((leased, True, "shared memory"), (by_socket, False, "its socket")):
-            log(f"round {number} of {rounds}: launches and copies, in a session through {way}")
+        for figures, shared, medium in ((leased, True, "shared memory"), (by_socket, False, "its socket")):
+            log(f"round {number} of {rounds}: launches and copies, in a session through {medium}")
             copies = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
             copies |= graph_figures(address, transform_ptx(), SAMPLES, shared_memory=shared)
             figures.append(hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared) | copies)

@@ -76,7 +76,9 @@ def recompute(
         assert request_file is not None
         prompts, requested = _request_of(request_file.read(MAX_PROMPT_BYTES), checkpoint)
         # Of several prompts, each has a record of its own.
-        prompt = next((one for one in prompts if TokenDigest.of(one) == decode_record.prompt), prompts[0])
+        prompt = next(
+            (candidate for candidate in prompts if TokenDigest.of(candidate) == decode_record.prompt), prompts[0]
+        )
     # Compare what was given before computing: a different prompt, model or kernel explains any different output.
     _check(decode_record, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), requested)
     # The record has all else.
@@ -175,18 +177,18 @@ def _check(
         ("model", EXIT_MODEL_DIFFERS, decode_record.by.model_sha256, computed_here.model_sha256),
         ("set of kernels", EXIT_KERNELS_DIFFER, decode_record.by.kernels_sha256, computed_here.kernels_sha256),
     )
-    wrong = [
+    mismatches = [
         (member, status, recorded, recomputed)
         for member, status, recorded, recomputed in pairs
         if recorded != recomputed
     ]
-    for member, _, recorded, recomputed in wrong:
+    for member, _, recorded, recomputed in mismatches:
         click.echo(
             f"gpulease: audit recompute: the {member} must be the record's, {recorded}, not {recomputed}", err=True
         )
-    if wrong:
+    if mismatches:
         # The status of the first difference; the lines above name all.
-        fail("audit recompute: nothing was computed", wrong[0][1])
+        fail("audit recompute: nothing was computed", mismatches[0][1])
 
 
 def possible_positions(config: ModelConfig, needed: int) -> tuple[int, ...]:

@@ -213,7 +213,7 @@ def _plan(driver: str, quick: bool, options: tuple[int | None, int | None, int |
     """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
     # What is given replaces the usual size; 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
-    rounds, launches, leases = (one or default for one, default in zip(options, usual, strict=True))
+    rounds, launches, leases = (chosen or default for chosen, default in zip(options, usual, strict=True))
     return RunSize(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)
 
 
@@ -297,17 +297,17 @@ def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome])
     head = ["promise", "value", *(["earlier"] if before else []), "unit", "beside", "bound", "kept", "goal", "reached"]
     words = {True: "yes", False: "NO", None: ""}
     rows = []
-    for one in now:
-        sign = ">=" if one.bound.is_least else "<="
-        earlier = before.get(one.bound.name)
+    for promise in now:
+        sign = ">=" if promise.bound.is_least else "<="
+        earlier = before.get(promise.bound.name)
         # One cell for each head above; the earlier value only if there is a file of it.
-        cells = [one.bound.text, _value_text(one)]
+        cells = [promise.bound.text, _value_text(promise)]
         cells += [_value_text(earlier) if earlier else ""] if before else []
-        cells += [one.bound.unit, one.bound.beside, f"{sign} {one.bound.limit:g}"]
+        cells += [promise.bound.unit, promise.bound.beside, f"{sign} {promise.bound.limit:g}"]
         # A bound that is left out says what the host lacks.
-        cells.append(words[one.is_kept] if one.is_kept is not None else f"no {one.bound.needs} here")
-        goal = one.bound.goal
-        rows.append([*cells, "" if goal is None else f"{sign} {goal:g}", words[one.has_reached_goal].lower()])
+        cells.append(words[promise.is_kept] if promise.is_kept is not None else f"no {promise.bound.needs} here")
+        goal = promise.bound.goal
+        rows.append([*cells, "" if goal is None else f"{sign} {goal:g}", words[promise.has_reached_goal].lower()])
     return table(head, rows)
 
 

@@ -246,8 +246,8 @@ def _note_size(answer: _Answer, done_bytes: int, total: int) -> None:
 
 
 def _summary(answer: _Answer) -> str:
-    then = "" if answer.tokens_per_s is None else f", then {answer.tokens_per_s:.1f} a second"
+    rate_text = "" if answer.tokens_per_s is None else f", then {answer.tokens_per_s:.1f} a second"
     return (
-        f"{counted(len(answer.tokens), 'token')}, the first after {answer.first_token_s:.2f} s{then}."
+        f"{counted(len(answer.tokens), 'token')}, the first after {answer.first_token_s:.2f} s{rate_text}."
         f" The model was ready after {answer.load_s:.1f} s."
     )

@@ -52,8 +52,8 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
     with contextlib.ExitStack() as stack:
         running = running_address()
         if running is None:
-            what = "on the embedded driver (no GPU needed)" if driver == "cpu" else "on this host's card"
-            lines.say(f"No daemon runs here: starting a private one {what}.")
+            place = "on the embedded driver (no GPU needed)" if driver == "cpu" else "on this host's card"
+            lines.say(f"No daemon runs here: starting a private one {place}.")
         address = running or stack.enter_context(private_daemon(driver, (PRIVATE_VRAM[driver],)))
         card = first_card(address)
         lines.say(

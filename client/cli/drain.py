@@ -125,10 +125,11 @@ def _check_drained(uuid: str | None) -> None:
     """Raise InvalidRequest if leases are granted again: a caller that waits must not believe that nothing is left."""
     cards = cards_of(_ask_patiently(Opcode.GET_INVENTORY))
     # Every card reports the node's drain, and its own.
-    key, what = ("drain_left_ms", "node") if uuid is None else ("card_drain_left_ms", "card")
+    key, subject = ("drain_left_ms", "node") if uuid is None else ("card_drain_left_ms", "card")
     if all(card.get(key) is None for card in cards if uuid in (None, card["uuid"])):
         raise InvalidRequest(
-            f"the {what} does not drain any more: the drain was cancelled, or its daemon was restarted without `state`",
+            f"the {subject} does not drain any more: the drain was cancelled, or its daemon was restarted without"
+            " `state`",
             "Drain it again",
         )
 

@@ -73,12 +73,12 @@ def _status_text(status: Status | int) -> str:
 
 def refusal_text(refusal: ForwardRevoked) -> str:
     """Describe a refused launch in one line, without characters that a terminal interprets."""
-    what = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
+    refused = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
     # How long after the broker's decision the session noticed it.
     after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
     parts = [
         str(refusal.lease_id),
-        f"{_status_text(refusal.status)}: {what} did not begin",
+        f"{_status_text(refusal.status)}: {refused} did not begin",
         f"position {refusal.position}",
         f"seen {after_us:.0f} us after it was decided",
     ]
@@ -87,8 +87,8 @@ def refusal_text(refusal: ForwardRevoked) -> str:
 
 def _lost_text(lost: int) -> list[str]:
     # Events are dropped for a reader that is too slow; say how many.
-    which = counted(lost, "event before this one was", "events before this one were")
-    return [f"{which} not read in time and lost"] if lost else []
+    lost_text = counted(lost, "event before this one was", "events before this one were")
+    return [f"{lost_text} not read in time and lost"] if lost else []
 
 
 _NEXT: Final = {

@@ -107,5 +107,5 @@ def _list_leases_into(items: list[CompletionItem], begin: str) -> None:
 
 def _item(lease: dict[str, object]) -> CompletionItem:
     # The tenant's name may contain anything: shown() escapes what a shell's line would interpret.
-    about = f"{lease['tenant']}, {lease['state']}, {size_text(int(str(lease['size_bytes'])))}"
-    return CompletionItem(str(lease["lease_id"]), help=shown(about))
+    description = f"{lease['tenant']}, {lease['state']}, {size_text(int(str(lease['size_bytes'])))}"
+    return CompletionItem(str(lease["lease_id"]), help=shown(description))

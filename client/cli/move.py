@@ -45,5 +45,5 @@ def _move_one(lease_id: LeaseId, device: str, as_json: bool) -> None:
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
         click.echo(json.dumps({"lease_id": str(lease_id)} | report))
     else:
-        how = f"{size_text(moved.moved_bytes)} in {seconds_text(moved.took_us / 1_000_000)}"
-        click.echo(shown(f"Lease {lease_id} is on card {moved.card_uuid}: {how}."))
+        amount = f"{size_text(moved.moved_bytes)} in {seconds_text(moved.took_us / 1_000_000)}"
+        click.echo(shown(f"Lease {lease_id} is on card {moved.card_uuid}: {amount}."))

@@ -89,8 +89,8 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
     off = [finding["measure"] for finding in sandbox if not finding["on"]]
     if not off:
         return ""
-    which = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
-    return wrapped_text(f"{which}. `gpulease info --sandbox` says why.", width)
+    measures_off = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
+    return wrapped_text(f"{measures_off}. `gpulease info --sandbox` says why.", width)
 
 
 def _taken_by_others(card: Report) -> str:
@@ -196,10 +196,14 @@ def _holders(lease: Report) -> str:
     connections = lease.get("connections") or []
     # A program on this host is known by its process, a remote one by its number.
     holders = [
-        (f"pid {one['pid']}" if one["pid"] else f"remote {one['number']}", one["held_bytes"]) for one in connections
+        (
+            f"pid {connection['pid']}" if connection["pid"] else f"remote {connection['number']}",
+            connection["held_bytes"],
+        )
+        for connection in connections
     ]
     holders += [("kept by name", lease.get("kept_memory_bytes") or 0), ("no session", lease.get("unheld_bytes") or 0)]
-    return ", ".join(f"{who}: {size_text(size_bytes)}" for who, size_bytes in holders if size_bytes)
+    return ", ".join(f"{holder}: {size_text(size_bytes)}" for holder, size_bytes in holders if size_bytes)
 
 
 def _state(lease: Report) -> str:

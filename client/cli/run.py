@@ -234,8 +234,8 @@ class _LeasedProgram:
     def _report_end(self) -> None:
         # Without a report from the daemon, the time alone has ended the lease.
         self.end_reason = self._reported_reason or "its time is up"
-        about = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
-        click.echo(f"gpulease: {about}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
+        problem = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
+        click.echo(f"gpulease: {problem}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
         self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:

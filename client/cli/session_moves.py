@@ -67,7 +67,7 @@ def print_outcomes(
     elif not outcomes:
         click.echo(shown(if_none))
     else:
-        rows = [[*(one[key] for key in columns.values()), text_of(one)] for one in outcomes]
+        rows = [[*(row[key] for key in columns.values()), text_of(row)] for row in outcomes]
         click.echo(fitted([*columns, "outcome"], rows, output_width(), texts=tuple(columns), is_text_last=True))
         if stays:
             click.echo(shown(if_stays(stays)))

@@ -333,7 +333,7 @@ def run_tenants_demo(
         ],
         "claims": [asdict(claim) for claim in claims],
     }
-    rows = [[one.name, f"{one.launches:,}", str(one.errors), f"{one.per_s:,.0f}"] for one in ann.phases]
+    rows = [[ran.name, f"{ran.launches:,}", str(ran.errors), f"{ran.per_s:,.0f}"] for ran in ann.phases]
     lines.say("\n" + table(["ann's work", "launches checked", "errors", "a second"], rows))
     return report, claims
 

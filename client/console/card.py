@@ -17,15 +17,15 @@ def card_title(driver: str, card_name: str, card_uuid: str) -> str:
     return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
 
 
-def ask_card(card_uuid: str, what: str) -> str:
+def ask_card(card_uuid: str, field: str) -> str:
     """Query one property of the card from nvidia-smi.
 
     Raises MissingPrerequisite: without the program, nothing would be proved.
     """
-    command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     # One figure, without its title and unit, so that nothing has to be parsed.
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise MissingPrerequisite(f"nvidia-smi does not say {what}: {error}") from None
+        raise MissingPrerequisite(f"nvidia-smi does not say {field}: {error}") from None
     return result.stdout.strip()

@@ -43,8 +43,8 @@ def needing(extra: str) -> Iterator[None]:
         if error.name is None or error.name.partition(".")[0] == "gpulease":
             raise  # our own bug
         # If a package is installed in a version that lacks a name, the message names the package.
-        what = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
-        raise MissingPrerequisite(f"{what}: pip install '.[{extra}]' in gpulease's repository") from None
+        problem = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
+        raise MissingPrerequisite(f"{problem}: pip install '.[{extra}]' in gpulease's repository") from None
 
 
 @contextmanager
@@ -81,8 +81,8 @@ def _fail_by(error: Exception) -> NoReturn:
         fail(f"{type(error).__name__}: {error}", EXIT_FAILED)
     if os.environ.get(TRACEBACK_VARIABLE):
         raise error
-    about = f"{type(error).__name__}: {error}"
-    fail(f"a fault of gpulease itself: {about}. With {TRACEBACK_VARIABLE}=1 it shows where", EXIT_FAULT)
+    description = f"{type(error).__name__}: {error}"
+    fail(f"a fault of gpulease itself: {description}. With {TRACEBACK_VARIABLE}=1 it shows where", EXIT_FAULT)
 
 
 def check_words(words: Iterable[str]) -> None:

@@ -134,7 +134,7 @@ def _free_ports(count: int) -> list[int]:
     # Ask the kernel for free ports, all at once, so that no two are the same.
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]
+        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 class PrivateFleet:

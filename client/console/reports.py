@@ -107,7 +107,7 @@ def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable
             under.setdefault(parent, []).append(item)
         else:
             tree.append(item)
-    return [one for item in tree for one in (item, *under.pop(id_of(item), ()))]
+    return [listed for item in tree for listed in (item, *under.pop(id_of(item), ()))]
 
 
 def health_of(report: object) -> tuple[bool, list[Report]]:
@@ -125,32 +125,34 @@ def json_text(report: object) -> str:
 
 
 def _maps(
-    value: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str] | None = None
+    value: object, subject: str, needed: Mapping[str, str], perhaps: Mapping[str, str] | None = None
 ) -> list[Report]:
     if not isinstance(value, list):
-        raise MalformedReport(f"the daemon's answer is not a list of {what}s")
+        raise MalformedReport(f"the daemon's answer is not a list of {subject}s")
     # Numbered from 1, as a person counts the items of a list.
     numbered = enumerate(value, 1)
-    return [_map(item, f"{what} {number} of the daemon's answer", needed, perhaps or {}) for number, item in numbered]
+    return [
+        _map(item, f"{subject} {number} of the daemon's answer", needed, perhaps or {}) for number, item in numbered
+    ]
 
 
-def _map(item: object, what: str, needed: Mapping[str, str], perhaps: Mapping[str, str]) -> Report:
+def _map(item: object, subject: str, needed: Mapping[str, str], perhaps: Mapping[str, str]) -> Report:
     # Three checks: it is a map, it has what is required, and what may be there has the right type.
     if not isinstance(item, dict):
-        raise MalformedReport(f"{what} is not a map")
+        raise MalformedReport(f"{subject} is not a map")
     for name, kind in needed.items():
         if name not in item:
-            raise MalformedReport(f"{what} lacks {name}")
-        _check(item[name], f"{name} of {what}", kind)
+            raise MalformedReport(f"{subject} lacks {name}")
+        _check(item[name], f"{name} of {subject}", kind)
     for name, kind in perhaps.items():
         if item.get(name) is not None:
-            _check(item[name], f"{name} of {what}", kind)
+            _check(item[name], f"{name} of {subject}", kind)
     return item
 
 
-def _check(value: object, what: str, kind: str) -> None:
+def _check(value: object, subject: str, kind: str) -> None:
     if not _IS[kind](value):
-        raise MalformedReport(f"{what} is not {kind}")
+        raise MalformedReport(f"{subject} is not {kind}")
 
 
 def _is_number(value: object) -> bool:

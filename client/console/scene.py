@@ -120,9 +120,9 @@ class Scene:
         """Wait until the card's use has settled; returns the MiB in use beyond `used_mib`."""
         # The driver gives pages back a little after the daemon's proof.
         deadline_s = time.monotonic() + CARD_S
-        while (more := self.used_mib() - used_mib) > 0 and time.monotonic() < deadline_s:
+        while (excess_mib := self.used_mib() - used_mib) > 0 and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-        return more
+        return excess_mib
 
 
 Outcome = TypeVar("Outcome")

@@ -90,7 +90,7 @@ def fitted(
     # Then drop columns, the least useful first.
     for name in droppable:
         columns.remove(name)
-        indexes = [head.index(one) for one in columns]
+        indexes = [head.index(column) for column in columns]
         narrower = table(columns, [[row[index] for index in indexes] for row in rows], texts=texts)
         if _fits(narrower, width):
             return narrower
@@ -131,8 +131,8 @@ def _stacked(head: Sequence[str], row: Sequence[str], width: int, title_column: 
     # Text last is a paragraph; the title comes first, with cells that need no head.
     text = cells.pop()[1] if is_text_last else ""
     title_cell = cells.pop(title_column)[1]
-    about = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
-    lines = [about] if width_of(about) <= width else wrap(about, width)
+    heading = GAP.join([title_cell, *(cell for name, cell in cells if not name and cell)])
+    lines = [heading] if width_of(heading) <= width else wrap(heading, width)
     line = ""
     # Fill each line with pairs; a pair that is wider than a line becomes a paragraph.
     for pair in (f"{name} {cell}" for name, cell in cells if name):

@@ -58,10 +58,11 @@ def assigned_lease_id(name: str | None) -> LeaseId:
     leases = assigned_leases(Path(folder))
     matches = [lease for lease in leases if name is None or name in lease.names]
     if len(matches) != 1:
-        what = "lease of this container" if name is None else f"lease that is named {name!r}"
+        subject = "lease of this container" if name is None else f"lease that is named {name!r}"
         choice = ", ".join(lease.names[0] for lease in leases) or "none"
         raise InvalidRequest(
-            f"attach: there must be one {what}, not {len(matches)}", f"Name one: attach(name=...). There are: {choice}"
+            f"attach: there must be one {subject}, not {len(matches)}",
+            f"Name one: attach(name=...). There are: {choice}",
         )
     return matches[0].lease_id
 

@@ -198,8 +198,8 @@ class Copies(CopyCommands):
             return self.read(buffer, offset, nbytes, into)
         return self._operations.go_on("mem_read", self._fill_late(outcome.rest))
 
-    def _fill_late(self, rest: Procedure[Any]) -> Procedure[None]:
-        yield from rest
+    def _fill_late(self, remaining: Procedure[Any]) -> Procedure[None]:
+        yield from remaining
 
     def _ask_small(self, buffer: Buffer, offset: int, nbytes: int, into: Any) -> Outcome[None]:
         if (

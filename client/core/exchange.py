@@ -104,16 +104,16 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadli
     Returns when the kernel, or the ring, has all of the bytes. If the call is interrupted after some of them were sent,
     the stream is broken and is closed.
     """
-    rest = parts if isinstance(parts, deque) else deque(memoryview(part) for part in parts if len(part))
+    unsent = parts if isinstance(parts, deque) else deque(memoryview(part) for part in parts if len(part))
     channel.finish()
-    channel.sending = rest, sum(map(len, rest))
+    channel.sending = unsent, sum(map(len, unsent))
     try:
-        # push() sends what the channel accepts and removes it from `rest`. Wait for room for the remaining bytes, and
+        # push() sends what the channel accepts and removes it from `unsent`. Wait for room for the remaining bytes, and
         # receive while waiting: a peer that waits for us to read would never make room.
-        while rest or channel.has_unsent:
+        while unsent or channel.has_unsent:
             if channel.link.end is not None:
                 raise LinkEnded(channel.link.end)
-            if not channel.push(rest) and channel.link.end is None:
+            if not channel.push(unsent) and channel.link.end is None:
                 yield from _wait(channel, deadline, for_room=True)
                 channel.pump()
     except BaseException:
@@ -230,8 +230,8 @@ class GrantCleanUp(CleanUp):
                     yield from self._take_late(channel)
                 # Step 3: this half of the connection is closed, so give the lease back over another connection.
                 if self.made is not None:
-                    again = self._undo(self.made)
-                    yield from ask_once(channel.address, again.op, again.body, CLEAN_UP_S, CLEAN_UP_S)
+                    retried = self._undo(self.made)
+                    yield from ask_once(channel.address, retried.op, retried.body, CLEAN_UP_S, CLEAN_UP_S)
         finally:
             channel.close()
             channel.link.notifications.clear()
@@ -319,10 +319,10 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
             channel.takes_descriptors = first.takes_descriptors
             clean_up = first.clean_up
             makes = clean_up is not None
-            first_id, behind = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
+            first_id, second_id = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
             if clean_up is not None:
                 clean_up.channel, clean_up.number = channel, first_id
-            frame += behind
+            frame += second_id
         yield from send(channel, (frame,), deadline)
         hello = yield from _receive_hello(channel, hello_id, deadline)
         if isinstance(hello, Failure):
@@ -359,19 +359,19 @@ def _receive_hello(channel: Channel, hello_id: int, deadline: Deadline) -> Proce
 def _check_peer(channel: Channel) -> None:
     """Raise Disconnected if the first received bytes are those of a known program other than gpuleased."""
     came = channel.link.strange_bytes()
-    for begin, (what, hint) in OTHER_PEERS.items():
+    for begin, (protocol, hint) in OTHER_PEERS.items():
         if came.startswith(begin):
-            raise Disconnected(f"{channel.address}: {what}", hint)
+            raise Disconnected(f"{channel.address}: {protocol}", hint)
 
 
 def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
     try:
-        ways = resolve(address)
+        candidates = resolve(address)
     except OSError as error:
         raise _unreachable(address, error.strerror or str(error)) from None
     code = 0
     # Try every address of the name. A Unix socket with a full backlog answers EAGAIN: try again until the deadline.
-    for family, where in ways:
+    for family, where in candidates:
         channel, code = start_connecting(family, where, address)
         try:
             # The daemon's backlog is full: close the socket and try again after a pause.

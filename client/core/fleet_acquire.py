@@ -121,7 +121,7 @@ class Fleet:
     @classmethod
     def of(cls, address: FleetAddress, files: TlsFiles) -> "Fleet":
         """Combine a fleet's address and its files. Raises InvalidRequest if a file is missing."""
-        return cls(address, tuple(with_files(one, files) for one in address.directories), files)
+        return cls(address, tuple(with_files(directory, files) for directory in address.directories), files)
 
     def __str__(self) -> str:
         return str(self.address)
@@ -279,7 +279,7 @@ class _Search(Generic[T]):
         refusal = self._refusals[candidate.node_id]
         if not self._place.name or type(refusal.error) is not Busy:
             return False
-        busy = sum(type(one.error) is Busy for one in self._refusals.values())
+        busy = sum(type(tried.error) is Busy for tried in self._refusals.values())
         return refusal.holds_name or busy >= NAME_TRIES
 
     def _ask(self, candidate: Candidate, wait_s: float) -> Procedure[T | None]:

@@ -57,7 +57,7 @@ class SessionKeptBuffers:
         operation = "kept_names"
         self._attachment.require(Opcode.MEM_KEPT, operation)
         reply = yield from self._operations.do(operation, self._list(operation))
-        return {one.name: one.size_bytes for one in reply}
+        return {kept.name: kept.size_bytes for kept in reply}
 
     def take(self, name: str) -> Procedure[Buffer]:
         """Make a kept buffer this session's own, as if it had allocated it. Raises InvalidHandle if there is none."""
@@ -104,8 +104,10 @@ class SessionKeptBuffers:
 
     def _named(self, name: str, operation: str) -> Procedure[KeptBuffer]:
         listed = yield from self._list(operation)
-        for one in listed:
-            if one.name == name:
-                return one
-        names = ", ".join(quoted(one.name) for one in listed[:MAX_NAMED]) + (" and more" if listed[MAX_NAMED:] else "")
+        for kept in listed:
+            if kept.name == name:
+                return kept
+        names = ", ".join(quoted(kept.name) for kept in listed[:MAX_NAMED]) + (
+            " and more" if listed[MAX_NAMED:] else ""
+        )
         raise InvalidHandle(f"{operation}: the lease keeps no buffer {quoted(name)}", f"It keeps {names or 'none'}")

@@ -464,12 +464,12 @@ def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs |
         raise type(error)(f"launch of {quoted(kernel)}: {error.message}", error.hint) from None
 
 
-def dimensions(kernel: str, what: str, lengths: Any) -> tuple[int, int, int]:
+def dimensions(kernel: str, subject: str, lengths: Any) -> tuple[int, int, int]:
     """Complete a grid, block or cluster of one to three numbers to three.
 
     Args:
         kernel: The kernel, for messages.
-        what: "grid", "block" or "cluster", for messages.
+        subject: "grid", "block" or "cluster", for messages.
         lengths: What the program passed.
 
     Raises LaunchFailed.
@@ -478,12 +478,12 @@ def dimensions(kernel: str, what: str, lengths: Any) -> tuple[int, int, int]:
         numbers = [item.__index__() for item in lengths]
     except (TypeError, AttributeError):
         hint = f"Write [{lengths}]" if hasattr(lengths, "__index__") else ""
-        raise _failed(kernel, f"the {what} must be a sequence of integers, not {quoted(lengths)}", hint) from None
+        raise _failed(kernel, f"the {subject} must be a sequence of integers, not {quoted(lengths)}", hint) from None
     if not 1 <= len(numbers) <= 3:
-        raise _failed(kernel, f"the {what} must have 1 to 3 dimensions, not {len(numbers)}: {quoted(lengths)}")
+        raise _failed(kernel, f"the {subject} must have 1 to 3 dimensions, not {len(numbers)}: {quoted(lengths)}")
     for number in numbers:
         if not 1 <= number <= MAX_U32:
-            raise _failed(kernel, f"the {what}'s numbers must be from 1 to {MAX_U32}, not {number}: {lengths!r}")
+            raise _failed(kernel, f"the {subject}'s numbers must be from 1 to {MAX_U32}, not {number}: {lengths!r}")
     # Missing dimensions are 1, as in CUDA.
     x, y, z = (*numbers, 1, 1)[:3]
     return x, y, z
@@ -532,8 +532,8 @@ def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tup
 
 def _listed(module: Module) -> str:
     names = sorted(module.kernels)
-    more = f" and {len(names) - MAX_LISTED_KERNELS} more" if len(names) > MAX_LISTED_KERNELS else ""
-    return ", ".join(names[:MAX_LISTED_KERNELS]) + more or "none"
+    omitted = f" and {len(names) - MAX_LISTED_KERNELS} more" if len(names) > MAX_LISTED_KERNELS else ""
+    return ", ".join(names[:MAX_LISTED_KERNELS]) + omitted or "none"
 
 
 def _failed(kernel: str, reason: str, hint: str = "") -> LaunchFailed:

@@ -101,12 +101,12 @@ def fleet_of(text: str | None, files: TlsFiles = TlsFiles()) -> Fleet | None:  #
         raise InvalidRequest(f"the fleet's address: {error}") from None
 
 
-def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
+def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
     """Convert seconds to the wire's milliseconds, rounded up.
 
     Args:
         seconds: What the program gave.
-        what: How messages name it.
+        subject: How messages name it.
         least_ms: Shortest time that is allowed.
 
     Raises InvalidRequest for a time that does not fit.
@@ -114,19 +114,19 @@ def milliseconds(seconds: float, what: str, *, least_ms: int) -> int:
     # bool is an int in Python, and a string of digits is a mistake that needs another hint.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
         hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
-        raise InvalidRequest(f"{what} must be a number of seconds, not {quoted(seconds)}", hint)
+        raise InvalidRequest(f"{subject} must be a number of seconds, not {quoted(seconds)}", hint)
     # Round up: a lease of 0.0001 s must not become one of 0 ms.
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
-        raise InvalidRequest(f"{what} must be {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s")
+        raise InvalidRequest(f"{subject} must be {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s")
     return value
 
 
-def device_of(uuid_or_index: str | int, what: str) -> str:
-    """Return a card as requests name it. Raises InvalidRequest, naming the argument `what`."""
+def device_of(uuid_or_index: str | int, subject: str) -> str:
+    """Return a card as requests name it. Raises InvalidRequest, naming the argument `subject`."""
     if isinstance(uuid_or_index, str):
-        return bounded(uuid_or_index, f"{what}: a card's name", MAX_TEXT_BYTES)
-    return str(whole(uuid_or_index, what, least=0, most=MAX_CARD_INDEX))
+        return bounded(uuid_or_index, f"{subject}: a card's name", MAX_TEXT_BYTES)
+    return str(whole(uuid_or_index, subject, least=0, most=MAX_CARD_INDEX))
 
 
 class LeaseRequest:
@@ -313,33 +313,33 @@ if _missing := [option.method for option in OPTIONS if option.method and option.
     raise TypeError(f"LeaseRequest must have the method of each lease option: {', '.join(_missing)}")
 
 
-def _member(kind: type[Member], value: int, what: str) -> Member:
+def _member(kind: type[Member], value: int, subject: str) -> Member:
     try:
         return kind(value)
     except ValueError:
         names = ", ".join(f"{item.name} ({item.value})" for item in kind)
-        raise InvalidRequest(f"{what} must be one of {names}, not {quoted(value)}") from None
+        raise InvalidRequest(f"{subject} must be one of {names}, not {quoted(value)}") from None
 
 
-def size_of(size: Any, what: str) -> int:
-    """Convert a size such as "4GiB" or 4 << 30 to bytes. Raises InvalidRequest, naming it `what`."""
+def size_of(size: Any, subject: str) -> int:
+    """Convert a size such as "4GiB" or 4 << 30 to bytes. Raises InvalidRequest, naming it `subject`."""
     if isinstance(size, str):
         try:
-            size = parse_size(bounded(size, what, MAX_TEXT_BYTES))
+            size = parse_size(bounded(size, subject, MAX_TEXT_BYTES))
         except ValueError as error:
-            raise InvalidRequest(f"{what}: {error}") from None
-    return whole(size, what, least=1, most=MAX_WIRE_BYTES)
+            raise InvalidRequest(f"{subject}: {error}") from None
+    return whole(size, subject, least=1, most=MAX_WIRE_BYTES)
 
 
-def whole(value: Any, what: str, *, least: int, most: int) -> int:
+def whole(value: Any, subject: str, *, least: int, most: int) -> int:
     """Check an integer's range and return it as an int; numpy's integers are accepted.
 
-    Raises InvalidRequest, naming the value `what`.
+    Raises InvalidRequest, naming the value `subject`.
     """
     try:
         number = value.__index__()
     except (AttributeError, TypeError):
-        raise InvalidRequest(f"{what} must be an integer, not {quoted(value)}") from None
+        raise InvalidRequest(f"{subject} must be an integer, not {quoted(value)}") from None
     if not least <= number <= most:
-        raise InvalidRequest(f"{what} must be from {least} to {most}, not {number}")
+        raise InvalidRequest(f"{subject} must be from {least} to {most}, not {number}")
     return int(number)

@@ -339,8 +339,8 @@ class RequestPipeline:
         # The worker skipped all requests after the failed one. Frees among these are still due.
         failed_at = result.failed_request_id
         if failed_at is not None:
-            again = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
-            self.attachment.dropped.extend(again)
+            resent = [(op, handle) for request_id, op, handle in freed if request_id > failed_at]
+            self.attachment.dropped.extend(resent)
         # The worker is lost. The broker knows why, and `go_on` asks it.
         if result.status is Status.SESSION_FAILED:
             raise LinkEnded(result)

@@ -84,21 +84,21 @@ class RegionSets:
         return (yield from self._operations.do("region_set", making))
 
 
-def regions_named(regions: RegionSet, position: int, session: HandleOwner, what: str) -> tuple[int, int]:
+def regions_named(regions: RegionSet, position: int, session: HandleOwner, subject: str) -> tuple[int, int]:
     """The set's handle and the position of a launch, as its frame carries them.
 
     Args:
         regions: The set.
         position: What the launch passed.
         session: The session's connection, which the set must belong to.
-        what: The operation, for messages.
+        subject: The operation, for messages.
 
     Raises InvalidHandle or InvalidRequest.
     """
     if not isinstance(regions, RegionSet):
         raise InvalidHandle(
-            f"{what}: regions must be a RegionSet, not {quoted(regions)}", "Make one with session.region_set([...])"
+            f"{subject}: regions must be a RegionSet, not {quoted(regions)}", "Make one with session.region_set([...])"
         )
     if regions.owner is not session:
-        regions.check(session, what)
-    return regions.handle, whole(position, f"{what}: position", least=0, most=MAX_WIRE_BYTES)
+        regions.check(session, subject)
+    return regions.handle, whole(position, f"{subject}: position", least=0, most=MAX_WIRE_BYTES)

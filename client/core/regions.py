@@ -192,13 +192,13 @@ class RegionView(BorrowedBuffer):
         super().__init__(state, state.address_on_card, state.grant.size_bytes)
         self._state = state
 
-    def check(self, session: HandleOwner, what: str) -> None:
-        """Raise InvalidHandle, naming the operation `what`, if `session` is not of its lease, or if it is closed."""
+    def check(self, session: HandleOwner, subject: str) -> None:
+        """Raise InvalidHandle, naming the operation `subject`, if `session` is not of its lease, or if it is closed."""
         lease_id = self._state.parent.grant.lease_id
         if self.owner is None:
-            raise InvalidHandle(f"{what}: region {self.lease_id} is closed")
+            raise InvalidHandle(f"{subject}: region {self.lease_id} is closed")
         if not isinstance(session, Attachment) or session.session_id != lease_id:
-            raise InvalidHandle(f"{what}: region {self.lease_id} belongs to another lease")
+            raise InvalidHandle(f"{subject}: region {self.lease_id} belongs to another lease")
         # From now on each launch's own check of the owner succeeds at once.
         self.owner = session
 

@@ -69,9 +69,9 @@ class Resources:
         # A freed buffer of this size that the client still holds saves the round trip. Otherwise the held ones really
         # go back first, because the slice may need their room.
         if attachment.held:
-            again = self._alloc_again(size)
-            if again is not None:
-                return again
+            second_try = self._alloc_again(size)
+            if second_try is not None:
+                return second_try
             self._operations.drop_held()
         # The handle arrives in `answer`, which is reachable here at every moment: an interrupt can't lose it.
         buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
@@ -106,8 +106,8 @@ class Resources:
         buffer = attachment.held.take(size, attachment)
         if buffer is None:
             return None
-        rest = operations.reuse(buffer.handle)
-        return buffer if rest is None else _after(rest, buffer)
+        reusing = operations.reuse(buffer.handle)
+        return buffer if reusing is None else _after(reusing, buffer)
 
     def free(self, buffer: Buffer) -> MaybePending[None]:
         """Free a buffer immediately, under the session's lock, without waiting for a reply."""
@@ -185,6 +185,6 @@ class Resources:
         return self._operations.free(module, Module, "module_unload")
 
 
-def _after(rest: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
-    yield from rest
+def _after(remaining: Procedure[None], buffer: Buffer) -> Procedure[Buffer]:
+    yield from remaining
     return buffer

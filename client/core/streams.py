@@ -48,10 +48,10 @@ class StreamHandle(Handle):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.handle}{'' if self.is_alive else ', gone'}>"
 
-    def streams(self, what: str) -> "Streams":
-        """The streams of its session. Raises InvalidHandle, naming the operation `what`, if this one was closed."""
+    def streams(self, subject: str) -> "Streams":
+        """The streams of its session. Raises InvalidHandle, naming the operation `subject`, if this one was closed."""
         if self.owner is None:
-            raise InvalidHandle(f"{what}: stream {self.handle} is closed")
+            raise InvalidHandle(f"{subject}: stream {self.handle} is closed")
         return self._streams
 
     def drop(self) -> None:
@@ -337,13 +337,13 @@ class Streams:
         """
         # Select the stream first if the worker's selection is another one or unknown.
         if stream is not None or self.selected != DEFAULT:
-            rest = self._put_in(stream, frame, operation)
+            unsent = self._put_in(stream, frame, operation)
         else:
-            rest = b"" if self.operations.put(frame) else frame
+            unsent = b"" if self.operations.put(frame) else frame
         # Send the launch first, then the frees that are due.
-        if self.attachment.dropped and not rest:
+        if self.attachment.dropped and not unsent:
             self.operations.put_frees()
-        return self.operations.go_on(operation, self._send_rest(number, rest)) if rest else number
+        return self.operations.go_on(operation, self._send_rest(number, unsent)) if unsent else number
 
     def _send_rest(self, number: int, frame: bytes) -> Procedure[int]:
         yield from send(self.attachment.channel, (frame,), self.operations.deadline)

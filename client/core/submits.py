@@ -160,7 +160,10 @@ class SubmissionBase:
         """Add the values' types to the body, for a daemon that compares them with the image's."""
         types = [self._types.get(index, ParameterType.UNTOLD) for index in range(len(body.arguments))]
         pairs = zip(body.arguments, types, strict=True)
-        return replace(body, arguments=tuple(replace(a, kind=TYPED_VALUE + of) if of else a for a, of in pairs))
+        return replace(
+            body,
+            arguments=tuple(replace(a, kind=TYPED_VALUE + type_code) if type_code else a for a, type_code in pairs),
+        )
 
     def _run_on(self, lease: LeaseHandle) -> Procedure[list[bytes]]:
         """Run the job; returns the outputs in the order of their arguments."""
@@ -288,4 +291,6 @@ def _end_error(
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
     """The job of that number in a lease's report; None if it is not there."""
     last_numbers = (report.get("submit"), report.get("last_submit"))
-    return next((one for one in last_numbers if one is not None and one["number"] == number), None)
+    return next(
+        (candidate for candidate in last_numbers if candidate is not None and candidate["number"] == number), None
+    )

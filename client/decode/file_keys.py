@@ -57,8 +57,8 @@ class FileKey:
         """Return whether a value changes nothing. Types must match: "1", 1 and true are different values."""
         # A list is neutral if all of its items are, such as one value per layer.
         values = value if isinstance(value, list) else [] if value is None or value == {} else [value]
-        neutral = {(_kind(one), one) for one in self.neutral}
-        return all(isinstance(one, Hashable) and (_kind(one), one) in neutral for one in values)
+        neutral = {(_kind(number), number) for number in self.neutral}
+        return all(isinstance(number, Hashable) and (_kind(number), number) in neutral for number in values)
 
 
 KeyTable = Mapping[str, FileKey]

@@ -262,8 +262,8 @@ def check_config(config: ModelConfig, where: str) -> None:
         )
     if config.windows and len(config.windows) != config.layers:
         raise ModelRejected(f"{where}: {len(config.windows)} windows must be as many as the {config.layers} layers")
-    if wrong := [window for window in config.windows if window is not None and window < 1]:
-        raise ModelRejected(f"{where}: sliding_window must be at least 1, not {wrong[0]}")
+    if invalid := [window for window in config.windows if window is not None and window < 1]:
+        raise ModelRejected(f"{where}: sliding_window must be at least 1, not {invalid[0]}")
     for theta in (config.rope_theta, config.local_rope_theta):
         # With a base near 0, the first pairs' frequencies would be infinite.
         if theta is not None and not 1 <= theta < math.inf:
@@ -279,8 +279,8 @@ def check_config(config: ModelConfig, where: str) -> None:
         )
     # Tokens are indexes of the embedding's rows, so one beyond it would read other memory.
     tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
-    if beyond := [token for token in tokens if not 0 <= token < config.vocabulary]:
-        raise ModelRejected(f"{where}: token {beyond[0]} is not in the vocabulary of {config.vocabulary}")
+    if out_of_range := [token for token in tokens if not 0 <= token < config.vocabulary]:
+        raise ModelRejected(f"{where}: token {out_of_range[0]} is not in the vocabulary of {config.vocabulary}")
 
 
 def check_positions(config: ModelConfig, positions: int) -> None:

@@ -86,11 +86,11 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
         return sock
     except OSError as error:
         # socket.create_server() adds the address to its message; this message names it already.
-        about = (error.strerror or str(error)).partition(" (while attempting")[0]
+        reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         todo = (
             "Stop the program that listens there, or give another --listen" if error.errno == errno.EADDRINUSE else ""
         )
-        raise InvalidRequest(f"can't listen at {where}: {about}", todo) from None
+        raise InvalidRequest(f"can't listen at {where}: {reason}", todo) from None
 
 
 def _check_loopback(where: TcpAddress) -> None:

@@ -276,8 +276,8 @@ def _of_cupy(kernel: Any) -> tuple[Any, ...]:
             raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {keywords} is not taken from its object")
         lists = [
             ", ".join(
-                f"{'raw ' if each.raw else ''}{each.ctype if each.dtype is None else np.dtype(each.dtype)} {each.name}"
-                for each in parameters
+                f"{'raw ' if it.raw else ''}{it.ctype if it.dtype is None else np.dtype(it.dtype)} {it.name}"
+                for it in parameters
             )
             for parameters in (kernel.in_params, kernel.out_params)
         ]

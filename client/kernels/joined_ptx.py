@@ -26,7 +26,7 @@ def joined(kernel: str, functions: str) -> str:
     """
     # The kernel's own declarations go: a function must not be declared `.extern` and defined in one text.
     declared = set(_DECLARED.findall(functions)) | set(_DEFINED.findall(functions))
-    without = _DECLARED.sub(lambda found: "" if found[1] in declared else found[0], kernel)
+    without = _DECLARED.sub(lambda match: "" if match[1] in declared else match[0], kernel)
     # One header for both: the newer version, as each text may use what its version has.
     headers = [_HEADER.search(kernel), _HEADER.search(functions)]
     newest = max((header for header in headers if header), key=lambda header: (int(header[1]), int(header[2])))

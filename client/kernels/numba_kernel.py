@@ -152,7 +152,7 @@ class NumbaKernel:
             raise self._failed(
                 f"the stream must be one of the session's, not {quoted(stream)}", "Make one with session.stream()"
             )
-        sizes = [self._sizes(each) for each in (grid, block)]
+        sizes = [self._sizes(dimensions) for dimensions in (grid, block)]
         (bytes_shared,) = self._sizes(shared_bytes)
         return sizes[0], sizes[1], stream or None, bytes_shared
 
@@ -198,8 +198,8 @@ class NumbaKernel:
         # A tuple is packed member by member; anything but numbers needs numba's own data model.
         types = self._types
         if isinstance(kind, types.BaseTuple):
-            for each in kind:
-                self._check_packable(name, each)
+            for member_kind in kind:
+                self._check_packable(name, member_kind)
         elif not isinstance(kind, types.Integer | types.Float | types.Boolean | types.Complex):
             raise self._failed(f"{name}: a launch can't take {kind}")
 
@@ -214,7 +214,7 @@ class NumbaKernel:
             if not is_like or (declared.layout != "A" and declared.layout != kind.layout):
                 raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
             return
-        ranks = [self._rank(each) for each in (kind, declared)]
+        ranks = [self._rank(checked) for checked in (kind, declared)]
         # A Python number has no size of its own: packing it shows whether it fits.
         is_narrowed = isinstance(value, np.generic) and kind.bitwidth > declared.bitwidth if ranks[1] >= 1 else False
         if ranks[0] > ranks[1] or is_narrowed:
@@ -223,7 +223,7 @@ class NumbaKernel:
     def _rank(self, kind: Any) -> int:
         """Order of the kinds of numbers: a type accepts numbers of its own rank and below."""
         kinds = (self._types.Boolean, self._types.Integer, self._types.Float, self._types.Complex)
-        return next((rank for rank, of in enumerate(kinds) if isinstance(kind, of)), len(kinds))
+        return next((rank for rank, kind_of_rank in enumerate(kinds) if isinstance(kind, kind_of_rank)), len(kinds))
 
     # --- compiling ---
 
@@ -258,12 +258,12 @@ class NumbaKernel:
         """Add the functions that numba has as CUDA C. Raises Unsupported if anything needs another linker."""
         from numba.cuda.cudadrv.linkable_code import LinkableCode
 
-        sources = [LinkableCode.from_path_or_obj(each) for each in library._linking_files]
-        in_c = [each.data for each in sources if each.kind == "cu"]
+        sources = [LinkableCode.from_path_or_obj(linked) for linked in library._linking_files]
+        in_c = [linked.data for linked in sources if linked.kind == "cu"]
         if in_c:
             # Compile them as one source, so that no name is defined twice. Numba brings the headers that its own
             # functions need.
-            source = "\n".join(each.decode() if isinstance(each, bytes) else each for each in in_c)
+            source = "\n".join(linked.decode() if isinstance(linked, bytes) else linked for linked in in_c)
             headers = Path(self._cuda.__file__).parent / "include" / NVRTC_MAJOR
             options = [f"-I{headers}", "--relocatable-device-code=true"]
             major, minor = self._arch
@@ -285,8 +285,8 @@ class NumbaKernel:
             for number in (*value.shape, *value.strides):
                 packed.push_i64(number)
         elif isinstance(kind, types.BaseTuple):
-            for each, part in zip(kind, value, strict=True):
-                self._pack(packed, name, each, part)
+            for member_kind, part in zip(kind, value, strict=True):
+                self._pack(packed, name, member_kind, part)
         else:
             try:
                 for raw in self._raw(kind, value):

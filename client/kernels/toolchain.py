@@ -78,11 +78,11 @@ def missing(tool: str, extra: str) -> Unsupported:
     return Unsupported(f"{tool} is not installed", f"In gpulease's folder: pip install '.[{extra}]'")
 
 
-def compile_error(what: str, log: str, first: str = "") -> LoadFailed:
+def compile_error(subject: str, log: str, first: str = "") -> LoadFailed:
     """The error of a source that does not compile.
 
     Args:
-        what: The source, for the message.
+        subject: The source, for the message.
         log: All that the compiler printed.
         first: The message's summary; if "", the log's first error, or its last line.
     """
@@ -91,5 +91,5 @@ def compile_error(what: str, log: str, first: str = "") -> LoadFailed:
     match = _LINE.search(log)
     line = int(match[1] or match[2] or match[3]) if match else 0
     first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])
-    message = f"{what} does not compile: {first.strip()}"
+    message = f"{subject} does not compile: {first.strip()}"
     return LoadFailed(message, "", Failure(Status.LOAD_FAILED, message, log=log, line=line))

@@ -163,13 +163,16 @@ class TritonKernel:
 
         Triton's own call does this: the compiled variants, in memory and on disk, are keyed by the first values.
         """
-        gone = object()
+        missing = object()
         # Triton records the value of each global that a compiled function has used.
-        for (name, _), (then, variables) in self.function.used_global_vals.items():
-            now = variables.get(name, gone)
-            if now is gone or now != then:
-                state = "gone" if now is gone else quoted(now)
-                reason = f"global variable {name} has changed since it was compiled, from {quoted(then)} to {state}"
+        for (name, _), (compiled_value, variables) in self.function.used_global_vals.items():
+            now = variables.get(name, missing)
+            if now is missing or now != compiled_value:
+                state = "gone" if now is missing else quoted(now)
+                reason = (
+                    f"global variable {name} has changed since it was compiled, from {quoted(compiled_value)} to"
+                    f" {state}"
+                )
                 raise self._failed(
                     reason, "Triton takes a global's first value: give what changes as a tl.constexpr argument"
                 )

@@ -87,9 +87,9 @@ def _wait(step: Wait) -> bool:
     # Round up: a wait of 0.1 ms must not become a loop of polls that return at once.
     timeout_ms = math.ceil(min(step.timeout_s, MAX_POLL_S) * 1000)
     if step.for_room and channel.waits_for_room:
-        both = select.poll()
-        both.register(channel.sock, select.POLLIN | select.POLLOUT)
-        return bool(both.poll(timeout_ms))
+        poll = select.poll()
+        poll.register(channel.sock, select.POLLIN | select.POLLOUT)
+        return bool(poll.poll(timeout_ms))
     # Almost every wait is for incoming bytes, so its poll object is made once per channel.
     if channel.waiter is None:
         channel.waiter = _incoming(channel)

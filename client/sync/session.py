@@ -144,9 +144,9 @@ class GpuSession(SessionView):
         """Free a buffer now instead of with its last reference. The call does not wait."""
         with self._lock:
             # Most frees only join the batch of requests that is sent with the next one that waits.
-            rest = self._session.resources.free(buffer)
-            if rest is not None:
-                drive(rest)
+            remaining = self._session.resources.free(buffer)
+            if remaining is not None:
+                drive(remaining)
 
     def keep(self, buffer: Buffer, name: str) -> None:
         """Let the lease keep a buffer beyond the end of this session, until it is freed or taken, or the lease ends.
@@ -245,10 +245,10 @@ class GpuSession(SessionView):
         Raises InvalidHandle if the bytes are not all inside the buffer, or if the buffer is freed or another session's.
         """
         with self._lock:
-            rest = self._copies.write(buffer, offset, data, stream)
+            remaining = self._copies.write(buffer, offset, data, stream)
             # If this is None, the bytes are copied, or queued with the next requests.
-            if rest is not None:
-                drive(rest)
+            if remaining is not None:
+                drive(remaining)
 
     @overload
     def mem_read(
@@ -282,8 +282,8 @@ class GpuSession(SessionView):
         # Make a target for a small read without one, so that its reply can be received in place.
         target = bytearray(nbytes) if into is None and type(nbytes) is int and 0 < nbytes <= SMALL_READ_BYTES else into
         with self._lock:
-            rest = self._copies.read_at_once(buffer, offset, nbytes, target)
-            result = None if rest is None else drive(rest)
+            remaining = self._copies.read_at_once(buffer, offset, nbytes, target)
+            result = None if remaining is None else drive(remaining)
         return into if into is not None else bytes(target if result is None else result)
 
     def module_load(self, image: bytes | bytearray | memoryview | str) -> Module:
@@ -450,9 +450,9 @@ class GpuSession(SessionView):
             return
         with self._lock:
             # Most syncs end without a wait; only otherwise is a procedure driven.
-            rest = self._session.streams.sync_at_once()
-            if rest is not None:
-                drive(rest)
+            remaining = self._session.streams.sync_at_once()
+            if remaining is not None:
+                drive(remaining)
 
     def printed(self) -> PrintedText:
         """Wait as `sync` does, and return what kernels have printed with printf since the last call.

@@ -46,9 +46,9 @@ class Stream(StreamHandle):
         # Most waits for a stream end while this side still polls; only a longer one is driven.
         streams = self.streams("sync")
         with streams.attachment.lock:
-            rest = streams.sync_one_at_once(self)
-            if rest is not None:
-                drive(rest)
+            remaining = streams.sync_one_at_once(self)
+            if remaining is not None:
+                drive(remaining)
 
     def wait_for(self, other: StreamHandle | None) -> None:
         """Make later work of this stream wait for all that `other` has queued now; None is the default stream.
@@ -57,9 +57,9 @@ class Stream(StreamHandle):
         """
         streams = self.streams("wait_for")
         with streams.attachment.lock:
-            rest = streams.wait_for(self, other)
-            if rest is not None:
-                drive(rest)
+            remaining = streams.wait_for(self, other)
+            if remaining is not None:
+                drive(remaining)
 
     def event(self) -> Event:
         """Mark the moment at which the stream will have finished what it has queued now. The call does not wait.

@@ -36,21 +36,21 @@ _INTERRUPTED: Final = Failure(
 )
 
 
-def keep_rest(parts: deque[memoryview], whole: tuple[memoryview, ...], sent: int) -> None:
-    """Set `parts` to `whole` without its first `sent` bytes. Calling it twice is harmless."""
+def keep_rest(parts: deque[memoryview], all_parts: tuple[memoryview, ...], sent: int) -> None:
+    """Set `parts` to `all_parts` without its first `sent` bytes. Calling it twice is harmless."""
     # Drop the parts that were sent completely, and cut the one that was sent in part.
-    rest = []
-    for part in whole:
+    unsent = []
+    for part in all_parts:
         if sent < len(part):
-            rest.append(part[sent:])
+            unsent.append(part[sent:])
         sent = max(0, sent - len(part))
     parts.clear()
-    parts.extend(rest)
+    parts.extend(unsent)
 
 
-def _drop_sent(parts: deque[memoryview], whole: tuple[memoryview, ...], counts: list[int]) -> None:
+def _drop_sent(parts: deque[memoryview], all_parts: tuple[memoryview, ...], counts: list[int]) -> None:
     if counts:
-        keep_rest(parts, whole, counts[0])
+        keep_rest(parts, all_parts, counts[0])
 
 
 class FrameWriter(Protocol):
@@ -129,9 +129,9 @@ class Channel:
         """Complete what an interrupted operation has left unfinished. Every operation begins with this."""
         self.finish_step()
         if self.sending is not None:
-            rest, whole_bytes = self.sending
+            unsent, whole_bytes = self.sending
             # Half a frame was sent, so the peer would read anything after it as its rest.
-            if 0 < sum(map(len, rest)) < whole_bytes:
+            if 0 < sum(map(len, unsent)) < whole_bytes:
                 self.link.break_off(_INTERRUPTED, is_explained=True)
             self.sending = None
 

@@ -188,12 +188,12 @@ class CoalescingSocket(Channel):
         # Receive into the link's buffer, but count them there only if they are not the expected reply.
         self._received = self.link.received
         expected = b"".join(reply)
-        room, size, whole = self.link.get_buffer(), len(expected), len(expected) + len(into)
+        room, size, total = self.link.get_buffer(), len(expected), len(expected) + len(into)
         self._poll_into(room, more_ns)
-        if self._unfed == [whole] and room[:size] == expected:
+        if self._unfed == [total] and room[:size] == expected:
             # No call between these statements: after an interrupt either `into` is filled, or `feed` gives the bytes to
             # the link.
-            into[:] = room[size:whole]
+            into[:] = room[size:total]
             self._unfed = []
             return AskOutcome.ANSWERED
         return AskOutcome.UNANSWERED

@@ -46,7 +46,7 @@ class TlsFiles:
         return type(self)(**{name: _path(path, VARIABLES[name]) for name, path in paths.items()})
 
 
-def _path(value: Any, what: str) -> str:
+def _path(value: Any, subject: str) -> str:
     """Check that the kernel accepts a path. Raises InvalidRequest."""
     try:
         # Accept bytes, strings and path objects.
@@ -55,7 +55,7 @@ def _path(value: Any, what: str) -> str:
             return path
     except (TypeError, UnicodeError):
         pass
-    raise InvalidRequest(f"{what} must be the path of a file, not {quoted(value)}")
+    raise InvalidRequest(f"{subject} must be the path of a file, not {quoted(value)}")
 
 
 @dataclass(frozen=True, slots=True)

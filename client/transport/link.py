@@ -267,14 +267,14 @@ class Link:
 
     def buffer_updated(self, count: int) -> None:
         """Count `count` bytes that were received into the last `get_buffer()`."""
-        reader, rest = self.connection.reader, self._target_rest
-        missing = 0 if rest is None else len(rest) - count
+        reader, target_rest = self.connection.reader, self._target_rest
+        missing = 0 if target_rest is None else len(target_rest) - count
         # No call from here on: an interrupt before these statements leaves nothing received, one after them everything.
         self.received += count
-        if rest is None:
+        if target_rest is None:
             reader.end += count
         else:
-            self._target_rest = rest[count:]
+            self._target_rest = target_rest[count:]
         if not missing:
             self.advance()
 
@@ -355,16 +355,16 @@ class Link:
             return True
         # Step 2: move the part that has arrived.
         data_at = reader.start + _PREFIX_BYTES
-        here = min(reader.end - data_at, data_bytes)
-        target[:here] = reader.view[data_at : data_at + here]
+        here_bytes = min(reader.end - data_at, data_bytes)
+        target[:here_bytes] = reader.view[data_at : data_at + here_bytes]
         # Step 3: the rest is received straight into the target (get_buffer); the connection gets its reply after that.
-        if here < data_bytes:
+        if here_bytes < data_bytes:
             reader.start = reader.end
-            self._target_id, self._target_rest = request_id, target[here:]
+            self._target_id, self._target_rest = request_id, target[here_bytes:]
             return True
         # All data is here, and its place in the buffer is free: write the header of a reply without data there.
-        reader.start = data_at + here - _PREFIX_BYTES
-        reader.buffer[reader.start : data_at + here] = data_prefix(0, request_id=request_id, session_id=0)
+        reader.start = data_at + here_bytes - _PREFIX_BYTES
+        reader.buffer[reader.start : data_at + here_bytes] = data_prefix(0, request_id=request_id, session_id=0)
         return False
 
     def _distrust(self, failure: Failure) -> None:

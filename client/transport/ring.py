@@ -219,10 +219,10 @@ class RingChannel(Channel):
         Returns True if any bytes were put.
         """
         # Work on copies: `parts` changes only at the end, by the ring's counter.
-        writer, whole, unsent = self._requests, tuple(parts), deque(parts)
+        writer, all_parts, unsent = self._requests, tuple(parts), deque(parts)
         before = writer.tail
         # A part may be put in piece by piece. The ring's counter shows how much was put, also after an interrupt.
-        self.unfinished = lambda: keep_rest(parts, whole, writer.tail - before)
+        self.unfinished = lambda: keep_rest(parts, all_parts, writer.tail - before)
         try:
             while unsent and (sent := writer.put(unsent[0])):
                 if sent == len(unsent[0]):

@@ -81,11 +81,11 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
     return context
 
 
-def _unusable(what: str, error: OSError) -> InvalidRequest:
+def _unusable(subject: str, error: OSError) -> InvalidRequest:
     reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
     # A path may contain any bytes, also those that can't be encoded in a message.
     return InvalidRequest(
-        f"{encodable(what)} can't be used: {reason or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
+        f"{encodable(subject)} can't be used: {reason or error}", "Check GPULEASE_TLS_CERTIFICATE, _KEY and _CA"
     )
 
 

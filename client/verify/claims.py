@@ -197,7 +197,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
     """Do one kind of work in each session for a while; returns the rounds of all. Raises Breach."""
     rounds = [make(session) for make, session in zip(_KINDS, sessions, strict=True)]
     done = [0] * len(rounds)
-    wrong: list[str] = []
+    mismatches: list[str] = []
     deadline_s = time.monotonic() + WORK_S
 
     def repeat(number: int) -> None:
@@ -207,7 +207,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
                 rounds[number]()
                 done[number] += 1
         except (Breach, GpuLeaseError) as error:
-            wrong.append(f"tenant {number + 1}: {error}")
+            mismatches.append(f"tenant {number + 1}: {error}")
 
     # Daemon threads: one that hangs must not keep the command from ending.
     threads = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(rounds))]
@@ -215,8 +215,8 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
         thread.start()
     for thread in threads:
         thread.join(END_S)
-    if wrong or not all(done):
-        raise Breach("; ".join(wrong) or f"a tenant did not end a round in {END_S:g} s")
+    if mismatches or not all(done):
+        raise Breach("; ".join(mismatches) or f"a tenant did not end a round in {END_S:g} s")
     return sum(done)
 
 

@@ -108,21 +108,21 @@ def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], objec
     if not selected:
         return results
     # One neighbour for all faults: what one of them breaks shows in the next one's figures, too.
-    with neighbour(scene.address, scene.card_uuid) as beside:
+    with neighbour(scene.address, scene.card_uuid) as bystander:
         for fault in selected:
-            results.append(_run_fault(scene, beside, fault, quiet_s))
+            results.append(_run_fault(scene, bystander, fault, quiet_s))
             on_fault(results[-1])
     return results
 
 
-def _run_fault(scene: Scene, beside: Neighbour, fault: MatrixCheck[FaultOutcome], quiet_s: float) -> FaultResult:
+def _run_fault(scene: Scene, bystander: Neighbour, fault: MatrixCheck[FaultOutcome], quiet_s: float) -> FaultResult:
     # Step 1: a full pool, and the figures before. Step 2: the neighbour undisturbed. Step 3: the fault. Step 4: the
     # figures must be back, and the neighbour must have noticed nothing.
     breach = _breach_in(scene.wait_for_pool)
     used_mib, held_bytes, leases = scene.used_mib(), scene.held_bytes(), scene.lease_ids()
-    beside.window()
+    bystander.window()
     time.sleep(quiet_s)
-    quiet = beside.window()
+    quiet = bystander.window()
     report = None
     try:
         report = fault.prove(scene)
@@ -131,7 +131,7 @@ def _run_fault(scene: Scene, beside: Neighbour, fault: MatrixCheck[FaultOutcome]
         # A failed proof may have left its lease: free it, so that the next fault starts clean.
         for lease_id in scene.lease_ids() - leases:
             scene.free(lease_id)
-    during = beside.window()
+    during = bystander.window()
     breach = breach or _breach_in(scene.wait_for_pool)
     # Three accounts of the memory must agree: the neighbour, the daemon, and the card itself.
     more_mib = scene.card_is_back_to(used_mib)

@@ -76,10 +76,10 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     # The first window shows that it has begun to work.
     try:
-        beside = Neighbour(process)
-        if error := beside.window().error:
+        started = Neighbour(process)
+        if error := started.window().error:
             raise MissingPrerequisite(f"the neighbour can't work: {error}")
-        yield beside
+        yield started
     finally:
         # At the end of its input it frees its lease.
         # It frees its lease in order; one that hangs is killed.

@@ -165,15 +165,19 @@ def neighbour_unharmed(scene: Scene) -> str:
     """A session is parked and comes back again and again; a neighbour at work has no wrong result and no error."""
     size_bytes = woven_bytes(scene.vram_bytes // 4)
     builder = scene.builder(size_bytes + SPARE_BYTES // 4).parkable()
-    with builder.acquire() as lease, GpuSession(lease) as session, neighbour(scene.address, scene.card_uuid) as beside:
+    with (
+        builder.acquire() as lease,
+        GpuSession(lease) as session,
+        neighbour(scene.address, scene.card_uuid) as bystander,
+    ):
         data = WovenData(session, size_bytes, 3)
-        beside.window()
+        bystander.window()
         for _ in range(PARKS):
             _park(lease)
             data.begin()
             if wrong := data.check():
                 raise Breach(f"a parked session came back with {wrong} wrong words")
-        window = beside.window()
+        window = bystander.window()
     if window.error or not window.rounds:
         raise Breach(f"the neighbour of a parked session: {window.error or 'it did no work'}")
     return f"{window.rounds} rounds, all right, during {PARKS} parks of {size_bytes // MIB} MiB"

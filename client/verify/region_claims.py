@@ -95,7 +95,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         region_set = session.region_set([kept_region])
         taken_us: list[float] = []
         is_over = threading.Event()
-        wrong: list[str] = []
+        mismatches: list[str] = []
 
         def hammer() -> None:
             # Each round writes another value and counts the words that are not 0: all of them, unless one was lost.
@@ -105,9 +105,9 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
                 try:
                     _fill(session, module, kept_region, len(taken_us) + 1, region_set)
                     if count_set(session, module, kept_region.address, words, region_set) != words:
-                        wrong.append("a word of the other region is missing")
+                        mismatches.append("a word of the other region is missing")
                 except GpuLeaseError as error:
-                    wrong.append(f"{type(error).__name__}: {error}")
+                    mismatches.append(f"{type(error).__name__}: {error}")
                     return
                 taken_us.append((time.perf_counter() - started) * 1e6)
 
@@ -115,7 +115,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         hammering.start()
         deadline_s = time.monotonic() + RETURN_S
         # Step 1: some quiet rounds, for comparison. Step 2: revoke other regions while the work continues.
-        while len(taken_us) < QUIET_ROUNDS and not wrong and time.monotonic() < deadline_s:
+        while len(taken_us) < QUIET_ROUNDS and not mismatches and time.monotonic() < deadline_s:
             time.sleep(0.01)
         quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
         try:
@@ -128,8 +128,8 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
         finally:
             is_over.set()
             hammering.join(RETURN_S)
-        if wrong or len(taken_us) == rounds:
-            raise Breach(wrong[0] if wrong else "the other region's work stood still")
+        if mismatches or len(taken_us) == rounds:
+            raise Breach(mismatches[0] if mismatches else "the other region's work stood still")
         p99 = percentile(taken_us[rounds:], 99)
     return f"{times} revoked, {len(taken_us) - rounds} rounds right; p99 {p99:.0f} us, quiet {quiet:.0f} us"
 

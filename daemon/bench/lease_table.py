@@ -251,7 +251,7 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
     while len(workers.late_ms) < half:
         await asyncio.sleep(0.005)
         due = int((time.monotonic() - begin_s) * RENEWALS_PER_S) - renewed
-        renewed += await load.ask(renewal(others[(renewed + one) % len(others)]) for one in range(due))
+        renewed += await load.ask(renewal(others[(renewed + step) % len(others)]) for step in range(due))
     return list(workers.late_ms)
 
 
@@ -274,7 +274,7 @@ async def _runtime(leases: int, kinds: frozenset[str]) -> AsyncIterator[tuple[Ru
         # Room for all loads: no request may be refused or queued for lack of memory.
         most = leases + AT_A_TIME + BURST
         source = EmbeddedCards([most * SIZE_BYTES // CARDS + SIZE_BYTES] * CARDS)
-        cards = [Card(one.uuid, one.index, one.name, one.capacity_bytes, 0) for one in source.discover({})]
+        cards = [Card(card.uuid, card.index, card.name, card.capacity_bytes, 0) for card in source.discover({})]
         table = LeaseTable(cards, CoreLimits(max_leases=most, max_leases_per_tenant=most), 0, journal.recovered)
         workers = SimulatedWorkers()
         async with open_recorder(config, "cpu", cards) as recorder:

@@ -106,7 +106,7 @@ class Caller:
             return
         # A client may acquire many leases in turn on one connection: drop those that the table has forgotten.
         if len(self.acquired) % ACQUIRED_STEP == 0:
-            self.acquired.intersection_update([one for one in self.acquired if self.runtime.table.get(one)])
+            self.acquired.intersection_update([lease for lease in self.acquired if self.runtime.table.get(lease)])
         self.acquired.add(lease_id)
 
     def check_peer(self, op: Opcode) -> None:

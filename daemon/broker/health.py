@@ -75,8 +75,8 @@ class Health:
             yield HealthCheck("zygote", True, self._earlier_versions())
         else:
             yield HealthCheck("zygote", False, "no worker can be started: the zygote is not there")
-        what = "the node is drained" if self._table.drain_ns is not None else "every card is drained"
-        yield _check("not_draining", what if self._table.grants_nothing else "")
+        problem = "the node is drained" if self._table.drain_ns is not None else "every card is drained"
+        yield _check("not_draining", problem if self._table.grants_nothing else "")
         yield _check("capacity", self._capacity_problem())
         yield HealthCheck("cards", True, self.cards_warning)
         yield _check("memory", "the daemon is out of memory" if self._memory_reserve.is_short else "")
@@ -94,8 +94,8 @@ class Health:
         if not workers:
             return ""
         versions = ", ".join(sorted({worker.earlier_version for worker in workers}))
-        what = "worker runs" if len(workers) == 1 else "workers run"
-        return f"{len(workers)} {what} the code of an earlier daemon ({versions}): see `gpulease upgrade-workers`"
+        subject = "worker runs" if len(workers) == 1 else "workers run"
+        return f"{len(workers)} {subject} the code of an earlier daemon ({versions}): see `gpulease upgrade-workers`"
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()

@@ -69,7 +69,7 @@ class Listeners:
                 self._places[number] = (place, await self._serve_unix(sock))
                 # Accepted connections continue. Without a name, no client can reach the old socket any more.
                 server.close()
-                self._bound = [one for one in self._bound if one[0] != place.address]
+                self._bound = [bound for bound in self._bound if bound[0] != place.address]
                 self._bound.append((place.address, sock.fileno()))
                 anew.append(place.address)
         return anew
@@ -233,7 +233,7 @@ def _place_problem(path: Path) -> str:
     folder = path.parent
     if not folder.exists():
         # Name the topmost missing folder, which is probably the mistyped one.
-        missing = next(one for one in (folder, *folder.parents) if one.parent.exists())
+        missing = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.parent.exists())
         return f"the folder {missing} does not exist: correct the path if it is mistyped, or create the folder first"
     if not folder.is_dir():
         return f"{folder} is not a folder; use another path"

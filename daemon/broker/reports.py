@@ -44,7 +44,7 @@ def full_report(
     if (region := table.regions.get(lease_id)) is not None:
         report |= region_report(region)
     else:
-        report["regions"] = [f"{one.lease_id:032x}" for one in table.regions.of(lease_id)]
+        report["regions"] = [f"{open_region.lease_id:032x}" for open_region in table.regions.of(lease_id)]
         report["region_bytes"] = table.regions.held_bytes(lease_id)
         report["park"] = park_report(table.parking.of(lease_id), now_ns)
         report["earlier_version"] = workers.earlier_version(lease_id)
@@ -104,7 +104,7 @@ def lease_report(
             "copied_bytes": page.counter(Counter.COPIED_BYTES),
             "kept_memory_bytes": page.counter(Counter.KEPT_BYTES),
             "unheld_bytes": page.counter(Counter.UNHELD_BYTES),
-            "connections": [one._asdict() for one in page.connections()],
+            "connections": [connection._asdict() for connection in page.connections()],
         }
     return report
 

@@ -238,7 +238,10 @@ class Runtime:
         # Step 1: complete the audit log with ends that the earlier daemon could not record. The ends of leases and
         # those of regions are each in chronological order.
         tombstones = self.journal.recovered.tombstones
-        for ends in ([one for one in tombstones if not one.parent_id], [one for one in tombstones if one.parent_id]):
+        for ends in (
+            [tombstone for tombstone in tombstones if not tombstone.parent_id],
+            [tombstone for tombstone in tombstones if tombstone.parent_id],
+        ):
             self.recorder.record_missing_ends(ends, time.monotonic_ns())
         # Step 2: compare the journal with the live workers, and post one event for each lease, region and worker.
         overheads = {card.uuid: card.overhead_bytes for card in cards}

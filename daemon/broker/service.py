@@ -250,12 +250,12 @@ class Service:
         addresses = [*self._config.listen, *([http] if http else [])]
         assigned = assign(self._given, {address: await _resolve(address) for address in addresses})
         self.stale = assigned.stale
-        for one in assigned.stale:
-            if one.was_kept:
+        for given in assigned.stale:
+            if given.was_kept:
                 # The service manager still has it open. Shut it down, so that no client waits on a socket that is not
                 # served.
-                one.sock.shutdown(socket.SHUT_RDWR)
-            one.sock.close()
+                given.sock.shutdown(socket.SHUT_RDWR)
+            given.sock.close()
         return assigned
 
     async def _listen(self, address: Address, assigned: Assigned) -> Address:
@@ -263,7 +263,7 @@ class Service:
         if not isinstance(address, TlsAddress):
             listening = await self._listeners.listen(address, sockets, set_mode=not assigned.is_units(address))
             # A given socket that was closed and replaced can no longer be reached, so it is stale.
-            self.stale += [one for one in assigned.kept(address) if one.sock.fileno() < 0]
+            self.stale += [given for given in assigned.kept(address) if given.sock.fileno() < 0]
             return listening
         if self._tls is None:
             raise NeverListens(f"can't listen on {address}: the settings name no certificates")
@@ -347,7 +347,7 @@ class Service:
     def bound(self) -> list[tuple[Address, int]]:
         """The listening sockets that this daemon made, each with its address as the settings have it."""
         makers = [maker for maker in (self._listeners, self._tls, self._web) if maker is not None]
-        return [one for maker in makers for one in maker.bound]
+        return [listener for maker in makers for listener in maker.bound]
 
     def leave_sockets(self) -> None:
         """Keep the sockets' files on `stop`, because another process keeps the sockets open for the next daemon."""
@@ -528,7 +528,9 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
     if unknown and is_beside_others:
         log_event(LogEvent.CARD_CROWDED)
     elif unknown:
-        measured = [CardRow(one.uuid, one.found_bytes, overheads[one.uuid], one.unattributed_bytes) for one in facts]
+        measured = [
+            CardRow(entry.uuid, entry.found_bytes, overheads[entry.uuid], entry.unattributed_bytes) for entry in facts
+        ]
         journal.remember_cards(measured)
     return cards
 

@@ -122,7 +122,7 @@ class TokenService:
         """Keep a guest's token while its connection is passed to the worker."""
         now_ms = time.monotonic_ns() // NS_PER_MS
         # A worker that has ended never answers, so drop expired tokens.
-        self._handed_over = {key: one for key, one in self._handed_over.items() if one.expires_ms > now_ms}
+        self._handed_over = {key: token for key, token in self._handed_over.items() if token.expires_ms > now_ms}
         self._handed_over[claims.lease_id, mark_of(claims.nonce)] = claims
 
     def on_guest_answered(self, journal: Journal, lease_id: int, mark: int, is_let_in: bool) -> None:
@@ -185,7 +185,9 @@ class ConnectionTokens:
         claims = self.validate(token, permissions)
         # Drop tokens that have expired or been revoked before refusing for lack of room.
         if claims.lease_id not in self._presented and len(self._presented) >= MAX_PRESENTED:
-            self._presented = {lease_id: one for lease_id, one in self._presented.items() if self._is_valid(one)}
+            self._presented = {
+                lease_id: presented for lease_id, presented in self._presented.items() if self._is_valid(presented)
+            }
             if len(self._presented) >= MAX_PRESENTED:
                 raise Refused(
                     Failure(Status.BUSY, f"this connection holds tokens for {MAX_PRESENTED} leases, the most it can")

@@ -576,7 +576,7 @@ class BrokerPage:
             ShownConnection(*words[at : at + _CONNECTION_WORDS]) for at in range(0, len(words), _CONNECTION_WORDS)
         ]
         # The worker may write at the same time, so an entry may be torn. Entries are used only for display.
-        return sorted(one for one in connections if one.number)
+        return sorted(connection for connection in connections if connection.number)
 
     def close_fds(self) -> None:
         """Close the descriptors, once the worker and its zygote have received theirs."""

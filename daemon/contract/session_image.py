@@ -180,7 +180,7 @@ class SessionImage(NamedTuple):
         """The version in which the image is written."""
         if self.regions is not None:
             return 3
-        return 2 if any(one.unread or one.events for one in self.connections) else 1
+        return 2 if any(connection.unread or connection.events for connection in self.connections) else 1
 
     def to_bytes(self) -> bytes:
         fields: list[Any] = list(self._replace(lease_id=0))
@@ -189,7 +189,7 @@ class SessionImage(NamedTuple):
             del fields[_REGIONS]
         if self.version == 1:
             # In version 1, connections have no `unread` and no `events`.
-            fields[_CONNECTIONS] = [one[:-2] for one in self.connections]
+            fields[_CONNECTIONS] = [connection[:-2] for connection in self.connections]
         packed: bytes = msgpack.packb((self.version, *fields, self.lease_id.to_bytes(16, "big")))
         return packed
 
@@ -211,8 +211,8 @@ class SessionImage(NamedTuple):
             allocations=_each(AllocationState, self.allocations),
             graphs=_each(GraphState, self.graphs),
             connections=tuple(
-                one._replace(ring=None if one.ring is None else RingState(*one.ring))
-                for one in _each(ConnectionState, self.connections)
+                connection._replace(ring=None if connection.ring is None else RingState(*connection.ring))
+                for connection in _each(ConnectionState, self.connections)
             ),
             regions=None if self.regions is None else _typed_regions(*self.regions),
         )

@@ -89,8 +89,10 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None) -> None:
-        """Send one message, now or in a later `flush`, and then call `then`. The descriptors stay open here.
+    def send(
+        self, message: dict[str, Any], fds: tuple[int, ...] = (), on_sent: Callable[[], None] = lambda: None
+    ) -> None:
+        """Send one message, now or in a later `flush`, and then call `on_sent`. The descriptors stay open here.
 
         Raises ChannelClosed, or OSError if descriptors can't be duplicated for a message that has to wait.
         """
@@ -101,7 +103,7 @@ class Outbox:
             except BlockingIOError:
                 pass
             else:
-                then()
+                on_sent()
                 return
         # A message that waits needs descriptors of its own: the caller may close its own at once.
         duplicates: list[int] = []
@@ -111,22 +113,22 @@ class Outbox:
         except OSError:
             close_all(duplicates)
             raise
-        self._waiting.append((message, duplicates, then))
+        self._waiting.append((message, duplicates, on_sent))
 
     def flush(self) -> bool:
         """Send the messages that fit. Returns whether it sent any. Raises ChannelClosed."""
-        # Before the loop: `then` may send more messages.
+        # Before the loop: `on_sent` may send more messages.
         was = len(self._waiting)
         while self._waiting:
             # Removed only after it was sent.
-            message, fds, then = self._waiting[0]
+            message, fds, on_sent = self._waiting[0]
             try:
                 send_message(self._sock, message, tuple(fds))
             except BlockingIOError:
                 break
             self._waiting.popleft()
             close_all(fds)
-            then()
+            on_sent()
         return len(self._waiting) < was
 
     def close(self) -> None:

@@ -95,9 +95,9 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
             os.set_inheritable(fd, False)
             sockets.append(GivenSocket(_listening(fd), name))
         except OSError:
-            what = f"descriptor {fd}{f' ({name})' if name else ''}"
+            subject = f"descriptor {fd}{f' ({name})' if name else ''}"
             raise BadHandover(
-                f"{what}, passed by the service manager, must be a listening stream socket: ListenStream= in the "
+                f"{subject}, passed by the service manager, must be a listening stream socket: ListenStream= in the "
                 ".socket unit, without Accept="
             ) from None
     return sockets
@@ -151,24 +151,26 @@ def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tup
     assigned = Assigned()
     by_kept_name = {kept_name(address): address for address in listen}
     # Units' sockets first: a stored socket of the same address gives way.
-    for one in sorted(sockets, key=lambda one: one.was_kept):
-        if one.was_kept:
+    for given in sorted(sockets, key=lambda given: given.was_kept):
+        if given.was_kept:
             # A stored socket is dropped if its address left the settings, if a unit serves the address now, or if its
             # file is gone.
-            owner = by_kept_name.get(one.name)
+            owner = by_kept_name.get(given.name)
             units = owner is not None and assigned.is_units(owner)
-            if owner is None or units or not _is_there(one, owner):
-                assigned.stale.append(one)
+            if owner is None or units or not _is_there(given, owner):
+                assigned.stale.append(given)
                 continue
         else:
             # A unit's socket has no stored name: what it is bound to decides which address it serves.
-            owner = next((address for address, hosts in listen.items() if _answers_for(one.sock, address, hosts)), None)
+            owner = next(
+                (address for address, hosts in listen.items() if _answers_for(given.sock, address, hosts)), None
+            )
             if owner is None:
                 raise BadHandover(
-                    f"the service manager handed over a socket at {one}, which neither listen nor http names:"
+                    f"the service manager handed over a socket at {given}, which neither listen nor http names:"
                     f" there are {', '.join(map(str, listen))}; name it there, or take it out of the .socket unit"
                 )
-        assigned.by_address.setdefault(owner, []).append(one)
+        assigned.by_address.setdefault(owner, []).append(given)
     for address, those in list(assigned.by_address.items()):
         if isinstance(address, UnixAddress) and len(those) > 1:
             # Which of them the file at that path leads to is unknowable, so the daemon binds a new one.
@@ -176,11 +178,11 @@ def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tup
     return assigned
 
 
-def _is_there(one: GivenSocket, address: Address) -> bool:
+def _is_there(given: GivenSocket, address: Address) -> bool:
     """Return whether clients can still reach a stored socket: the file of a Unix socket may have been removed."""
     if not isinstance(address, UnixAddress):
-        return one.sock.family != socket.AF_UNIX
-    return one.sock.family == socket.AF_UNIX and os.path.exists(address.path)
+        return given.sock.family != socket.AF_UNIX
+    return given.sock.family == socket.AF_UNIX and os.path.exists(address.path)
 
 
 def _answers_for(sock: socket.socket, address: Address, hosts: Sequence[tuple[str, int]]) -> bool:

@@ -463,7 +463,7 @@ class Drains:
 
     def _on(self, account: CardAccount | None) -> list[Lease]:
         """Return the live leases of a card; of all cards for None."""
-        return [one for one in self._store.live.values() if account is None or one.card_uuid == account.card.uuid]
+        return [lease for lease in self._store.live.values() if account is None or lease.card_uuid == account.card.uuid]
 
     def _set(self, request: int, account: CardAccount | None, now_ns: int, effects: list[Effect]) -> None:
         active = [lease for lease in self._on(account) if lease.state is LeaseState.ACTIVE]

@@ -79,9 +79,9 @@ def duration_text(ms: int) -> str:
     return f"{ms / 1000:g} s" if ms >= 1000 else f"{ms} ms"
 
 
-def _ended_text(lease: LeaseSnapshot, what: str) -> str:
+def _ended_text(lease: LeaseSnapshot, clause: str) -> str:
     because = f": {lease.reason.rstrip('.')}" if lease.reason else ""
-    return f"Lease {lease.lease_id:032x} {what}{because}."
+    return f"Lease {lease.lease_id:032x} {clause}{because}."
 
 
 def _ended(cause: Cause, reason: str = "") -> tuple[DenialReason, str, str]:
@@ -103,14 +103,14 @@ def lease_ended(lease: LeaseSnapshot) -> Denial:
         )
     if lease.cause is None:
         raise ValueError(f"Lease {lease.lease_id:032x} has not ended.")
-    reason, what, hint = _ended(lease.cause, lease.reason)
-    return Denial(reason, _ended_text(lease, what), hint)
+    reason, clause, hint = _ended(lease.cause, lease.reason)
+    return Denial(reason, _ended_text(lease, clause), hint)
 
 
 def lease_expired(lease: LeaseSnapshot) -> Denial:
     """Deny work because the lease's time is over, although no event has ended the lease yet."""
-    reason, what, hint = _ended(Cause.EXPIRED)
-    return Denial(reason, _ended_text(lease, what), hint)
+    reason, clause, hint = _ended(Cause.EXPIRED)
+    return Denial(reason, _ended_text(lease, clause), hint)
 
 
 def lease_pending(lease: LeaseSnapshot) -> Denial:
@@ -153,8 +153,8 @@ def not_found(lease_id: int) -> Denial:
 
 def revoked_long_ago(lease_id: int) -> Denial:
     """Deny work under a lease that was revoked so long ago that only this fact is still known."""
-    reason, what, hint = _ended(Cause.REVOKED)
-    return Denial(reason, f"Lease {lease_id:032x} {what}.", hint)
+    reason, clause, hint = _ended(Cause.REVOKED)
+    return Denial(reason, f"Lease {lease_id:032x} {clause}.", hint)
 
 
 def shutting_down() -> Denial:
@@ -229,8 +229,8 @@ def isolated(reason: str) -> Denial:
 
 def lease_isolated(lease: LeaseSnapshot) -> Denial:
     """Deny work because the lease is claimed and past its membership deadline, although no event has ended it yet."""
-    reason, what, hint = _ended(Cause.ISOLATED)
-    return Denial(reason, _ended_text(lease, what), hint)
+    reason, clause, hint = _ended(Cause.ISOLATED)
+    return Denial(reason, _ended_text(lease, clause), hint)
 
 
 # --- claims of names in the fleet ---
@@ -290,10 +290,10 @@ def no_note(problem: str) -> Denial:
     )
 
 
-def too_many_notes(what: str) -> Denial:
-    """Deny a note that exceeds a limit; `what` says which one, as a clause."""
+def too_many_notes(clause: str) -> Denial:
+    """Deny a note that exceeds a limit; `clause` says which one, as a clause."""
     return Denial(
-        DenialReason.RATE, f"The audit log can't accept another note yet: {what}.", "Send the note again in a moment."
+        DenialReason.RATE, f"The audit log can't accept another note yet: {clause}.", "Send the note again in a moment."
     )
 
 
@@ -315,12 +315,12 @@ def not_kept(problem: str) -> Denial:
     )
 
 
-def done_but_not_kept(what: str, problem: str) -> Denial:
-    """Report that an action was taken (`what`, a sentence) but that the journal can't record it now."""
+def done_but_not_kept(clause: str, problem: str) -> Denial:
+    """Report that an action was taken (`clause`, a sentence) but that the journal can't record it now."""
     return Denial(
         DenialReason.NOT_RECORDED,
-        f"{what}, but the journal can't be written: {problem}. If the daemon restarts before that is fixed, the change"
-        " is lost.",
+        f"{clause}, but the journal can't be written: {problem}. If the daemon restarts before that is fixed, the"
+        " change is lost.",
         "Query the lease's state; an operator must repair the disk, or make room on it.",
     )
 
@@ -602,11 +602,11 @@ def region_refused(reason: str) -> Denial:
     )
 
 
-def session_silent(lease_id: int, what: str, waited_s: int) -> Denial:
-    """Deny a request that a lease's session did not carry out in time; `what` is a clause without a subject."""
+def session_silent(lease_id: int, clause: str, waited_s: int) -> Denial:
+    """Deny a request that a lease's session did not carry out in time; `clause` is a clause without a subject."""
     return Denial(
         DenialReason.BUSY,
-        f"The session of lease {lease_id:032x} did not {what} within {waited_s} s.",
+        f"The session of lease {lease_id:032x} did not {clause} within {waited_s} s.",
         "Check the lease with `lease.query()` or `gpulease leases`, then try again.",
     )
 

@@ -211,9 +211,9 @@ class CardAccount:
     def leaving(self) -> int:
         """Number of the pool's contexts that served no tenant and are fenced or being dropped by this daemon."""
         # Contexts that leases of an earlier daemon left, and those that served a tenant, do not count.
-        own = [one for one in self.warm.values() if one.tenant is None and one.warm_id < FIRST_LEFT_ID]
-        dropped = sum(one.state is WarmState.DROPPING and not one.is_restored for one in own)
-        return dropped + sum(one.state is WarmState.FENCED for one in own)
+        own = [context for context in self.warm.values() if context.tenant is None and context.warm_id < FIRST_LEFT_ID]
+        dropped = sum(context.state is WarmState.DROPPING and not context.is_restored for context in own)
+        return dropped + sum(context.state is WarmState.FENCED for context in own)
 
     @property
     def recycled(self) -> int:

@@ -297,7 +297,7 @@ def _validate_account(account: CardAccount, leases: list[Lease]) -> None:
     # The sums, computed again from the leases.
     charged_bytes = sum(lease.charge_bytes for lease in leases)
     fenced = sum(lease.charge_bytes for lease in leases if lease.state is LeaseState.FENCED)
-    fenced += sum(one.charge_bytes for one in account.warm.values() if one.state is WarmState.FENCED)
+    fenced += sum(context.charge_bytes for context in account.warm.values() if context.state is WarmState.FENCED)
     alone = sum(lease.terms.exclusivity in ALONE for lease in leases)
     if account.held_bytes != charged_bytes:
         raise InvariantBroken(f"{name} counts {account.held_bytes} bytes held, its leases {charged_bytes}.")

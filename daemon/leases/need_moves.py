@@ -47,13 +47,13 @@ def plan_moves(
     """
     accounts = {account.card.uuid: account for account in targets}
     rooms = {uuid: account.free_bytes - arriving.get(uuid, 0) for uuid, account in accounts.items()}
-    rest = sorted(movable, key=lambda lease: (lease.terms.size_bytes, lease.lease_id))
+    others = sorted(movable, key=lambda lease: (lease.terms.size_bytes, lease.lease_id))
     moves: list[tuple[Lease, str]] = []
     while missing_bytes > 0:
         # Take the smallest session that suffices alone; if there is none, take the largest ones first.
-        enough = [lease for lease in rest if lease.terms.size_bytes >= missing_bytes]
-        for lease in [*enough, *reversed(rest[: len(rest) - len(enough)])]:
-            rest.remove(lease)
+        enough = [lease for lease in others if lease.terms.size_bytes >= missing_bytes]
+        for lease in [*enough, *reversed(others[: len(others) - len(enough)])]:
+            others.remove(lease)
             card_uuid = _target_of(lease, accounts, rooms)
             if card_uuid is not None:
                 break

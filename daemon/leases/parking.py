@@ -175,12 +175,12 @@ class Parking(ParkingViews):
             return denials.parking_off(lease.lease_id)
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         # Leave out the memory that sessions on a card keep for their next park: it can be taken from them.
-        held_bytes = self._fixed_host_bytes() + sum(host_bytes_of(one.terms.size_bytes) for one in others)
+        held_bytes = self._fixed_host_bytes() + sum(host_bytes_of(other.terms.size_bytes) for other in others)
         if held_bytes + needed_bytes > most_bytes:
             return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
         bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
         tenant_bytes = self._parked_bytes(lease.tenant)
-        tenant_bytes += sum(one.terms.size_bytes for one in others if one.tenant == lease.tenant)
+        tenant_bytes += sum(other.terms.size_bytes for other in others if other.tenant == lease.tenant)
         if bound is None or tenant_bytes + lease.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
@@ -226,7 +226,7 @@ class Parking(ParkingViews):
         more_bytes = needed_bytes - (lease.park.host_bytes if lease.park is not None else 0)
         if more_bytes <= 0:
             return
-        keepers = [one for one in self._store.parkable.values() if one is not lease and _is_resident(one)]
+        keepers = [keeper for keeper in self._store.parkable.values() if keeper is not lease and _is_resident(keeper)]
         # Begin with the session that was used last: the one used least recently is parked next, and would be slow then.
         for other in sorted(keepers, key=_used_ns, reverse=True):
             if self._store.parked_host_bytes + more_bytes <= self._store.limits.park_memory_bytes:
@@ -512,9 +512,9 @@ class Parking(ParkingViews):
             return
         # Answer only the requests: the worker's answer, or the card's proof, may still come.
         state.due_ns = None
-        what = "show the bytes free" if state.phase is ParkPhase.PROVING else "park its session"
+        task = "show the bytes free" if state.phase is ParkPhase.PROVING else "park its session"
         waited_s = self._store.limits.session_timeout_s
-        refuse_parks(state, denials.session_silent(lease.lease_id, what, waited_s), effects)
+        refuse_parks(state, denials.session_silent(lease.lease_id, task, waited_s), effects)
 
     @property
     def patience_ns(self) -> int:
@@ -615,11 +615,13 @@ class Parking(ParkingViews):
             if leaving:
                 continue
             movable = [lease for lease in on_card if self._may_move(lease, now_ns)]
-            targets = [one for one in self._store.accounts if one is not account]
+            targets = [candidate for candidate in self._store.accounts if candidate is not account]
             moves = plan_moves(movable, missing_bytes, targets, arriving)
             leases = [] if moves is None else [lease for lease, _ in moves]
             # Together they must not exceed the host's memory or the card's pace.
-            is_allowed = all(self._check_park(one, now_ns, leases[:at]) is None for at, one in enumerate(leases))
+            is_allowed = all(
+                self._check_park(candidate, now_ns, leases[:at]) is None for at, candidate in enumerate(leases)
+            )
             if moves is not None and is_allowed and len(leases) <= PARK_BURST:
                 plans.append(NeedMoves(uuid, moves))
         plan = min(plans, key=lambda plan: plan.moved_bytes, default=None)
@@ -709,7 +711,7 @@ class Parking(ParkingViews):
 
     def _parked_bytes(self, tenant: str) -> int:
         """Return how many bytes of a tenant's slices are, or may be, in the host's memory."""
-        return sum(one.terms.size_bytes for one in self._off_leases() if one.tenant == tenant)
+        return sum(lease.terms.size_bytes for lease in self._off_leases() if lease.tenant == tenant)
 
     def _fixed_host_bytes(self) -> int:
         """Return the host memory that can't be taken from its sessions: all except what resident sessions keep."""

@@ -152,10 +152,10 @@ class Resizes:
         if now_ns < lease.resize.due_ns:
             effects.append(ArmTimer(WaitTimerFired(request), lease.resize.due_ns))
             return True
-        what = "show the bytes free" if lease.resize.is_answered else "resize its slice"
+        task = "show the bytes free" if lease.resize.is_answered else "resize its slice"
         waited_s = self._store.limits.session_timeout_s
         # Only the request is answered. `lease.resize` stays, because the worker may still answer.
-        self._answer(lease, lease.resize, denials.session_silent(lease.lease_id, what, waited_s), effects)
+        self._answer(lease, lease.resize, denials.session_silent(lease.lease_id, task, waited_s), effects)
         return True
 
     def end_with_lease(self, lease: Lease, effects: list[Effect]) -> None:

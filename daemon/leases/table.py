@@ -282,7 +282,7 @@ class LeaseTable:
         """Return the epoch of each name that a live lease (fenced ones included) or a queued acquire has."""
         terms = [lease.terms for lease in self._store.claimed.values()]
         queued = (waiter.acquire.terms for waiter in self._store.queue if waiter.returning is None)
-        terms += [one for one in queued if one.name]
+        terms += [waiting for waiting in queued if waiting.name]
         return {claim.name: claim.epoch for claim in terms}
 
     def counted(self) -> dict[int, str]:
@@ -360,7 +360,7 @@ class LeaseTable:
     @property
     def has_drain(self) -> bool:
         """Whether the node or one of its cards is drained."""
-        return self._store.drain_ns is not None or any(one.drain_ns is not None for one in self._store.accounts)
+        return self._store.drain_ns is not None or any(account.drain_ns is not None for account in self._store.accounts)
 
     @property
     def is_shutting_down(self) -> bool:

@@ -109,7 +109,7 @@ class TimeAccount:
     def end(self, session: int) -> None:
         """Forget a session that has ended, after a last sample."""
         self.sessions.pop(session, None)
-        self.active = tuple(one for one in self.active if one != session)
+        self.active = tuple(other for other in self.active if other != session)
 
     def sample(self, now_ns: int, claims: Mapping[int, TimeClaims], first: Collection[int] = ()) -> None:
         """Process the claims of the card's sessions at one moment.
@@ -195,11 +195,13 @@ class RoundTimes:
         Args:
             tenants: The tenant of each session.
         """
-        busy = Counter(tenants[one] for one, time in self.sessions.items() if one in tenants and time.more_busy_ns)
+        busy = Counter(
+            tenants[session] for session, time in self.sessions.items() if session in tenants and time.more_busy_ns
+        )
         partly = Counter(
-            tenants[one]
-            for one, time in self.sessions.items()
-            if one in tenants and 0 < time.more_busy_ns < self.more_ns
+            tenants[session]
+            for session, time in self.sessions.items()
+            if session in tenants and 0 < time.more_busy_ns < self.more_ns
         )
         return len(busy) > 1 and any(count > 1 for count in partly.values())
 
@@ -239,20 +241,22 @@ def _shared(pieces: Mapping[int, list[Span]], first: Collection[int]) -> Iterato
             session: min(1.0, sum(part for start, finish, part in spans if start <= begin_ns and end_ns <= finish))
             for session, spans in pieces.items()
         }
-        ahead = {one: part for one, part in parts.items() if part and one in first}
-        others = {one: part for one, part in parts.items() if part and one not in first}
-        if not (ahead and others):
-            yield from shares_of(ahead or others, wall_ns).items()
+        leading = {session_id: part for session_id, part in parts.items() if part and session_id in first}
+        others = {session_id: part for session_id, part in parts.items() if part and session_id not in first}
+        if not (leading and others):
+            yield from shares_of(leading or others, wall_ns).items()
             continue
         # The others hold back while one of `first` is busy. So their busy time lies in the remaining time, and only the
         # excess lies in the time of `first`.
         idle = 1.0
-        for part in ahead.values():
+        for part in leading.values():
             idle *= 1.0 - part
-        behind = {one: min(1.0, part / idle) if idle else 0.0 for one, part in others.items()}
-        beside = {one: (part - behind[one] * idle) / (1.0 - idle) for one, part in others.items()}
-        yield from shares_of(behind, wall_ns * idle).items()
-        together = {one: min(1.0, part / (1.0 - idle)) for one, part in ahead.items()} | beside
+        others_after = {session_id: min(1.0, part / idle) if idle else 0.0 for session_id, part in others.items()}
+        others_during = {
+            session_id: (part - others_after[session_id] * idle) / (1.0 - idle) for session_id, part in others.items()
+        }
+        yield from shares_of(others_after, wall_ns * idle).items()
+        together = {session_id: min(1.0, part / (1.0 - idle)) for session_id, part in leading.items()} | others_during
         yield from shares_of(together, wall_ns * (1.0 - idle)).items()
 
 
@@ -277,18 +281,18 @@ def shares_of(busy: Mapping[int, float], wall_ns: float) -> dict[int, float]:
     over all sessions is that of F'(x): F(1) - F(0), the probability that anyone is busy.
     """
     if len(busy) < 2 or all(part >= 1.0 for part in busy.values()):
-        return {one: wall_ns * part / len(busy) for one, part in busy.items()}
+        return {session: wall_ns * part / len(busy) for session, part in busy.items()}
     shares = dict.fromkeys(busy, 0.0)
     for node, weight in _NODES:
         product = weight * wall_ns
         for part in busy.values():
             product *= 1.0 - part + part * node
-        for one, part in busy.items():
-            shares[one] += product * part / (1.0 - part + part * node)
+        for session, part in busy.items():
+            shares[session] += product * part / (1.0 - part + part * node)
     # For more than 16 sessions the integral is an approximation, so scale the shares to the exact sum.
-    nobody = 1.0
+    all_idle = 1.0
     for part in busy.values():
-        nobody *= 1.0 - part
+        all_idle *= 1.0 - part
     total_ns = sum(shares.values())
-    scale = wall_ns * (1.0 - nobody) / total_ns if total_ns else 0.0
-    return {one: share * scale for one, share in shares.items()}
+    scale = wall_ns * (1.0 - all_idle) / total_ns if total_ns else 0.0
+    return {session: share * scale for session, share in shares.items()}

@@ -180,13 +180,13 @@ class TimeShares:
             shares: Whether the card's time is shared by weights; False if only caps and the latency class apply.
         """
         by_tenant: dict[str, list[SharedSession]] = {}
-        for one in sessions:
-            by_tenant.setdefault(one.tenant, []).append(one)
+        for shared in sessions:
+            by_tenant.setdefault(shared.tenant, []).append(shared)
         # Step 1: compute each session's demand, and the balances after the last round. Expect the next round to be as
         # late as the last one.
         round_ns = min(max(more_ns, ROUND_NS), LAPSE_NS)
-        demands = {one.session: self._demand_ns(one, more_ns, round_ns) for one in sessions}
-        demand_by_tenant = {tenant: sum(demands[one.session] for one in own) for tenant, own in by_tenant.items()}
+        demands = {shared.session: self._demand_ns(shared, more_ns, round_ns) for shared in sessions}
+        demand_by_tenant = {tenant: sum(demands[shared.session] for shared in own) for tenant, own in by_tenant.items()}
         self._settle(more_ns, by_tenant, caps)
         self._settle_latency(more_ns, by_tenant, weights, demand_by_tenant)
         # Step 2: compute the parts of the next round. Without weights, each tenant may have all that its cap allows.
@@ -210,29 +210,35 @@ class TimeShares:
             self._turns.clear()
         # Step 4: for the others, convert GPU time to busy time. Sessions that are not limited take part with their
         # demand. Those that take turns are busy one at a time, so they count as one session.
-        due = {one.session: targets.get(one.session, demands[one.session]) for one in sessions if demands[one.session]}
+        due = {
+            shared.session: targets.get(shared.session, demands[shared.session])
+            for shared in sessions
+            if demands[shared.session]
+        }
         in_turns = [due.pop(session) for session in list(due) if session in self._turns]
         busy = busy_times(due | {_TAKERS: sum(in_turns)} if in_turns else due)
         allowances = {
             # 0 would mean no limit.
-            one.session: max(1, one.time.busy_ns + int(busy.get(one.session, targets[one.session])))
-            for one in sessions
-            if one.session in targets
-            and one.session not in self._turns
-            and busy.get(one.session, targets[one.session]) < round_ns * _LATE
+            shared.session: max(1, shared.time.busy_ns + int(busy.get(shared.session, targets[shared.session])))
+            for shared in sessions
+            if shared.session in targets
+            and shared.session not in self._turns
+            and busy.get(shared.session, targets[shared.session]) < round_ns * _LATE
         }
         self._allowances = allowances
         # Step 5: make the pages' fields.
-        words = {one.session: 1 << one.latency_word for one in sessions if one.latency_word is not None}
-        mask = sum(words[one.session] for one in sessions if one.session in words and one.tenant in self._obeyed)
+        words = {shared.session: 1 << shared.latency_word for shared in sessions if shared.latency_word is not None}
+        mask = sum(
+            words[shared.session] for shared in sessions if shared.session in words and shared.tenant in self._obeyed
+        )
         self._mask, self._is_bounded = mask, bool(words)
         limits_by_session: dict[int, TimeLimits] = {}
-        for one in sessions:
-            own_word = words.get(one.session, 0)
-            limits = self._limits(now_ns, allowances.get(one.session, 0), own_word)
-            if one.session in self._turns:
-                limits = _in_turns(limits, self._turns[one.session], now_ns)
-            limits_by_session[one.session] = limits
+        for shared in sessions:
+            own_word = words.get(shared.session, 0)
+            limits = self._limits(now_ns, allowances.get(shared.session, 0), own_word)
+            if shared.session in self._turns:
+                limits = _in_turns(limits, self._turns[shared.session], now_ns)
+            limits_by_session[shared.session] = limits
         return limits_by_session
 
     def idle_limits(self, now_ns: int) -> TimeLimits:
@@ -260,15 +266,15 @@ class TimeShares:
     ) -> None:
         """Decide which sessions take turns. A latency session that is obeyed takes none: it works at any time."""
         takers = {
-            one.session: Taker(
-                one.time,
-                self._shares[one.session],
-                targets.get(one.session, demands[one.session]),
-                is_capped=one.tenant in self._at_cap,
-                is_limited=self._is_spent(one),
+            session.session: Taker(
+                session.time,
+                self._shares[session.session],
+                targets.get(session.session, demands[session.session]),
+                is_capped=session.tenant in self._at_cap,
+                is_limited=self._is_spent(session),
             )
-            for one in sessions
-            if one.latency_word is None or one.tenant not in self._obeyed
+            for session in sessions
+            if session.latency_word is None or session.tenant not in self._obeyed
         }
         self._turns.update(now_ns, more_ns, round_ns, takers, only_for_caps=not shares)
 
@@ -294,54 +300,58 @@ class TimeShares:
             # The others get their demands, so what this tenant took from them earlier is gradually forgiven.
             self._balance_ns[tenant] = min(0.0, self._balance_ns.get(tenant, 0.0) + round_ns)
         # Its sessions share that by their own weights, once with the tenant's balance and once without.
-        demand_by_session, weights = {one.session: demands[one.session] for one in own}, _weights(own)
+        demand_by_session, weights = {session.session: demands[session.session] for session in own}, _weights(own)
         self._shares |= fill(part_ns, demand_by_session, weights)
         is_limited = tenant in self._parts
         if is_limited:
             part_ns = max(0.0, part_ns + self._balance_ns.get(tenant, 0.0) / _CORRECTION_ROUNDS)
         shares = fill(part_ns, demand_by_session, weights)
         targets: dict[int, float] = {}
-        for one in own:
-            share_ns, demand_ns = shares[one.session], demands[one.session]
+        for session in own:
+            share_ns, demand_ns = shares[session.session], demands[session.session]
             if not demand_ns:
                 # An idle session may wake up during the round. The time it uses then is charged to the tenant, and paid
                 # back.
                 if is_limited:
-                    targets[one.session] = part_ns
+                    targets[session.session] = part_ns
             elif share_ns < demand_ns * _ALL:
-                self._parts[one.session] = share_ns
+                self._parts[session.session] = share_ns
                 self._is_short = self._is_short or cap is None
-                owed_ns = self._balance_ns.get(one.session, 0.0) if len(own) > 1 else 0.0
-                targets[one.session] = max(0.0, share_ns + owed_ns / _CORRECTION_ROUNDS)
+                owed_ns = self._balance_ns.get(session.session, 0.0) if len(own) > 1 else 0.0
+                targets[session.session] = max(0.0, share_ns + owed_ns / _CORRECTION_ROUNDS)
             elif cap is not None:
-                targets[one.session] = part_ns
+                targets[session.session] = part_ns
         # Debts and credits among the tenant's sessions are settled within the time that the tenant may use.
-        total_ns = sum(targets[one.session] for one in own if one.session in targets and demands[one.session])
+        total_ns = sum(
+            targets[session.session] for session in own if session.session in targets and demands[session.session]
+        )
         if is_limited and len(own) > 1 and total_ns > part_ns:
-            for one in own:
-                if one.session in targets and demands[one.session]:
-                    targets[one.session] *= part_ns / total_ns
+            for session in own:
+                if session.session in targets and demands[session.session]:
+                    targets[session.session] *= part_ns / total_ns
         return targets
 
-    def _demand_ns(self, one: SharedSession, more_ns: int, round_ns: int) -> float:
+    def _demand_ns(self, session: SharedSession, more_ns: int, round_ns: int) -> float:
         """Return the most GPU time that a session could use in the next round."""
-        time = one.time
-        if one.session in self._turns:
+        time = session.time
+        if session.session in self._turns:
             return round_ns
         # It was held back by its allowance if that is used up, by its turns, or by a latency session if one is obeyed.
-        if (time.is_held or time.more_held_ns) and (self._is_spent(one) or one.session in self._turns or self._obeyed):
+        if (time.is_held or time.more_held_ns) and (
+            self._is_spent(session) or session.session in self._turns or self._obeyed
+        ):
             return round_ns
         if not time.more_busy_ns or not more_ns:
             return round_ns if time.is_busy else 0.0
         return min(round_ns, _HEADROOM * time.more_busy_ns * round_ns / more_ns + _LEAST_DEMAND_NS)
 
-    def _is_spent(self, one: SharedSession) -> bool:
+    def _is_spent(self, session: SharedSession) -> bool:
         """Return whether a session has used up its allowance, within the error of a kernel's estimate."""
-        allowance_ns = self._allowances.get(one.session)
-        return allowance_ns is not None and one.time.busy_ns >= allowance_ns - NS_PER_MS
+        allowance_ns = self._allowances.get(session.session)
+        return allowance_ns is not None and session.time.busy_ns >= allowance_ns - NS_PER_MS
 
-    def _has_waited(self, one: SharedSession) -> bool:
-        return bool(one.time.is_held or one.time.more_held_ns or one.session in self._turns)
+    def _has_waited(self, session: SharedSession) -> bool:
+        return bool(session.time.is_held or session.time.more_held_ns or session.session in self._turns)
 
     def _find_slack(self, more_ns: int, used_ns: float) -> None:
         """Give away more time while the card is idle although a session waits: others pause between their launches."""
@@ -350,9 +360,9 @@ class TimeShares:
         if idle_ns > 0.0 and self._is_short and not self._turns:
             self._slack_ns = min(self._slack_ns + idle_ns / 2, MAX_SLACK_ROUNDS * more_ns)
             # The card was idle while debtors were held back, so no other tenant wanted the time that they owe.
-            for one, owed_ns in self._balance_ns.items():
+            for session, owed_ns in self._balance_ns.items():
                 if owed_ns < 0.0:
-                    self._balance_ns[one] = min(0.0, owed_ns + idle_ns)
+                    self._balance_ns[session] = min(0.0, owed_ns + idle_ns)
         else:
             self._slack_ns *= _SLACK_KEPT
 
@@ -360,8 +370,8 @@ class TimeShares:
         self, more_ns: int, by_tenant: Mapping[str, Sequence[SharedSession]], caps: Mapping[str, float]
     ) -> None:
         """Add to each balance its part of the last round less the time that was used."""
-        spent = {one.session: self._spent_ns(one, more_ns) for own in by_tenant.values() for one in own}
-        used = {tenant: sum((spent[one.session] for one in own), 0.0) for tenant, own in by_tenant.items()}
+        spent = {session.session: self._spent_ns(session, more_ns) for own in by_tenant.values() for session in own}
+        used = {tenant: sum((spent[session.session] for session in own), 0.0) for tenant, own in by_tenant.items()}
         # The part of a tenant that was limited by its cap is counted in wall time. The others' parts are of the used
         # time.
         balances_ns: dict[Key, float] = {}
@@ -373,33 +383,33 @@ class TimeShares:
         short = [tenant for tenant in by_tenant if tenant in self._parts and tenant not in self._at_cap]
         self._even_out(balances_ns, {tenant: used[tenant] for tenant in short})
         for own in by_tenant.values():
-            for one in own:
-                balances_ns[one.session] = self._balance_ns.get(one.session, 0.0)
+            for session in own:
+                balances_ns[session.session] = self._balance_ns.get(session.session, 0.0)
             # A session that was not held back got its demand, whatever its part was. So it is owed nothing for this
             # round.
-            waiting = [one for one in own if one.session in self._parts and self._has_waited(one)]
-            self._even_out(balances_ns, {one.session: spent[one.session] for one in waiting})
-            _forgive(balances_ns, [one.session for one in waiting])
+            waiting = [session for session in own if session.session in self._parts and self._has_waited(session)]
+            self._even_out(balances_ns, {session.session: spent[session.session] for session in waiting})
+            _forgive(balances_ns, [session.session for session in waiting])
         # Keep only the balances of this round.
         self._balance_ns = balances_ns
 
-    def _spent_ns(self, one: SharedSession, more_ns: int) -> float:
+    def _spent_ns(self, session: SharedSession, more_ns: int) -> float:
         """Return the GPU time charged to a session for the last round, without the time in which its turns begin."""
-        if one.session not in self._turns:
-            return one.time.more_gpu_ns
-        return max(0.0, one.time.more_gpu_ns - SWITCH_NS * more_ns / self._turns[one.session].period_ns)
+        if session.session not in self._turns:
+            return session.time.more_gpu_ns
+        return max(0.0, session.time.more_gpu_ns - SWITCH_NS * more_ns / self._turns[session.session].period_ns)
 
     def _even_out(self, balances_ns: dict[Key, float], used: Mapping[Key, float]) -> None:
         """Settle among several: add to each its part of the time that all used together, less the time that it used."""
         if len(used) == 1:
             # The others got their demands, so neither a debt to them nor a credit from them should last.
-            (one,) = used
-            balances_ns[one] = min(0.0, balances_ns[one] + ROUND_NS)
+            (tenant,) = used
+            balances_ns[tenant] = min(0.0, balances_ns[tenant] + ROUND_NS)
             return
-        parts_ns, used_ns = sum(self._parts[one] for one in used), sum(used.values())
-        for one, own_ns in used.items():
-            due_ns = used_ns * self._parts[one] / parts_ns if parts_ns else own_ns
-            balances_ns[one] = min(max(balances_ns[one] + due_ns - own_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
+        parts_ns, used_ns = sum(self._parts[tenant] for tenant in used), sum(used.values())
+        for tenant, own_ns in used.items():
+            due_ns = used_ns * self._parts[tenant] / parts_ns if parts_ns else own_ns
+            balances_ns[tenant] = min(max(balances_ns[tenant] + due_ns - own_ns, -MAX_DEBT_NS), MAX_CREDIT_NS)
 
     def _settle_latency(
         self,
@@ -412,12 +422,12 @@ class TimeShares:
         before, obeyed = self._latency_balance_ns, set()
         self._latency_balance_ns = {}
         for tenant, own in by_tenant.items():
-            if all(one.latency_word is None for one in own):
+            if all(session.latency_word is None for session in own):
                 continue
             # Compute its part by weights among the tenants with demand; alone, it gets the whole card.
             others = sum(weights[other] for other in by_tenant if other != tenant and demand_by_tenant[other])
             due_ns = more_ns * weights[tenant] / (weights[tenant] + others)
-            owed_ns = before.get(tenant, 0.0) + due_ns - sum(one.time.more_gpu_ns for one in own)
+            owed_ns = before.get(tenant, 0.0) + due_ns - sum(session.time.more_gpu_ns for session in own)
             self._latency_balance_ns[tenant] = owed_ns = min(max(owed_ns, -MAX_CREDIT_NS), MAX_CREDIT_NS)
             # Use two bounds, so that this does not change in every round. A new tenant is obeyed.
             if owed_ns >= (_OVERDRAWN_NS if tenant in self._obeyed or tenant not in before else 0.0):
@@ -425,11 +435,11 @@ class TimeShares:
         self._obeyed = obeyed
 
 
-def _forgive(balances_ns: dict[Key, float], some: Sequence[Key]) -> None:
-    """Reduce debts that all of `some` have in common: they owe them to others, who got their demands."""
-    if some and (least_ns := max(balances_ns[one] for one in some)) < 0.0:
-        for one in some:
-            balances_ns[one] += min(-least_ns, ROUND_NS)
+def _forgive(balances_ns: dict[Key, float], keys: Sequence[Key]) -> None:
+    """Reduce debts that all of `keys` have in common: they owe them to others, who got their demands."""
+    if keys and (least_ns := max(balances_ns[key] for key in keys)) < 0.0:
+        for key in keys:
+            balances_ns[key] += min(-least_ns, ROUND_NS)
 
 
 def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:
@@ -444,18 +454,18 @@ def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:
 
 
 def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
-    return {one.session: one.weight for one in sessions}
+    return {session.session: session.weight for session in sessions}
 
 
 def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
     """Divide a total by weights, up to each one's bound. What one does not take is divided among the others."""
     parts: dict[AnyKey, float] = {}
-    rest_ns, rest_weight = total_ns, sum(weights[one] for one in bounds)
+    rest_ns, rest_weight = total_ns, sum(weights[key] for key in bounds)
     # Go in the order in which they would reach their bounds if all got the same per unit of weight.
-    for one in sorted(bounds, key=lambda one: bounds[one] / weights[one]):
-        parts[one] = min(bounds[one], rest_ns * weights[one] / rest_weight)
-        rest_ns -= parts[one]
-        rest_weight -= weights[one]
+    for key in sorted(bounds, key=lambda key: bounds[key] / weights[key]):
+        parts[key] = min(bounds[key], rest_ns * weights[key] / rest_weight)
+        rest_ns -= parts[key]
+        rest_weight -= weights[key]
     return parts
 
 

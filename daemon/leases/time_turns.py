@@ -201,17 +201,19 @@ class Turns:
         self.bars = []
         if self._turns and all(session in takers for session in self._turns) and now_ns < self._until_ns:
             return
-        chosen = {session: one for session, one in takers.items() if self._takes_turns(session, one, now_ns, more_ns)}
+        chosen = {
+            session: taker for session, taker in takers.items() if self._takes_turns(session, taker, now_ns, more_ns)
+        }
         self._uses = {session: use for session, use in self._uses.items() if now_ns - use.seen_ns < _FORGET_NS}
         self._turns = {}
         if len(chosen) < 2:
             return
-        capped = [one for one in chosen.values() if one.is_capped]
+        capped = [taker for taker in chosen.values() if taker.is_capped]
         # Without turns the driver gives each session the same. If a cap allows more than that, no turns are needed.
-        if only_for_caps and not (capped and all(one.target_ns * len(chosen) < round_ns for one in capped)):
+        if only_for_caps and not (capped and all(taker.target_ns * len(chosen) < round_ns for taker in capped)):
             return
         # A busy session without turns would take time in all the others' turns.
-        if only_for_caps and any(one.time.more_busy_ns for session, one in takers.items() if session not in chosen):
+        if only_for_caps and any(taker.time.more_busy_ns for session, taker in takers.items() if session not in chosen):
             return
         parts = _parts(chosen, round_ns)
         least = min((part for part in parts.values() if part), default=1.0)
@@ -229,24 +231,24 @@ class Turns:
             # 0 would mean no turns, and so no limit.
             self._turns[session] = Turn(began_ns + int(begin), max(1, int(end) - int(begin)), period_ns)
         self._since_ns, self._began_ns, self._until_ns = now_ns, began_ns, began_ns + period_ns
-        self._before = {session: (one.time.busy_ns, one.time.held_ns) for session, one in chosen.items()}
+        self._before = {session: (taker.time.busy_ns, taker.time.held_ns) for session, taker in chosen.items()}
 
-    def _takes_turns(self, session: int, one: Taker, now_ns: int, more_ns: int) -> bool:
+    def _takes_turns(self, session: int, taker: Taker, now_ns: int, more_ns: int) -> bool:
         """Return whether a session gets turns, and record how it used its last ones."""
         if (turn := self._turns.get(session)) is not None:
-            return self._keeps_turns(session, one, turn, now_ns)
+            return self._keeps_turns(session, taker, turn, now_ns)
         if session in self._uses and now_ns < self._uses[session].barred_until_ns:
             return False
-        busy_ns, held_ns = one.time.more_busy_ns, one.time.more_held_ns
-        wanted_ns = busy_ns + held_ns if one.is_limited else busy_ns
+        busy_ns, held_ns = taker.time.more_busy_ns, taker.time.more_held_ns
+        wanted_ns = busy_ns + held_ns if taker.is_limited else busy_ns
         return bool(busy_ns) and wanted_ns >= more_ns * _SATURATES
 
-    def _keeps_turns(self, session: int, one: Taker, turn: Turn, now_ns: int) -> bool:
+    def _keeps_turns(self, session: int, taker: Taker, turn: Turn, now_ns: int) -> bool:
         """Charge a session for the unused time of its turns, and return whether it keeps getting turns."""
         use = self._uses.setdefault(session, _TurnUse())
         use.seen_ns = now_ns
         busy_ns, held_ns = self._before[session]
-        busy_ns, held_ns = one.time.busy_ns - busy_ns, one.time.held_ns - held_ns
+        busy_ns, held_ns = taker.time.busy_ns - busy_ns, taker.time.held_ns - held_ns
         due_ns = turn.time_between(self._since_ns, now_ns)
         # Only idle time within its turns matters. A session may work while one of its launches is held back, so this is
         # the least time for which it can have been idle.
@@ -266,19 +268,19 @@ class Turns:
 
 def _parts(takers: Mapping[int, Taker], round_ns: int) -> dict[int, float]:
     """Return the fraction of a period that each session's turn takes, in the order of the sessions' numbers."""
-    capped = {session: one.target_ns / round_ns for session, one in takers.items() if one.is_capped}
-    rest = 1.0 - sum(capped.values())
+    capped = {session: taker.target_ns / round_ns for session, taker in takers.items() if taker.is_capped}
+    free_part = 1.0 - sum(capped.values())
     # The others share the rest. Ignore debts that all of them have in common: they owe them to sessions that take no
     # turns, and shorter turns for all would not pay them back.
-    free = {session: one for session, one in takers.items() if not one.is_capped and one.share_ns}
-    relief = max(0.0, min((1.0 - one.target_ns / one.share_ns for one in free.values()), default=0.0))
-    dues = {session: one.target_ns + one.share_ns * relief for session, one in free.items()}
+    free = {session: taker for session, taker in takers.items() if not taker.is_capped and taker.share_ns}
+    relief = max(0.0, min((1.0 - taker.target_ns / taker.share_ns for taker in free.values()), default=0.0))
+    dues = {session: taker.target_ns + taker.share_ns * relief for session, taker in free.items()}
     due_ns = sum(dues.values())
-    if rest < 0.0 or not due_ns:
+    if free_part < 0.0 or not due_ns:
         # If the caps add up to more than the card, they act as weights.
         scale = 1.0 / max(1.0, sum(capped.values()))
         return {session: capped.get(session, 0.0) * scale for session in sorted(takers)}
     return {
-        session: capped[session] if session in capped else rest * dues.get(session, 0.0) / due_ns
+        session: capped[session] if session in capped else free_part * dues.get(session, 0.0) / due_ns
         for session in sorted(takers)
     }

@@ -273,8 +273,11 @@ class HumanShape:
             if len(text.encode()) < MAX_LINE_BYTES:
                 break
         # Every line of a traceback has the priority too: the journal takes each line as an entry.
-        more = fields.get("traceback")
-        lines = [text, *(f"{prefix}    | {shown(line, 500)}" for line in (more if isinstance(more, list) else ()))]
+        traceback = fields.get("traceback")
+        lines = [
+            text,
+            *(f"{prefix}    | {shown(line, 500)}" for line in (traceback if isinstance(traceback, list) else ())),
+        ]
         return ("\n".join(lines) + "\n").encode()
 
     def _level(self, record: logging.LogRecord) -> str:
@@ -320,7 +323,7 @@ def _shown_value(value: Value, limit: int) -> Value:
     if isinstance(value, str):
         return shown(value, limit)
     if isinstance(value, list):
-        return [shown(str(one), limit) for one in value[:limit]]
+        return [shown(str(element), limit) for element in value[:limit]]
     return value
 
 

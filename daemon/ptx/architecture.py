@@ -27,7 +27,7 @@ class Architecture:
         """Return the reason why PTX of this version and target can't run here, or ""."""
         # A newer version may have added instructions that the parser would misread.
         if version > NEWEST_PTX:
-            written, newest = (".".join(map(str, one)) for one in (version, NEWEST_PTX))
+            written, newest = (".".join(map(str, numbers)) for numbers in (version, NEWEST_PTX))
             return f"the image is PTX {written}, this driver knows PTX up to {newest}"
         match = _TARGET.fullmatch(target)
         if match is None:

@@ -289,7 +289,7 @@ class MemoryArena:
             self._classes.append(_SizeClass(end, 1 << shift, blocks))
             # Blocks that are given back to the host must begin at a page.
             end = round_up(self._classes[-1].end, mmap.PAGESIZE)
-        self._starts = [one.start for one in self._classes]
+        self._starts = [size_class.start for size_class in self._classes]
         self._sizes: dict[int, int] = {}
         self.allocated_bytes = 0
         self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
@@ -360,8 +360,8 @@ class MemoryArena:
         if not misses:
             return ""
         # Of two candidates, the closer one.
-        distance, where, of = min(misses)
-        return f"{distance} bytes {where} of the {self._sizes[of]} allocated at {self.memory.address + of:#x}"
+        distance, where, owner = min(misses)
+        return f"{distance} bytes {where} of the {self._sizes[owner]} allocated at {self.memory.address + owner:#x}"
 
     def allow(self, address: int, size_bytes: int) -> None:
         """Let kernels touch a region's memory; both numbers are multiples of a region's granule."""
@@ -393,7 +393,7 @@ class MemoryArena:
 
     def used_bytes(self) -> list[int]:
         """Return for each size class the bytes in which blocks have been given out."""
-        return [one.used_bytes for one in self._classes]
+        return [size_class.used_bytes for size_class in self._classes]
 
     def restore(self, allocations: "dict[int, int]", used_bytes: "tuple[int, ...]") -> None:
         """Enter the state of another arena for the same slice: sizes by offset, and its `used_bytes`.
@@ -409,8 +409,8 @@ class MemoryArena:
             if size_class is None or not size_class.start <= offset < size_class.start + used_bytes[number]:
                 raise DriverError(f"an allocation of {size} bytes can't be at {offset:#x}")
             blocks[number].add(offset)
-        for one, used, bytes_ in zip(self._classes, blocks, used_bytes, strict=True):
-            one.restore(used, min(bytes_, one.end - one.start))
+        for class_, used, bytes_ in zip(self._classes, blocks, used_bytes, strict=True):
+            class_.restore(used, min(bytes_, class_.end - class_.start))
         for offset, size in allocations.items():
             self._sizes[offset] = size
             self.allocated_bytes += size
@@ -418,9 +418,9 @@ class MemoryArena:
 
     def discard_all(self) -> None:
         """Give the pages of all allocations back to the host; what is allocated stays so, and reads as zeros."""
-        for one in self._classes:
-            if (used := round_up(one.used_bytes, mmap.PAGESIZE)) > 0:
-                self.memory.discard(one.start, used)
+        for size_class in self._classes:
+            if (used := round_up(size_class.used_bytes, mmap.PAGESIZE)) > 0:
+                self.memory.discard(size_class.start, used)
 
     def close(self) -> None:
         self.memory.close()
@@ -431,11 +431,11 @@ class MemoryArena:
 
     def _mark(self, offset: int, size: int) -> None:
         """Write into the shadow how many bytes of each granule may be touched; the last granule may be partial."""
-        first, rest = offset >> GRANULE_SHIFT, size % GRANULE_BYTES
+        first, rest_bytes = offset >> GRANULE_SHIFT, size % GRANULE_BYTES
         granules = size >> GRANULE_SHIFT
         self._fill(first, granules, _FULL_ENTRIES)
-        if rest:
-            self._fill(first + granules, 1, rest.to_bytes(_SHADOW_ENTRY_BYTES, "little"))
+        if rest_bytes:
+            self._fill(first + granules, 1, rest_bytes.to_bytes(_SHADOW_ENTRY_BYTES, "little"))
 
     def _unmark(self, offset: int, size: int) -> None:
         self._fill(offset >> GRANULE_SHIFT, -(-size >> GRANULE_SHIFT), _NO_ENTRIES)

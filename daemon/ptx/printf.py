@@ -81,9 +81,9 @@ def print_to_output(kernel: str, text: str) -> None:
     write_output(text.encode())
 
 
-def print_to_log(what: str, text: str) -> None:
+def print_to_log(prefix: str, text: str) -> None:
     """Write lines to this process's standard error, each prefixed with the name of what it is about."""
-    sys.stderr.write("".join(f"{what}: {line}\n" for line in text.splitlines()))
+    sys.stderr.write("".join(f"{prefix}: {line}\n" for line in text.splitlines()))
 
 
 def joined(texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -109,7 +109,7 @@ class _Conversion:
 
 
 def render(record: bytes) -> str:
-    out = bytearray()
+    output = bytearray()
     conversion: _Conversion | None = None
     position = 0
     # The format ends at its null byte. Outside of a conversion bytes are copied.
@@ -120,7 +120,7 @@ def render(record: bytes) -> str:
             if byte == ord("%"):
                 conversion = _Conversion()
             else:
-                out.append(byte)
+                output.append(byte)
             continue
         # Inside a conversion. Native code has put a value after each byte that takes one.
         mark = MARKS[byte]
@@ -138,17 +138,17 @@ def render(record: bytes) -> str:
             case Mark.STRING:
                 # The string's bytes follow its address; a null pointer has none.
                 end = record.index(0, position) if value else position
-                out += _pad(conversion, record[position:end] if value else b"(null)")
+                output += _pad(conversion, record[position:end] if value else b"(null)")
                 position = end + 1 if value else position
                 conversion = None
             case Mark.INTEGER | Mark.WIDE:
-                out += _number(conversion, byte, value)
+                output += _number(conversion, byte, value)
                 conversion = None
             # Not a conversion, or "%%".
             case _:
-                out += b"%" if byte == ord("%") else b"%" + conversion.text + bytes([byte])
+                output += b"%" if byte == ord("%") else b"%" + conversion.text + bytes([byte])
                 conversion = None
-    return out.decode("utf-8", errors="replace")
+    return output.decode("utf-8", errors="replace")
 
 
 def _number(conversion: _Conversion, kind: int, value: int) -> bytes:

@@ -445,8 +445,8 @@ class _LimitedLog:
         self._omitted.clear()
         for (of_event, tenant), count in counts[:MAX_COUNTS]:
             log_event(LogEvent.LOG_SUPPRESSED, tenant=tenant, of_event=of_event, count=count)
-        if rest := sum(count for _, count in counts[MAX_COUNTS:]):
-            log_event(LogEvent.LOG_SUPPRESSED, count=rest)
+        if omitted := sum(count for _, count in counts[MAX_COUNTS:]):
+            log_event(LogEvent.LOG_SUPPRESSED, count=omitted)
 
 
 def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:

@@ -156,12 +156,12 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     return context
 
 
-def _load(context: ssl.SSLContext, path: Path, what: str) -> None:
+def _load(context: ssl.SSLContext, path: Path, subject: str) -> None:
     try:
         context.load_verify_locations(path)
     except OSError as error:
         # ssl.SSLError is an OSError.
-        raise BadIdentity(f"{what} {path}: {error.strerror or error}") from None
+        raise BadIdentity(f"{subject} {path}: {error.strerror or error}") from None
 
 
 def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
@@ -169,9 +169,9 @@ def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
         raise BadIdentity(f"key {files.key} has a password, which a daemon can't ask for")
 
     # OpenSSL's own error for an unreadable file does not name the file, so check that first.
-    for what, path in (("certificate", files.certificate), ("key", files.key)):
+    for subject, path in (("certificate", files.certificate), ("key", files.key)):
         if not os.access(path, os.R_OK):
-            raise BadIdentity(f"{what} {path} can't be read")
+            raise BadIdentity(f"{subject} {path} can't be read")
     # Operators may give a key's group read access. Everybody who can read the key can pass for this node.
     if files.key.stat().st_mode & stat.S_IROTH:
         raise BadIdentity(f"key {files.key} can be read by everybody: chmod o-r it")
@@ -219,16 +219,16 @@ def revoked_serials(pem: bytes) -> frozenset[int]:
 
 def _serials_of(der: bytes) -> Iterator[int]:
     # CertificateList, and its first element, the TBSCertList (RFC 5280, 5.1).
-    (_, whole), *_ = _elements(der)
-    (_, first), *_ = _elements(whole)
+    (_, signed_part), *_ = _elements(der)
+    (_, first), *_ = _elements(signed_part)
     fields = _elements(first)
     # Version 2 begins with an integer; version 1 has none.
     if fields and fields[0][0] == _INTEGER:
         del fields[0]
     # The entries follow the algorithm, the issuer and the times. Extensions have another tag.
-    rest = [field for field in fields[2:] if field[0] not in _TIMES]
-    if rest and rest[0][0] == _SEQUENCE:
-        for _, entry in _elements(rest[0][1]):
+    entries = [field for field in fields[2:] if field[0] not in _TIMES]
+    if entries and entries[0][0] == _SEQUENCE:
+        for _, entry in _elements(entries[0][1]):
             (tag, serial), *_ = _elements(entry)
             if tag != _INTEGER:
                 raise ValueError("an entry of a list of revoked certificates has no serial number")

@@ -72,9 +72,9 @@ def head(architecture: int) -> Code:
     ]
 
 
-def on(number: int, then: Code) -> Code:
-    """Return the instructions for one call; `then` ends in a result."""
-    return [(_IF_EQUAL, 0, len(then), number), *then]
+def on(number: int, action: Code) -> Code:
+    """Return the instructions for one call; `action` ends in a result."""
+    return [(_IF_EQUAL, 0, len(action), number), *action]
 
 
 def beyond(number: int, action: int) -> Code:

@@ -736,16 +736,16 @@ class SendBuffer:
         unsent: The bytes.
     """
 
-    def __init__(self, rest: bytes | memoryview) -> None:
+    def __init__(self, unsent: bytes | memoryview) -> None:
         # Copy it, because the session may overwrite the reply's memory with the next reply.
-        self.unsent = memoryview(bytes(rest))
+        self.unsent = memoryview(bytes(unsent))
         # Number of unsent bytes when the peer last completed a step of STEP_BYTES, and the time of that.
         self._step_bytes = len(self.unsent)
         self._step_s = time.monotonic()
 
-    def update(self, rest: bytes | memoryview) -> None:
-        """Set the unsent bytes to `rest`, after the peer has read some."""
-        self.unsent = memoryview(rest)
+    def update(self, unsent: bytes | memoryview) -> None:
+        """Set the unsent bytes to `unsent`, after the peer has read some."""
+        self.unsent = memoryview(unsent)
         # Less than a step does not count as progress: otherwise a peer could keep the memory by reading a byte a
         # minute.
         if self._step_bytes - len(self.unsent) >= STEP_BYTES:

@@ -460,8 +460,8 @@ class GraphOperations(OperationHandler):
     def _add_dependent(self, number: int, session_graph: _SessionGraph) -> None:
         """Make the graph void as soon as an allocation or a module that it names is released."""
 
-        def void(what: str) -> None:
-            session_graph.void = what
+        def void(reason: str) -> None:
+            session_graph.void = reason
             self._release(number, session_graph)
 
         for handle in session_graph.steps.allocations:

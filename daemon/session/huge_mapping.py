@@ -59,8 +59,8 @@ class HugeMapping:
         self._start = map_memory(None, self._reserved, _PROT_NONE, flags, -1)
         self.address = -(-self._start // _HUGE_BYTES) * _HUGE_BYTES
         try:
-            both = mmap.PROT_READ | mmap.PROT_WRITE
-            map_memory(self.address, size_bytes, both, mmap.MAP_SHARED | MAP_FIXED, fd)
+            read_write = mmap.PROT_READ | mmap.PROT_WRITE
+            map_memory(self.address, size_bytes, read_write, mmap.MAP_SHARED | MAP_FIXED, fd)
         except BaseException:
             unmap_memory(self._start, self._reserved)
             raise

@@ -133,7 +133,9 @@ class SessionParts:
     def _region_states(self, holders: Mapping[Holder, int]) -> RegionStates:
         states, members = self.regions.states()
         region_sets = zip(self.region_sets.made(), members, strict=True)
-        sets = tuple(RegionSetState(one.handle, tuple(at), holders[one.holder]) for one, at in region_sets)
+        sets = tuple(
+            RegionSetState(region_set.handle, tuple(at), holders[region_set.holder]) for region_set, at in region_sets
+        )
         return RegionStates(tuple(states), sets, self.region_sets.last_set, self.region_sets.launches_begun)
 
     def parked_regions(self) -> tuple[ParkedRegion, ...]:
@@ -174,7 +176,8 @@ class SessionParts:
             if image.regions is not None:
                 regions = self.regions.restore(image.regions.regions)
                 sets = (
-                    (one.handle, [regions[at] for at in one.members], holders[one.holder]) for one in image.regions.sets
+                    (region_set.handle, [regions[at] for at in region_set.members], holders[region_set.holder])
+                    for region_set in image.regions.sets
                 )
                 self.region_sets.restore_sets(sets, image.regions.last_set)
                 self.regions.end_by_page()

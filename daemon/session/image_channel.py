@@ -46,9 +46,9 @@ def send_image(
         with socket.socket(fileno=os.dup(channel_fd)) as channel:
             channel.setblocking(False)
             send_message(channel, ImageMemory(len(data), host[1], image.version).to_map(), (image_fd, host[0]))
-            for one in connections:
-                message = ImageConnection(has_ring=one.ring >= 0, has_arena=one.arena >= 0)
-                send_message(channel, message.to_map(), one.present())
+            for connection in connections:
+                message = ImageConnection(has_ring=connection.ring >= 0, has_arena=connection.arena >= 0)
+                send_message(channel, message.to_map(), connection.present())
     finally:
         os.close(image_fd)
     return len(data)

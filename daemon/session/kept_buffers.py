@@ -75,7 +75,7 @@ class KeepOperations(OperationHandler):
         if frame.payload:
             raise BodyError("MEM_KEPT takes no payload")
         sizes = ((name, handle, self._ledger.size_of(handle) or 0) for name, handle in sorted(self._handles.items()))
-        return done(frame, KeptBuffers(tuple(KeptBuffer(*one) for one in sizes)))
+        return done(frame, KeptBuffers(tuple(KeptBuffer(*kept) for kept in sizes)))
 
     def names(self) -> list[tuple[str, int]]:
         """Return the name and handle of each kept allocation."""

@@ -152,8 +152,8 @@ class PrintedOperations(OperationHandler):
         """Return what was printed since the last call, and whether some of it is lost. No kernel may be running."""
         (earlier, was_lost), self._earlier = self._earlier, (b"", False)
         data, is_lost = self._take()
-        both = earlier + data
-        return both[:MAX_PRINTED_BYTES], is_lost or was_lost or len(both) > MAX_PRINTED_BYTES
+        joined = earlier + data
+        return joined[:MAX_PRINTED_BYTES], is_lost or was_lost or len(joined) > MAX_PRINTED_BYTES
 
     def put_back(self, data: bytes, *, is_lost: bool) -> None:
         """Put back what `take` returned: it goes before everything that is printed from now on."""
@@ -174,7 +174,9 @@ def _attributes(plan: "Plan", flags: int, cluster: Dim3) -> DriverLaunchAttribut
     # All zeros mean no cluster.
     if not any(cluster):
         return DriverLaunchAttributes(bool(flags & LaunchFlag.COOPERATIVE), None)
-    if not all(cluster) or any(blocks % of for blocks, of in zip(plan.grid, cluster, strict=True)):
+    if not all(cluster) or any(
+        blocks % cluster_length for blocks, cluster_length in zip(plan.grid, cluster, strict=True)
+    ):
         raise launch_failed(
             f"{name}: the grid must be a multiple of the cluster {cluster}, not {plan.grid}",
             kernel=name,

@@ -72,30 +72,30 @@ class Dependents:
         on_add: Called with the number of each thing that gets a dependent.
     """
 
-    def __init__(self, on_add: Callable[[int], None] = lambda thing: None) -> None:
+    def __init__(self, on_add: Callable[[int], None] = lambda handle: None) -> None:
         self._on_add = on_add
         self._callbacks: dict[int, dict[int, Callable[[str], None]]] = {}
 
-    def __contains__(self, thing: int) -> bool:
-        return thing in self._callbacks
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._callbacks
 
-    def add(self, thing: int, dependent: int, on_release: Callable[[str], None]) -> None:
-        """Call `on_release`, with a description of `thing`, when `thing` is released."""
-        self._callbacks.setdefault(thing, {})[dependent] = on_release
-        self._on_add(thing)
+    def add(self, handle: int, dependent: int, on_release: Callable[[str], None]) -> None:
+        """Call `on_release`, with a description of `handle`, when `handle` is released."""
+        self._callbacks.setdefault(handle, {})[dependent] = on_release
+        self._on_add(handle)
 
-    def remove(self, thing: int, dependent: int) -> None:
+    def remove(self, handle: int, dependent: int) -> None:
         """Forget a dependent; an unknown one is ignored."""
-        callbacks = self._callbacks.get(thing)
+        callbacks = self._callbacks.get(handle)
         if callbacks is not None:
             callbacks.pop(dependent, None)
             if not callbacks:
-                del self._callbacks[thing]
+                del self._callbacks[handle]
 
-    def released(self, thing: int, what: str) -> None:
+    def released(self, handle: int, reason: str) -> None:
         """Call all dependents of a released thing, and forget them."""
-        for on_release in self._callbacks.pop(thing, {}).values():
-            on_release(what)
+        for on_release in self._callbacks.pop(handle, {}).values():
+            on_release(reason)
 
 
 class Ledger:
@@ -283,9 +283,9 @@ class Ledger:
         self._regions[address] = ChargedRegion(size_bytes, size_bytes, check)
         self.used_bytes += size_bytes
 
-    def void_region(self, address: int, what: str) -> None:
+    def void_region(self, address: int, reason: str) -> None:
         """Notify a region's dependents that its end begins."""
-        self.allocation_dependents.released(address, what)
+        self.allocation_dependents.released(address, reason)
 
     def end_region(self, address: int, kept_bytes: int) -> None:
         """Record that a region's memory was released to the card. `kept_bytes` stay mapped in its place."""

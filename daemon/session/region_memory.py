@@ -190,7 +190,7 @@ class RegionMemory:
         # A set may name regions that have released their addresses: launches in it are refused.
         position = {region: at for at, region in enumerate(mapped)}
         sets = [
-            [position.setdefault(one, len(position)) for one in region_set.regions]
+            [position.setdefault(member, len(position)) for member in region_set.regions]
             for region_set in self._gate.sets.values()
         ]
         states = [
@@ -214,7 +214,7 @@ class RegionMemory:
         """Return id and address of each region that has its memory."""
         ledger = self._resources.ledger
         mapped = self._by_id.values()
-        return [(one.region_id, one.address) for one in mapped if not ledger.has_ended(one.address)]
+        return [(region.region_id, region.address) for region in mapped if not ledger.has_ended(region.address)]
 
     def restore(self, states: Iterable[RegionState]) -> list[MappedRegion]:
         """Add the regions that the session had in another process, in the order of `states`.
@@ -369,11 +369,11 @@ class RegionMemory:
             if not self._call(self._resources.context.region_is_zeroed):
                 return
             reports: list[RegionOpenedReport | RegionRefusedReport] = [
-                RegionOpenedReport(one.region_id, one.address) for one in self._openings
+                RegionOpenedReport(opening.region_id, opening.address) for opening in self._openings
             ]
         except DriverError as error:
             # The context is lost, and with it the lease.
-            reports = [RegionRefusedReport(one.region_id, str(error)) for one in self._openings]
+            reports = [RegionRefusedReport(opening.region_id, str(error)) for opening in self._openings]
         self._openings.clear()
         self._gate.outbox.extend(reports)
 

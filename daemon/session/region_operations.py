@@ -350,7 +350,11 @@ class RegionGate:
 
     def end_at(self, address: int) -> str:
         """Describe the end of the region at this address; "" if there is none, or if its end has not begun."""
-        ended = (one for one in self.regions.values() if one.address == address and one.ended is not None)
+        ended = (
+            candidate
+            for candidate in self.regions.values()
+            if candidate.address == address and candidate.ended is not None
+        )
         region = next(ended, None)
         return "" if region is None else end_text(region)
 
@@ -423,7 +427,7 @@ class RegionGate:
         if stream == self._stream:
             self.forget_current()
         # Regions refer to the stream by its number, which a later stream may get.
-        users = [one for one in self.regions.values() if stream in one.streams or stream in one.marks]
+        users = [used for used in self.regions.values() if stream in used.streams or stream in used.marks]
         if users:
             ticket = self.mark(stream)
             for region in users:

@@ -107,8 +107,8 @@ def empty(frame: Frame) -> bytes:
     # Built once per operation and session; only the request id is put in.
     cached = _EMPTY_REPLIES.get(op)
     if cached is None or cached[0] != session_id:
-        whole = build_frame(op, request_id=0, session_id=session_id, flags=_REPLY)
-        cached = _EMPTY_REPLIES[op] = (session_id, whole[:REQUEST_ID_OFFSET], whole[MIDDLE_AT:])
+        template = build_frame(op, request_id=0, session_id=session_id, flags=_REPLY)
+        cached = _EMPTY_REPLIES[op] = (session_id, template[:REQUEST_ID_OFFSET], template[MIDDLE_AT:])
     return b"".join((cached[1], frame.request_id.to_bytes(8, "big"), cached[2]))
 
 

@@ -185,7 +185,7 @@ class SessionServer:
                 continue
             timeout_ms = self._check_connections()
             # Step 2: prepare each ring for sleep. A ring that has bytes, or room, keeps the worker awake.
-            awake = [one for one in self._connections.values() if one.fd not in self._held]
+            awake = [candidate for candidate in self._connections.values() if candidate.fd not in self._held]
             for connection in awake:
                 is_asleep = connection.fd not in self._ready and connection.wire.prepare_sleep(
                     for_room=connection.is_paused
@@ -613,7 +613,7 @@ class SessionServer:
             lambda: session.parts.restore_graphs(image, holders),
         )
         rows = zip(image.connections, connections, strict=True)
-        session.parts.restore(image, [(state, one.streams, one.holder) for state, one in rows])
+        session.parts.restore(image, [(state, taken.streams, taken.holder) for state, taken in rows])
         session.adopted(0 if image.regions is None else image.regions.launches_begun)
         # Step 4: serve its clients again.
         for connection in connections:
@@ -931,11 +931,11 @@ class SessionServer:
     def _send(self, connection: AttachedConnection, data: bytes | memoryview) -> bool:
         """Send a reply. Returns False if a part is left and the connection is now paused. Raises ConnectionLost."""
         # Usually all of it fits at once.
-        rest = connection.wire.send(data, connection.wait_ns)
-        if rest is None:
+        unsent = connection.wire.send(data, connection.wait_ns)
+        if unsent is None:
             return True
         # Pause the connection: keep the rest, and poll for room in place of requests.
-        connection.send_buffer = SendBuffer(rest)
+        connection.send_buffer = SendBuffer(unsent)
         connection.no_wait_until_s = time.monotonic() + NO_WAIT_S
         self._set_waits()
         self._poll.modify(connection.fd, connection.wire.events(for_room=True))
@@ -947,9 +947,9 @@ class SessionServer:
 
     def _resume(self, connection: AttachedConnection, send_buffer: SendBuffer) -> None:
         """Continue sending what the peer has not read. Once everything is sent, serve its waiting requests."""
-        rest = connection.wire.send(send_buffer.unsent, 0)
-        if rest is not None:
-            send_buffer.update(rest)
+        unsent = connection.wire.send(send_buffer.unsent, 0)
+        if unsent is not None:
+            send_buffer.update(unsent)
             return
         connection.send_buffer = None
         self._poll.modify(connection.fd, connection.wire.events(for_room=False))

@@ -100,15 +100,15 @@ class Feed:
         self._last_number += 1
         # A newer broker may send a phase that this version does not know; show its number.
         phase = Phase(event.phase).name.lower() if event.phase in list(Phase) else str(event.phase)
-        about = self._cached.get(lease_id)
+        cached = self._cached.get(lease_id)
         # Grace, teardown and end are one line on the page.
         if phase in ENDING:
             self._forget_end(lease_id)
         self._changes.append(
-            LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, about)
+            LeaseChange(self._last_number, self._clock(), lease_id, phase, event.cause, event.reason, cached)
         )
         # A lease that was never in a snapshot: ask the broker for its tenant and card.
-        if about is None and len(self._lookup_queue) < MAX_LOOKUPS:
+        if cached is None and len(self._lookup_queue) < MAX_LOOKUPS:
             self._lookup_queue.append(lease_id)
             self._lookup_wanted.set()
         self._wakeup.set()
@@ -269,8 +269,8 @@ class Feed:
         if not 0 < elapsed_s <= GAP_S:
             return {}
         # Leases of both snapshots only: a lease that is new has no earlier counter.
-        both = self._launches.keys() & before.keys()
-        return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / elapsed_s for lease_id in both}
+        common_ids = self._launches.keys() & before.keys()
+        return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / elapsed_s for lease_id in common_ids}
 
     def _append_rates(self, cards: list[Report], leases: list[Report], rates: Mapping[str, float], at_s: float) -> None:
         has_rates = self._snapshot is not None and at_s - self._snapshot.at_s <= GAP_S

@@ -223,9 +223,9 @@ def _allocated(lease: Report) -> int | None:
 
 
 def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
-    about = change.about
-    # Without `about` the feed never learned the lease: show the change without it.
-    tenant = "" if about is None else about.tenant if is_named else pseudonyms.of_tenant(about.tenant)
+    snapshot = change.about
+    # Without `snapshot` the feed never learned the lease: show the change without it.
+    tenant = "" if snapshot is None else snapshot.tenant if is_named else pseudonyms.of_tenant(snapshot.tenant)
     fields = {
         "number": change.number,
         "age_s": _rounded(max(0.0, now_s - change.at_s)),
@@ -233,9 +233,9 @@ def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_name
         "phase": change.phase,
         "cause": change.cause,
         "tenant": tenant,
-        "card_uuid": "" if about is None else about.card_uuid,
-        "size_bytes": None if about is None else about.size_bytes,
-        "is_region": about is not None and about.is_region,
+        "card_uuid": "" if snapshot is None else snapshot.card_uuid,
+        "size_bytes": None if snapshot is None else snapshot.size_bytes,
+        "is_region": snapshot is not None and snapshot.is_region,
     }
     if is_named:
         fields |= {"lease_id": change.lease_id, "reason": change.reason}

@@ -89,17 +89,17 @@ def reconcile(
     taken = {lease.lease_id for lease in rows}
     open_for_submits = {lease.lease_id for lease in rows if lease.state is not LeaseState.FENCED}
     # Step 2: decide about the remaining workers, oldest first.
-    for one in others:
-        spec = one.worker.spec
+    for candidate in others:
+        spec = candidate.worker.spec
         if spec.submit_of in open_for_submits:
             # A lease has one submit at a time. If there is a second one, an operator has cleared its fence, so it
             # belongs to no lease.
             open_for_submits.discard(spec.submit_of)
-            is_running = one.is_alive and one.is_leased and one.page.word is None
+            is_running = candidate.is_alive and candidate.is_leased and candidate.page.word is None
             submit = SubmitFound(
                 spec.lease_id, spec.submit_of, spec.card_uuid, is_running, spec.timeout_ms, spec.size_bytes
             )
-            adoptions.append(Adoption(submit, one.worker))
+            adoptions.append(Adoption(submit, candidate.worker))
             continue
         # An additional worker of a known lease must not have that lease's number, so draw one for it.
         is_one_more = bool(spec.submit_of) or spec.lease_id in taken
@@ -107,7 +107,7 @@ def reconcile(
         taken.add(number)
         charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
         of_lease = (spec.submit_of or spec.lease_id) if is_one_more else 0
-        adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, of_lease), one.worker))
+        adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, of_lease), candidate.worker))
     return adoptions
 
 
@@ -118,9 +118,9 @@ def _restore(
     adoptions = []
     others = list(left_workers)
     for lease in rows:
-        own = [one for one in others if one.worker.spec.lease_id == lease.lease_id]
+        own = [candidate for candidate in others if candidate.worker.spec.lease_id == lease.lease_id]
         # While a hung context is being replaced, a lease has two workers, and the second one has no deadline yet.
-        best = max(own, key=lambda one: (one.is_leased, one.is_alive), default=None)
+        best = max(own, key=lambda candidate: (candidate.is_leased, candidate.is_alive), default=None)
         # No zygote has the lease's worker: it died with its zygote, or `end_stray` kills it.
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
@@ -133,7 +133,7 @@ def _restore(
             on_page = on_page._replace(card_uuid=best.worker.spec.card_uuid)
         # The worker that adopts a session has its deadline, and so does the worker that the session has left. It is
         # unknown which of them serves it.
-        is_ambiguous = sum(one.is_leased and one.is_alive for one in own) > 1
+        is_ambiguous = sum(candidate.is_leased and candidate.is_alive for candidate in own) > 1
         if is_ambiguous and lease.terms.is_parkable and lease.state is LeaseState.ACTIVE:
             on_page = on_page._replace(is_cold=True)
         horizon = horizon_on(best.page, clocks) if lease.terms.is_claimed else None
@@ -220,7 +220,7 @@ def adopt(
             workers.settle(fenced.lease_id)
     for region in regions:
         post(RegionRestored(region))
-    going_on = sum(isinstance(one.event, LeaseRestored) and one.event.has_worker for one in adoptions)
+    going_on = sum(isinstance(each.event, LeaseRestored) and each.event.has_worker for each in adoptions)
     if adoptions:
         log_event(LogEvent.SESSIONS_FOUND, count=len(adoptions), going_on=going_on)
 

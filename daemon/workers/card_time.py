@@ -322,7 +322,9 @@ class CardTimes:
                 member.seen = b"" if claim.busy_since_ns or claim.held_back_since_ns else seen
         # The tenants with latency sessions that have held the others back since the last sample.
         obeyed = card.shares.obeyed
-        first = [one for one in card.words if one in card.members and card.members[one].tenant in obeyed]
+        first = [
+            session for session in card.words if session in card.members and card.members[session].tenant in obeyed
+        ]
         account = card.account
         account.sample(now_ns, claims, first)
         card.sampled_ns = now_ns
@@ -348,10 +350,10 @@ class CardTimes:
         spent, member = card.account.sessions[number], card.members[number]
         if not (spent.more_busy_ns or spent.more_held_ns):
             return
-        more = LeaseTimeUse(spent.more_gpu_ns, spent.more_busy_ns, spent.more_held_ns)
+        increase = LeaseTimeUse(spent.more_gpu_ns, spent.more_busy_ns, spent.more_held_ns)
         use = self._uses.setdefault(member.lease_id, LeaseTimeUse())
-        use.add(more)
-        self._uncounted.setdefault((uuid, member.tenant), LeaseTimeUse()).add(more)
+        use.add(increase)
+        self._uncounted.setdefault((uuid, member.tenant), LeaseTimeUse()).add(increase)
         page = member.worker.page
         page.set_time_account(TimeAccounted(int(use.gpu_ns), spent.busy_ns, spent.held_ns, now_ns))
 
@@ -422,14 +424,18 @@ class CardTimes:
 
     def _update_words(self, card: _Card, permitted: set[str]) -> None:
         """Give each session of the latency class a word, and remove the words of ended sessions."""
-        spinning = {one for one, member in card.members.items() if member.is_latency and member.tenant in permitted}
+        spinning = {
+            session_id
+            for session_id, member in card.members.items()
+            if member.is_latency and member.tenant in permitted
+        }
         for session in card.words.keys() - spinning:
             number, word = card.words.pop(session)
             word.close()
             for member in card.members.values():
                 member.words.pop(number, None)
         free = _free_numbers({number for number, _ in card.words.values()})
-        for session in [one for one in spinning if one not in card.words]:
+        for session in [session_id for session_id in spinning if session_id not in card.words]:
             # Without a free number or descriptor, the session is of the ordinary class for now.
             with contextlib.suppress(OSError, StopIteration):
                 number = next(free)
@@ -445,12 +451,12 @@ class CardTimes:
     def _send_words(self, card: _Card) -> None:
         """Send each worker the words that it lacks. A worker that is too busy now gets them later."""
         for session, (number, word) in card.words.items():
-            for one, member in card.members.items():
+            for session_id, member in card.members.items():
                 # Skip older workers, which do not know words (and keep no account).
                 if member.words.get(number) == word.serial or member.worker.page.time_claims() is None:
                     continue
-                message = LatencyWord(number, is_own=one == session)
-                fd = word.fd if one == session else word.reading_fd
+                message = LatencyWord(number, is_own=session_id == session)
+                fd = word.fd if session_id == session else word.reading_fd
                 with contextlib.suppress(ChannelClosed, OSError):
                     send_message(member.worker.channel, message.to_map(), (fd,))
                     member.words[number] = word.serial

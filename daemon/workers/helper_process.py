@@ -315,11 +315,11 @@ class ChildProcess:
         if time.monotonic() - self._began_s > self._timeouts.steady_s:
             self._restarts = 0
         # Give a process that closed its channel a moment to end, so that the log has its exit status.
-        how = None
+        exit_status = None
         if event is self._kind.died and self._child is not None:
-            how = await self._child.end(self._timeouts.exit_s)
+            exit_status = await self._child.end(self._timeouts.exit_s)
         await self._end()
-        log_event(event, reason=how or reason)
+        log_event(event, reason=exit_status or reason)
         # Try forever: without this process a part of the daemon is missing. Each failure is logged.
         while True:
             await asyncio.sleep(back_off_s(self._restarts, self._timeouts.restart_s, self._timeouts.max_restart_s))

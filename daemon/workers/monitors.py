@@ -147,7 +147,9 @@ class KernelWatchdog:
         `round_away_ns`: For how long this process was away since the last round.
         """
         # Rule 1: by the worker's own figures, one kernel has run for longer than the lease allows.
-        polled_ns, since_ns = (worker.page.counter(one) for one in (Counter.LAST_POLL_NS, Counter.KERNEL_SINCE_NS))
+        polled_ns, since_ns = (
+            worker.page.counter(counter) for counter in (Counter.LAST_POLL_NS, Counter.KERNEL_SINCE_NS)
+        )
         if reason := overran(polled_ns, since_ns, worker.spec.max_kernel_ms):
             return Cause.KERNEL_TIMEOUT, reason
         # Rule 2: a compilation takes too long. It can't be interrupted, so the worker shows no heartbeat during it, and

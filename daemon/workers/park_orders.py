@@ -235,7 +235,7 @@ class ParkOrders:
             worker = self._workers.worker(lease_id)
             if worker is None:
                 continue
-            uses[lease_id] = tuple(worker.page.counter(one) for one in _USES)
+            uses[lease_id] = tuple(worker.page.counter(counter) for counter in _USES)
             # A long-running kernel counts as use, too.
             if uses[lease_id] != self._uses.get(lease_id) or worker.page.counter(Counter.KERNEL_SINCE_NS):
                 used.append(lease_id)

@@ -174,9 +174,9 @@ class Workers:
 
         Raises ZygoteBroken.
         """
-        for one in zygotes:
-            zygote = self._zygotes.take_over(one)
-            self._found_workers |= {(zygote, worker.serial): worker for worker in one.workers}
+        for found_zygote in zygotes:
+            zygote = self._zygotes.take_over(found_zygote)
+            self._found_workers |= {(zygote, worker.serial): worker for worker in found_zygote.workers}
         await self._zygotes.start()
 
     async def stop(self) -> None:
@@ -247,7 +247,7 @@ class Workers:
 
     def pids(self) -> set[int]:
         """Return the process ids of all workers that run, are not proved free, or have bytes held by a fence."""
-        ended = {one.pid for one in self._reaped.values()}
+        ended = {reaped.pid for reaped in self._reaped.values()}
         return {worker.pid for worker in self._workers.values()} | ended | self._fenced.keys()
 
     def ended_pid(self, lease_id: int) -> int:

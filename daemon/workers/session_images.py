@@ -161,9 +161,12 @@ class SessionImages:
 
     def _take_regions(self, image: _Image, report: ImagedReport) -> None:
         host_bytes = 0 if image.memory is None else image.memory[0].host_bytes
-        if any(one.at + one.size_bytes > host_bytes or one.kept_bytes > one.size_bytes for one in report.regions):
+        if any(
+            region.at + region.size_bytes > host_bytes or region.kept_bytes > region.size_bytes
+            for region in report.regions
+        ):
             raise ValueError("one of its regions is outside of its memory")
-        image.regions = {one.region_id: one for one in report.regions}
+        image.regions = {region.region_id: region for region in report.regions}
 
     def keep(self, lease_id: int, worker: Worker | None) -> None:
         """Keep a session that leaves its worker. From now on its clients are watched."""

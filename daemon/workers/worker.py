@@ -329,10 +329,10 @@ def counter_increments(worker: Worker) -> list[tuple[MetricFamily, float]]:
     before = worker.counted or _ZEROS
     now = _read(worker.page, before)
     worker.counted = now
-    more = [new - old for new, old in zip(now, before, strict=True)]
+    increments = [new - old for new, old in zip(now, before, strict=True)]
     # The page counts successful and failed waits separately; the metric counts all.
-    more[1] += more[2]
-    return [(family, float(count)) for family, count in zip(_FAMILIES, more, strict=True) if count]
+    increments[1] += increments[2]
+    return [(family, float(count)) for family, count in zip(_FAMILIES, increments, strict=True) if count]
 
 
 def skip_counts(worker: Worker) -> None:

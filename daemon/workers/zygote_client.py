@@ -362,13 +362,13 @@ class ZygoteClient:
         inherited_fds = (broker_end_fd,) if self.outlives_its_broker else ()
         self._send(spec, (channel_fd, *page_fds, *inherited_fds))
 
-    def change(self, serial: int, spec: WorkerSpec, then: Callable[[], None]) -> None:
+    def change(self, serial: int, spec: WorkerSpec, on_sent: Callable[[], None]) -> None:
         """Report that a worker has another lease.
 
-        The next broker needs this, and so does the log, which names the lease of a worker's output. `then` is called
+        The next broker needs this, and so does the log, which names the lease of a worker's output. `on_sent` is called
         once the message is sent. Raises as `spawn` does.
         """
-        self._send(LeaseChanged(spec, serial), (), then)
+        self._send(LeaseChanged(spec, serial), (), on_sent)
 
     def renew(self, serial: int, spec: WorkerSpec, page_fds: PageFds) -> None:
         """Report that a worker was scrubbed and has other control pages. Raises as `spawn` does."""
@@ -394,13 +394,13 @@ class ZygoteClient:
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self._send(message)
 
-    def _send(self, message: Message, fds: tuple[int, ...] = (), then: Callable[[], None] = lambda: None) -> None:
+    def _send(self, message: Message, fds: tuple[int, ...] = (), on_sent: Callable[[], None] = lambda: None) -> None:
         """Send a message as soon as there is room for it. Raises as `spawn` does."""
         if self._channel is None or self._outbox is None:
             raise ChannelClosed("the zygote is not running")
         if len(self._outbox) >= MAX_WAITING:
             raise BlockingIOError(errno.EAGAIN, f"{MAX_WAITING} messages wait for the zygote")
-        self._outbox.send(message.to_map(), fds, then)
+        self._outbox.send(message.to_map(), fds, on_sent)
         if self._outbox:
             asyncio.get_running_loop().add_writer(self._channel, self._flush)
 

@@ -10,9 +10,9 @@ def driver_named(name: str) -> Driver:
     it runs warps and blocks: "cpu:sm_80", "cpu::7". The cards' driver may have ONE_BY_ONE there: native code then
     queues each launch by itself.
     """
-    name, _, rest = name.partition(":")
+    name, _, option = name.partition(":")
     # Only the embedded driver has an architecture and a seed; for the cards' driver the rest is a switch.
-    architecture, _, seed = rest.partition(":")
+    architecture, _, seed = option.partition(":")
     try:
         if name == "cpu":
             from gpulease.daemon.ptx.architecture import SM_90, parse_architecture
@@ -22,7 +22,7 @@ def driver_named(name: str) -> Driver:
         if name == "cuda":
             from gpulease.daemon.drivers.cuda.driver import CudaDriver
 
-            return CudaDriver(has_chains=rest != ONE_BY_ONE)
+            return CudaDriver(has_chains=option != ONE_BY_ONE)
     except ImportError as error:
         raise DriverError(
             f"the {name} driver needs {error.name}, which is not installed",

@@ -124,10 +124,10 @@ def _state(lease: Report) -> str | None:
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
     """Events per second. The session itself counts them: a counter that went backwards gives None."""
     # A counter that went back is another session's: no rate can be computed.
-    now, then = number(lease, key), number(before, key)
-    if now is None or then is None or now < then or span_s <= 0:
+    now, earlier = number(lease, key), number(before, key)
+    if now is None or earlier is None or now < earlier or span_s <= 0:
         return None
-    return (now - then) / span_s
+    return (now - earlier) / span_s
 
 
 def number(report: Report, key: str) -> float | None:

@@ -139,9 +139,9 @@ class GgufFile:
         half = self.config.head_width // 2
         divisors: NDArray[np.float64] = self._tensor(ROTARY_DIVISORS, entry, (half,)).f32(0, 1)[0].astype(np.float64)
         # Zero, NaN or a tiny number would break every position's rotation.
-        if (wrong := divisors[~(np.isfinite(divisors) & (divisors >= MIN_DIVISOR))]).size:
+        if (invalid := divisors[~(np.isfinite(divisors) & (divisors >= MIN_DIVISOR))]).size:
             rule = f"must have finite numbers of at least {MIN_DIVISOR}"
-            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} {rule}, not {wrong[0]}")
+            raise ModelRejected(f"{self.name}: tensor {ROTARY_DIVISORS} {rule}, not {invalid[0]}")
         return divisors
 
     def _tensor(self, name: str, entry: GgufTensor, shape: tuple[int, ...]) -> Tensor:

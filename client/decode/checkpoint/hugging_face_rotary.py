@@ -78,9 +78,9 @@ def layered_rotary_of(members: Members) -> Rotary:
     `rope_scaling`, an older name of the object for layers without a window, takes precedence over it.
     """
     parameters = members.object("rope_parameters") or Members({FULL: {}, SLIDING: {}}, members.where)
-    if wrong := [key for key in parameters.values if key not in (FULL, SLIDING)]:
+    if unknown := [key for key in parameters.values if key not in (FULL, SLIDING)]:
         raise ModelRejected(
-            f"{parameters.where}: {quoted(wrong[0])} must be in {FULL} or {SLIDING}, for the layers that it is of"
+            f"{parameters.where}: {quoted(unknown[0])} must be in {FULL} or {SLIDING}, for the layers that it is of"
         )
     scaling, kinds = members.object("rope_scaling"), []
     for kind in (FULL, SLIDING):
@@ -190,8 +190,8 @@ def _divisors(scaling: Members, key: str, pairs: int) -> tuple[float, ...]:
             f" {len(values)}"
         )
     divisors = tuple(Members({key: value}, scaling.where).number(key) for value in values)
-    if wrong := [divisor for divisor in divisors if divisor < MIN_DIVISOR]:
-        raise ModelRejected(f"{scaling.where}: {key} must have numbers of at least {MIN_DIVISOR}, not {wrong[0]}")
+    if too_small := [divisor for divisor in divisors if divisor < MIN_DIVISOR]:
+        raise ModelRejected(f"{scaling.where}: {key} must have numbers of at least {MIN_DIVISOR}, not {too_small[0]}")
     return divisors
 
 

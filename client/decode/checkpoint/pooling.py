@@ -81,6 +81,6 @@ def _pooling_of(folder: Path, module: Members) -> Pooling:
     if not modes and mode:
         pooling = {"mean": Pooling.MEAN, "lasttoken": Pooling.LAST}.get(mode)
     if pooling is None:
-        ways = ", ".join(filter(None, [*modes, mode])) or "nothing"
-        raise ModelRejected(f"{path}: pooling must be the mean or the last token alone, not {quoted(ways)}")
+        modes_text = ", ".join(filter(None, [*modes, mode])) or "nothing"
+        raise ModelRejected(f"{path}: pooling must be the mean or the last token alone, not {quoted(modes_text)}")
     return pooling

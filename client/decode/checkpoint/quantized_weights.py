@@ -181,8 +181,10 @@ def _check_members(members: Members, accepted: Accepted, *others: str) -> None:
             raise ModelRejected(f"{members.where}: {quoted(name)} is not a known member")
     for name, values in accepted.items():
         value = members.values.get(name)
-        if values and not any(type(value) is type(one) and value == one for one in values):
-            allowed = " or ".join(str(one) for one in values if one is not None) or "null"
+        if values and not any(
+            type(value) is type(allowed_value) and value == allowed_value for allowed_value in values
+        ):
+            allowed = " or ".join(str(allowed_value) for allowed_value in values if allowed_value is not None) or "null"
             raise ModelRejected(f"{members.where}: {name} must be {allowed}, not {quoted_value(value)}")
 
 

@@ -71,9 +71,9 @@ class TensorFile:
         """Have the kernel read `size` bytes, beginning AHEAD_BYTES after `offset`, into the page cache."""
         # Unless it is in the page cache: then the request takes as long as a part of the copy. Both calls release the
         # interpreter's lock, which madvise() of a mapping does not.
-        ahead = offset + AHEAD_BYTES
-        if ahead < len(self.mapped) and not self._is_cached(ahead):
-            os.posix_fadvise(self._descriptor, ahead, size, os.POSIX_FADV_WILLNEED)
+        ahead_offset = offset + AHEAD_BYTES
+        if ahead_offset < len(self.mapped) and not self._is_cached(ahead_offset):
+            os.posix_fadvise(self._descriptor, ahead_offset, size, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, offset: int) -> bool:
         """Return whether a byte of the file is in the page cache; False if the file system does not say."""

@@ -573,7 +573,7 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
     columns = tensors[0].columns
     # FP8's values are in the file as the kernels read them.
     sections = tuple(
-        _Section(one.rows, one.planes, _file_rows(one) if kind is TensorType.FP8 else None) for one in tensors
+        _Section(part.rows, part.planes, _file_rows(part) if kind is TensorType.FP8 else None) for part in tensors
     )
     return _Target(plane_bytes(kind, columns), sections, PACKED[kind], columns)
 

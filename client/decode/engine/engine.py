@@ -447,8 +447,8 @@ class DecodeEngine:
         if self._order is not None:
             # The step before has its rows at other places.
             sources = rows_in["source"][:count]
-            known = sources >= 0
-            sources[known] = self._order.places[sources[known]]
+            has_source = sources >= 0
+            sources[has_source] = self._order.places[sources[has_source]]
         if count < bucket:
             rows_in["position"][count:bucket] = NO_ROW
             rows_in["source"][count:bucket] = NO_ROW
@@ -564,11 +564,11 @@ class DecodeEngine:
         if step.is_pooled:
             normed = self._normed_arrays[parity][: step.rows]
             self.normed = f32_of_bf16(normed if step.order is None else normed[step.order.places])
-        found = self._results[parity][: step.results]
+        results = self._results[parity][: step.results]
         if step.order is None:
-            return _copy_of(found)
+            return _copy_of(results)
         # The results came first, in the order of their rows; every other row gets the record after them.
-        return np.append(found, UNSET).take(np.minimum(step.order.places, len(found)))
+        return np.append(results, UNSET).take(np.minimum(step.order.places, len(results)))
 
     async def _fetch(self, parity: int, step: _Step) -> None:
         """Read a step's results in a session without shared memory, where the step's graph can't copy them."""

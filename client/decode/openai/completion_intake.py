@@ -158,14 +158,16 @@ class DecoderSource:
             masks = await self._decoder.grammars.compile(tenant, request.sampling.grammar)
         generations = self._submit(tenant, request_id, request, prompts, masks)
         for generation in generations:
-            refused, its = generation.error, generation.request
+            refused, prompt_request = generation.error, generation.request
             if refused is None:
                 continue
             for other in generations:
                 other.cancel()
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
                 # In OpenAI's words, from which clients learn how much to shorten.
-                raise too_long(self.room(tenant), len(its.token_ids), its.max_emitted_tokens, is_chat=is_chat)
+                raise too_long(
+                    self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, is_chat=is_chat
+                )
             raise refused
         return Submitted(self.model, request, prompts, generations, self._decoder.end_tokens(request.sampling))
 

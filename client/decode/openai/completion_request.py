@@ -477,11 +477,15 @@ def check_reply_scores(request: CompletionRequest, lengths: Iterable[tuple[int, 
         request: The request.
         lengths: For each prompt its number of tokens, and the most tokens of an answer to it.
     """
-    each = request.ranks + 1 if request.has_logprobs else 0
+    scores_per_token = request.ranks + 1 if request.has_logprobs else 0
     scores = 0
     for prompt_tokens, max_tokens in lengths:
         # A stream sends the answers' as they are computed. A chat's prompt is sent once, not in each choice.
-        scores += request.choices * each * (prompt_tokens * request.is_echo + max_tokens * (not request.is_stream))
+        scores += (
+            request.choices
+            * scores_per_token
+            * (prompt_tokens * request.is_echo + max_tokens * (not request.is_stream))
+        )
         if request.prompt_ranks is not None:
             scores += prompt_tokens * (request.prompt_ranks + 1) * (1 if request.is_chat else request.choices)
     if scores > MAX_REPLY_SCORES:

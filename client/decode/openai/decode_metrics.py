@@ -86,8 +86,8 @@ class GapHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric family for a scrape. Prometheus's buckets are cumulative."""
-        about = "Between two tokens of a sequence."
-        family = HistogramMetricFamily("gpulease_decode_inter_token_seconds", about, labels=["tenant"])
+        help_text = "Between two tokens of a sequence."
+        family = HistogramMetricFamily("gpulease_decode_inter_token_seconds", help_text, labels=["tenant"])
         for tenant, counts in self._counts.items():
             buckets, total = [], 0
             for bound, count in zip((*map(str, map(float, STEP_BUCKETS_S)), "+Inf"), counts, strict=True):
@@ -114,8 +114,8 @@ class TenantGauges(Collector):
             "blocks_used": ("Blocks that live sequences have.", lambda state: state.blocks.used),
             "blocks_kept": ("Blocks that are kept for prompts to reuse.", lambda state: state.blocks.cached),
         }
-        for name, (about, value) in values.items():
-            family = GaugeMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])
+        for name, (help_text, value) in values.items():
+            family = GaugeMetricFamily(f"gpulease_decode_{name}", help_text, labels=["tenant"])
             for tenant, state in tenants.items():
                 family.add_metric([tenant], value(state))
             yield family
@@ -124,8 +124,8 @@ class TenantGauges(Collector):
             "reused_prompt_tokens": ("Tokens of prompts that were not computed again.", lambda it: it.reused_tokens),
             "evicted_blocks": ("Kept blocks that were given up for their place.", lambda it: it.evictions),
         }
-        for name, (about, value) in totals.items():
-            counter = CounterMetricFamily(f"gpulease_decode_{name}", about, labels=["tenant"])
+        for name, (help_text, value) in totals.items():
+            counter = CounterMetricFamily(f"gpulease_decode_{name}", help_text, labels=["tenant"])
             for tenant, state in tenants.items():
                 counter.add_metric([tenant], value(state))
             yield counter
@@ -183,20 +183,20 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
         # When each sequence had its last token, by the caller's id of its request.
         self._last: dict[str, float] = {}
-        registry, one = self.registry, ("tenant",)
+        registry, by_tenant = self.registry, ("tenant",)
 
-        def histogram(name: str, about: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-            return Histogram(f"gpulease_decode_{name}_seconds", about, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"gpulease_decode_{name}_seconds", help_text, labels, buckets=buckets, registry=registry)
 
-        def counter(name: str, about: str, labels: tuple[str, ...]) -> Counter:
-            return Counter(f"gpulease_decode_{name}", about, labels, registry=registry)
+        def counter(name: str, help_text: str, labels: tuple[str, ...]) -> Counter:
+            return Counter(f"gpulease_decode_{name}", help_text, labels, registry=registry)
 
         tokens = counter("tokens", "Tokens computed.", ("tenant", "kind"))
         rows = counter("rows", "Rows of steps.", ("kind",))
         self._requests = counter("requests", "Requests that ended or were refused.", ("tenant", "reason"))
-        revoked = counter("forward_revoked", "Steps that a region's end kept from beginning.", one)
+        revoked = counter("forward_revoked", "Steps that a region's end kept from beginning.", by_tenant)
         self._step = histogram("step", "A step.", STEP_BUCKETS_S)
-        first = histogram("first_token", "From a request to its first token.", WAIT_BUCKETS_S, one)
+        first = histogram("first_token", "From a request to its first token.", WAIT_BUCKETS_S, by_tenant)
         rebind = histogram("rebind", "From a loss to the next token.", REBIND_BUCKETS_S, ("tenant", "scope"))
         self._flip = histogram("forward_revoked", "From a flip to the refused step's report.", FLIP_BUCKETS_S)
         rebuild = histogram("engine_rebuild", "Without an engine.", REBIND_BUCKETS_S, ("kind",))

@@ -620,12 +620,12 @@ def _models(
         names.update(table.aliases)
         if twice := [alias for alias in table.aliases if names[alias] > 1]:
             raise InvalidRequest(f"{path}: models.{name}.aliases: {twice[0]} must be the name of one model alone")
-        its = tuple(tenant for tenant in tenants if name in permitted.get(tenant.id, tables))
-        if not its:
+        its_tenants = tuple(tenant for tenant in tenants if name in permitted.get(tenant.id, tables))
+        if not its_tenants:
             raise InvalidRequest(f"{path}: no tenant may use the model {name}")
         models[name] = ModelSpec(
             path.parent / table.model,
-            its,
+            its_tenants,
             engine_table.decoder(),
             engine_table.wait_s,
             engine_table.chat_tokens,

@@ -65,7 +65,7 @@ def inputs_of(answer: dict[str, Any], width: int) -> tuple[list[tuple[int, ...]]
     if answer["dimensions"] not in (None, width):
         text = f"dimensions = {answer['dimensions']} is not supported; leave it out, or send {width}"
         raise invalid(text, "dimensions", "unsupported_parameter")
-    return [unpacked_tokens(one) for one in answer["inputs"]], bool(answer["is_base64"])
+    return [unpacked_tokens(packed) for packed in answer["inputs"]], bool(answer["is_base64"])
 
 
 def _inputs(value: Any) -> list[Any]:
@@ -75,9 +75,9 @@ def _inputs(value: Any) -> list[Any]:
     inputs = [value] if is_one else value
     if not isinstance(inputs, list) or not 0 < len(inputs) <= MAX_INPUTS:
         raise invalid(f"input must be a string, a list of tokens, or a list of up to {MAX_INPUTS} of those", "input")
-    for one in inputs:
-        is_tokens = isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
-        if not one or not (isinstance(one, str) or is_tokens):
+    for prompt in inputs:
+        is_tokens = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_tokens):
             raise invalid("each input must be a string or a list of tokens, and not empty", "input")
     return inputs
 

@@ -167,7 +167,7 @@ def make_pool_application(
         model = None if requested is None else pool.name_of(requested)
         if requested is not None and model not in states:
             return refusal_of(ApiError(404, "model_not_found", str(unknown_model(requested)), "model"))
-        is_ready = any(one["ready"] for name, one in states.items() if model in (None, name))
+        is_ready = any(state["ready"] for name, state in states.items() if model in (None, name))
         return Response(json.dumps({"models": states}), 200 if is_ready else OVERLOADED, media_type=JSON)
 
     return _application(models, keys, show_health, show_ready, metrics, routes, cors_origins)
@@ -274,7 +274,7 @@ class OpenAiFace:
             seed=request.sampling.seed if request.is_seed_chosen else None,
         )
         tokenizer = await self._source.tokenizer(submitted.model)
-        answers = [CompletionAnswer(tokenizer, request, submitted.end_tokens, one) for one in generations]
+        answers = [CompletionAnswer(tokenizer, request, submitted.end_tokens, begun) for begun in generations]
         if not request.is_stream:
             # One reply: collect all pieces first, so an error can still be the reply's status.
             await gather_or_cancel(answer.collect() for answer in answers)
@@ -345,9 +345,9 @@ class _Models:
     async def show(self, request: Request) -> Response:
         def describe(tenant: str) -> dict[str, Any]:
             described, requested = self._described(tenant), request.path_params["model"]
-            for one in described:
-                if one["id"] == requested:
-                    return one
+            for model in described:
+                if model["id"] == requested:
+                    return model
             text = f"Model {quoted(requested)} is not served here"
             hint = f"; use {described[0]['id']}." if len(described) == 1 else "; GET /v1/models lists those that are."
             raise ApiError(404, "model_not_found", text + hint, "model")
@@ -362,8 +362,8 @@ class _Models:
             return refusal_of(error, headers)
 
     def _described(self, tenant: str) -> Sequence[dict[str, Any]]:
-        about = {"object": "model", "created": self._began, "owned_by": "gpulease"}
-        return [{"id": one["id"], **about, **one} for one in self._models.described(tenant)]
+        common_fields = {"object": "model", "created": self._began, "owned_by": "gpulease"}
+        return [{"id": one["id"], **common_fields, **one} for one in self._models.described(tenant)]
 
 
 class _Texts:

@@ -64,7 +64,7 @@ class PoolMetrics(ServerMetrics):
     def _served(self) -> dict[str, DecodeMetrics]:
         # Those that a reload removed would otherwise be kept for ever.
         if (pool := self._pool()) is not None:
-            self._models = {name: one for name, one in self._models.items() if name in pool.residency.models}
+            self._models = {name: counts for name, counts in self._models.items() if name in pool.residency.models}
         return self._models
 
 
@@ -103,8 +103,8 @@ class _OfPool(Collector):
             "load": GaugeMetricFamily("gpulease_decode_model_load_seconds", "Its last load.", labels=["model"]),
         }
         for name, model in models.items():
-            for one in ModelState:
-                state.add_metric([name, one.value], float(model.state is one))
+            for model_state in ModelState:
+                state.add_metric([name, model_state.value], float(model.state is model_state))
             for kind in CHANGES:
                 changes.add_metric([name, kind], pool.counts[name, kind])
             gauges["bytes"].add_metric([name], model.terms.size_bytes)

@@ -231,20 +231,20 @@ def check_parameters(
         parameter = table.get(name)
         is_known = parameter is not None and (parameter.is_of_chats if is_chat else parameter.is_of_completions)
         # Clients that always send a parameter of the other endpoint may do so if it changes nothing.
-        if parameter is not None and not is_known and any(_is_alike(value, one) for one in parameter.neutral):
+        if parameter is not None and not is_known and any(_is_alike(value, neutral) for neutral in parameter.neutral):
             continue
         if parameter is None or not is_known:
             text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
             raise invalid(text, code="unknown_parameter")
         if parameter.is_used or parameter.is_ignored:
             continue
-        if not any(_is_alike(value, one) for one in parameter.neutral):
+        if not any(_is_alike(value, neutral) for neutral in parameter.neutral):
             # The error says which values would be accepted, for clients that always send the parameter.
-            offered = " or ".join(["null", *(json.dumps(one) for one in parameter.neutral)])
+            offered = " or ".join(["null", *(json.dumps(neutral) for neutral in parameter.neutral)])
             text = f"{where}{name} = {quoted(value)} is not supported; leave it out, or send {offered}"
             raise invalid(text, name, "unsupported_parameter")
 
 
-def _is_alike(value: Any, one: Any) -> bool:
+def _is_alike(value: Any, other: Any) -> bool:
     """Return whether two JSON values are equal. Unlike in Python, true is not 1; but 1 is 1.0."""
-    return value == one and isinstance(value, bool) is isinstance(one, bool)
+    return value == other and isinstance(value, bool) is isinstance(other, bool)

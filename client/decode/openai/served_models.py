@@ -228,10 +228,10 @@ class _RoutedPlace:
         return "" if self._use is None else str(self._use.spec.path.resolve())
 
 
-def _by_names(names: Sequence[str], about: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _by_names(names: Sequence[str], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptions of a model by each of its names: its own, and aliases, which have that as `root`."""
     name, *aliases = names
-    return [{"id": name, **about}, *({"id": alias, "root": name, **about} for alias in aliases)]
+    return [{"id": name, **fields}, *({"id": alias, "root": name, **fields} for alias in aliases)]
 
 
 class Route(msgspec.Struct):

@@ -70,11 +70,11 @@ def format_of(template: str) -> ToolFormat | None:
     """Return the format of a model's chat template; None if the template has no tools, or none that is known."""
     if "tools" not in template:
         return None
-    return next((one for one in FORMATS if one.mark in template), None)
+    return next((tool_format for tool_format in FORMATS if tool_format.mark in template), None)
 
 
 def tool_format_of(name: str) -> ToolFormat:
-    return next(one for one in FORMATS if one.name == name)
+    return next(tool_format for tool_format in FORMATS if tool_format.name == name)
 
 
 def tool_grammar(

@@ -463,11 +463,11 @@ class DecodePage:
         if viewer is not None:
             return _problem(403, "Only the operator may revoke a region.")
         tenant_id = request.path_params["tenant"]
-        decoders = [one for one in self.observer.decoders() if tenant_id in one.scheduler.tenants]
+        decoders = [decoder for decoder in self.observer.decoders() if tenant_id in decoder.scheduler.tenants]
         if not decoders:
             return _problem(404, "This tenant does not exist.")
         # Of many models, each has a region of the tenant. Between two regions there is nothing to revoke.
-        pools = [pool for one in decoders if (pool := one.regions.pools.get(tenant_id)) is not None]
+        pools = [pool for decoder in decoders if (pool := decoder.regions.pools.get(tenant_id)) is not None]
         if not pools:
             return _problem(409, "The tenant has no region now: another one is being opened.")
         try:

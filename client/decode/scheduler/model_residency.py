@@ -71,8 +71,8 @@ class ModelTerms:
 
     def is_same_engine(self, other: "ModelTerms") -> bool:
         """Return whether a model loaded under `other` can serve under these terms without another load."""
-        mine = self.size_bytes, self.is_parkable, self.version
-        return mine == (other.size_bytes, other.is_parkable, other.version)
+        own = self.size_bytes, self.is_parkable, self.version
+        return own == (other.size_bytes, other.is_parkable, other.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class ModelResidency:
             resident.in_use.remove(ticket)
             resident.used_at = now
         else:
-            resident.waiting = deque(one for one in resident.waiting if one.ticket != ticket)
+            resident.waiting = deque(waiter for waiter in resident.waiting if waiter.ticket != ticket)
         return self._advance(now)
 
     # --- how effects ended ---
@@ -443,7 +443,7 @@ class ModelResidency:
 
     def next_deadline(self, now: float) -> float | None:
         """Return when `tick` may have something to do; None if only another event can change anything."""
-        times = [one.deadline for model in self.models.values() for one in model.waiting]
+        times = [waiter.deadline for model in self.models.values() for waiter in model.waiting]
         is_blocked = self._head() is not None
         for model in self.models.values():
             if model.state is not ModelState.LOADED:
@@ -528,10 +528,10 @@ class ModelResidency:
                 model.state = ModelState.PARKING
                 effects.append(Park(model.name))
                 return
-            free += sum(one.host_bytes for one in self.models.values() if one.state is ModelState.UNLOADING)
+            free += sum(other.host_bytes for other in self.models.values() if other.state is ModelState.UNLOADING)
             # Unload parked models that were used less recently first; then this model can leave the card.
-            older = deque(one for one in self._parked() if one.used_at <= model.used_at)
-            if free + sum(one.terms.size_bytes for one in older) >= size:
+            older = deque(other for other in self._parked() if other.used_at <= model.used_at)
+            if free + sum(other.terms.size_bytes for other in older) >= size:
                 while free < size:
                     free += older[0].terms.size_bytes
                     effects.append(self._unload(older.popleft()))
@@ -560,7 +560,9 @@ class ModelResidency:
     def _parked(self) -> list[ResidentModel]:
         """Return the parked models that are not about to return, the one used least recently first."""
         parked = (model for model in self.models.values() if model.state is ModelState.PARKED)
-        return sorted((one for one in parked if not self._is_demanded(one)), key=lambda model: model.used_at)
+        return sorted(
+            (resident for resident in parked if not self._is_demanded(resident)), key=lambda model: model.used_at
+        )
 
     def _head(self) -> ResidentModel | None:
         """Return the model that gets room next; None if none waits."""
@@ -608,13 +610,13 @@ class ModelResidency:
         self, model: ResidentModel, reason: ModelRefusal, detail: str = "", retry_after_s: float | None = None
     ) -> list[Effect]:
         refused, model.waiting = model.waiting, deque()
-        for one in refused:
-            self._tickets.pop(one.ticket, None)
-        return [Refuse(one.ticket, reason, detail, retry_after_s) for one in refused]
+        for waiter in refused:
+            self._tickets.pop(waiter.ticket, None)
+        return [Refuse(waiter.ticket, reason, detail, retry_after_s) for waiter in refused]
 
     def _expire(self, now: float) -> Iterator[Effect]:
         for model in self.models.values():
-            late = [one for one in model.waiting if one.deadline <= now]
+            late = [waiter for waiter in model.waiting if waiter.deadline <= now]
             # Admit a late request of a loaded model rather than refuse it.
             if not late or model.is_open:
                 continue
@@ -622,10 +624,10 @@ class ModelResidency:
             # waits would never get it.
             model.order = min(late[0].order, model.order) if model.is_wanted else late[0].order
             model.is_wanted = not self._is_stopping
-            model.waiting = deque(one for one in model.waiting if one.deadline > now)
-            for one in late:
-                self._tickets.pop(one.ticket, None)
-                yield Refuse(one.ticket, ModelRefusal.WAITED_TOO_LONG)
+            model.waiting = deque(waiter for waiter in model.waiting if waiter.deadline > now)
+            for waiter in late:
+                self._tickets.pop(waiter.ticket, None)
+                yield Refuse(waiter.ticket, ModelRefusal.WAITED_TOO_LONG)
 
     def _check(self, models: Mapping[str, ModelTerms]) -> None:
         for name, terms in models.items():
@@ -643,5 +645,5 @@ class ModelResidency:
 
 
 def _order_of(model: ResidentModel) -> int:
-    orders = [one.order for one in islice(model.waiting, 1)]
+    orders = [waiter.order for waiter in islice(model.waiting, 1)]
     return min([*orders, *([model.order] if model.is_wanted else [])])

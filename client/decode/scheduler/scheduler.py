@@ -946,10 +946,10 @@ class ContinuousBatchScheduler:
         # sequences each call counts, so there is one copy, and no `any`, which is a call of Python code.
         columns = self._columns
         copied = columns.planned.take(roster.tables, axis=1)
-        positions, tokens, sources, blocks, tables, known, turns_at = copied
+        positions, tokens, sources, blocks, tables, known_tokens, turns_at = copied
         # A row that is computed again after a failed step has a known token. Otherwise the step before is still
         # computing the token, and the kernel takes it from that step's row, on the card.
-        is_known = positions < known
+        is_known = positions < known_tokens
         if np.count_nonzero(is_known):
             tokens *= is_known
             sources[is_known] = NO_ROW

@@ -445,8 +445,10 @@ class Decoder:
             ("prompt", prompt),
         ):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                beyond = next(token for token in tokens if not 0 <= token < vocabulary)
-                raise RequestRejected(f"{name}: tokens must be 0 to {vocabulary - 1}, not {beyond}", parameter=name)
+                out_of_range = next(token for token in tokens if not 0 <= token < vocabulary)
+                raise RequestRejected(
+                    f"{name}: tokens must be 0 to {vocabulary - 1}, not {out_of_range}", parameter=name
+                )
         if sampling.filters_tokens:
             _check_any_is_left(vocabulary, sampling, ends)
             masks = TokenFilter(vocabulary, sampling.allowed_token_ids, sampling.bad_words)
@@ -492,8 +494,8 @@ class Decoder:
             async for emitted in generation:
                 if piece := stream.add(emitted.token):
                     yield piece
-            if rest := stream.end():
-                yield rest
+            if last_text := stream.end():
+                yield last_text
         finally:
             generation.cancel()
 

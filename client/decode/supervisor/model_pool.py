@@ -83,7 +83,7 @@ class ModelSpec:
 
     def permits(self, tenant: str) -> bool:
         """Return whether a tenant may use the model."""
-        return any(tenant == one.id for one in self.tenants)
+        return any(tenant == permitted.id for permitted in self.tenants)
 
 
 class ModelUse:
@@ -102,7 +102,7 @@ class ModelUse:
 
     def hold(self, generations: Iterable[Generation]) -> None:
         """Keep the model until these have ended, however slowly their callers read."""
-        self.held |= {one.request_id for one in generations if not one.is_ended}
+        self.held |= {generation.request_id for generation in generations if not generation.is_ended}
 
 
 class _Opened:
@@ -347,8 +347,8 @@ class ModelPool:
         # While a region with a fixed life is moved, which happens without requests, too, a session can't stay parked.
         is_parkable = spec.settings.region_life_s is None
         # Another order of tenants or prefixes changes nothing that is loaded.
-        its = frozenset(spec.tenants), frozenset(spec.prefixes)
-        version = spec.path, *its, spec.settings, spec.wait_s, spec.chat_tokens
+        tenants_and_prefixes = frozenset(spec.tenants), frozenset(spec.prefixes)
+        version = spec.path, *tenants_and_prefixes, spec.settings, spec.wait_s, spec.chat_tokens
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
 
     def _load_tokenizer(self, path: Path, checkpoint: Checkpoint) -> None:

@@ -198,8 +198,8 @@ class RequestLedger:
             # Tokens that an earlier attempt emitted are behind the caller's prompt, and were passed on.
             for place in range(begin + 1, min(begin + count + 1, len(entry.prompt))):
                 row = first_row + place - begin - 1
-                its = ranks.of(row, request.ranks)
-                entry.generation.score(Emitted(entry.prompt[place], place, logs[row], 0, its))
+                scores = ranks.of(row, request.ranks)
+                entry.generation.score(Emitted(entry.prompt[place], place, logs[row], 0, scores))
 
     def deliver(self, events: Iterable[AnyEvent], *, is_engine_scoped: bool = False) -> None:
         """Deliver events other than tokens to their generations and to observers.

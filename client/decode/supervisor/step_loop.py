@@ -190,7 +190,9 @@ class StepLoop:
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
                 # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
-                prefixes = [(one.table, one.blocks[: one.reused // PAGE]) for one in plan.joined if one.reused]
+                prefixes = [
+                    (joined.table, joined.blocks[: joined.reused // PAGE]) for joined in plan.joined if joined.reused
+                ]
                 is_pooled = any(sequence.request.pooling for sequence, _, _ in plan.chunks)
                 # Only the last row of each prompt yields a token.
                 rows, chosen = self._rows_of(plan), plan.sampled_rows if plan.chunks else None

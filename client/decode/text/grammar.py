@@ -345,7 +345,7 @@ def _check_work(text: str) -> None:
             expressions = [part.get("pattern")]
             if isinstance(listed := part.get("patternProperties"), dict):
                 expressions += listed
-            expanded += sum(expanded_items(one) for one in expressions if isinstance(one, str))
+            expanded += sum(expanded_items(expression) for expression in expressions if isinstance(expression, str))
             if isinstance(length := part.get("minLength"), int | float):
                 expanded += max(length, 0)
             divisor = part.get("multipleOf")

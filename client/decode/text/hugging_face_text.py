@@ -87,12 +87,16 @@ def _processor_token(members: Members) -> int | None:
         return None
     steps = [step]
     if step.text("type", "") == "Sequence":
-        steps = [Members(one, step.where) for one in step.items("processors") if isinstance(one, dict)]
+        steps = [
+            Members(processor, step.where) for processor in step.items("processors") if isinstance(processor, dict)
+        ]
     # A ByteLevel post-processor only adjusts offsets.
-    kinds = [kind for one in steps if (kind := one.text("type", "")) != "ByteLevel"]
+    kinds = [kind for processor in steps if (kind := processor.text("type", "")) != "ByteLevel"]
     if kinds not in ([], ["TemplateProcessing"]):
         raise ModelRejected(f"{step.where} is {quoted(', '.join(kinds))}; the engine puts one token before a text")
-    return next((_template_token(one) for one in steps if one.text("type", "") == "TemplateProcessing"), None)
+    return next(
+        (_template_token(processor) for processor in steps if processor.text("type", "") == "TemplateProcessing"), None
+    )
 
 
 def _template_token(template: Members) -> int | None:
@@ -108,8 +112,8 @@ def _template_token(template: Members) -> int | None:
     ids = [
         token
         for name in names
-        if (one := special_tokens and special_tokens.object(str(name)))
-        for token in one.tokens("ids")
+        if (special := special_tokens and special_tokens.object(str(name)))
+        for token in special.tokens("ids")
     ]
     if len(pieces) != len(names) + 1 or is_behind or len(ids) != len(names) or len(ids) > 1:
         raise ModelRejected(
@@ -124,7 +128,9 @@ def _has_object(piece: Any, key: str) -> bool:
 
 
 def _find_token(members: Members, text: str) -> int | None:
-    added = [one for one in members.items("added_tokens") if isinstance(one, dict) and one.get("content") == text]
+    added = [
+        entry for entry in members.items("added_tokens") if isinstance(entry, dict) and entry.get("content") == text
+    ]
     model = members.object("model")
     vocabulary = model.values.get("vocab") if model else None
     token = added[0].get("id") if added else vocabulary.get(text) if isinstance(vocabulary, dict) else None
@@ -172,10 +178,10 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
     # First the numbered ones. Each must get the number that the settings give it, or the model's embedding would not
     # match.
     entries = settings.object("added_tokens_decoder")
-    numbered = sorted((int(number), one) for number, one in (entries.values if entries else {}).items())
+    numbered = sorted((int(number), entry) for number, entry in (entries.values if entries else {}).items())
     added = {repr(token) for token in library.get_added_tokens_decoder().values()}
-    for number, one in numbered:
-        token = _added_token(one)
+    for number, entry in numbered:
+        token = _added_token(entry)
         if repr(token) not in added:
             library.add_special_tokens([token]) if token.special else library.add_tokens([token])
         if library.token_to_id(token.content) != number:
@@ -204,7 +210,7 @@ def _chat_template(folder: Path, members: Members) -> ChatTemplate | None:
         source = _text(read_bytes(path, MAX_JSON_BYTES), path)
     elif isinstance(source, list):
         # Several named templates; a plain chat uses the default one.
-        templates = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        templates = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         path, source = folder / SETTINGS, templates.get("default")
     if source is None:
         return None

@@ -43,7 +43,9 @@ class PromptReader:
 
     def special_token(self, name: str) -> int | None:
         """Return the special token with this name; None if there is none."""
-        return next((token for token, its in self._tokenizer.special_tokens.items() if its == name), None)
+        return next(
+            (token for token, special_name in self._tokenizer.special_tokens.items() if special_name == name), None
+        )
 
     def read_text(self, text: str, *, begins: bool = True) -> list[int]:
         """Tokenize a text, with the begin token first if `begins`.

@@ -135,8 +135,8 @@ class _ForkServer:
             return True
         # In the worker: close the fork server's descriptors, and never return to its loop.
         if not pid:
-            for thing in (*own_fds, self._control):
-                thing.close()
+            for closable in (*own_fds, self._control):
+                closable.close()
             _work(socket.socket(fileno=sockets[0]), self._reader, self._limits, server)
         os.close(sockets[0])
         self._numbers[pid] = request["fork"]

@@ -160,8 +160,8 @@ class _Reader:
             self._skip()
             if self._place == len(text):
                 return
-            if found := self._definition():
-                self._define(found)
+            if definition := self._definition():
+                self._define(definition)
             elif token := self._taken("import"):
                 self.imports.append(token["common"])
             elif self._taken("ignore"):
@@ -169,8 +169,8 @@ class _Reader:
             else:
                 raise self._wrong("the definition of a rule must be here")
 
-    def _define(self, found: re.Match[str]) -> None:
-        self._place, name = found.end(), found["name"]
+    def _define(self, definition: re.Match[str]) -> None:
+        self._place, name = definition.end(), definition["name"]
         if name in self.definitions:
             raise self._wrong(f"{quoted(name)} is defined twice")
         if len(self.definitions) == MAX_DEFINITIONS:
@@ -270,7 +270,7 @@ class _Reader:
         """Return EBNF's set of characters as one of a regular expression."""
         sign, text = ("^", text[1:]) if text.startswith("^") else ("", text)
         # Pairs of a character and whether it was escaped: an escaped - is no range.
-        characters = [(self._character(found), found[0][0] == "\\") for found in _CHARACTER.finditer(text)]
+        characters = [(self._character(match), match[0][0] == "\\") for match in _CHARACTER.finditer(text)]
         written, place = "", 0
         while place < len(characters):
             first, last = characters[place][0], characters[place][0]
@@ -293,8 +293,8 @@ class _Reader:
     def _unescaped(self, text: str) -> str:
         return "".join(map(self._character, _CHARACTER.finditer(text)))
 
-    def _character(self, found: re.Match[str]) -> str:
-        digits, escaped = found["x"] or found["u"] or found["U"], found["escaped"]
+    def _character(self, match: re.Match[str]) -> str:
+        digits, escaped = match["x"] or match["u"] or match["U"], match["escaped"]
         if digits is not None:
             number = int(digits, 16)
             if number > 0x10FFFF:
@@ -305,7 +305,7 @@ class _Reader:
             if escaped.isalnum() and escaped not in _ESCAPED:
                 raise self._wrong(f"the escape \\{escaped} is not known")
         else:
-            character = found[0]
+            character = match[0]
         if "\ud800" <= character <= "\udfff":
             raise self._wrong("surrogates are not characters")
         return character
@@ -313,16 +313,16 @@ class _Reader:
     # --- tokens ---
 
     def _skip(self) -> None:
-        if found := _SPACE.match(self._text, self._place):
-            self._place = found.end()
+        if space := _SPACE.match(self._text, self._place):
+            self._place = space.end()
 
     def _definition(self) -> re.Match[str] | None:
         """Return the begin of a definition here; None if here is none, or not at the begin of a line."""
-        found = self._name.match(self._text, self._place)
+        match = self._name.match(self._text, self._place)
         # The line is searched behind a name alone: for each token, a long line would take quadratic time.
-        if found is None or self._text[self._text.rfind("\n", 0, self._place) + 1 : self._place].strip():
+        if match is None or self._text[self._text.rfind("\n", 0, self._place) + 1 : self._place].strip():
             return None
-        return found
+        return match
 
     def _next(self) -> re.Match[str] | None:
         """Return the next token; None where a definition or nothing follows. Raises GrammarRefused for all else."""
@@ -350,10 +350,10 @@ class _Reader:
     def _taken_mark(self, mark: str) -> bool:
         return self._is_next("mark", mark) and self._taken("mark") is not None
 
-    def _wrong(self, why: str) -> GrammarRefused:
+    def _wrong(self, problem: str) -> GrammarRefused:
         line = self._text.count("\n", 0, self._place) + 1
         return GrammarRefused(
-            f"the grammar, line {line}, at {quoted(self._text[self._place : self._place + 40])}: {why}"
+            f"the grammar, line {line}, at {quoted(self._text[self._place : self._place + 40])}: {problem}"
         )
 
 
@@ -388,10 +388,10 @@ class _Grammar:
         for name in self._imports:
             if name in self._parts:
                 raise GrammarRefused(f"the grammar must not define {quoted(name)}, which it imports")
-        known = self._parts.keys() | set(self._imports)
+        known_names = self._parts.keys() | set(self._imports)
         for part in (*self._parts.values(), *self._ignored):
             for name in _references(part):
-                if name not in known:
+                if name not in known_names:
                     raise GrammarRefused(f"the grammar must define {quoted(name)}, which it uses")
 
     def _regular(self) -> set[str]:
@@ -399,21 +399,25 @@ class _Grammar:
 
         As terminals, all of their texts are found: between lexemes the library takes the longest one.
         """
-        found: set[str] = set()
+        regular_names: set[str] = set()
         for name in self._in_order(self._parts):
             part = self._parts[name]
             # A terminal must have more than the empty text.
-            if found.issuperset(_references(part)) and any(isinstance(one, Lexeme | Reference) for one in _inner(part)):
-                found.add(name)
-        return found
+            if regular_names.issuperset(_references(part)) and any(
+                isinstance(inner, Lexeme | Reference) for inner in _inner(part)
+            ):
+                regular_names.add(name)
+        return regular_names
 
     def _in_order(self, names: Collection[str]) -> Iterator[str]:
         """Yield those of some names that don't refer to themselves by others of them, behind what they refer to."""
-        waiting = {name: {one for one in _references(self._parts[name]) if one in names} for name in names}
+        waiting = {
+            name: {rule_name for rule_name in _references(self._parts[name]) if rule_name in names} for name in names
+        }
         users: dict[str, list[str]] = {name: [] for name in names}
         for name, used in waiting.items():
-            for one in used:
-                users[one].append(name)
+            for rule_name in used:
+                users[rule_name].append(name)
         ready = [name for name, used in waiting.items() if not used]
         while ready:
             name = ready.pop()
@@ -438,14 +442,14 @@ class _Grammar:
         ended = set(self._imports)
         users: dict[str, list[str]] = {name: [] for name in (*self._parts, *self._imports)}
         for name, part in self._parts.items():
-            for one in set(_references(part)):
-                users[one].append(name)
-        rest = list(self._parts)
-        while rest:
-            name = rest.pop()
+            for reference in set(_references(part)):
+                users[reference].append(name)
+        pending = list(self._parts)
+        while pending:
+            name = pending.pop()
             if name not in ended and _has_end(self._parts[name], ended):
                 ended.add(name)
-                rest += users[name]
+                pending += users[name]
         if endless := self._parts.keys() - ended:
             raise GrammarRefused(f"the grammar: {quoted(min(endless))} has no text that ends")
 
@@ -486,9 +490,9 @@ def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> flo
             # A rule that refers to itself has no size.
             return of.get(part.name, inf)
         case Series():
-            return sum((_size(one, of, is_least=is_least) for one in part.parts), 0.0)
+            return sum((_size(item, of, is_least=is_least) for item in part.parts), 0.0)
         case Choice():
-            sizes = [_size(one, of, is_least=is_least) for one in part.parts]
+            sizes = [_size(item, of, is_least=is_least) for item in part.parts]
             return max(sizes) if is_least else sum(sizes, 0.0)
         case Repeat():
             times = part.least if is_least else max(part.least, part.most or 0)
@@ -498,21 +502,21 @@ def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> flo
 
 def _inner(part: Part) -> Iterator[Part]:
     """Yield a part and all parts in it."""
-    rest = [part]
-    while rest:
-        yield (one := rest.pop())
-        if isinstance(one, Series | Choice):
-            rest += one.parts
-        elif isinstance(one, Repeat):
-            rest.append(one.part)
+    pending = [part]
+    while pending:
+        yield (current := pending.pop())
+        if isinstance(current, Series | Choice):
+            pending += current.parts
+        elif isinstance(current, Repeat):
+            pending.append(current.part)
 
 
 def _references(part: Part) -> Iterator[str]:
-    return (one.name for one in _inner(part) if isinstance(one, Reference))
+    return (inner.name for inner in _inner(part) if isinstance(inner, Reference))
 
 
 def _lexemes(part: Part) -> Iterator[Lexeme]:
-    return (one for one in _inner(part) if isinstance(one, Lexeme))
+    return (inner for inner in _inner(part) if isinstance(inner, Lexeme))
 
 
 def _has_end(part: Part, ended: Collection[str]) -> bool:
@@ -523,9 +527,9 @@ def _has_end(part: Part, ended: Collection[str]) -> bool:
         case Reference():
             return part.name in ended
         case Series():
-            return all(_has_end(one, ended) for one in part.parts)
+            return all(_has_end(item, ended) for item in part.parts)
         case Choice():
-            return any(_has_end(one, ended) for one in part.parts)
+            return any(_has_end(item, ended) for item in part.parts)
         case Repeat():
             return part.least == 0 or _has_end(part.part, ended)
 
@@ -538,9 +542,9 @@ def _written(part: Part, names: Mapping[str, str]) -> str:
         case Reference():
             return names[part.name]
         case Series():
-            return f"({' '.join(_written(one, names) for one in part.parts)})" if part.parts else '""'
+            return f"({' '.join(_written(item, names) for item in part.parts)})" if part.parts else '""'
         case Choice():
-            return f"({' | '.join(_written(one, names) for one in part.parts)})"
+            return f"({' | '.join(_written(item, names) for item in part.parts)})"
         case Repeat():
             most = "" if part.most is None else str(part.most)
             return f"({_written(part.part, names)}){{{part.least},{most}}}"

@@ -272,10 +272,10 @@ class ClaimLeases:
         users = tuple(dict.fromkeys(device.user for device in requested.devices))
         with self._files.locked(_USERS_LOCK):
             for other in self._files.readable_records():
-                both = [user for user in users if user in other.users and user]
-                if both and other.namespace not in (ref.namespace, "") and not self._shares_users:
+                common_users = [user for user in users if user in other.users and user]
+                if common_users and other.namespace not in (ref.namespace, "") and not self._shares_users:
                     raise UnusableClaim(
-                        f"user {both[0]} is used by claims of another namespace on this node",
+                        f"user {common_users[0]} is used by claims of another namespace on this node",
                         "Give each namespace users of its own, or start the driver with --share-users if namespaces may"
                         " use each other's leases",
                     )

@@ -286,24 +286,24 @@ class KubeletPlugin:
             answer = dra_message(version, "NodePrepareResourcesResponse")()
             for ref in _claims_of(request, context):
                 # Each claim has its own result: one that fails does not fail the others.
-                one = answer.claims[ref.uid]
+                claim_answer = answer.claims[ref.uid]
                 try:
                     for device in self._claims.prepare(ref):
-                        _add_device(one, device)
+                        _add_device(claim_answer, device)
                 except Exception as error:
                     # A partial list of devices must not look like a success.
-                    one.Clear()
-                    one.error = self._logged("prepare", ref, error)
+                    claim_answer.Clear()
+                    claim_answer.error = self._logged("prepare", ref, error)
             return answer  # type: ignore[no-any-return]
 
         def unprepare(request: Any, context: grpc.ServicerContext) -> Message:
             answer = dra_message(version, "NodeUnprepareResourcesResponse")()
             for ref in _claims_of(request, context):
-                one = answer.claims[ref.uid]
+                claim_answer = answer.claims[ref.uid]
                 try:
                     self._claims.unprepare(ref)
                 except Exception as error:
-                    one.error = self._logged("unprepare", ref, error)
+                    claim_answer.error = self._logged("unprepare", ref, error)
             return answer  # type: ignore[no-any-return]
 
         methods = {
@@ -372,14 +372,14 @@ class KubeletPlugin:
 def _health_report(version: str, devices: Sequence[DeviceHealth]) -> Message:
     report = message(f"{version}.NodeWatchResourcesResponse")()
     now_s = int(time.time())
-    for one in devices:
-        status = UNKNOWN if one.is_healthy is None else HEALTHY if one.is_healthy else UNHEALTHY
+    for device in devices:
+        status = UNKNOWN if device.is_healthy is None else HEALTHY if device.is_healthy else UNHEALTHY
         report.devices.add(
-            device={"pool_name": one.pool, "device_name": one.device},
+            device={"pool_name": device.pool, "device_name": device.device},
             health=status,
             last_updated_time=now_s,
             health_check_timeout_seconds=HEALTH_TIMEOUT_S,
-            message=one.message,
+            message=device.message,
         )
     return report  # type: ignore[no-any-return]
 

@@ -131,11 +131,11 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
     # The scheduler's result is in the status. The spec is only what the author requested.
     allocated = _at(claim, "status", "allocation", "devices")
     # A claim may also have devices of other drivers.
-    results = [one for one in _list(allocated, "results") if _at(one, "driver") == driver]
+    results = [entry for entry in _list(allocated, "results") if _at(entry, "driver") == driver]
     if not 0 < len(results) <= MAX_DEVICES:
         raise UnusableClaim(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
     # A pool is one node's cards, so another pool means that the claim was allocated on another node.
-    if other_pools := {str(_at(one, "pool"))[:64] for one in results} - {pool}:
+    if other_pools := {str(_at(entry, "pool"))[:64] for entry in results} - {pool}:
         raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(other_pools))}; this node is {pool}")
     # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
     configs = [

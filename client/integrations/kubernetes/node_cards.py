@@ -40,7 +40,9 @@ class NodeCards:
         except GpuLeaseError:
             if self._last is None:
                 raise
-            return [PublishedCard(one.uuid, one.product, one.driver, 0, (Trouble.UNREACHABLE,)) for one in self._last]
+            return [
+                PublishedCard(card.uuid, card.product, card.driver, 0, (Trouble.UNREACHABLE,)) for card in self._last
+            ]
 
     def health(self, pool: str) -> list[DeviceHealth]:
         """Return the cards' health, as devices of a pool. It is not known of a daemon that does not answer."""
@@ -58,11 +60,11 @@ class NodeCards:
             before, leases = leases, self._leases()
             if [lease["lease_id"] for lease in before] == [lease["lease_id"] for lease in leases]:
                 break
-        ours = self._lease_ids()
+        own_leases = self._lease_ids()
         leased_bytes: dict[str, int] = {}
         for lease in leases:
             # A fenced lease's bytes can't be leased again.
-            if lease["lease_id"] in ours and lease["state"] != "fenced":
+            if lease["lease_id"] in own_leases and lease["state"] != "fenced":
                 card = str(lease.get("card_uuid") or "")
                 leased_bytes[card] = leased_bytes.get(card, 0) + int(lease["size_bytes"])
         is_ready, checks = health_of(ask(Opcode.HEALTH, Empty(), self._address).report)
@@ -80,7 +82,7 @@ class NodeCards:
 
 def _health(card: PublishedCard, pool: str) -> DeviceHealth:
     reasons = ", ".join(trouble.value for trouble in card.troubles)
-    is_healthy = None if Trouble.UNREACHABLE in card.troubles else not any(one.is_unhealthy for one in card.troubles)
+    is_healthy = None if Trouble.UNREACHABLE in card.troubles else not any(seen.is_unhealthy for seen in card.troubles)
     return DeviceHealth(pool, device_name(card.uuid), is_healthy, reasons)
 
 

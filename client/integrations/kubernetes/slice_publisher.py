@@ -127,7 +127,7 @@ class SlicePublisher:
     def _list(self) -> str:
         slices, version = self._cluster.slices(self._node)
         with self._guard:
-            self._stored = {one["metadata"]["name"]: one for one in slices}
+            self._stored = {slice_object["metadata"]["name"]: slice_object for slice_object in slices}
             self._version = int(version)
         self._changed.set()
         return version

@@ -247,7 +247,8 @@ def _advanced(
         # Advanced already: a repeated transaction.
         if entry.phase is to and entry.outcome == outcome:
             return entry
-    why = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"
+    problem = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"
     raise StaleEpoch(
-        f"{reservation.key}: epoch {reservation.epoch} of this attempt can't become {to.name.lower()}: the entry {why}"
+        f"{reservation.key}: epoch {reservation.epoch} of this attempt can't become {to.name.lower()}: the entry"
+        f" {problem}"
     )

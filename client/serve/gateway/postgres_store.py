@@ -342,11 +342,11 @@ class PostgresStore:
 
     def _connect(self) -> Connection:
         # The store's defaults, which the connection string may override, except for the options.
-        ours: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
+        own_options: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
         parameters = conninfo_to_dict(self._conninfo)
         # The operator's options come first, because the last one counts if a setting occurs twice.
         options = f"{parameters.get('options') or ''} {_OPTIONS}"
-        merged = ours | {"application_name": _NAME} | parameters | {"options": options}
+        merged = own_options | {"application_name": _NAME} | parameters | {"options": options}
         connection = psycopg.connect(make_conninfo(**merged), autocommit=True)
         # Ask once per connection how durable a commit is on this server.
         row = connection.execute(_DURABILITY).fetchone()

@@ -47,15 +47,17 @@ class ModelServerMetrics(ServerMetrics):
     def __init__(self) -> None:
         super().__init__()
         registry = self.registry
-        one = ("model",)
-        self.lease_seconds = Counter("gpu_lease_seconds", "How long leases were held.", one, registry=registry)
-        self.launches = Counter("kernel_launch", "Batches launched.", one, registry=registry)
-        self.failures = Counter("kernel_fail", "Batches that failed.", one, registry=registry)
+        by_model = ("model",)
+        self.lease_seconds = Counter("gpu_lease_seconds", "How long leases were held.", by_model, registry=registry)
+        self.launches = Counter("kernel_launch", "Batches launched.", by_model, registry=registry)
+        self.failures = Counter("kernel_fail", "Batches that failed.", by_model, registry=registry)
         self.latency_ms = Histogram(
-            "inference_latency_ms", "From arrival to outcome.", one, buckets=LATENCY_BUCKETS_MS, registry=registry
+            "inference_latency_ms", "From arrival to outcome.", by_model, buckets=LATENCY_BUCKETS_MS, registry=registry
         )
-        self.bytes_in = Counter("bytes_in", "Bytes of inputs taken.", one, registry=registry)
-        self.bytes_out = Counter("bytes_out", "Bytes of outputs answered.", one, registry=registry)
-        self.queue_depth = Gauge("queue_depth", "Items that wait.", one, registry=registry)
-        self.batch_items = Histogram("batch_items", "Items in a launch.", one, buckets=BATCH_BUCKETS, registry=registry)
+        self.bytes_in = Counter("bytes_in", "Bytes of inputs taken.", by_model, registry=registry)
+        self.bytes_out = Counter("bytes_out", "Bytes of outputs answered.", by_model, registry=registry)
+        self.queue_depth = Gauge("queue_depth", "Items that wait.", by_model, registry=registry)
+        self.batch_items = Histogram(
+            "batch_items", "Items in a launch.", by_model, buckets=BATCH_BUCKETS, registry=registry
+        )
         self.requests = Counter("requests", "Requests answered.", ("model", "outcome"), registry=registry)

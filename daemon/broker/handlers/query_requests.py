@@ -68,7 +68,7 @@ class QueryHandler:
             room -= len(regions)
             # A region and its lease may belong to different tenants, so each is checked on its own.
             own = (lease,) if self._may_see(lease) else ()
-            reports += [self._report(one) for one in (*own, *regions)]
+            reports += [self._report(snapshot) for snapshot in (*own, *regions)]
         self._caller.answer(request, messages.Report(reports))
 
     def _report(self, lease: LeaseSnapshot) -> dict[str, Any]:

@@ -520,11 +520,13 @@ class CudaContext:
     def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CudaModule:
         try:
             module = self.module_load(image)
-            found = self.module_place(module)
+            module_place = self.module_place(module)
         except ImageRejected as error:
             raise ImageMismatch(str(error)) from None
-        if found != place:
-            moved = next((f"{was:#x} is at {now:#x}" for was, now in zip(place, found, strict=False) if was != now), "")
+        if module_place != place:
+            moved = next(
+                (f"{was:#x} is at {now:#x}" for was, now in zip(place, module_place, strict=False) if was != now), ""
+            )
             raise ImageMismatch(f"a module's variable that was at {moved or 'an address is missing'}")
         return module
 
@@ -871,14 +873,14 @@ class CudaContext:
             launches = self._launcher.state.launches
             # CUDA does not say which launch it was. One launch since the last sync is the culprit; of several, only the
             # last is known.
-            which = "no launch was waiting for its end"
+            work_text = "no launch was waiting for its end"
             if launches == 1:
-                which = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
+                work_text = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
             elif launches:
                 last = self._last_kernel or "a graph's"
-                which = f"one of {launches} launches since the last sync, the last of them {last}"
+                work_text = f"one of {launches} launches since the last sync, the last of them {last}"
             self._fault = KernelFault(
-                f"{reason} ({which}); the context is lost",
+                f"{reason} ({work_text}); the context is lost",
                 tag=self._launcher.state.tag if launches == 1 else 0,
                 kernel=self._last_kernel if launches == 1 else "",
                 context_lost=True,

@@ -150,8 +150,8 @@ class _File:
         tables = [section for section in self.sections if section.kind in kinds]
         _check_count(sum(table.size // row.size for table in tables), "symbols or calls")
         for table in tables:
-            for found in row.iter_unpack(self.read(table, row.size)):
-                yield table, found
+            for row_fields in row.iter_unpack(self.read(table, row.size)):
+                yield table, row_fields
 
     def symbols(self) -> Iterator[_Symbol]:
         """Yield all symbols of all tables, in order."""
@@ -167,9 +167,9 @@ class _File:
         return name.decode(errors="replace")
 
 
-def _check_count(count: int, what: str) -> None:
+def _check_count(count: int, subject: str) -> None:
     if count > MAX_ROWS:
-        raise ValueError(f"{count} {what} are more than {MAX_ROWS}")
+        raise ValueError(f"{count} {subject} are more than {MAX_ROWS}")
 
 
 def weigh(cubin: bytes) -> Weight:
@@ -309,8 +309,8 @@ def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]"
     words, bytes_ = code >> np.uint64(40) & np.uint64(0x7FFFF), code >> np.uint64(37) & np.uint64(0x3FFFFF)
     is_uniform = code & np.uint64(0xFFF) == _UNIFORM_LOAD
     has_constant = np.isin(code & np.uint64(0xE00), np.array(_CONSTANT_FORMS, "u8")) & ~is_uniform
-    found = [(has_constant & (words == place // 4)) | (is_uniform & (bytes_ == place)) for place in (at + 4, at + 8)]
-    return bool(np.any(found))
+    matches = [(has_constant & (words == place // 4)) | (is_uniform & (bytes_ == place)) for place in (at + 4, at + 8)]
+    return bool(np.any(matches))
 
 
 def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:

@@ -126,10 +126,10 @@ class CudaDriver:
 
     def recycle(self, context: Context) -> Opening:
         """Keep the card's context, scrubbed, with new records and its compiled code. Raises DriverError."""
-        ours = _checked(context)
+        cuda_context = _checked(context)
         # After the scrub nothing of the lease is left but its compiled code, which `forget_earlier` drops.
-        ours.scrub()
-        return _renew(ours, ours.compiled)
+        cuda_context.scrub()
+        return _renew(cuda_context, cuda_context.compiled)
 
 
 def _checked(context: Context) -> CudaContext:

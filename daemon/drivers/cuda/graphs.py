@@ -258,9 +258,10 @@ class CudaGraph:
         current = self._check(api.cuCtxGetCurrent())
         return self._check(api.cuGraphAddMemcpyNode(graph, before, len(before), copy, current))
 
-    def _rejected(self, step: KernelStep, why: str) -> LaunchRejected:
+    def _rejected(self, step: KernelStep, problem: str) -> LaunchRejected:
         return LaunchRejected(
-            f"{step.kernel.name}: {why}", hint="Check grid, block and shared memory against what the kernel can take."
+            f"{step.kernel.name}: {problem}",
+            hint="Check grid, block and shared memory against what the kernel can take.",
         )
 
     def _check(self, answer: tuple[Any, ...]) -> Any:

@@ -99,15 +99,15 @@ class CudaModule:
 
     def variables(self) -> list[tuple[int, int]]:
         """Return address and size of each variable. Raises DriverError for one that the driver does not name."""
-        found: list[tuple[int, int]] = []
+        places: list[tuple[int, int]] = []
         for name, is_writable in self.names:
             address, size_bytes = self.variable(name)
             if size_bytes:
-                found.append((address, size_bytes))
+                places.append((address, size_bytes))
             # What kernels can't write is in the image.
             elif is_writable:
                 raise DriverError(f"the driver does not report where the variable {name!r} is")
-        return found
+        return places
 
     def variable(self, name: str) -> tuple[int, int]:
         error, address, size_bytes = api.cuModuleGetGlobal(self.loaded, name.encode())
@@ -285,12 +285,12 @@ def _check(error: Any, log: bytearray | None = None) -> None:
     if error == api.CUresult.CUDA_SUCCESS:
         return
     # The compiler's first line is usually the reason; a line number in it is the PTX's.
-    said = bytes(log).split(b"\0", 1)[0].decode(errors="replace").strip() if log else ""
-    first = said.splitlines()[0] if said else ""
-    found = _LINE.search(said)
+    message = bytes(log).split(b"\0", 1)[0].decode(errors="replace").strip() if log else ""
+    first = message.splitlines()[0] if message else ""
+    line_match = _LINE.search(message)
     raise ImageRejected(
         f"the image can't be loaded: {_words(error)}{': ' + first if first else ''}",
-        log=said,
-        line=int(found[1]) if found else 0,
+        log=message,
+        line=int(line_match[1]) if line_match else 0,
         hint="Compile it for this card's architecture or an earlier one, with a toolkit no newer than the driver.",
     )

@@ -86,11 +86,11 @@ def _most_at_once(kernel: Any, block: Dim3, shared_bytes: int) -> int:
     """Count the blocks of a kernel that the whole card holds at the same time."""
     function = api.CUfunction(kernel.function)
     # The occupancy depends on the block and on shared memory; it is per multiprocessor.
-    _, each = api.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, math.prod(block), shared_bytes)
+    _, per_processor = api.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, math.prod(block), shared_bytes)
     _, device = api.cuCtxGetDevice()
     attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     _, multiprocessors = api.cuDeviceGetAttribute(attribute, device)
-    return int(each or 0) * int(multiprocessors or 0)
+    return int(per_processor or 0) * int(multiprocessors or 0)
 
 
 def _largest_cluster(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> int:

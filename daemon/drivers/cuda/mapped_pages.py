@@ -276,8 +276,8 @@ class MappedPages:
                     end = min(piece.saved_at + piece.size_bytes, (at // PARK_STEP_BYTES + 1) * PARK_STEP_BYTES)
                     # The host prepares the next step while the card copies those before.
                     ready(end)
-                    here, there = (start + at, address + done) if is_out else (address + done, start + at)
-                    self.check(copy(here, there, end - at, OWN_STREAM))
+                    source, target = (start + at, address + done) if is_out else (address + done, start + at)
+                    self.check(copy(source, target, end - at, OWN_STREAM))
                     done += end - at
                     in_flight.append(self._record())
                     if len(in_flight) == STEPS_AHEAD:

@@ -147,12 +147,12 @@ class CudaRegions:
         region.is_ending = True
         if freed_bytes:
             # Unmap the rest, and map the scratch over its range, piece by piece. An access in between would fault.
-            rest = region.pieces[-1]
-            self._pages.unmap(rest)
+            kept_piece = region.pieces[-1]
+            self._pages.unmap(kept_piece)
             self._map_over_rest(region)
             self._pages.allow(address + kept_bytes, freed_bytes)
             # Only now does the rest go back to the card: no address leads to it any more.
-            self._pages.release(rest)
+            self._pages.release(kept_piece)
             region.pieces.pop()
         region.is_ended = True
         return RegionReturn(freed_bytes, kept_bytes)
@@ -285,4 +285,8 @@ def _scratch_bytes(size_bytes: int) -> int:
 def _piece_sizes(size_bytes: int) -> list[int]:
     """Return the sizes of a region's pieces, in the order of their addresses."""
     scratch_bytes, kept_bytes = _scratch_bytes(size_bytes), CudaRegions.kept_bytes(size_bytes)
-    return [one for one in (scratch_bytes, kept_bytes - scratch_bytes, size_bytes - kept_bytes) if one]
+    return [
+        piece_bytes
+        for piece_bytes in (scratch_bytes, kept_bytes - scratch_bytes, size_bytes - kept_bytes)
+        if piece_bytes
+    ]

@@ -122,8 +122,8 @@ class SliceAllocation:
 
     __slots__ = ("_address", "_size_bytes", "_slice")
 
-    def __init__(self, of: "SlicePages", address: int, size_bytes: int) -> None:
-        self._slice = of
+    def __init__(self, pages: "SlicePages", address: int, size_bytes: int) -> None:
+        self._slice = pages
         self._address = address
         self._size_bytes = size_bytes
 

@@ -96,7 +96,7 @@ def place(
         scored.append((_free_bytes(node, query, order), node_id, node))
         if len(first) + len(scored) == choices:
             break
-    scored.sort(key=lambda one: one[0], reverse=order is PlacementOrder.SPREAD)
+    scored.sort(key=lambda pair: pair[0], reverse=order is PlacementOrder.SPREAD)
     candidates = first + tuple(_candidate(node_id, node) for _, node_id, node in scored)
     return Placement(candidates, reported, len(view.nodes), "" if candidates else _sentence(view, query))
 

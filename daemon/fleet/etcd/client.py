@@ -380,8 +380,11 @@ class EtcdClient:
         # The responses are in the order of the operations: the writes come first, if the comparisons held (see
         # _request).
         written = len(transaction.writes) if reply.succeeded else 0
-        ranges = [each.response_range for each in reply.responses[written:]]
-        items, counts = tuple(_key_values(each.kvs) for each in ranges), tuple(each.count for each in ranges)
+        ranges = [response.response_range for response in reply.responses[written:]]
+        items, counts = (
+            tuple(_key_values(response.kvs) for response in ranges),
+            tuple(response.count for response in ranges),
+        )
         return TransactionAnswer(reply.succeeded, reply.header.revision, items, reply.header.cluster_id, counts)
 
     async def _read(self, reads: Sequence[Get]) -> Outcome:
@@ -508,7 +511,9 @@ def _prefix_end(prefix: bytes) -> bytes:
 
 
 def _key_values(messages: Any) -> tuple[KeyValue, ...]:
-    return tuple(KeyValue(each.key, each.value, each.create_revision, each.mod_revision) for each in messages)
+    return tuple(
+        KeyValue(message.key, message.value, message.create_revision, message.mod_revision) for message in messages
+    )
 
 
 def _batch(reply: Any) -> WatchBatch:

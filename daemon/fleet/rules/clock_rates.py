@@ -147,7 +147,7 @@ class ClockRates:
         """
         # Step 1: this heartbeat is a revision between two times of the own clock.
         self._polls.append(_Poll(revision, sent_ns, now_ns))
-        mine = None
+        own_key = None
         present: set[bytes] = set()
         # Step 2: compare each slot's revision with the own heartbeats around it.
         for item in items:
@@ -164,14 +164,14 @@ class ClockRates:
                 continue
             # The instance shows whether this node still owns a slot: the heartbeat that wrote it may have failed.
             if record.instance == self._instance:
-                mine = item.key
+                own_key = item.key
             else:
                 self._take(item.key, record, now_ns)
         # A clock counts for as long as its slot exists.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in present}
         # Step 3: keep the own slot, or take an abandoned one.
-        self._slot = mine
-        if mine is None:
+        self._slot = own_key
+        if own_key is None:
             self._take_slot({item.key: item.mod_revision for item in items}, now_ns)
         # Step 4: judge by the median.
         return self._judge()

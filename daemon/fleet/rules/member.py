@@ -364,8 +364,10 @@ class Member:
             text = "etcd has lost the fleet's generation key"
         act = RENEW
         # Nodes rely on each other's horizon, so one with a different value must not join.
-        if not text and horizon and (theirs := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
-            difference = "a value that can't be read as its horizon_s" if theirs is None else f"horizon_s = {theirs:g}"
+        if not text and horizon and (stored_s := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
+            difference = (
+                "a value that can't be read as its horizon_s" if stored_s is None else f"horizon_s = {stored_s:g}"
+            )
             text = f"the fleet has {difference}, and this node {self._horizon_s:g}"
             act = NEW_HORIZON
         # Stay out, log the reason once for the operator, and check again after the time of a heartbeat.

@@ -206,8 +206,8 @@ class NodeClaims:
     def _revision_of_mine(self, request: _ClaimRequest, incarnation: int, answer: TransactionAnswer) -> int:
         """Return the revision at which an earlier attempt of the same request claimed the name; 0 if none did."""
         record = self._claim(answer.found[0])
-        mine = record is not None and (record.nonce, record.incarnation) == (request.nonce, incarnation)
-        return answer.found[0][0].mod_revision if mine else 0
+        is_own = record is not None and (record.nonce, record.incarnation) == (request.nonce, incarnation)
+        return answer.found[0][0].mod_revision if is_own else 0
 
     def _taken(self, request: _ClaimRequest, read_node: str | None, answer: TransactionAnswer, now_ns: int) -> None:
         """Wait for a name that another claim has, and check the node that has it."""

@@ -116,8 +116,8 @@ class NodeFences:
         self._asking.add(node_id)
         # Require this node's own last heartbeat in the store: an earlier state of the store has earlier records of
         # others.
-        mine = ModRevisionIs(node_key(membership.node_id), membership.mod_revision)
-        compares = ModRevisionIs(node_key(node_id), mod_revision), mine, *membership.as_member()
+        own_record = ModRevisionIs(node_key(membership.node_id), membership.mod_revision)
+        compares = ModRevisionIs(node_key(node_id), mod_revision), own_record, *membership.as_member()
         writes: tuple[Put | Delete, ...] = (*node_removal(node_id), Put(fenced_key(node_id), b""))
 
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:

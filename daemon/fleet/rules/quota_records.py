@@ -180,8 +180,8 @@ def spread(shards: Iterable[Shard], total_bytes: int, default_revision: int = 0)
         budgets = [size * total_bytes // sum(used) for size in used]
     # Integer division leaves a rest. It goes to the first shard; if the quota is short, to shards that use more
     # than their budget.
-    rest = total_bytes - sum(budgets)
+    rest_bytes = total_bytes - sum(budgets)
     for shard, size, budget_bytes in zip(listed, used, budgets, strict=True):
-        share = rest if spare >= 0 else min(rest, size - budget_bytes)
+        share = rest_bytes if spare >= 0 else min(rest_bytes, size - budget_bytes)
         shard.budget_bytes, shard.default_revision = budget_bytes + share, default_revision
-        rest -= share
+        rest_bytes -= share

@@ -49,7 +49,7 @@ def matrix_code() -> tuple[NativeCode, NativeCode]:
     lanes = _bound("matrix.ll", [LANES_PART + product for product in products])
     # The warps' functions call those for lanes, so these come second.
     return lanes, _bound(
-        "warp_matrix.ll", [*(WARPS_WHOLE + one for one in products), LOAD_ROWS, STORE_ROWS, TURN_MATRIX]
+        "warp_matrix.ll", [*(WARPS_WHOLE + number for number in products), LOAD_ROWS, STORE_ROWS, TURN_MATRIX]
     )
 
 

@@ -174,7 +174,10 @@ def checked_access(
     ir.branch(done)
     ir.block(done)
     # A load in an ended region gives 0.
-    return [ir.value(one.type, f"phi {one.type} [ {one.text}, %{inside} ], [ 0, %{outside} ]") for one in results]
+    return [
+        ir.value(result.type, f"phi {result.type} [ {result.text}, %{inside} ], [ 0, %{outside} ]")
+        for result in results
+    ]
 
 
 def reach(

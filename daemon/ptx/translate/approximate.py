@@ -41,14 +41,14 @@ def power_of_two(t: OperandTranslator, value: Value) -> Value:
     value = ir.select(ir.compare("fcmp olt", value, low), low, value)
     # Split the exponent into its nearest integer and a rest within a half.
     shifted = ir.binary("fadd", value, real("double", _ROUNDER))
-    rest = ir.binary("fsub", value, ir.binary("fsub", shifted, real("double", _ROUNDER)))
+    fraction = ir.binary("fsub", value, ir.binary("fsub", shifted, real("double", _ROUNDER)))
     # The series of 2^rest by Horner's rule.
     result = real("double", _coefficient(_DEGREE))
     for power in range(_DEGREE - 1, -1, -1):
-        result = ir.intrinsic("llvm.fma.f64", "double", result, rest, real("double", _coefficient(power)))
+        result = ir.intrinsic("llvm.fma.f64", "double", result, fraction, real("double", _coefficient(power)))
     # Put the integer into the exponent's bits. Bits above the exponent are shifted out, the rounder's own among them.
-    whole = ir.cast("bitcast", shifted, "i64")
-    scale = ir.binary("shl", ir.binary("add", whole, constant("i64", _BIAS)), _EXPONENT_SHIFT)
+    whole_part = ir.cast("bitcast", shifted, "i64")
+    scale = ir.binary("shl", ir.binary("add", whole_part, constant("i64", _BIAS)), _EXPONENT_SHIFT)
     return ir.binary("fmul", result, ir.cast("bitcast", scale, "double"))
 
 

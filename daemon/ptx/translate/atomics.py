@@ -100,10 +100,10 @@ def _forms(function: Callable[["ThreadTranslator", Instruction, Modifiers], None
 
 
 def _register(
-    function: Callable[["ThreadTranslator", Instruction, Modifiers], None], rest: str, **choices: tuple[str, ...]
+    function: Callable[["ThreadTranslator", Instruction, Modifiers], None], suffix: str, **choices: tuple[str, ...]
 ) -> None:
     for opcode, arity, orders in (("atom", 3, _ORDERS), ("red", 2, _RED_ORDERS)):
-        template = f"{opcode}{{.order}}{{.scope}}{{.space}}{rest}"
+        template = f"{opcode}{{.order}}{{.scope}}{{.space}}{suffix}"
         choices = {"space": _SPACES, **choices}
         FAMILY.form(template, arity, writes=opcode == "atom", order=orders, scope=_SCOPES, **choices)(function)
 

@@ -168,8 +168,8 @@ def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], i
         half = ir.binary("fmul", unit, real("double", 0.5))
         return ir.select(ir.compare("fcmp oge", ir.binary("fsub", size, lower), half), upper, lower)
     # Down is away from zero for negative numbers, up for positive ones.
-    away = ir.select(ir.compare("fcmp olt", lower, size), upper, lower)
-    return ir.select(is_negative, *((away, lower) if mode == "rm" else (lower, away)))
+    farther = ir.select(ir.compare("fcmp olt", lower, size), upper, lower)
+    return ir.select(is_negative, *((farther, lower) if mode == "rm" else (lower, farther)))
 
 
 def sum_to_odd(t: OperandTranslator, left: Value, right: Value) -> Value:

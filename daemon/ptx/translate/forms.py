@@ -103,7 +103,7 @@ class Form:
             return None
         arranged: list[str] = []
         for _, choices, optional in self.slots:
-            choice = next((one for one in modifiers if one in choices), None)
+            choice = next((candidate for candidate in modifiers if candidate in choices), None)
             if choice is not None:
                 arranged.append(choice)
                 modifiers.remove(choice)

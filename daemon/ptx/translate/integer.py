@@ -149,11 +149,11 @@ def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     if scalar.is_signed:
         value = ir.binary("xor", value, ir.binary("ashr", value, scalar.bits - 1))
     in_front = ir.intrinsic(f"llvm.ctlz.i{scalar.bits}", value.type, value, constant("i1", 0))
-    found = in_front
+    position = in_front
     if "shiftamt" not in m:
-        found = ir.binary("sub", constant(value.type, scalar.bits - 1), in_front)
-    found = ir.select(ir.compare("icmp eq", value, 0), constant(value.type, -1), found)
-    t.write(i.operands[0], _LENGTH, ir.resize(found, "i32", signed=False))
+        position = ir.binary("sub", constant(value.type, scalar.bits - 1), in_front)
+    position = ir.select(ir.compare("icmp eq", value, 0), constant(value.type, -1), position)
+    t.write(i.operands[0], _LENGTH, ir.resize(position, "i32", signed=False))
 
 
 @INTEGER.form("bfe.type", 4, type=_WORDS)
@@ -235,8 +235,8 @@ def ones(t: OperandTranslator, length: Value) -> Value:
     # A shift by the width is undefined in LLVM, so that case is selected.
     is_all = t.ir.compare("icmp uge", length, bits)
     amount = t.ir.select(is_all, constant(length.type, 0), length)
-    some = t.ir.binary("sub", t.ir.binary("shl", constant(length.type, 1), amount), 1)
-    return t.ir.select(is_all, constant(length.type, -1), some)
+    low_ones = t.ir.binary("sub", t.ir.binary("shl", constant(length.type, 1), amount), 1)
+    return t.ir.select(is_all, constant(length.type, -1), low_ones)
 
 
 CARRY = InstructionFamily("Arithmetic with carry", "9.7.2")
@@ -278,8 +278,8 @@ def _with_flag(
     if flag is None:
         return result, carried
     # The flag is added or subtracted in a second step, which carries only from the last number before a wrap.
-    more = ir.resize(flag, left.type, signed=False)
-    again = ir.binary(operation, result, more)
+    carry = ir.resize(flag, left.type, signed=False)
+    again = ir.binary(operation, result, carry)
     at_end = ir.compare("icmp eq", again if operation == "add" else result, constant(left.type, 0))
     return again, ir.binary("or", carried, ir.binary("and", at_end, flag))
 

@@ -96,9 +96,9 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
 class _Access:
     """A load or store for each lane, of one or a few scalars; a vector of all has the first lane's scalars first."""
 
-    def __init__(self, t: LaneRegisters, operand: Address, base: Register, what: tuple[Space, Scalar, int]) -> None:
+    def __init__(self, t: LaneRegisters, operand: Address, base: Register, access: tuple[Space, Scalar, int]) -> None:
         self.t, self.ir = t, t.ir
-        self._space, self._scalar, self._count = what
+        self._space, self._scalar, self._count = access
         self._size = self._scalar.size * self._count
         self._base = t.read(base, address_type(t, base))
         self._offset = operand.offset
@@ -113,7 +113,7 @@ class _Access:
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
         """Write the code that moves the elements together, the code that moves them apart, and the choice."""
         t, ir = self.t, self.ir
-        values = [t.to_bits(t.read_wide(one, self._scalar), self._scalar) for one in moved] if stores else []
+        values = [t.to_bits(t.read_wide(operand, self._scalar), self._scalar) for operand in moved] if stores else []
         value = self._interleave(values) if stores else None
         address = self._first_address()
         # Together: neighbouring addresses, all of them allowed, and for narrow elements all lanes present.
@@ -143,19 +143,19 @@ class _Access:
         ir = self.ir
         if len(values) == 1:
             return ir.widen(values[0])
-        whole, lanes = [ir.widen(value).text for value in values], ir.lanes
+        texts, lanes = [ir.widen(value).text for value in values], ir.lanes
         # Concatenate pairs of vectors until one is left, then reorder it by lanes.
         width = lanes
-        while len(whole) > 1:
+        while len(texts) > 1:
             order = ", ".join(f"i32 {n}" for n in range(2 * width))
             kind = f"<{width} x {self._kind}>"
-            whole = [
+            texts = [
                 ir.wide_value(self._kind, f"shufflevector {kind} {a}, {kind} {b}, <{2 * width} x i32> <{order}>").text
-                for a, b in zip(whole[::2], whole[1::2], strict=True)
+                for a, b in zip(texts[::2], texts[1::2], strict=True)
             ]
             width *= 2
         order = ", ".join(f"i32 {part * lanes + lane}" for lane in range(lanes) for part in range(self._count))
-        pick = f"shufflevector {self._vector} {whole[0]}, {self._vector} poison, <{width} x i32> <{order}>"
+        pick = f"shufflevector {self._vector} {texts[0]}, {self._vector} poison, <{width} x i32> <{order}>"
         return ir.wide_value(self._kind, pick)
 
     def _part(self, loaded: Value, number: int) -> Value:
@@ -191,8 +191,8 @@ class _Access:
         ir, size, mask = self.ir, self._size, self.t.mask
         # The first and last lanes of the mask, and their addresses.
         before = ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0))
-        behind = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
-        after = ir.binary("sub", constant(mask.type, ir.lanes - 1), behind)
+        leading_zeros = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
+        after = ir.binary("sub", constant(mask.type, ir.lanes - 1), leading_zeros)
         low, high = (
             ir.binary("add", address, ir.binary("mul", ir.resize(lane, "i64", signed=False), size))
             for lane in (before, after)
@@ -297,8 +297,8 @@ class _LongAccess(_Access):
         parts = t.room(f"parts.{self._kind}.{self._count}", f"[{self._count} x {ir.wide_type(self._kind)}]")
         places = [ir.offset(parts, ir.lanes * self._scalar.size * number) for number in range(self._count)]
         if stores:
-            for one, place in zip(moved, places, strict=True):
-                ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(one, self._scalar), self._scalar))}, {place}")
+            for operand, place in zip(moved, places, strict=True):
+                ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(operand, self._scalar), self._scalar))}, {place}")
         # Step 2: the choice, as for short accesses, but only if all lanes are present.
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
@@ -321,9 +321,9 @@ class _LongAccess(_Access):
         ir.block(done)
         # Step 4: loaded registers come back.
         if not stores:
-            for one, place in zip(moved, places, strict=True):
+            for operand, place in zip(moved, places, strict=True):
                 value = ir.wide_value(self._kind, f"load {ir.wide_type(self._kind)}, {place}")
-                t.write_wide(one, self._scalar, t.from_bits(value, self._scalar))
+                t.write_wide(operand, self._scalar, t.from_bits(value, self._scalar))
 
     def _move(self, lanes: Value, parts: Value, *, stores: bool) -> None:
         """Move between the lanes' layout, each lane's values together, and the registers' layout."""
@@ -336,19 +336,19 @@ class _LongAccess(_Access):
         ir.emit(f"call void @{name}({lanes}, {parts})")
 
 
-def _move_eights(ir: IrWriter, what: tuple[int, int, int], *, joins: bool) -> None:
+def _move_eights(ir: IrWriter, sizes: tuple[int, int, int], *, joins: bool) -> None:
     """Write the body of a function that moves the values of eight lanes at a time."""
-    count, size, lanes = what
+    count, size, lanes = sizes
     one, all_ = f"<8 x i{8 * size}>", f"<{8 * count} x i{8 * size}>"
     for eight in range(0, lanes, 8):
         together = ir.offset(Value("ptr", "%lanes"), eight * count * size)
         places = [ir.offset(Value("ptr", "%parts"), (lanes * part + eight) * size) for part in range(count)]
         # Spreading: one load of eight lanes, then one shuffle and store for each register.
         if not joins:
-            whole = ir.load(all_, together, extra=f", align {count * size}")
+            vector = ir.load(all_, together, extra=f", align {count * size}")
             for part, place in enumerate(places):
                 order = ", ".join(f"i32 {lane * count + part}" for lane in range(8))
-                shuffle = f"shufflevector {whole}, {all_} poison, <8 x i32> <{order}>"
+                shuffle = f"shufflevector {vector}, {all_} poison, <8 x i32> <{order}>"
                 ir.emit(f"store {ir.value(one, shuffle)}, {place}, align 8")
             continue
         # Joining: concatenate the registers' parts, and reorder them by lanes.

@@ -149,9 +149,9 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     ir.ret(NO_LANE)
 
 
-def _fail(ir: IrWriter, label: str, lane: Value, address: Value, what: tuple[int, Access, int]) -> None:
+def _fail(ir: IrWriter, label: str, lane: Value, address: Value, failure: tuple[int, Access, int]) -> None:
     """Write the block in which a forbidden copy ends: it records the fault, and returns the lane."""
     ir.block(label)
-    details = ", ".join(f"i32 {number}" for number in what)
+    details = ", ".join(f"i32 {number}" for number in failure)
     ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
     ir.ret_value(ir.resize(lane, "i32", signed=False))

@@ -186,7 +186,7 @@ def _cross(t: LaneRegisters, i: Instruction, distance: int) -> None:
     """Take a value from the lane with a number that differs in some constant bits; from an absent lane, take 0."""
     ir = t.ir
     shown = t.read(i.operands[1], _WORD)
-    there = ir.flags_of(_meet(t, i.operands[4]))
+    at_barrier = ir.flags_of(_meet(t, i.operands[4]))
     order = ", ".join(f"i32 {lane ^ distance}" for lane in range(WARP_THREADS))
 
     def crossed(value: Value) -> Value:
@@ -195,7 +195,7 @@ def _cross(t: LaneRegisters, i: Instruction, distance: int) -> None:
         return ir.wide_value(value.type, picked)
 
     result, predicate = two_results(i.operands[0])
-    t.write(result, _WORD, crossed(ir.select(there, shown, constant("i32", 0))))
+    t.write(result, _WORD, crossed(ir.select(at_barrier, shown, constant("i32", 0))))
     if predicate is not None:
         t.write(predicate, PREDICATE, TRUE)
 

@@ -214,25 +214,25 @@ class LaneTranslator(LaneRegisters):
         """Send the lanes with the flag to a block, or end them; the rest continue after the branch."""
         ir, following = self.ir, self._block + 1
         taken = ir.binary("and", self.mask, flags)
-        rest = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
+        other_lanes = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
         # Way 1: the lanes with the flag end.
         if number < 0:
             self._leave(taken)
             some = ir.fresh("some")
-            ir.branch_if(ir.compare("icmp eq", rest, 0), f"check{following}", some)
+            ir.branch_if(ir.compare("icmp eq", other_lanes, 0), f"check{following}", some)
             ir.block(some)
-            self.mask = rest
+            self.mask = other_lanes
             return
         # Way 2: the rest would only end, so they end here.
         if leaves_at(self.function.instructions, self._lanes.blocks[self._block].end):
-            self._leave(rest)
+            self._leave(other_lanes)
             some = ir.fresh("some")
             ir.branch_if(ir.compare("icmp eq", taken, 0), f"check{following}", some)
             ir.block(some)
             self._go(number, taken)
             return
         # Way 3: both parts wait for their blocks; the earlier block runs first.
-        self._waits_for(following, rest)
+        self._waits_for(following, other_lanes)
         if number > self._block:
             self._waits_for(number, taken)
             ir.branch(f"check{following}")
@@ -324,10 +324,10 @@ class LaneTranslator(LaneRegisters):
         with self._as_lane(lane, rooms):
             form.translate(self, instruction, modifiers)
         # Clear the lowest bit.
-        rest = ir.binary("and", still, ir.binary("sub", still, 1))
-        ir.store(rest, left)
+        remaining = ir.binary("and", still, ir.binary("sub", still, 1))
+        ir.store(remaining, left)
         done = ir.fresh("alldone")
-        ir.branch_if(ir.compare("icmp ne", rest, 0), again, done)
+        ir.branch_if(ir.compare("icmp ne", remaining, 0), again, done)
         ir.block(done)
         # A carry flag made in the loop would be the last lane's.
         if self.carry is not carry:

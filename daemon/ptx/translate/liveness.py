@@ -129,25 +129,25 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
         return 0
     blocks = blocks_of(instructions)
     registers = 0
-    written = again = 0
+    written = rewritten = 0
     # A register written once needs no merging, unless its initial 0 may still be seen.
     for instruction, effect in zip(instructions, effects, strict=True):
         registers |= effect.reads | effect.writes
         # What a guarded instruction writes counts among what it reads.
         writes = effect.writes if instruction.guard is None else effect.reads
-        again |= written & writes
+        rewritten |= written & writes
         written |= writes
     # Even if all were merged in every block, they would be few enough.
     if registers.bit_count() * len(blocks) <= MAX_MERGES:
         return 0
     live_in = live_at_starts(blocks, effects)
     # Only blocks with several predecessors merge.
-    ways = [0] * len(blocks)
+    predecessors = [0] * len(blocks)
     for number in (follower for block in blocks for follower in block.follows):
-        ways[number] += 1
+        predecessors[number] += 1
     # Registers start as 0, which is a second value where it may still be seen.
-    counted = registers if waits else again | live_in[0]
-    return sum((live & counted).bit_count() for live, count in zip(live_in, ways, strict=True) if count > 1)
+    counted = registers if waits else rewritten | live_in[0]
+    return sum((live & counted).bit_count() for live, count in zip(live_in, predecessors, strict=True) if count > 1)
 
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:

@@ -68,13 +68,13 @@ def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     else:
         amount = t.ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", 32))
     low, high, amount = (t.ir.cast("zext", value, "i64") for value in (low, high, amount))
-    both = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
+    joined = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
     # Left keeps the upper word of the shifted pair, right the lower.
     if m["side"] == "l":
-        both = t.ir.binary("lshr", t.ir.binary("shl", both, amount), 32)
+        joined = t.ir.binary("lshr", t.ir.binary("shl", joined, amount), 32)
     else:
-        both = t.ir.binary("lshr", both, amount)
-    t.write(i.operands[0], _WORD, t.ir.cast("trunc", both, "i32"))
+        joined = t.ir.binary("lshr", joined, amount)
+    t.write(i.operands[0], _WORD, t.ir.cast("trunc", joined, "i32"))
 
 
 def _shift(t: OperandTranslator, i: Instruction, m: Modifiers, operation: str) -> None:

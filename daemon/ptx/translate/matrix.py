@@ -291,9 +291,9 @@ def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
     return valid
 
 
-def _row(t: "ThreadTranslator", which: Value) -> Value:
+def _row(t: "ThreadTranslator", row: Value) -> Value:
     """Return the row at the address that a lane showed; it was checked, and shared memory does not move."""
-    return pointer_at(t, t.ir.load("i64", kept_words(t, which)), Space.SHARED)
+    return pointer_at(t, t.ir.load("i64", kept_words(t, row)), Space.SHARED)
 
 
 def _bytes(t: "ThreadTranslator", number: Value, size: int) -> Value:

@@ -43,8 +43,8 @@ def from_singles(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvt.rn.satfinite{.relu}.into.f16x2", 2, into=tuple(_KINDS))
 def from_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Convert a pair of f16: the upper half goes to the upper byte, the lower to the lower."""
-    both = t.read(i.operands[1], _HALVES)
-    halves = [t.ir.cast("trunc", t.ir.binary("lshr", both, shift), "i16") for shift in (16, 0)]
+    pair = t.read(i.operands[1], _HALVES)
+    halves = [t.ir.cast("trunc", t.ir.binary("lshr", pair, shift), "i16") for shift in (16, 0)]
     _write_pair(t, i, m, [decode(t, half, F16) for half in halves])
 
 
@@ -52,10 +52,10 @@ def from_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def to_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     """Convert both bytes to f16, which is exact."""
     ir, kind = t.ir, _KINDS[m["source"]]
-    both = t.read(i.operands[1], _PAIR)
+    pair = t.read(i.operands[1], _PAIR)
     result = constant("i32", 0)
     for shift in (8, 0):
-        bits = ir.binary("and", ir.cast("zext", ir.binary("lshr", both, shift), "i64"), 0xFF)
+        bits = ir.binary("and", ir.cast("zext", ir.binary("lshr", pair, shift), "i64"), 0xFF)
         value = _relu(t, m, _decode(t, bits, kind))
         half = ir.cast("zext", encode(t, value, F16), "i32")
         result = ir.binary("or", result, ir.binary("shl", half, 2 * shift))

@@ -36,12 +36,12 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     low, high, choices = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     low, high = t.ir.cast("zext", low, "i64"), t.ir.cast("zext", high, "i64")
     # The operands are one 64-bit number, from which each nibble of the selector picks a byte.
-    both = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
+    joined = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
     result = constant("i32", 0)
     for number in range(4):
         choice = t.ir.binary("lshr", choices, 4 * number)
         shift = t.ir.binary("shl", t.ir.binary("and", choice, 7), 3)
-        shifted = t.ir.binary("lshr", both, t.ir.cast("zext", shift, "i64"))
+        shifted = t.ir.binary("lshr", joined, t.ir.cast("zext", shift, "i64"))
         byte = t.ir.cast("trunc", shifted, "i8")
         # The selector's fourth bit replaces the byte by copies of its top bit.
         is_sign = t.ir.compare("icmp ne", t.ir.binary("and", choice, 8), 0)
@@ -80,19 +80,19 @@ def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def _unpack(t: OperandTranslator, scalar: Scalar, into: Vector, i: Instruction) -> None:
     part = _part(t, scalar, into)
     # The first element is the lowest part.
-    whole = t.to_bits(t.read(i.operands[1], scalar), scalar)
+    packed = t.to_bits(t.read(i.operands[1], scalar), scalar)
     for number, element in enumerate(into.elements):
-        shifted = t.ir.binary("lshr", whole, number * part.bits)
+        shifted = t.ir.binary("lshr", packed, number * part.bits)
         t.write(element, part, t.ir.resize(shifted, f"i{part.bits}", signed=False))
 
 
 def _pack(t: OperandTranslator, scalar: Scalar, source: Vector, i: Instruction) -> None:
     part = _part(t, scalar, source)
-    whole = constant(f"i{scalar.bits}", 0)
+    packed = constant(f"i{scalar.bits}", 0)
     for number, element in enumerate(source.elements):
-        wide = t.ir.resize(t.read(element, part), whole.type, signed=False)
-        whole = t.ir.binary("or", whole, t.ir.binary("shl", wide, number * part.bits))
-    t.write(i.operands[0], scalar, t.from_bits(whole, scalar))
+        wide = t.ir.resize(t.read(element, part), packed.type, signed=False)
+        packed = t.ir.binary("or", packed, t.ir.binary("shl", wide, number * part.bits))
+    t.write(i.operands[0], scalar, t.from_bits(packed, scalar))
 
 
 def _part(t: OperandTranslator, scalar: Scalar, vector: Vector) -> Scalar:

@@ -51,10 +51,10 @@ def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         # Only the low 24 bits of an operand count, extended by the type's sign.
         short = ir.cast("trunc", t.read(i.operands[position], scalar), "i24")
         parts.append(ir.resize(short, "i64", signed=scalar.is_signed))
-    whole = ir.binary("mul", *parts)
+    product = ir.binary("mul", *parts)
     if m["half"] == "hi":
-        whole = ir.binary("lshr", whole, 16)
-    result = ir.cast("trunc", whole, "i32")
+        product = ir.binary("lshr", product, 16)
+    result = ir.cast("trunc", product, "i32")
     if i.opcode == "mad24":
         result = ir.binary("add", result, t.read(i.operands[3], scalar))
     t.write(i.operands[0], scalar, result)
@@ -86,7 +86,7 @@ def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     result = constant("i32", 0)
     # Take each half out, compute, and put the result back at its place.
     for shift in (0, 16):
-        left, right = (ir.cast("trunc", ir.binary("lshr", whole, shift), "i16") for whole in operands)
+        left, right = (ir.cast("trunc", ir.binary("lshr", word, shift), "i16") for word in operands)
         if i.opcode == "add":
             half = ir.binary("add", left, right)
         else:
@@ -126,7 +126,7 @@ def extend(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, ir.cast("trunc", result, "i32"))
 
 
-def _part(t: OperandTranslator, whole: Value, start: int, bits: int, signed: bool) -> Value:
+def _part(t: OperandTranslator, word: Value, start: int, bits: int, signed: bool) -> Value:
     """Return a range of bits as a 32-bit number, sign-extended if `signed`."""
-    part = t.ir.cast("trunc", t.ir.binary("lshr", whole, start), f"i{bits}")
+    part = t.ir.cast("trunc", t.ir.binary("lshr", word, start), f"i{bits}")
     return t.ir.resize(part, "i32", signed=signed)

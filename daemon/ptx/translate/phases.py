@@ -102,8 +102,8 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 )
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Arrive for one thread or several; `arrive_drop` also removes them from later phases."""
-    into, place, rest = _split(t, i)
-    come = _count(t, rest[0]) if rest else constant("i64", 1)
+    into, place, operands = _split(t, i)
+    come = _count(t, operands[0]) if operands else constant("i64", 1)
     state = settle(t, _object(t, place, m), come=come, dropped=come if "arrive_drop" in m else None)
     if into is not None:
         t.write(into, _OBJECT, state)
@@ -119,12 +119,12 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 )
 def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Expect more bytes, then arrive for one thread, in one step."""
-    into, place, rest = _split(t, i)
-    if len(rest) != 1:
+    into, place, operands = _split(t, i)
+    if len(operands) != 1:
         raise t.problem("expected a number of bytes")
-    more, one = t.ir.cast("sext", t.read(rest[0], _COUNT), "i64"), constant("i64", 1)
+    expected, one = t.ir.cast("sext", t.read(operands[0], _COUNT), "i64"), constant("i64", 1)
     dropped = one if m["way"] == "arrive_drop" else None
-    state = settle(t, _object(t, place, m), come=one, dropped=dropped, bytes_more=more)
+    state = settle(t, _object(t, place, m), come=one, dropped=dropped, bytes_more=expected)
     if into is not None:
         t.write(into, _OBJECT, state)
 

@@ -134,12 +134,12 @@ class RunnerWriter:
         return ir.select(ir.compare("icmp uge", turned, size), ir.binary("sub", turned, size), turned)
 
     def _place_of(self, number: Value) -> list[Value]:
-        ir, left, place = self.ir, number, list[Value]()
+        ir, remaining, place = self.ir, number, list[Value]()
         for size in self._sizes["grid"][:2]:
             wide = ir.cast("zext", size, "i64")
-            place.append(ir.cast("trunc", ir.binary("urem", left, wide), "i32"))
-            left = ir.binary("udiv", left, wide)
-        return [*place, ir.cast("trunc", left, "i32")]
+            place.append(ir.cast("trunc", ir.binary("urem", remaining, wide), "i32"))
+            remaining = ir.binary("udiv", remaining, wide)
+        return [*place, ir.cast("trunc", remaining, "i32")]
 
     def _run_block(self, block: Sequence[Value]) -> None:
         # Without waits: each thread from start to end.
@@ -325,10 +325,10 @@ class LaneRunnerWriter(RunnerWriter):
 
     def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
         # The mask: all lanes, or as many as the row has threads left.
-        ir, left = self.ir, self._left(group)
-        some = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", left, "i64")), 1)
-        is_whole = ir.compare("icmp uge", left, self._lanes)
-        mask = ir.cast("trunc", ir.select(is_whole, constant("i64", -1), some), f"i{self._lanes}")
+        ir, lanes_left = self.ir, self._left(group)
+        low_lanes = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", lanes_left, "i64")), 1)
+        is_whole = ir.compare("icmp uge", lanes_left, self._lanes)
+        mask = ir.cast("trunc", ir.select(is_whole, constant("i64", -1), low_lanes), f"i{self._lanes}")
         first = self._thread_of(group, constant("i32", 0))
         arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, *first, *block)))
         status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
@@ -361,8 +361,8 @@ class WarpRunnerWriter(LaneRunnerWriter):
         if not self._waits.sites:
             return super().needs
         # A frame is a warp's; per thread it is a part, rounded up, plus one whole frame for a partial warp.
-        each = -(-self._frame_bytes // self._lanes)
-        return KernelNeeds(0, self._local_bytes, self._frame_bytes, each, parks=False)
+        bytes_per_lane = -(-self._frame_bytes // self._lanes)
+        return KernelNeeds(0, self._local_bytes, self._frame_bytes, bytes_per_lane, parks=False)
 
     def _count_groups(self) -> Sequence[Value]:
         threads = self._threads()

@@ -72,9 +72,9 @@ class SchedulerWriter(RunnerWriter):
         begun = ir.load("i32", counter)
         warps = ir.binary("and", ir.binary("add", threads, WARP_THREADS - 1), -WARP_THREADS)
         first = self._turned(begun, warps, WARP_THREADS)
-        left = ir.binary("sub", threads, first)
-        is_whole = ir.compare("icmp ugt", left, WARP_THREADS)
-        lanes = ir.select(is_whole, constant("i32", WARP_THREADS), left)
+        threads_left = ir.binary("sub", threads, first)
+        is_whole = ir.compare("icmp ugt", threads_left, WARP_THREADS)
+        lanes = ir.select(is_whole, constant("i32", WARP_THREADS), threads_left)
         frames = self._frame(ir.cast("zext", first, "i64"))
         # Run its ready lanes, release complete exchanges, and again if any lane was released.
         ir.block(again)
@@ -142,10 +142,10 @@ class SchedulerWriter(RunnerWriter):
         # At a barrier the fault names its number, in an exchange the member mask.
         at_barrier = ir.compare("icmp eq", fields["state"], ThreadState.AT_BARRIER)
         number = ir.binary("and", fields["kind"], BARRIERS - 1)
-        what = ir.cast("zext", ir.select(at_barrier, number, fields["members"]), "i64")
+        argument = ir.cast("zext", ir.select(at_barrier, number, fields["members"]), "i64")
         access = ir.select(at_barrier, constant("i32", Access.BARRIER), constant("i32", Access.EXCHANGE))
         space = constant("i32", SPACE_NUMBERS[Space.GENERIC])
-        arguments = ", ".join(map(str, (ENVIRONMENT, what, constant("i32", 0), access, space, fields["line"])))
+        arguments = ", ".join(map(str, (ENVIRONMENT, argument, constant("i32", 0), access, space, fields["line"])))
         ir.emit(f"call void @{RECORD_FAULT}({arguments})")
         self._stop(self._indices(frame), block)
 

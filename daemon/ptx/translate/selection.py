@@ -75,7 +75,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     low, high, choice = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     wide = [ir.resize(value, "i64", signed=False) for value in (low, high)]
-    both = ir.binary("or", ir.binary("shl", wide[1], 32), wide[0])
+    joined = ir.binary("or", ir.binary("shl", wide[1], 32), wide[0])
     choice = ir.binary("and", choice, 3)
     result = constant("i32", 0)
     # The choice is known only when the kernel runs, so each byte's shift is selected among four constants.
@@ -84,7 +84,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         for number in (2, 1, 0):
             other = constant("i64", 8 * _BYTES[m["mode"]][number][position])
             shift = ir.select(ir.compare("icmp eq", choice, number), other, shift)
-        byte = ir.binary("and", ir.cast("trunc", ir.binary("lshr", both, shift), "i32"), 0xFF)
+        byte = ir.binary("and", ir.cast("trunc", ir.binary("lshr", joined, shift), "i32"), 0xFF)
         result = ir.binary("or", result, ir.binary("shl", byte, 8 * position))
     t.write(i.operands[0], _WORD, result)
 
@@ -105,14 +105,14 @@ def find_nth_set(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     # A count of 0 asks for the start bit itself.
     is_one = ir.compare("icmp eq", count, 0)
     kept = ir.select(is_one, only, ir.binary("shl", constant("i32", -1), shift))
-    left = ir.binary("and", mask, ir.select(is_inside, kept, constant("i32", 0)))
+    remaining = ir.binary("and", mask, ir.select(is_inside, kept, constant("i32", 0)))
     # Drop the lowest one as often as the count says, at most 32 times.
     for dropped in range(1, 33):
-        without = ir.binary("and", left, ir.binary("sub", left, 1))
-        left = ir.select(ir.compare("icmp ugt", count, dropped), without, left)
-    place = ir.intrinsic("llvm.cttz.i32", "i32", left, constant("i1", 0))
+        without = ir.binary("and", remaining, ir.binary("sub", remaining, 1))
+        remaining = ir.select(ir.compare("icmp ugt", count, dropped), without, remaining)
+    place = ir.intrinsic("llvm.cttz.i32", "i32", remaining, constant("i1", 0))
     place = ir.select(is_down, ir.binary("sub", constant("i32", 31), place), place)
-    place = ir.select(ir.compare("icmp eq", left, 0), constant("i32", -1), place)
+    place = ir.select(ir.compare("icmp eq", remaining, 0), constant("i32", -1), place)
     # -2^31 has no magnitude in 32 bits, and the ISA's text does not cover it; an H100 gives 0.
     is_least = ir.compare("icmp eq", count, -(1 << 31))
     t.write(i.operands[0], _WORD, ir.select(is_least, constant("i32", 0), place))

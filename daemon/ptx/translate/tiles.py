@@ -70,12 +70,12 @@ def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def _register(parts: tuple[str, ...], shapes: tuple[str, ...], types: tuple[str, ...]) -> None:
-    rest = ".sync.aligned.layout.shape{.space}.type"
+    suffix = ".sync.aligned.layout.shape{.space}.type"
     places = {"layout": ("row", "col"), "space": ("global", "shared", "shared::cta")}
     choices = {"shape": shapes, "type": types, **places}
-    FAMILY.form(f"wmma.load.part{rest}", (2, 3), writes=True, part=parts, **choices)(load)
+    FAMILY.form(f"wmma.load.part{suffix}", (2, 3), writes=True, part=parts, **choices)(load)
     if "c" in parts:
-        FAMILY.form(f"wmma.store.d{rest}", (2, 3), writes=False, **choices)(store)
+        FAMILY.form(f"wmma.store.d{suffix}", (2, 3), writes=False, **choices)(store)
 
 
 for _fragment in _FRAGMENTS:

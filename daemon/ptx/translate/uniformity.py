@@ -128,8 +128,8 @@ def _parts(body: Sequence[Instruction], block: Block, varying: int) -> bool:
     last = body[block.end - 1]
     if last.guard is None or last.opcode != "bra" or not varying >> last.guard.register.index & 1:
         return False
-    ways = [block.end, *(target.index for target in last.operands if isinstance(target, Target))]
-    return not any(leaves_at(body, index) for index in ways)
+    exits = [block.end, *(target.index for target in last.operands if isinstance(target, Target))]
+    return not any(leaves_at(body, index) for index in exits)
 
 
 def _mixed(

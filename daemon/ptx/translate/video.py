@@ -74,8 +74,8 @@ def compare_lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     _each_lane(t, i, m, lambda left, right, bits: _holds(t, m["condition"], left, right))
 
 
-def _register(name: str, rest: str, arity: int, translate: Translate) -> None:
-    template = f"{name}.into.left.right{rest}"
+def _register(name: str, suffix: str, arity: int, translate: Translate) -> None:
+    template = f"{name}.into.left.right{suffix}"
     FAMILY.form(template, arity, into=_BOTH, left=_BOTH, right=_BOTH, second=("add", "min", "max"))(translate)
 
 
@@ -117,8 +117,8 @@ def _calculate(t: OperandTranslator, name: str, left: Value, right: Value) -> Va
         case "vavrg":
             # A half rounds away from 0.
             total = ir.binary("add", left, right)
-            up = ir.cast("zext", ir.compare("icmp sge", total, 0), _WIDE)
-            return ir.binary("ashr", ir.binary("add", total, up), 1)
+            carry = ir.cast("zext", ir.compare("icmp sge", total, 0), _WIDE)
+            return ir.binary("ashr", ir.binary("add", total, carry), 1)
     return ir.intrinsic(f"llvm.s{name[1:]}.{_WIDE}", _WIDE, left, right)
 
 

@@ -86,15 +86,15 @@ def gather(t: ThreadTranslator) -> Value:
     return _result(t, FrameHead.group.offset)
 
 
-def word_of(t: ThreadTranslator, which: Value, number: int = 0) -> Value:
+def word_of(t: ThreadTranslator, thread: Value, number: int = 0) -> Value:
     """Return the word that a lane showed in the exchange just complete; the lane must have been there."""
-    return t.ir.load("i64", t.ir.offset(kept_words(t, which), SLOT_BYTES * number))
+    return t.ir.load("i64", t.ir.offset(kept_words(t, thread), SLOT_BYTES * number))
 
 
-def kept_words(t: ThreadTranslator, which: Value) -> Value:
+def kept_words(t: ThreadTranslator, thread: Value) -> Value:
     """Return the address of the words that a lane showed in the exchange just complete."""
     # Frames of a warp lie side by side, so another lane's is a multiple of the frame size away.
-    distance = t.ir.resize(t.ir.binary("sub", which, lane(t)), "i64", signed=True)
+    distance = t.ir.resize(t.ir.binary("sub", thread, lane(t)), "i64", signed=True)
     frame = t.ir.offset(FRAME, t.ir.binary("mul", distance, t.frame_size()))
     return t.ir.offset(frame, HEAD_BYTES + SLOT_BYTES * t.waits.words)
 
@@ -107,8 +107,8 @@ def own_room(t: ThreadTranslator) -> Value:
 def shown_words(t: ThreadTranslator) -> tuple[Value, Value, Value]:
     """Return the warp's frames, their size, and the offset of the first word shown, for native/block.ll."""
     stride = t.frame_size()
-    back = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
-    frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), back))
+    offset = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
+    frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), offset))
     return frames, stride, constant("i64", HEAD_BYTES + SLOT_BYTES * t.waits.words)
 
 
@@ -121,10 +121,10 @@ def count_turn(t: ThreadTranslator) -> None:
     """At the end of a loop's turn, let the others run every TURNS turns: they may write what this thread polls."""
     if t.index not in t.waits.yields:
         return
-    left = t.ir.binary("sub", t.ir.load("i32", TURNS_LEFT), 1)
-    t.ir.store(left, TURNS_LEFT)
+    turns_left = t.ir.binary("sub", t.ir.load("i32", TURNS_LEFT), 1)
+    t.ir.store(turns_left, TURNS_LEFT)
     turn, go_on = t.ir.fresh("turn"), t.ir.fresh("goon")
-    t.ir.branch_if(t.ir.compare("icmp ne", left, 0), go_on, turn, extra=LIKELY)
+    t.ir.branch_if(t.ir.compare("icmp ne", turns_left, 0), go_on, turn, extra=LIKELY)
     t.ir.block(turn)
     let_others_run(t)
     t.ir.block(go_on)

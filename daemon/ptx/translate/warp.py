@@ -149,8 +149,8 @@ def reduce(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     t.write(i.operands[0], scalar, t.ir.intrinsic(REDUCE_WORDS, "i32", frames, stride, group, offset, number))
 
 
-def has_lane(t: "ThreadTranslator", group: Value, which: Value) -> Value:
-    return t.ir.cast("trunc", t.ir.binary("lshr", group, which), "i1")
+def has_lane(t: "ThreadTranslator", group: Value, lane: Value) -> Value:
+    return t.ir.cast("trunc", t.ir.binary("lshr", group, lane), "i1")
 
 
 def two_results(operand: Operand) -> tuple[Operand, Operand | None]:

@@ -181,9 +181,9 @@ def _verdict_text(verdict: Verdict) -> str:
     if verdict.omitted:
         lines.append(f"and {verdict.omitted} more")
     lines += [f"note: {note}" for note in verdict.notes]
-    whole = "whole" if verdict.is_whole else "NOT whole"
+    state_text = "whole" if verdict.is_whole else "NOT whole"
     end = f"{verdict.end.seq}:{verdict.end.hash}"
-    return "\n".join([*lines, f"The log is {whole}: {counted(verdict.records, 'record')}, the last is {end}."])
+    return "\n".join([*lines, f"The log is {state_text}: {counted(verdict.records, 'record')}, the last is {end}."])
 
 
 def _verdict_map(verdict: Verdict) -> dict[str, Any]:

@@ -123,14 +123,14 @@ def last_records(folder: Path, boot: str) -> LastRecords:
 def _last_lines(folder: Path) -> list[bytes]:
     """Return the last lines of a log, oldest first. The first may be a piece of a line."""
     pieces: list[bytes] = []
-    rest = TAIL_BYTES
+    rest_bytes = TAIL_BYTES
     # From the newest file back until enough bytes are read.
     for path in reversed(log_files(folder)):
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - rest))
-            pieces.insert(0, file.read(rest))
-        rest -= len(pieces[0])
-        if rest <= 0:
+            file.seek(max(0, path.stat().st_size - rest_bytes))
+            pieces.insert(0, file.read(rest_bytes))
+        rest_bytes -= len(pieces[0])
+        if rest_bytes <= 0:
             break
     return [line for piece in pieces for line in piece.splitlines()]
 
@@ -359,12 +359,12 @@ class AuditLog:
             raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as it was left")
 
     def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
+        unwritten = memoryview(data)
+        while unwritten:
             # write(2) may write a part, for example when the disk fills up.
-            written = os.write(self._fd, rest)
+            written = os.write(self._fd, unwritten)
             self._size += written
-            rest = rest[written:]
+            unwritten = unwritten[written:]
 
 
 def _tail_of_file(path: Path) -> Tail:

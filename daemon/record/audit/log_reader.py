@@ -101,10 +101,16 @@ def line_of(record: AuditRecord) -> str:
     """Format a record: number, time, kind, tenant, lease and particulars."""
     data = record.data
     # What explains a record best comes first, then the other particulars in the record's order.
-    who = data.get("tenant", data.get("by", ""))
+    party = data.get("tenant", data.get("by", ""))
     names = [name for name in _FIRST if name in data]
     names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]
-    cells = [str(record.seq).rjust(8), record.at, record.kind.ljust(8), str(who).ljust(10), str(data.get("lease", ""))]
+    cells = [
+        str(record.seq).rjust(8),
+        record.at,
+        record.kind.ljust(8),
+        str(party).ljust(10),
+        str(data.get("lease", "")),
+    ]
     cells += [f"{name}={_text(data[name])}" for name in names if data[name] not in (None, "")]
     # A forged log may contain any text.
     return "  ".join(clean_text(cell) for cell in cells)
@@ -115,22 +121,22 @@ def _text(value: Any) -> str:
     return repr(text) if " " in text else text
 
 
-def found_text(found: Mapping[str, Any]) -> str:
+def found_text(details: Mapping[str, Any]) -> str:
     """Describe what opening a log revealed (`AuditLog.found`)."""
     parts = []
-    if torn := found.get("torn"):
+    if torn := details.get("torn"):
         parts.append(
             f"its last {torn['size_bytes']} bytes, from byte {torn['offset']} of its newest file, are not a "
             "complete line"
         )
-    if "head" in found:
-        parts.append(f"its head: {found['head']}")
-    if behind := found.get("unanchored"):
-        parts.append(f"{counted(behind, 'record is', 'records are')} after its head")
-    if lost := found.get("lost"):
+    if "head" in details:
+        parts.append(f"its head: {details['head']}")
+    if unanchored := details.get("unanchored"):
+        parts.append(f"{counted(unanchored, 'record is', 'records are')} after its head")
+    if lost := details.get("lost"):
         parts.append(f"records {lost['first']} to {lost['last']} are missing")
-    if "edited" in found:
-        parts.append(f"record {found['edited']} is another than was written")
+    if "edited" in details:
+        parts.append(f"record {details['edited']} is another than was written")
     return "; ".join(parts)
 
 

@@ -76,8 +76,8 @@ def _resize(fact: Fact) -> Particulars:
 
 def _park(fact: Fact) -> Particulars:
     parked = fact.source
-    how = {"why": parked.cause.value, "moved_bytes": bounded(parked.moved_bytes)}
-    return _lease(parked.lease) | how | {"took_us": parked.took_ns // NS_PER_US}
+    details = {"why": parked.cause.value, "moved_bytes": bounded(parked.moved_bytes)}
+    return _lease(parked.lease) | details | {"took_us": parked.took_ns // NS_PER_US}
 
 
 def _return(fact: Fact) -> Particulars:
@@ -93,15 +93,15 @@ def _left(fact: Fact) -> Particulars:
 
 def _moved(fact: Fact) -> Particulars:
     moved = fact.source
-    how = {"from_card": moved.from_uuid, "moved_bytes": bounded(moved.moved_bytes)}
+    details = {"from_card": moved.from_uuid, "moved_bytes": bounded(moved.moved_bytes)}
     # What it has used so far was used on the card that it left.
-    return _lease(moved.lease) | how | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
+    return _lease(moved.lease) | details | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 
 
 def _upgraded(fact: Fact) -> Particulars:
     replaced = fact.source
-    how = {"from_version": clean_text(replaced.from_version), "moved_bytes": bounded(replaced.moved_bytes)}
-    return _lease(replaced.lease) | how | {"took_us": replaced.took_ns // NS_PER_US}
+    details = {"from_version": clean_text(replaced.from_version), "moved_bytes": bounded(replaced.moved_bytes)}
+    return _lease(replaced.lease) | details | {"took_us": replaced.took_ns // NS_PER_US}
 
 
 def _move_done(fact: Fact) -> Particulars | None:
@@ -188,8 +188,8 @@ def _end(fact: Fact) -> Particulars | None:
 
 
 def _end_submit(fact: Fact) -> Particulars:
-    what = "fenced" if fact.kind is FactKind.SUBMIT_FENCED else "ended"
-    return _lease_of(fact) | {"what": what, "reason": clean_text(fact.source.reason)}
+    action = "fenced" if fact.kind is FactKind.SUBMIT_FENCED else "ended"
+    return _lease_of(fact) | {"what": action, "reason": clean_text(fact.source.reason)}
 
 
 def _fence_warm(fact: Fact) -> Particulars:

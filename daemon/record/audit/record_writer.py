@@ -31,11 +31,11 @@ class AuditWriter:
     """
 
     def __init__(
-        self, open_log: Callable[[ChainEnd], AuditLog], about: dict[str, Any], on_change: Callable[[], None]
+        self, open_log: Callable[[ChainEnd], AuditLog], start_fields: dict[str, Any], on_change: Callable[[], None]
     ) -> None:
         self._on_change = on_change
         self._queue = RecordQueue()
-        begin = draft_of(RecordKind.START, {"format": FORMAT} | about)
+        begin = draft_of(RecordKind.START, {"format": FORMAT} | start_fields)
         self._committer = GroupCommitter(_LogTarget(open_log, begin, self._queue), self._queue)
 
     def start(self, *, must_work: bool) -> None:

@@ -199,7 +199,7 @@ class FileJournal(Journal):
         # By the time of expiry, so that each new token can remove the oldest ones (`_keep_token`).
         key_sets = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [
-            (ends_ms, kind, spent_key(of, nonce)) for kind, rows in key_sets for of, nonce, ends_ms in rows
+            (ends_ms, kind, spent_key(tenant, nonce)) for kind, rows in key_sets for tenant, nonce, ends_ms in rows
         ]
         heapq.heapify(self._token_ends)
         self._fault = ""
@@ -561,7 +561,7 @@ class JournalProjector:
             return
         changes.append(Change(RowKind.LEASE, lease_key(lease_id), None))
         # Regions live inside their lease: their rows go with it.
-        changes += [Change(RowKind.REGION, lease_key(one), None) for one in self._regions.pop(lease_id, ())]
+        changes += [Change(RowKind.REGION, lease_key(region), None) for region in self._regions.pop(lease_id, ())]
         if lease is None or not lease.tenant:
             return
         changes.append(Change(RowKind.TOMBSTONE, number_key(self._next_tombstone), lease))

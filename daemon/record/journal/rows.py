@@ -424,8 +424,8 @@ def _insert(count: int) -> str:
     return f"INSERT OR REPLACE INTO entry VALUES {_places('(?, ?, ?)', count)}"
 
 
-def _places(one: str, count: int) -> str:
-    return ", ".join([one] * count)
+def _places(placeholder: str, count: int) -> str:
+    return ", ".join([placeholder] * count)
 
 
 Spent = tuple[int, bytes, int]

@@ -35,19 +35,19 @@ class TenantTotals:
     region_bytes: Counter[Labels] = field(default_factory=Counter)
     fenced: Counter[str] = field(default_factory=Counter)
 
-    def add(self, pair: Labels, one: LeaseSnapshot, held_bytes: int = 0) -> None:
+    def add(self, pair: Labels, lease: LeaseSnapshot, held_bytes: int = 0) -> None:
         """Add a lease and the bytes that its sessions hold, or a region."""
         # A region's bytes are part of its lease's slice, so they are summed up apart from leases.
-        if one.parent_id:
-            self.open_regions[pair] += one.state is LeaseState.ACTIVE
-            self.region_bytes[pair] += one.size_bytes
+        if lease.parent_id:
+            self.open_regions[pair] += lease.state is LeaseState.ACTIVE
+            self.region_bytes[pair] += lease.size_bytes
             return
-        self.active[pair] += one.state is LeaseState.ACTIVE
+        self.active[pair] += lease.state is LeaseState.ACTIVE
         # A pending lease has its bytes already, though it is not usable yet.
-        if one.state in (LeaseState.PENDING, LeaseState.ACTIVE):
-            self.leased_bytes[pair] += one.size_bytes
+        if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
+            self.leased_bytes[pair] += lease.size_bytes
         self.held_bytes[pair] += held_bytes
-        self.fenced[one.card_uuid] += one.state is LeaseState.FENCED
+        self.fenced[lease.card_uuid] += lease.state is LeaseState.FENCED
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,14 @@ def gauges(facts: NodeFacts) -> dict[MetricFamily, Values]:
 
 
 def _of_tenants(facts: NodeFacts) -> dict[MetricFamily, Values]:
-    of = facts.tenants
+    tenants = facts.tenants
     return {
         # Every pair of tenant and card that ever had a value, zeros included.
-        families.REGIONS_ACTIVE: {pair: of.open_regions[pair] for pair in facts.pairs},
-        families.REGIONS_BYTES: {pair: of.region_bytes[pair] for pair in facts.pairs},
-        families.LEASES_ACTIVE: {pair: of.active[pair] for pair in facts.pairs},
-        families.LEASES_BYTES: {pair: of.leased_bytes[pair] for pair in facts.pairs},
-        families.SESSION_ALLOCATED_BYTES: {pair: of.held_bytes[pair] for pair in facts.pairs},
+        families.REGIONS_ACTIVE: {pair: tenants.open_regions[pair] for pair in facts.pairs},
+        families.REGIONS_BYTES: {pair: tenants.region_bytes[pair] for pair in facts.pairs},
+        families.LEASES_ACTIVE: {pair: tenants.active[pair] for pair in facts.pairs},
+        families.LEASES_BYTES: {pair: tenants.leased_bytes[pair] for pair in facts.pairs},
+        families.SESSION_ALLOCATED_BYTES: {pair: tenants.held_bytes[pair] for pair in facts.pairs},
     }
 
 

@@ -122,8 +122,8 @@ class LeaseCounters:
 
     def worked(self, pair: Labels, increments: Iterable[tuple[MetricFamily, float]]) -> None:
         """Add what sessions of a GPU and tenant did since the last call."""
-        for family, more in increments:
-            self.counters[family][pair] += more
+        for family, increment in increments:
+            self.counters[family][pair] += increment
 
     def pair(self, lease: LeaseSnapshot) -> Labels:
         """Return the labels of a lease's GPU and tenant."""

@@ -29,8 +29,8 @@ class _PkiGroup(click.Group):
             click.echo(f"gpulease pki: {error}", err=True)
             sys.exit(1)
         except OSError as error:
-            about = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            click.echo(f"gpulease pki: {about}", err=True)
+            description = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            click.echo(f"gpulease pki: {description}", err=True)
             sys.exit(EXIT_CANNOT_WRITE)
 
 

@@ -67,14 +67,16 @@ class GraphRecords:
         if not graph.native or number in self._shown:
             return
         ids = {"request_id": 0, "session_id": frame.session_id, "flags": frame.flags}
-        whole = build_frame(frame.op, bytes(frame.payload), **ids)
-        parts = whole[:REQUEST_ID_OFFSET], whole[MIDDLE_AT:]
+        frame_bytes = build_frame(frame.op, bytes(frame.payload), **ids)
+        parts = frame_bytes[:REQUEST_ID_OFFSET], frame_bytes[MIDDLE_AT:]
         texts = [ctypes.create_string_buffer(part, len(part)) for part in parts]
         front, rest = map(ctypes.addressof, texts)
         place = number % _PLACES
         self.hide(self._places[place].number)
         self._shown[number] = graph, texts
-        self._places[place] = GraphRecord(number, len(whole), front, rest, graph.native, launches, copies, copied_bytes)
+        self._places[place] = GraphRecord(
+            number, len(frame_bytes), front, rest, graph.native, launches, copies, copied_bytes
+        )
 
     def hide(self, number: int) -> None:
         """Leave its launches to Python; one that is not entered is ignored."""

@@ -48,9 +48,9 @@ def record_of(region_id: int, slot: int, number: int) -> RegionRecord:
     """Return a region's record. The region must not have ended."""
     old_text, new_text = f"{_MARK:032x}".encode(), f"{region_id:032x}".encode()
     old_id, new_id = _MARK.to_bytes(16, "big"), region_id.to_bytes(16, "big")
-    front, back = _parts()
-    front, back = front.replace(old_text, new_text), back.replace(old_id, new_id)
-    texts = [ctypes.create_string_buffer(text, len(text)) for text in (front, back)]
+    front, tail = _parts()
+    front, tail = front.replace(old_text, new_text), tail.replace(old_id, new_id)
+    texts = [ctypes.create_string_buffer(text, len(text)) for text in (front, tail)]
     record = RegionRecord(
         column=ctypes.sizeof(ctypes.c_uint64) * slot,
         active=word_of(number, RegionWord.ACTIVE),
@@ -70,10 +70,10 @@ def _parts() -> tuple[bytes, bytes]:
     short, long = _payload("k"), _payload("kk")
     # The number of TLVs and every length but the kernel's are the same: both payloads begin and end alike.
     kernel_bytes = _tlv_bytes(Opcode.LAUNCH_IN.to_bytes(2, "big")) + _tlv_bytes(b"k")
-    front, back = short[: -_BACK_BYTES - kernel_bytes], short[-_BACK_BYTES:]
-    if not (long.startswith(front) and long.endswith(back)):
+    front, tail = short[: -_BACK_BYTES - kernel_bytes], short[-_BACK_BYTES:]
+    if not (long.startswith(front) and long.endswith(tail)):
         raise AssertionError("a refusal's payload depends on its kernel in more than the kernel")
-    return front, back
+    return front, tail
 
 
 def _tlv_bytes(value: bytes) -> int:

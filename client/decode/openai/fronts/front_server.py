@@ -220,8 +220,8 @@ class FrontConnection:
 def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: str) -> RequestSubmitted:
     # The sequences are in the order of their prompts, as many for each.
     sequences = tuple(
-        Sequence(place // submitted.request.tries, its.sampling.seed, its.max_emitted_tokens)
-        for place, its in enumerate(generation.request for generation in submitted.generations)
+        Sequence(place // submitted.request.tries, request.sampling.seed, request.max_emitted_tokens)
+        for place, request in enumerate(generation.request for generation in submitted.generations)
     )
     return RequestSubmitted(number, answer, sequences, tuple(submitted.end_tokens), submitted.model, path)
 

@@ -120,10 +120,10 @@ class FrontSource:
                 if generation := self._generations.get((scores.number, scores.sequence)):
                     for parts in scores.tokens:
                         generation.score(Emitted(*parts))
-            for its in message.tokens:
+            for tokens in message.tokens:
                 # Gone if its caller cancelled it while the tokens were on their way.
-                if generation := self._generations.get((its.number, its.sequence)):
-                    for token, position, log_probability, attempt, ranks in its.tokens:
+                if generation := self._generations.get((tokens.number, tokens.sequence)):
+                    for token, position, log_probability, attempt, ranks in tokens.tokens:
                         generation.replays = attempt
                         generation.emit(token, position, log_probability, ranks)
             for end in message.ends:
