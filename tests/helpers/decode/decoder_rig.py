@@ -70,9 +70,9 @@ async def together(decoder: Decoder) -> Outputs:
     return dict(zip(PROMPTS, await asyncio.gather(*map(read, generations)), strict=True))
 
 
-async def one_by_one(decoder: Decoder) -> Outputs:
+async def one_by_one(decoder: Decoder, max_tokens: int = TOKENS) -> Outputs:
     """Every tenant's output, computed with no other request in progress."""
-    return {name: await read(submit(decoder, name)) for name in PROMPTS}
+    return {name: await read(submit(decoder, name, max_tokens)) for name in PROMPTS}
 
 
 class Recorder(DecoderObserver):
