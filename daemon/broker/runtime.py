@@ -109,6 +109,7 @@ from gpulease.daemon.workers.region_orders import RegionOrders
 from gpulease.daemon.workers.registry import Workers
 from gpulease.daemon.workers.revocation_word import submit_word_for, word_for
 from gpulease.protocol.failures import Failure
+from gpulease.protocol.fast_dataclass import replace
 from gpulease.protocol.lease_options import options_for_worker
 from gpulease.protocol.messages import RegionEvent
 from gpulease.protocol.opcodes import Exclusivity, Status
@@ -537,7 +538,11 @@ class Runtime:
         self._memory_monitor.start()
         if effect.terms.is_parkable:
             self._parks.start()
-        self.workers.spawn(lease_worker_spec(effect, self._source.allowance_bytes))
+        spec = lease_worker_spec(effect, self._source.allowance_bytes)
+        # A session that comes from another worker keeps its addresses.
+        if opened_bytes := self.workers.images.opened_bytes(effect.lease_id):
+            spec = replace(spec, opened_bytes=opened_bytes)
+        self.workers.spawn(spec)
 
     def _open_region(self, effect: OpenRegion) -> None:
         self._regions.open(effect)

@@ -33,6 +33,8 @@ class WorkerSpec(WorkerOptions, Message):
             submits do not send it.
         timeout_ms: How long the submit may take. The zygote keeps it for the next broker.
         is_parkable: Whether the session's bytes may leave the card while it is idle (messages.py, "parking").
+        opened_bytes: Size of the slice with which the session was opened; 0 if that is `size_bytes`. A resize does not
+          change the addresses that a session has, so a worker that continues a resized session needs the first size.
     """
 
     OP: ClassVar[str] = "spawn"
@@ -48,11 +50,17 @@ class WorkerSpec(WorkerOptions, Message):
     submit_of: Annotated[int, LEASE_NUMBER] = 0
     timeout_ms: Annotated[int, U64] = 0
     is_parkable: Annotated[bool, FLAG.named("parkable")] = False
+    opened_bytes: Annotated[int, U64.named("opened")] = 0
 
     @property
     def is_warm(self) -> bool:
         """Whether the worker has no lease yet. Every lease has a slice, so a slice of 0 bytes means no lease."""
         return self.size_bytes == 0
+
+    @property
+    def context_bytes(self) -> int:
+        """The size of the slice for which the session's context is opened."""
+        return self.opened_bytes or self.size_bytes
 
     @property
     def of_lease(self) -> int:

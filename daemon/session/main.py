@@ -67,7 +67,7 @@ def run_lease_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, p
 
     def serve(page: WorkerPage, output: CapturedOutput) -> WorkerExit:
         served = _serve(
-            spec, driver, channel, page, output, lambda: driver.open_context(spec.card_uuid, spec.size_bytes)
+            spec, driver, channel, page, output, lambda: driver.open_context(spec.card_uuid, spec.context_bytes)
         )
         return served if isinstance(served, WorkerExit) else WorkerExit.OK
 
@@ -110,7 +110,7 @@ def _serve_leases(
         if lease.card_uuid != spec.card_uuid:
             raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
         # State 2: serve the lease, until its session ends.
-        served = _serve(lease, driver, channel, page, output, partial(opening, lease.size_bytes))
+        served = _serve(lease, driver, channel, page, output, partial(opening, lease.context_bytes))
         if isinstance(served, WorkerExit):
             return served
         # State 3: scrubbed. Use new control pages and a new opening, and remove the lease from the process's name.
@@ -182,7 +182,7 @@ def _serve(
         context = open_context()
         # Do this before the first allocation, and before the lease's time begins, because the card may not support it.
         if is_parkable:
-            context.make_parkable(spec.size_bytes)
+            context.make_parkable(spec.context_bytes)
     except DriverError as error:
         _report(channel, Failed(str(error)))
         return WorkerExit.NO_CONTEXT

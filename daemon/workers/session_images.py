@@ -69,6 +69,7 @@ class _Image:
         link: The page with the lease's words, which clients map.
         counted: The counters that its last worker reported.
         former: The worker that it came from.
+        opened_bytes: Size of the slice with which the session was opened.
         regions: Where the bytes of its regions are in the host memory, by id.
         held: New connections, each with its socket.
         watched: Sockets that are watched for requests, which bring the session back.
@@ -84,6 +85,7 @@ class _Image:
     link: RegionLink | None = None
     counted: tuple[int, ...] = ()
     former: Worker | None = None
+    opened_bytes: int = 0
     regions: dict[int, ParkedRegion] = field(default_factory=dict)
     held: list[tuple[int, AttachOrder]] = field(default_factory=list)
     watched: list[int] = field(default_factory=list)
@@ -104,6 +106,11 @@ class SessionImages:
         """Return whether a cold session has clients."""
         image = self._images.get(lease_id)
         return image is not None and image.is_kept and bool(image.connections or image.held)
+
+    def opened_bytes(self, lease_id: int) -> int:
+        """Return the size of the slice with which a cold session was opened; 0 for any other session."""
+        image = self._images.get(lease_id)
+        return 0 if image is None or not image.is_kept else image.opened_bytes
 
     # --- leaving ---
 
@@ -178,6 +185,7 @@ class SessionImages:
         if worker is not None:
             image.link, worker.regions = worker.regions, None
             image.counted, image.former = worker.counted, worker
+            image.opened_bytes = worker.spec.context_bytes
         # If a client attached while the session left, it waits already, so bring the session back at once.
         if image.held or image.is_awaited:
             self._post(ReturnWanted(lease_id, image.number))

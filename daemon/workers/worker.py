@@ -218,7 +218,7 @@ class Worker:
 
     def resize(self, size_bytes: int) -> None:
         """Record a slice's new size, also for the next broker."""
-        self.spec = replace(self.spec, size_bytes=size_bytes)
+        self.spec = replace(self.spec, size_bytes=size_bytes, opened_bytes=self.spec.context_bytes)
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self.zygote.change(self.serial, self.spec, lambda: None)
 

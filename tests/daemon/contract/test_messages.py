@@ -26,7 +26,7 @@ from gpulease.protocol.opcodes import Status, Waiting
 
 LEASE = "0000000000000000000000000000000a"
 SPEC = WorkerSpec(
-    *(10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, True),
+    *(10, "GPU-a", 1 << 30, True, 1 << 20, 11, 900, True, 1 << 29),
     max_kernel_ms=2500,
     waiting=Waiting.BLOCK,
     regions_required=True,
@@ -46,6 +46,7 @@ SPEC_MAP = {
     "regions_required": True,
     "latency": True,
     "parkable": True,
+    "opened": 1 << 29,
 }
 FINDINGS = [{"measure": "descriptors", "on": True, "detail": "none"}]
 GUEST = Guest(Permission(3), 1 << 40, 2, (1 << 64) - 1)
