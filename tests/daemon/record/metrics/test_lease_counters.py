@@ -15,13 +15,20 @@ from gpulease.daemon.leases import (
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    MoveRequested,
+    ParkSession,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
+    RegionProved,
     RenewRequested,
     RequesterGone,
+    ReturnWanted,
     RevokeRequested,
     SessionFaulted,
+    SessionImaged,
+    SessionParked,
+    SessionReturnFailed,
     SubmitRequested,
     TimerKind,
     WorkerExited,
@@ -112,6 +119,20 @@ def test_a_submit_that_faults_counts_for_its_leases_tenant() -> None:
     assert s.count(families.SESSION_FAULTS, *ANN) == 3, "the session's own"
     s.gone(1)
     assert s.history.is_at_rest
+
+
+def test_a_session_that_fits_no_other_worker_is_counted() -> None:
+    s = Counted(limits=CoreLimits(park_memory_bytes=64 << 20))
+    s.active(1, park_idle_ms=0)
+    ordered = next(one for one in s.do(MoveRequested(7, 1, "ann", None)) if isinstance(one, ParkSession))
+    s.do(SessionParked(1, ordered.number, 20))
+    s.do(RegionProved(1))
+    s.do(SessionImaged(1, ordered.number, 1000))
+    s.do(ReturnWanted(1, ordered.number))
+    s.do(WorkerReady(1))
+    # No worker of another kind is ready, so the lease ends.
+    s.do(SessionReturnFailed(1, ordered.number, "a variable is elsewhere", is_mismatch=True))
+    assert s.count(families.IMAGE_MISMATCHES, *CARD) == 1
 
 
 @pytest.mark.parametrize("late_s", [0, 0.004])
