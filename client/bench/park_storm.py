@@ -274,8 +274,6 @@ class _Work:
             _patient(region.close)
 
     def _open_region(self) -> Region:
-        # A session without a worker opens no region: this brings it back.
-        self.session.sync()
         region = self._lease.region(self._data.size_bytes, ttl_secs=PATIENCE_S)
         self._counts.regions.add(f"{region.lease_id:032x}")
         return region
@@ -483,7 +481,9 @@ def _small_daemon(driver: str, log: LogLine) -> Iterator[tuple[PrivateDaemon, st
     with contextlib.ExitStack() as stack:
         # Host memory for most of the tenants, so that the host is full at times.
         parked = _SETTINGS.format(park_memory=(TENANTS - 2) * (size_bytes + (2 << 20)), audit="FOLDER/audit")
-        daemon = stack.enter_context(killable_daemon(driver, vram=(str(vram_bytes),) * cards, settings=parked))
+        # Real cards have one limit for all; each size is a card of the embedded driver.
+        vram = (str(vram_bytes),) * (cards if driver == "cpu" else 1)
+        daemon = stack.enter_context(killable_daemon(driver, vram=vram, settings=parked))
         yield daemon, driver, str(daemon.folder / "audit")
 
 

@@ -53,7 +53,7 @@ def _two_cards(cards: Cards) -> None:
 @contextlib.contextmanager
 def two_card_node(cards: Cards, warm_contexts: int = 0) -> Iterator[Daemon]:
     config = CONFIG.format(warm_contexts=warm_contexts)
-    with daemon_on(cards, vram=("40GiB", "40GiB"), config=config) as daemon:
+    with daemon_on(cards, vram=("40GiB",), config=config) as daemon:
         yield daemon
 
 

@@ -257,7 +257,7 @@ def test_a_session_leaves_its_worker_and_returns_in_another(node: Daemon, cards:
 def test_a_session_moves_between_cards(cards: Cards) -> None:
     if len(cards.used_bytes()) < 2:
         pytest.skip("a move needs two cards")
-    node = Daemon(driver="cuda", vram=("40GiB", "40GiB"), config=CONFIG)
+    node = Daemon(driver="cuda", vram=("40GiB",), config=CONFIG)
     try:
         node.wait_until_it_answers()
         with lease_of(node, COLD_MIB * MIB + 64 * MIB) as lease, GpuSession(lease) as session:
