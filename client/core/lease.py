@@ -334,6 +334,9 @@ MAX_RECONNECT_PAUSE_S: Final = 1.0
 DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
+_NEED_SESSION: Final = frozenset({Opcode.LEASE_MOVE, Opcode.REGION_OPEN, Opcode.LEASE_RESIZE})
+"""Requests that bring a parked session back."""
+
 _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
 """Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out in between."""
 
@@ -718,8 +721,8 @@ class LeaseHandle:
             # Try at most twice: on the old connection and, if that was dead without an answer, on a new one.
             fresh = yield from self._reconnect_if_stale(operation)
             try:
-                # A move waits for room as long as the acquire would have.
-                wait_s = self.asked.wait_ms / 1000 if op is Opcode.LEASE_MOVE and self.asked is not None else 0.0
+                # These may wait for the room of a parked session, as long as the acquire would have.
+                wait_s = self.asked.wait_ms / 1000 if op in _NEED_SESSION and self.asked is not None else 0.0
                 deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S + wait_s, operation, self.address, self.clock)
                 ask = answer_to if clean_up is None else clean_up.ask
                 answer = yield from ask(self.channel, op, body, deadline)

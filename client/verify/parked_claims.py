@@ -19,9 +19,6 @@ SECRET_BYTES: Final = 32
 SPARE_BYTES: Final = 32 * MIB
 """Left of each slice for modules and counters."""
 
-RETURN_S: Final = 5.0
-"""Longest time until the daemon knows that a session is back, in seconds."""
-
 PARKS: Final = 10
 """Parks and returns next to a neighbour at work."""
 
@@ -56,17 +53,9 @@ def _slice_bytes(scene: Scene) -> int:
 
 def _park(lease: GpuLease) -> float:
     """Park a lease; return the milliseconds until its bytes were free."""
-    # A session that has just come back is busy until the daemon has read its worker's answer.
-    deadline_s = time.monotonic() + RETURN_S
-    while True:
-        started = time.perf_counter()
-        try:
-            lease.park()
-        except Busy:
-            if time.monotonic() > deadline_s:
-                raise
-            continue
-        return (time.perf_counter() - started) * 1e3
+    started = time.perf_counter()
+    lease.park()
+    return (time.perf_counter() - started) * 1e3
 
 
 def no_byte_readable(scene: Scene) -> str:

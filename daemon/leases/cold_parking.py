@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from gpulease.daemon.leases import denials, devices, events
+from gpulease.daemon.leases.deferred_requests import DeferredRequests
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
@@ -83,6 +84,7 @@ class ColdParking:
         await_return: Returns a parked session, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
         condemn: Ends a lease after its session broke a rule.
+        deferred: The requests that wait for sessions' returns.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class ColdParking:
         await_return: Callable[[Lease, ParkState, int, list[Effect]], None],
         park: Callable[[Lease, int, list[Effect]], Denial | None],
         condemn: Condemn,
+        deferred: DeferredRequests,
     ) -> None:
         self._store = store
+        self._deferred = deferred
         self._pool = pool
         self._await_return = await_return
         self._park = park
@@ -118,7 +122,7 @@ class ColdParking:
     ) -> None:
         """Record that a session stays parked because it found no room in time."""
         # A return for a move was not requested by a client. If a client waits as well, it asks for the return next.
-        is_move, denial = state.move is not None, denials.park_refused(lease.lease_id, reason)
+        is_move, denial = state.move is not None, denials.return_refused(reason)
         self.refuse_move(lease, denial, now_ns, effects)
         if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, effects):
             # Its former worker takes the session back: it needs less room there than with a second worker.
@@ -318,6 +322,8 @@ class ColdParking:
             return
         # A client that still waits will ask again: the broker watches the session's clients.
         state.is_awaited = False
+        failure = denials.return_refused(denials.return_failed(lease.lease_id, reason))
+        self._deferred.refuse(lease.lease_id, failure, effects)
         self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
         effects.append(WatchClients(lease.lease_id))
 
@@ -403,11 +409,13 @@ class ColdParking:
         from_version = event.from_version if card_uuid == lease.card_uuid else ""
         was_parked = state.phase is ParkPhase.PARKED and not state.is_awaited
         state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked)
+        if card_uuid and not from_version:
+            self._stop_waiting(lease, state)
         match state.phase, state.depth:
             case ParkPhase.RESIDENT, _:
                 return self._park(lease, now_ns, effects)
             case ((ParkPhase.PARKING | ParkPhase.PROVING), _):
-                return denials.is_returning(lease.lease_id) if state.is_awaited else None
+                return None
             case ParkPhase.PARKED, ParkDepth.WARM if not state.is_awaited:
                 if state.stays_here:
                     return denials.cant_leave(lease.lease_id, state.stays_here)
@@ -424,6 +432,14 @@ class ColdParking:
                 self._await_return(lease, state, now_ns, effects)
                 return None
         return denials.is_returning(lease.lease_id)
+
+    def _stop_waiting(self, lease: Lease, state: ParkState) -> None:
+        """Take a session that waits for room on its own card out of the queue: it may find room on the next card."""
+        waiter = self._store.queue.get(-lease.lease_id)
+        if waiter is None or (state.depth is ParkDepth.WARM and state.stays_here):
+            return
+        self._store.queue.leave(waiter)
+        self._store.has_freed_room, state.is_awaited = True, False
 
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
         """Let a session that is about to be parked move to another card, to make room for another lease."""

@@ -739,13 +739,18 @@ def is_returning(lease_id: int) -> Denial:
     )
 
 
-def is_parked(lease_id: int) -> Denial:
-    """Deny a resize, a submit or a region because the session is parked."""
+def too_many_deferred(lease_id: int, most: int) -> Denial:
+    """Deny a region, a resize, a submit or a move because too many of these wait for the session's return."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} is parked in the host's memory.",
-        "Use its session first: any operation brings it back.",
+        f"Lease {lease_id:032x} is returning to its card, and {most} requests wait for that already.",
+        "Try again when they have been answered.",
     )
+
+
+def return_refused(reason: str) -> Denial:
+    """Deny a request that needs the session on its card; `reason` is a sentence that says why it can't return."""
+    return Denial(DenialReason.BUSY, reason, "Try again later: nothing of the session is lost.")
 
 
 def park_refused(lease_id: int, reason: str) -> Denial:

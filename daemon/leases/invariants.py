@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gpulease.daemon.contract.regions_page import MAX_NUMBER
+from gpulease.daemon.leases.deferred_requests import must_wait
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.epochs import MAX_NAMES
 from gpulease.daemon.leases.model import (
@@ -194,7 +195,8 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
         if park.held_id:
             raise InvariantBroken(f"{_name(lease)} has ended, but its former worker is held.")
     if lease.state is not LeaseState.ACTIVE:
-        if waiter is not None or park.requests:
+        is_wanted = any(one.event.lease_id == lease.lease_id for one in store.deferred.values())
+        if waiter is not None or park.requests or is_wanted:
             raise InvariantBroken(f"{_name(lease)} has ended, and somebody waits for its parking.")
         return
     # An active lease whose bytes are off the card has host memory. If it waits in the queue, it is parked and awaited.
@@ -209,6 +211,12 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     is_asked = park.is_leaving or park.phase is ParkPhase.RETURNING
     if park.requests and not is_asked:
         raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a park waits for it.")
+    waiting = [one.event for one in store.deferred.values() if one.event.lease_id == lease.lease_id]
+    if not all(must_wait(park, event) for event in waiting):
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a request still waits for that.")
+    is_settled = park.phase is ParkPhase.PARKED and park.depth in (ParkDepth.WARM, ParkDepth.COLD)
+    if waiting and is_settled and not park.is_awaited:
+        raise InvariantBroken(f"{_name(lease)} is parked, and nothing brings it back for a request that waits.")
     if park.is_off and lease.submit_id:
         raise InvariantBroken(f"{_name(lease)} is parked, and a submit of it runs.")
     if park.is_off and lease.resize is not None:

@@ -36,6 +36,7 @@ from gpulease.daemon.leases.cold_parking import (
     find_parkable,
     refuse_parks,
 )
+from gpulease.daemon.leases.deferred_requests import DeferredRequests
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
 from gpulease.daemon.leases.events import (
@@ -111,10 +112,13 @@ class Parking(ParkingViews):
         self._paces = Rates()
         # Time for which the node's timer is armed; None if it is not.
         self._armed_ns: int | None = None
+        self.deferred = DeferredRequests(store, self._await_return)
 
     def use_pool(self, pool: ContextPool) -> None:
         """Set the pool, which takes over the workers that sessions have left, and provides others."""
-        self.cold = ColdParking(self._store, pool, self._await_return, self._park_for_operator, self._condemn)
+        self.cold = ColdParking(
+            self._store, pool, self._await_return, self._park_for_operator, self._condemn, self.deferred
+        )
 
     # --- requests ---
 
@@ -422,6 +426,7 @@ class Parking(ParkingViews):
         account = self._store.account_by_uuid[lease.card_uuid]
         reason = denials.no_room_to_return(lease.lease_id, lease.park.off_bytes, max(0, account.free_bytes), waited_ms)
         effects.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
+        self.deferred.refuse(lease.lease_id, denials.return_refused(reason), effects)
         effects.append(ParkFailed(lease.snapshot(), None, reason))
         self.cold.on_return_refused(lease, lease.park, reason, now_ns, effects)
 
@@ -480,6 +485,7 @@ class Parking(ParkingViews):
         refuse_parks(lease.park, denials.park_refused(lease.lease_id, event.reason), effects)
         reason = denials.return_failed(lease.lease_id, event.reason)
         effects.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
+        self.deferred.refuse(lease.lease_id, denials.return_refused(reason), effects)
         lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
         lease.park.cause = lease.park.cause or ParkCause.ADOPTED
         self._prove(lease, lease.park, effects)
@@ -687,6 +693,7 @@ class Parking(ParkingViews):
         state = lease.park
         if state is None:
             return
+        self.deferred.refuse(lease.lease_id, denials.lease_ended(lease.snapshot()), effects)
         refuse_parks(state, denials.lease_ended(lease.snapshot()), effects)
         if (waiter := self._store.queue.get(-lease.lease_id)) is not None:
             self._store.queue.leave(waiter)

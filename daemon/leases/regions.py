@@ -49,7 +49,6 @@ from gpulease.daemon.leases.model import (
     TableRegion,
     Trigger,
 )
-from gpulease.daemon.leases.park_state import ParkDepth
 from gpulease.daemon.leases.persisted import RegionRow, region_row, revive_region
 from gpulease.daemon.leases.quotas import LeasePhase, check_ttl, region_phase_of, renewed_until
 from gpulease.daemon.leases.table_state import LeaseStore
@@ -173,9 +172,6 @@ class Regions(RegionViews):
             return denial or denials.no_regions(event.lease_id)
         if event.granule_bytes < 1:
             return denials.no_regions(lease.lease_id)
-        # The session's worker is sending the image, or is gone: an order to open a region would be lost.
-        if lease.park is not None and lease.park.depth is not ParkDepth.WARM:
-            return denials.is_parked(lease.lease_id)
         if not 0 < event.region_id < FIRST_WARM_ID or self._store.is_used(event.region_id):
             return denials.id_used(event.region_id)
         if event.size_bytes < 1:

@@ -71,8 +71,6 @@ class Resizes:
             return denials.is_resizing(lease.lease_id)
         if lease.own_submit_bytes:
             return denials.session_taken(lease.lease_id)
-        if lease.park is not None and lease.park.is_off:
-            return denials.is_parked(lease.lease_id)
         if event.size_bytes < store.limits.min_size_bytes or event.size_bytes <= lease.terms.submit_bytes:
             return denials.invalid(
                 f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has "

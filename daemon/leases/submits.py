@@ -561,8 +561,6 @@ def _check_request(store: LeaseStore, lease: Lease | None, event: SubmitRequeste
     # A session that was opened may hold the whole slice.
     if not lease.terms.submit_bytes and lease.has_session:
         return denials.has_session(lease.lease_id)
-    if lease.park is not None and lease.park.is_off:
-        return denials.is_parked(lease.lease_id)
     if event.timeout_ms < 1:
         return denials.no_time(event.timeout_ms)
     earlier = store.submits.get(lease.submit_id)

@@ -45,7 +45,7 @@ from gpulease.daemon.leases.model import (
 from gpulease.daemon.leases.persisted import LeaseRow, RecoveredState, WarmRow, lease_row
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, ended_phase, phase_of, renewed_until
 from gpulease.daemon.leases.restoration import Restoration
-from gpulease.daemon.leases.table_state import LeaseStore, WaiterSnapshot
+from gpulease.daemon.leases.table_state import DeferrableRequest, LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol import fast_dataclass
@@ -113,7 +113,7 @@ class LeaseTable:
             events.RenewRequested: self._on_renew_requested,
             events.FreeRequested: self._on_free_requested,
             events.RevokeRequested: self._on_revoke_requested,
-            SubmitRequested: self.submits.on_requested,
+            SubmitRequested: self._unless_deferred(self.submits.on_requested),
             events.RequesterGone: self._on_requester_gone,
             events.FenceClearRequested: self._on_fence_clear_requested,
             events.DrainRequested: self._drain.on_requested,
@@ -142,7 +142,7 @@ class LeaseTable:
 
     def _region_handlers(self) -> dict[type, Callable[[Any, int, list[Effect]], None]]:
         return {
-            events.RegionRequested: self.regions.on_requested,
+            events.RegionRequested: self._unless_deferred(self.regions.on_requested),
             events.RegionOpened: self.regions.on_opened,
             events.RegionRefused: self.regions.on_refused,
             events.RegionEnded: self.regions.on_ended,
@@ -151,7 +151,7 @@ class LeaseTable:
             events.RegionReleased: self.regions.on_released,
             events.RegionCancelRequested: self.regions.on_cancel_requested,
             events.RegionRestored: self.regions.on_restored,
-            events.ResizeRequested: self._resizes.on_requested,
+            events.ResizeRequested: self._unless_deferred(self._resizes.on_requested),
             events.SliceResized: self._resizes.on_resized,
             events.ParkRequested: self.parking.on_requested,
             events.SessionParked: self.parking.on_parked,
@@ -161,10 +161,21 @@ class LeaseTable:
             events.SessionReturnFailed: self.parking.on_return_failed,
             events.SessionImaged: self._cold.on_imaged,
             events.SessionStays: self._cold.on_stays,
-            events.MoveRequested: self._cold.on_move_requested,
+            events.MoveRequested: self._unless_deferred(self._cold.on_move_requested),
             events.SessionsUsed: self.parking.on_used,
             events.ParkTimerFired: lambda *_: self.parking.on_park_timer(),
         }
+
+    def _unless_deferred(
+        self, handler: Callable[[Any, int, list[Effect]], None]
+    ) -> Callable[[Any, int, list[Effect]], None]:
+        """Return a handler of requests that need the session: it defers those of a session that is parked."""
+
+        def handle(event: DeferrableRequest, now_ns: int, effects: list[Effect]) -> None:
+            if not self.parking.deferred.defer(event, now_ns, effects):
+                handler(event, now_ns, effects)
+
+        return handle
 
     def _lease_handlers(self) -> dict[type, Callable[[Lease, Any, int, list[Effect]], None]]:
         return {
@@ -188,6 +199,9 @@ class LeaseTable:
         # Step 1: handle the event.
         self._handlers[type(event)](event, now_ns, effects)
         while True:
+            # Handle the requests that waited for a session which has returned.
+            for request in self.parking.deferred.take_ready(now_ns, effects):
+                self._handlers[type(request)](request, now_ns, effects)
             # Step 2: offer released bytes to the queue before anything else can take them.
             if self._store.has_freed_room:
                 self._admission.serve_queue(now_ns, effects)
@@ -197,7 +211,7 @@ class LeaseTable:
             # Step 4: let the pool use the rest, so that it never competes with leases.
             self._pool.update(now_ns, effects)
             # If step 4 released the room of a session that no worker could continue, offer that to the queue as well.
-            if not self._store.has_freed_room:
+            if not self._store.has_freed_room and not self.parking.deferred.has_ready():
                 return effects
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
@@ -401,10 +415,13 @@ class LeaseTable:
         self._admission.acquire(event, now_ns, effects)
 
     def _on_requester_gone(self, event: events.RequesterGone, now_ns: int, effects: list[Effect]) -> None:
-        # A request number belongs to a submit, a region, a queued acquire or a pending lease. Find out which one waits.
+        # A request number belongs to a submit, a region, a deferred request, a queued acquire or a pending lease. Find
+        # out which one waits.
         if self.submits.on_requester_gone(event.request, now_ns, effects):
             return
         if self.regions.on_requester_gone(event.request, now_ns, effects):
+            return
+        if self.parking.deferred.on_requester_gone(event.request):
             return
         waiter = self._store.queue.get(event.request)
         if waiter is not None:
@@ -659,9 +676,10 @@ class LeaseTable:
     # --- timers ---
 
     def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, effects: list[Effect]) -> None:
-        # The request waits for a submit, a resize or room. Ask each of them in turn.
+        # The request waits for a submit, a resize, a session's return or room. Ask each of them in turn.
         is_theirs = self.submits.on_wait_timer(event.request, now_ns, effects)
-        if not (is_theirs or self._resizes.on_wait_timer(event.request, now_ns, effects)):
+        is_theirs = is_theirs or self._resizes.on_wait_timer(event.request, now_ns, effects)
+        if not (is_theirs or self.parking.deferred.on_wait_timer(event.request, now_ns, effects)):
             self._admission.on_wait_timer(event.request, now_ns, effects)
 
     def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:

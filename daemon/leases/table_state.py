@@ -9,13 +9,20 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpulease.daemon.leases import denials, devices
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import Card, CardAccount, PlacementOrder
 from gpulease.daemon.leases.epochs import HighestEpochs
-from gpulease.daemon.leases.events import AcquireRequested, Effect, Warned
+from gpulease.daemon.leases.events import (
+    AcquireRequested,
+    Effect,
+    MoveRequested,
+    RegionRequested,
+    ResizeRequested,
+    Warned,
+)
 from gpulease.daemon.leases.model import (
     Horizon,
     Lease,
@@ -24,6 +31,7 @@ from gpulease.daemon.leases.model import (
     Recycling,
     RegionState,
     Submit,
+    SubmitRequested,
     SubmitState,
     TableRegion,
     Trigger,
@@ -34,6 +42,15 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Exclusivity
 from gpulease.protocol.sizes import size_text
 from gpulease.protocol.time_units import NS_PER_S
+
+DeferrableRequest = RegionRequested | ResizeRequested | SubmitRequested | MoveRequested
+
+
+class DeferredRequest(NamedTuple):
+    """A request that waits for the return of its lease's session until `due_ns`, a monotonic time."""
+
+    event: DeferrableRequest
+    due_ns: int
 
 
 class LeaseStore:
@@ -58,6 +75,7 @@ class LeaseStore:
         order: The order in which leases prefer cards.
         submits: Submits with bytes that are not yet proved free, by id.
         parkable: Live parkable leases, by id.
+        deferred: Requests that wait for the return of a session, by their numbers, oldest first.
         parked_host_bytes: Host memory that is held for them.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
@@ -105,6 +123,7 @@ class LeaseStore:
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
         self.parkable: dict[int, Lease] = {}
+        self.deferred: dict[int, DeferredRequest] = {}
         self.parked_host_bytes = 0
         self.rates = AcquireRates()
         self.claimed: dict[str, Lease] = {}

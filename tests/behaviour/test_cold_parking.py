@@ -209,6 +209,21 @@ def test_regions_move_with_their_session(node: Daemon, lease: GpuLease, session:
         one.close()
 
 
+def test_requests_that_need_the_session_bring_it_back(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
+    buffer = session.mem_alloc(MIB)
+    session.mem_write(buffer, 0, b"weights")
+    chill(node.address, lease)
+    region = lease.region(2 * MIB)
+    session.mem_write(region, 0, b"pages")
+    chill(node.address, lease)
+    lease.grow(4 * MIB)
+    assert row(node.address, lease)["size_bytes"] == SLICE + 4 * MIB
+    chill(node.address, lease)
+    lease.shrink(4 * MIB)
+    assert (bytes(session.mem_read(region, 0, 5)), bytes(session.mem_read(buffer, 0, 7))) == (b"pages", b"weights")
+    region.close()
+
+
 def chase(session: GpuSession, module: Any, region: Any, regions: Any) -> None:
     session.launch(module, "chase", [1], [1], chase_args(region, 5), regions=regions)
     session.sync()

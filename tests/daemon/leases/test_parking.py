@@ -13,7 +13,9 @@ from gpulease.daemon.leases import (
     DenialReason,
     DrainRequested,
     DropParkMemory,
+    Effect,
     EndRegion,
+    Event,
     FreeRequested,
     GiveParkMemory,
     Granted,
@@ -23,7 +25,9 @@ from gpulease.daemon.leases import (
     LeaseRestored,
     LeaseReturned,
     LeaseTerms,
+    LeaveSession,
     MoveRequested,
+    OpenRegion,
     ParkCause,
     ParkFailed,
     ParkPhase,
@@ -40,19 +44,25 @@ from gpulease.daemon.leases import (
     RegionRequested,
     RenewRequested,
     RequestDenied,
+    RequesterGone,
     ResizeRequested,
+    ResizeSlice,
     RestartWorker,
     ReturnSession,
     ReturnWanted,
     RevokeRequested,
     SessionImaged,
+    SessionMoved,
     SessionParkDone,
     SessionParked,
     SessionParkRefused,
     SessionReturned,
     SessionReturnFailed,
+    SessionStays,
     SessionsUsed,
+    SpawnSubmit,
     SpawnWorker,
+    SubmitRequested,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -62,6 +72,7 @@ from gpulease.daemon.leases import (
     WorkerReady,
     parking,
 )
+from gpulease.daemon.leases.deferred_requests import MAX_DEFERRED
 from gpulease.daemon.leases.park_state import ParkDepth, ParkState
 from gpulease.daemon.leases.parking import PARK_BURST
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
@@ -422,14 +433,168 @@ def test_a_card_has_a_bounded_rate_of_parks() -> None:
     one(s.at(60).do(ParkRequested(8, 1, "ann")), ParkSession)
 
 
-def test_what_a_parked_session_can_not_have() -> None:
+NEEDS_SESSION = [
+    (RegionRequested(9, 1, 101, "ann", "ann", 4, 5000, 1), OpenRegion),
+    (ResizeRequested(9, 1, "ann", 30), ResizeSlice),
+    (SubmitRequested(9, 1, "ann", 1000), SpawnSubmit),
+]
+"""Requests that need lease 1's session in a worker, and the effect of each once it is there."""
+
+
+def orders(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects if not isinstance(effect, ArmTimer)]
+
+
+def cold(s: Scenario, lease_id: int) -> int:
+    """Have a resident session leave its worker; returns the number of its park."""
+    s.do(MoveRequested(lease_id + 4000, lease_id, "root", None, True))
+    number = number_of(s, lease_id)
+    s.do(SessionParked(lease_id, number, 20))
+    s.do(RegionProved(lease_id))
+    s.do(SessionImaged(lease_id, number, 1000))
+    assert state_of(s, lease_id).depth is ParkDepth.COLD
+    return number
+
+
+@pytest.mark.parametrize(("request_", "effect"), NEEDS_SESSION)
+def test_a_request_brings_a_session_back_and_is_handled_then(request_: Event, effect: type[Effect]) -> None:
+    # Parked warm: the request is what brings it back.
     s = scenario()
-    s.active(2, 20, park_idle_ms=0)
-    parked(s, 2)
-    assert denied(s.do(ResizeRequested(8, 2, "ann", 30))).reason is DenialReason.BUSY
-    # A region is opened by the worker once it has asked for the session's return.
-    s.do(RegionRequested(9, 2, 101, "ann", "ann", 4, 5000, 1))
-    assert s.do(ReturnWanted(2, number_of(s, 2))) == [ReturnSession(2, number_of(s, 2))]
+    s.active(1, 20, park_idle_ms=0)
+    parked(s, 1)
+    number = number_of(s, 1)
+    assert orders(s.do(request_)) == [ReturnSession]
+    assert effect in kinds(s.do(SessionReturned(1, number, 20)))
+    # Parked cold: in another worker.
+    s = scenario()
+    s.active(1, 20, park_idle_ms=0)
+    number = cold(s, 1)
+    one(s.do(request_), RestartWorker)
+    one(s.do(WorkerReady(1)), AdoptSession)
+    assert effect in kinds(s.do(SessionReturned(1, number, 20)))
+
+
+@pytest.mark.parametrize(("request_", "effect"), NEEDS_SESSION)
+def test_a_request_that_overtakes_the_report_of_a_return_waits_for_it(request_: Event, effect: type[Effect]) -> None:
+    """The tenant has the answer of its operation before the broker reads that the session is back."""
+    s = scenario()
+    s.active(1, 20, park_idle_ms=0)
+    number = cold(s, 1)
+    s.do(ReturnWanted(1, number))
+    s.do(WorkerReady(1))
+    assert orders(s.do(request_)) == []
+    assert effect in kinds(s.do(SessionReturned(1, number, 20)))
+
+
+def test_a_move_that_overtakes_the_report_of_a_return_follows_it() -> None:
+    s = Scenario(card(0), card(1), limits=LIMITS)
+    s.active(1, 20, park_idle_ms=0, selector="0")
+    parked(s, 1)
+    number = number_of(s, 1)
+    s.do(ReturnWanted(1, number))
+    assert orders(s.do(MoveRequested(9, 1, "ann", "1"))) == []
+    assert ParkSession in kinds(s.do(SessionReturned(1, number, 20)))
+    assert state_of(s, 1).move is not None
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_session_that_waits_for_room_moves_to_a_card_that_has_it(is_cold: bool) -> None:
+    s = Scenario(card(0), card(1), limits=LIMITS)
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    if is_cold:
+        number = cold(s, 1)
+    else:
+        parked(s, 1)
+        number = number_of(s, 1)
+    s.active(2, 80, selector="0")
+    s.do(ReturnWanted(1, number))
+    assert state_of(s, 1).is_awaited
+    effects = s.do(MoveRequested(9, 1, "root", "1", True))
+    if not is_cold:
+        assert orders(effects) == [LeaveSession]
+        effects = s.do(SessionImaged(1, number, 1000))
+    assert one(effects, RestartWorker).card_uuid == "GPU-b"
+    s.do(WorkerReady(1))
+    assert one(s.do(SessionReturned(1, number, 60)), SessionMoved).lease.card_uuid == "GPU-b"
+
+
+def test_a_request_waits_for_a_session_that_sends_its_image() -> None:
+    for stays in (True, False):
+        s = scenario()
+        s.active(1, 20, park_idle_ms=0)
+        s.do(MoveRequested(7, 1, "root", None, True))
+        number = number_of(s, 1)
+        s.do(SessionParked(1, number, 20))
+        s.do(RegionProved(1))
+        region = RegionRequested(9, 1, 101, "ann", "ann", 4, 5000, 1)
+        assert orders(s.do(region)) == []
+        if stays:
+            assert ReturnSession in kinds(s.do(SessionStays(1, number, "it has something", is_lasting=True)))
+        else:
+            assert RestartWorker in kinds(s.do(SessionImaged(1, number, 1000)))
+            s.do(WorkerReady(1))
+        one(s.do(SessionReturned(1, number, 20)), OpenRegion)
+
+
+def test_what_waits_for_a_return_is_refused_with_the_return() -> None:
+    region = RegionRequested(9, 1, 101, "ann", "ann", 4, 5000, 1)
+    # Its card has no room in time.
+    s = Scenario(card(), limits=LIMITS)
+    s.active(1, 20, park_idle_ms=0)
+    cold(s, 1)
+    for context in s.table.warming():
+        s.do(WorkerExited(context.warm_id, "it was killed"))
+        s.do(ReclaimProved(context.warm_id))
+    s.active(2, 90)
+    assert orders(s.do(region)) == []
+    denial = denied(s.at(20).do(WaitTimerFired(-1)))
+    assert (denial.reason, "can't return" in denial.message) == (DenialReason.BUSY, True)
+    # Its new worker ends before it has the image; later the next one fails to bring it back.
+    s = scenario()
+    s.active(1, 20, park_idle_ms=0)
+    number = cold(s, 1)
+    s.do(region)
+    assert denied(s.do(WorkerExited(1, "it was killed"))).reason is DenialReason.BUSY
+    parked(s := scenario_of_one(), 1)
+    s.do(region)
+    number = number_of(s, 1)
+    assert "no memory" in denied(s.do(SessionReturnFailed(1, number, "no memory"))).message
+    # Its lease ends, or its client leaves, or its time is over.
+    parked(s := scenario_of_one(), 1)
+    s.do(region)
+    ended = s.do(RevokeRequested(8, 1, "maintenance", is_operator=True))
+    assert denied(ended).reason is DenialReason.REVOKED
+    parked(s := scenario_of_one(), 1)
+    s.do(region)
+    s.do(RequesterGone(9))
+    assert OpenRegion not in kinds(s.do(SessionReturned(1, number_of(s, 1), 20)))
+    parked(s := scenario_of_one(), 1)
+    timer = armed(s.do(region), WaitTimerFired)
+    assert s.do(timer.event) == [timer], "it fired early, and is armed again"
+    assert denied(s.at(60).do(timer.event)).reason is DenialReason.BUSY
+
+
+def scenario_of_one() -> Scenario:
+    s = scenario()
+    s.active(1, 20, park_idle_ms=0)
+    return s
+
+
+def test_a_request_that_would_be_denied_brings_nothing_back() -> None:
+    s = scenario_of_one()
+    parked(s, 1)
+    for stranger in (RegionRequested(9, 1, 101, "eve", "eve", 4, 5000, 1), ResizeRequested(9, 1, "eve", 30)):
+        assert denied(s.do(stranger)).reason is DenialReason.NOT_FOUND
+    assert phase(s, 1) is ParkPhase.PARKED
+
+
+def test_a_bounded_number_of_requests_waits_for_a_return() -> None:
+    s = scenario_of_one()
+    parked(s, 1)
+    for number in range(MAX_DEFERRED):
+        assert RequestDenied not in kinds(s.do(ResizeRequested(1000 + number, 1, "ann", 20)))
+    assert denied(s.do(ResizeRequested(9, 1, "ann", 20))).reason is DenialReason.BUSY
+    assert len(resized := s.do(SessionReturned(1, number_of(s, 1), 20))) >= MAX_DEFERRED, resized
 
 
 def test_regions_are_parked_with_their_session_and_stay_what_they_are() -> None:

@@ -640,7 +640,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
 
     @rule(pick=ANY, size=st.sampled_from([20, 90]), ttl_ms=st.sampled_from([1500, 50_000]))
     def open_region(self, pick: int, size: int, ttl_ms: int) -> None:
-        if (worker := self.some(pick)) is not None and (lease := self.table.get(worker.worker_id)) is not None:
+        # Also for a session without a worker, which it brings back.
+        lease_ids = [*self.images, *(worker.worker_id for worker in self.workers.values() if worker.size)]
+        if lease_ids and (lease := self.table.get(lease_ids[pick % len(lease_ids)])) is not None:
             number, tenant = self.next_number(), lease.tenant
             self.ask(RegionRequested(number, lease.lease_id, number, tenant, tenant, size, ttl_ms, 1))
 

@@ -1,0 +1,118 @@
+"""Deferred requests: a region, a resize, a submit or a move, requested while the session is parked or returns.
+
+1. Such a request needs the session on its card. So, like an operation of the session, it brings the session back, and
+   is handled once that has returned. It is checked again then. Only a move can begin while the session is parked.
+2. The request may come when its tenant already knows that the session is back and this table does not: the worker
+   answers the operation and reports the return to the broker at the same time.
+3. The wait has the bound of an operation that waits for the return. If the session can't return, the request is refused
+   with the same reason.
+4. Requests that would be denied anyway, or that come from others than those who may make them, bring nothing back.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from gpulease.daemon.leases import denials, events
+from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.events import ArmTimer, Effect, RequestDenied, WaitTimerFired
+from gpulease.daemon.leases.model import Lease, LeaseState, SubmitRequested
+from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState
+from gpulease.daemon.leases.table_state import DeferrableRequest, DeferredRequest, LeaseStore
+from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
+
+MAX_DEFERRED: Final = 64
+"""Most requests that wait for the return of one session. Stops a tenant from making the broker remember any number."""
+
+
+class DeferredRequests:
+    """Defers requests until the session of their lease has returned.
+
+    Args:
+        store: The table's state.
+        await_return: Returns a parked session, or queues it for room.
+    """
+
+    def __init__(self, store: LeaseStore, await_return: Callable[[Lease, ParkState, int, list[Effect]], None]) -> None:
+        self._store = store
+        self._await_return = await_return
+
+    def defer(self, event: DeferrableRequest, now_ns: int, effects: list[Effect]) -> bool:
+        """Defer a request if the state of its session requires that. Returns False if it is to be handled now."""
+        lease = self._store.parkable.get(event.lease_id)
+        if lease is None or lease.park is None or not must_wait(lease.park, event):
+            return False
+        # The handler finds the same denial.
+        is_operator = not isinstance(event, SubmitRequested) and event.is_operator
+        denial = self._store.denial_unless_owner(event.lease_id, event.tenant, is_operator)
+        if denial is not None or self._store.denial_for(event.lease_id, now_ns) is not None:
+            return False
+        if len(self._of(lease.lease_id)) >= MAX_DEFERRED:
+            effects.append(RequestDenied(event.request, denials.too_many_deferred(lease.lease_id, MAX_DEFERRED)))
+            return True
+        wait_ns = max(lease.wait_ms * NS_PER_MS, self._store.limits.session_timeout_s * NS_PER_S)
+        self._store.deferred[event.request] = DeferredRequest(event, now_ns + wait_ns)
+        # The session's own wait for room begins now, too. Its timer comes first and has the better reason.
+        self._bring_back(lease, lease.park, now_ns, effects)
+        effects.append(ArmTimer(WaitTimerFired(event.request), now_ns + wait_ns))
+        return True
+
+    def take_ready(self, now_ns: int, effects: list[Effect]) -> Iterator[DeferrableRequest]:
+        """Yield the requests that can be handled now, and bring back sessions that were parked again meanwhile."""
+        for event, _ in list(self._store.deferred.values()):
+            lease = self._store.parkable.get(event.lease_id)
+            # Handling one may change the state for the next.
+            if lease is None or lease.park is None or event.request not in self._store.deferred:
+                continue
+            if must_wait(lease.park, event):
+                self._bring_back(lease, lease.park, now_ns, effects)
+            else:
+                del self._store.deferred[event.request]
+                yield event
+
+    def has_ready(self) -> bool:
+        """Return whether a request can be handled now."""
+        leases = ((self._store.parkable.get(event.lease_id), event) for event, _ in self._store.deferred.values())
+        return any(lease and lease.park and not must_wait(lease.park, event) for lease, event in leases)
+
+    def _bring_back(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
+        # In every other phase or depth, the answer that comes next leads here again.
+        is_settled = state.phase is ParkPhase.PARKED and state.depth in (ParkDepth.WARM, ParkDepth.COLD)
+        if is_settled and not state.is_awaited and lease.state is LeaseState.ACTIVE:
+            state.is_awaited = True
+            self._await_return(lease, state, now_ns, effects)
+
+    def refuse(self, lease_id: int, denial: Denial, effects: list[Effect]) -> None:
+        """Refuse what waits for a session that can't return now, or whose lease has ended."""
+        for request in self._of(lease_id):
+            del self._store.deferred[request]
+            effects.append(RequestDenied(request, denial))
+
+    def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
+        """Refuse a request that has waited too long; return False if it is not a deferred one."""
+        deferred = self._store.deferred.get(request)
+        if deferred is None:
+            return False
+        if now_ns < deferred.due_ns:
+            effects.append(ArmTimer(WaitTimerFired(request), deferred.due_ns))
+            return True
+        del self._store.deferred[request]
+        lease_id = deferred.event.lease_id
+        reason = denials.return_failed(lease_id, "the session was not back in time")
+        effects.append(RequestDenied(request, denials.return_refused(reason)))
+        return True
+
+    def on_requester_gone(self, request: int) -> bool:
+        """Forget the request of a client that disconnected; return False if it is not a deferred one."""
+        return self._store.deferred.pop(request, None) is not None
+
+    def _of(self, lease_id: int) -> list[int]:
+        return [request for request, one in self._store.deferred.items() if one.event.lease_id == lease_id]
+
+
+def must_wait(state: ParkState, event: DeferrableRequest) -> bool:
+    """Return whether a request has to wait for the session's return."""
+    if isinstance(event, events.MoveRequested):
+        # A session that is parked, or being parked, can be moved as it is, also while it waits for room.
+        is_wanted = state.is_leaving and state.is_awaited
+        return state.move is None and (is_wanted or state.phase is ParkPhase.RETURNING)
+    return state.is_off
