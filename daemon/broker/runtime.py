@@ -210,6 +210,9 @@ class Runtime:
             lambda _: log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what leases have used"),
         )
         self._one_settled = asyncio.Event()
+        # Number of kills that wait until the journal has decided about their records.
+        self._kills_to_record = 0
+        self._is_stopped = False
         self._pending = PendingRequests(self.journal, self.recorder, self.metrics, self._one_settled.set)
         self.claimed_acquires = ClaimedAcquires(table, lambda: self.claims, self.post, self._refuse)
         self._events: deque[Event] = deque()
@@ -286,15 +289,18 @@ class Runtime:
             await self._one_settled.wait()
 
     async def settled(self) -> None:
-        """Wait until every lease is active or fenced, and every outcome was answered."""
-        while self._pending.unanswered or any(
-            lease.state in (LeaseState.PENDING, LeaseState.DRAINING) for lease in self.table.snapshots()
+        """Wait until every lease is active or fenced, every outcome was answered, and no kill waits for the journal."""
+        while (
+            self._pending.unanswered
+            or self._kills_to_record
+            or any(lease.state in (LeaseState.PENDING, LeaseState.DRAINING) for lease in self.table.snapshots())
         ):
             self._one_settled.clear()
             await self._one_settled.wait()
 
     async def stop(self) -> None:
         # Stop the timers first: nothing may post an event to a table that has stopped.
+        self._is_stopped = True
         self.timers.stop()
         self.publisher.stop()
         await self._use_records.stop()
@@ -596,9 +602,17 @@ class Runtime:
     def _kill_worker(self, effect: KillWorker) -> None:
         if effect.after_record:
             # Until then the next broker would continue the session in this worker, which has it whole.
-            self.journal.once_decided(lambda: self.workers.kill(effect.worker_id))
+            self._kills_to_record += 1
+            self.journal.once_decided(lambda: self._kill_recorded(effect.worker_id))
         else:
             self.workers.kill(effect.worker_id)
+
+    def _kill_recorded(self, worker_id: int) -> None:
+        self._kills_to_record -= 1
+        self._one_settled.set()
+        # The journal writes its last records when this daemon has stopped. By then the worker is the next daemon's.
+        if not self._is_stopped:
+            self.workers.kill(worker_id)
 
     def _prove_reclaimed(self, effect: ProveReclaimed) -> None:
         self._reclaimer.prove(effect.worker_id, effect.card_uuid, self.workers.ended_pid(effect.worker_id))

@@ -285,7 +285,11 @@ class SessionServer:
         frame has come, or the peer has read, and only that was not noticed.
         """
         self._serve(connection)
-        error = connection.overdue(time.monotonic()) if connection.fd in self._connections else None
+        # A request of a parked session now waits for the return. The rest of its frame is read after that, and its
+        # time begins again.
+        if connection.fd not in self._connections or connection.fd in self._held:
+            return
+        error = connection.overdue(time.monotonic())
         if error is not None:
             self._drop(connection, error)
 

@@ -91,10 +91,14 @@ class Tenant:
     ring: Ring | None = None
     last: int = 0
 
-    def send(self, op: Opcode, body: Body, *, quiet: bool = False) -> None:
+    def next_frame(self, op: Opcode, body: Body, *, quiet: bool = False) -> bytes:
+        """The frame of the next request, which the caller sends."""
         self.last += 1
         flags = Flag.QUIET if quiet else Flag(0)
-        frame = build_frame(op, build_body(body), request_id=self.last, session_id=LEASE, flags=flags)
+        return build_frame(op, build_body(body), request_id=self.last, session_id=LEASE, flags=flags)
+
+    def send(self, op: Opcode, body: Body, *, quiet: bool = False) -> None:
+        frame = self.next_frame(op, body, quiet=quiet)
         if self.ring is None:
             self.sock.sendall(frame)
             return

@@ -146,8 +146,12 @@ def test_the_worker_that_a_session_has_left_is_killed_once_a_record_says_so() ->
         runtime.post(SessionImaged(5, state.number, 1000))
         ((left,),) = [[one.warm_id for one in table.warming()]]
         assert killed == []
+        settled = asyncio.create_task(runtime.settled())
+        await asyncio.sleep(0)
+        assert not settled.done(), "a daemon that stops waits for the kill: the next one would find two workers"
         (kill,) = waiting
         kill()
+        await settled
         assert killed == [left]
         # A lease that ends has no use for its worker.
         runtime.post(WorkerExited(left, "killed", is_by_daemon=True))
@@ -157,6 +161,8 @@ def test_the_worker_that_a_session_has_left_is_killed_once_a_record_says_so() ->
         assert (killed, len(waiting)) == ([left, 6], 1)
         runtime.workers.images.close()
         await runtime.stop()
+        kill()
+        assert killed == [left, 6], "what the last commit releases is the next daemon's"
 
     asyncio.run(story())
 

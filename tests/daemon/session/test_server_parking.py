@@ -1,9 +1,12 @@
 """A parked session, on the embedded driver: whatever its tenant does next brings it back as it was."""
 
+import fcntl
 import gc
 import os
 import random
+import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +40,7 @@ from gpulease.daemon.contract.messages import (
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, PageMove, Poll
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.ptx.context import CpuContext
+from gpulease.daemon.session import connection
 from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
@@ -103,6 +107,11 @@ def test_the_host_has_the_pages_back_while_they_are_parked() -> None:
         assert made.read(handle, (200 << 20) - 4, 4) == b"\1" * 4
 
 
+def unread_bytes(sock: socket.socket) -> int:
+    """Bytes that were sent and that the peer has not received."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), "little")
+
+
 def private_bytes() -> int:
     """Resident anonymous bytes of this process."""
     gc.collect()
@@ -143,6 +152,24 @@ def test_any_request_waits_for_the_return(name: str, ring: bool) -> None:
             assert bytes(answer.data) == b"abcdefgh"
         if name != "reset":
             assert made.read(handle, 0, 8) == b"abcdefgh"
+
+
+def test_half_a_frame_of_a_parked_session_is_not_dropped_for_a_late_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest came while the worker was stopped: it is read once the session is back."""
+    with worker(is_parkable=True) as (made, _):
+        handle = made.alloc(8)
+        made.give_memory(MEMORY)
+        frame = made.next_frame(Opcode.MEM_WRITE, MemWrite(handle, 0, b"whatever"))
+        made.sock.sendall(frame[:-4])
+        wait_until(lambda: not unread_bytes(made.sock), "the worker has received it")
+        made.park()
+        monkeypatch.setattr(connection, "FRAME_TIMEOUT_S", -1.0)
+        made.hear(ReturnWantedReport)
+        made.sock.sendall(frame[-4:])
+        monkeypatch.undo()
+        made.bring_back()
+        assert made.reply() == Empty()
+        assert made.read(handle, 0, 8) == b"whatever"
 
 
 @pytest.mark.parametrize("ring", [False, True])
