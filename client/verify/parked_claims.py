@@ -7,10 +7,13 @@ from typing import Final
 from gpulease.client import Busy, GpuLease, GpuSession
 from gpulease.client.bench.woven_data import WovenData, woven_bytes
 from gpulease.client.console.scene import Breach, MatrixCheck, Scene, worker_pid
-from gpulease.client.errors import RegionRevoked
+from gpulease.client.errors import RegionRevoked, Unsupported
+from gpulease.client.sync.driver import ask
 from gpulease.client.verify.faulty_kernels import count_set, fill, rule_breakers
 from gpulease.client.verify.memory_search import count_in_process
 from gpulease.client.verify.neighbour import neighbour
+from gpulease.protocol import Opcode
+from gpulease.protocol.messages import LeaseMove
 
 MIB: Final = 1 << 20
 WORD_BYTES: Final = 4
@@ -18,6 +21,11 @@ PATTERN: Final = 0xA5A5A5A5
 SECRET_BYTES: Final = 32
 SPARE_BYTES: Final = 32 * MIB
 """Left of each slice for modules and counters."""
+
+LEAVE_S: Final = 10.0
+LEAVE_PAUSE_S: Final = 0.05
+"""Longest time until a session leaves its process, and the pause between two tries, in seconds: what its client sent
+last may bring it back once."""
 
 PARKS: Final = 10
 """Parks and returns next to a neighbour at work."""
@@ -41,6 +49,7 @@ def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
         MatrixCheck("no byte of a parked session", no_byte_readable),
         MatrixCheck("a parked session's return to a full card", return_to_a_full_card),
         MatrixCheck("a parked session's return to a fragmented card", return_to_a_fragmented_card),
+        MatrixCheck("a parked session in another process", return_in_another_process),
         MatrixCheck("a parked session's neighbour", neighbour_unharmed),
         MatrixCheck("a region that ends in a parked session", region_gone),
     ]
@@ -148,6 +157,50 @@ def return_to_a_fragmented_card(scene: Scene) -> str:
             if lost := sum(count_set(holder, probe, piece, words) != words for piece in pieces[1::2]):
                 raise Breach(f"{lost} blocks of a neighbour changed when a parked session came back")
     return f"{size_bytes // MIB} MiB, whole, into {len(pieces[::2])} holes of {PIECE_BYTES // MIB} MiB"
+
+
+def return_in_another_process(scene: Scene) -> str:
+    """A session is parked cold, so it holds nothing of the card; another process continues it at the same addresses."""
+    size_bytes = woven_bytes(_slice_bytes(scene) - SPARE_BYTES)
+    held_bytes = scene.held_bytes()
+    with scene.builder(size_bytes + SPARE_BYTES).parkable().acquire() as lease, GpuSession(lease) as session:
+        data, before = WovenData(session, size_bytes, 7), worker_pid(lease.lease_id)
+        data.begin()
+        if wrong := data.check():
+            raise Breach(f"a session had {wrong} wrong words before it was parked")
+        _leave(scene, lease)
+        if (more_bytes := scene.held_bytes() - held_bytes) > 0:
+            raise Breach(f"a session without a process holds {more_bytes} bytes of the card")
+        # All but an eighth of the card, which contexts need.
+        with scene.builder(scene.vram_bytes // 8 * 7).acquire() as other, GpuSession(other) as neighbour:
+            buffer = neighbour.mem_alloc(scene.vram_bytes // 8 * 7 - SPARE_BYTES)
+            probe, words = neighbour.module_load(rule_breakers()), buffer.size_bytes // WORD_BYTES
+            if nonzero_words := count_set(neighbour, probe, buffer, words):
+                raise Breach(f"{nonzero_words} of {words} words of a session without a process were readable")
+            fill(neighbour, probe, buffer, words, PATTERN)
+            neighbour.sync()
+        started = time.perf_counter()
+        data.begin()
+        back_ms = (time.perf_counter() - started) * 1e3
+        if wrong := data.check():
+            raise Breach(f"a session came back in another process with {wrong} wrong words")
+        if worker_pid(lease.lease_id) == before:
+            raise Breach("a session that was parked cold came back in the same process")
+    return f"{size_bytes // MIB} MiB, nothing of it on the card meanwhile, back in {back_ms:.0f} ms"
+
+
+def _leave(scene: Scene, lease: GpuLease) -> None:
+    """Have a session leave its process, once what its client has sent is served."""
+    deadline_s = time.monotonic() + LEAVE_S
+    while True:
+        try:
+            ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, None), scene.address)
+        except (Busy, Unsupported):
+            if time.monotonic() > deadline_s:
+                raise
+        else:
+            return
+        time.sleep(LEAVE_PAUSE_S)
 
 
 def neighbour_unharmed(scene: Scene) -> str:

@@ -60,6 +60,7 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
         "no byte of a parked session",
         "a parked session's return to a full card",
         "a parked session's return to a fragmented card",
+        "a parked session in another process",
         "a parked session's neighbour",
         "a region that ends in a parked session",
     }
@@ -74,6 +75,7 @@ def test_the_promises_of_parked_sessions() -> None:
     assert "none of it readable" in claims["no byte of a parked session"]["found"]
     assert "Busy" in claims["a parked session's return to a full card"]["found"]
     assert "holes" in claims["a parked session's return to a fragmented card"]["found"]
+    assert "nothing of it on the card" in claims["a parked session in another process"]["found"]
     assert "all right" in claims["a parked session's neighbour"]["found"]
     assert "none of it readable" in claims["a region that ends in a parked session"]["found"]
 
