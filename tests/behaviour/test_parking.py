@@ -341,7 +341,7 @@ def test_an_asyncio_program_parks_too(node: Daemon) -> None:
     assert (moved_bytes >= 8 * MIB, data) == (True, b"weights")
 
 
-STORM_S = 20.0
+STORM_TURNS = 60
 
 
 @pytest.mark.exhaustive
@@ -353,9 +353,7 @@ def test_a_storm_of_parks_and_killed_brokers_gives_no_wrong_byte(lasting: Lastin
     buffers: list[Filled] = []
     for mark, session in enumerate(sessions, 1):
         buffers.append(Filled(session, mark))
-    until = time.monotonic() + STORM_S
-    checks = 0
-    while time.monotonic() < until:
+    for _ in range(STORM_TURNS):
         match random.randrange(8):
             case 0:
                 lasting.restart()
@@ -366,10 +364,8 @@ def test_a_storm_of_parks_and_killed_brokers_gives_no_wrong_byte(lasting: Lastin
                 time.sleep(0.4)
             case _:
                 random.choice(buffers).check()
-                checks += 1
     for buffer in buffers:
         buffer.check()
-    assert checks > 5
     for session, lease in zip(sessions, leases, strict=True):
         session.close()
         lease.free()
