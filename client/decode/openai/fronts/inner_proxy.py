@@ -1,6 +1,7 @@
 """Passes requests on to the decoder's process: the page, metrics, health, and whatever else is not a completion."""
 
 import asyncio
+import socket
 from contextlib import suppress
 from typing import Final
 
@@ -41,27 +42,32 @@ class InnerProxy:
         request = Request(scope, receive)
         try:
             body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
-            reader, writer = await asyncio.open_unix_connection(self._path)
+            sock = await self._connected()
         except (RequestRefused, OSError) as error:
             problem = error.problem if isinstance(error, RequestRefused) else STOPPING
             # The body may still be arriving, so this connection can't carry another request.
             headers = {"Connection": "close", "X-Request-Id": request_id_of(request)}
             await refusal_of(error_of_problem(problem), headers)(scope, receive, send)
             return
-        try:
+        with sock:
             # A stream, such as that of the page's events, lasts until either side ends it.
-            answering, _ = await first_ended(self._answer(scope, body, reader, writer, send), disconnected(receive))
+            answering, _ = await first_ended(self._answer(scope, body, sock, send), disconnected(receive))
             if answering is not None:
                 answering.result()
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
 
-    async def _answer(
-        self, scope: Scope, body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Send
-    ) -> None:
-        connection = h11.Connection(h11.CLIENT)
+    async def _connected(self) -> socket.socket:
+        """Return a connection of its own to the decoder's process. Raises OSError."""
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, self._path)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _answer(self, scope: Scope, body: bytes, sock: socket.socket, send: Send) -> None:
+        connection, loop = h11.Connection(h11.CLIENT), asyncio.get_running_loop()
         # Step 1: the request, with its length and without what was of the caller's connection.
         headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP | {b"content-length"}]
         headers += [(b"connection", b"close")]
@@ -72,14 +78,29 @@ class InnerProxy:
         events = (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
         # In one piece: a request that is refused for its head has no connection behind its reply, and a body that comes
         # later would reset it.
-        writer.write(b"".join(connection.send(event) or b"" for event in events))
-        with suppress(ConnectionError):
-            await writer.drain()
-        # Step 2: the reply, piece by piece.
+        data = b"".join(connection.send(event) or b"" for event in events)
+        # A reply may come before all of the body was read, and then the rest can't be sent: a stream of asyncio would
+        # lose the reply with it.
+        sending = asyncio.create_task(loop.sock_sendall(sock, data))
+        try:
+            await self._pass_on(connection, sock, send)
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _pass_on(self, connection: h11.Connection, sock: socket.socket, send: Send) -> None:
+        """Step 2: the reply, piece by piece."""
         while True:
-            part = connection.next_event()
+            try:
+                part = connection.next_event()
+            except h11.RemoteProtocolError:
+                # The connection ended in the middle of the reply's body.
+                raise ClientDisconnect from None
             if part is h11.NEED_DATA:
-                connection.receive_data(await reader.read(PIECE_BYTES))
+                piece = b""
+                with suppress(ConnectionError):
+                    piece = await asyncio.get_running_loop().sock_recv(sock, PIECE_BYTES)
+                connection.receive_data(piece)
             elif isinstance(part, h11.Response):
                 # The front adds a Date of its own.
                 excluded = _HOP_BY_HOP | {b"date"}

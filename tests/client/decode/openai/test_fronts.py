@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from gpulease.client.decode.openai.completion_intake import DecoderSource
+from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES, DecoderSource
 from gpulease.client.decode.openai.fronts import front_server
 from gpulease.client.decode.openai.fronts.front_messages import (
     MAX_FRAME_BYTES,
@@ -223,6 +223,14 @@ def test_a_caller_that_goes_as_its_sequences_come_leaves_nothing_in_the_front(fr
 def fronted(shared_daemon: Daemon) -> Any:
     with openai_rig(shared_daemon) as rig:
         yield rig
+
+
+def test_a_reply_to_a_body_that_is_not_read_is_passed_on(fronted: OpenAiRig) -> None:
+    body = b" " * MAX_BODY_BYTES
+    with fronted.http() as http:
+        for _ in range(8):
+            assert http.post("/metrics", content=body).status_code == 405
+            assert http.post("/tokenize", content=body, headers={"Authorization": ""}).status_code == 401
 
 
 def test_failures_outside_of_any_endpoint_have_the_shape_of_all_errors() -> None:
