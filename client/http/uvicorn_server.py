@@ -118,8 +118,12 @@ class TimelyProtocol(H11Protocol):
     """uvicorn's HTTP/1.1, which also closes a connection if its next request's head takes longer than HEAD_LIMIT_S.
 
     Bytes that are not HTTP also end the connection, whether after a reply, during one, or in a request's body.
+
+    Attributes:
+        refuse: Makes the reply to a request that the application does not see.
     """
 
+    refuse: "Refuse"
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's is
@@ -145,11 +149,15 @@ class TimelyProtocol(H11Protocol):
             # The application of the reply that is cut off learns that its peer is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        # h11 raises if a second reply is sent, which uvicorn would log with a traceback.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            # h11 raises if a second reply is sent, which uvicorn would log with a traceback.
-            self.transport.close()
+            text = "The request is not valid HTTP/1.1, or its line and headers are too long."
+            # What was sent has no path that is known.
+            reply = self.refuse(_NO_REQUEST, Problem(400, "malformed_request", text))
+            head = h11.Response(status_code=reply.status_code, headers=reply.raw_headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _await_head_behind(self, answered: RequestResponseCycle | None) -> None:
         if self._head_timer is not None:
@@ -185,7 +193,8 @@ class KeepingServer(uvicorn.Server):
 
     async def _serve_also(self, sock: socket.socket) -> None:
         def protocol() -> asyncio.Protocol:
-            return TimelyProtocol(self.config, self.server_state, self.lifespan.state)
+            kind = self.config.http_protocol_class
+            return kind(self.config, self.server_state, self.lifespan.state)  # type: ignore[call-arg]
 
         # uvicorn closes all of `servers` at its end.
         self.servers.append(await asyncio.get_running_loop().create_server(protocol, sock=sock, backlog=BACKLOG))
@@ -230,6 +239,10 @@ class GuardedApp:
 Refuse = Callable[[Any, Problem], Response]
 """Makes the reply to a request that the guard refuses, from its ASGI scope. It must close the connection, because the
 request's body was not read."""
+
+
+_NO_REQUEST: Final = {"type": "http", "path": "", "headers": []}
+"""The ASGI scope of a request that could not be read."""
 
 
 def refuse_as_problem(_: Any, problem: Problem) -> Response:
@@ -289,10 +302,15 @@ async def serve_within(
     log_to_stderr()
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
+
     # No access log, no websockets and no header that names the server; limits are those of this module.
+    class Protocol(TimelyProtocol):
+        """The connections of this server."""
+
+    Protocol.refuse = staticmethod(refuse)
     config = uvicorn.Config(
         GuardedApp(app, hosts, lambda: len(server.server_state.connections) >= MAX_CONNECTIONS, refuse),
-        http=TimelyProtocol,
+        http=Protocol,
         loop="asyncio",
         ws="none",
         lifespan="on",
