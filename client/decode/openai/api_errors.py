@@ -175,20 +175,20 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, code, message, param)
 
 
-def too_long(limit: int, prompt_tokens: int, answer_tokens: int, *, is_chat: bool) -> ApiError:
-    """Return the error of a prompt and an answer that exceed the limit together."""
-    total, member = prompt_tokens + answer_tokens, _prompt_member(is_chat)
-    detail = f"you requested {total} tokens ({prompt_tokens} in the {member}, {answer_tokens} in the completion)"
-    return _over_limit(limit, detail, member, f"{member} or completion")
+def too_long(limit: int, prompt_tokens: int, answer_tokens: int, parameter: str) -> ApiError:
+    """Return the error of a prompt and an answer that exceed the limit together. `parameter` has the prompt."""
+    total = prompt_tokens + answer_tokens
+    detail = f"you requested {total} tokens ({prompt_tokens} in the {parameter}, {answer_tokens} in the completion)"
+    return _over_limit(limit, detail, parameter, f"{parameter} or completion")
 
 
-def prompt_too_long(limit: int, detail: str, *, is_chat: bool) -> ApiError:
+def prompt_too_long(limit: int, detail: str, parameter: str) -> ApiError:
     """Return the error of a prompt that exceeds the limit by itself. `detail` is the end of a sentence."""
-    member = _prompt_member(is_chat)
-    return _over_limit(limit, detail, member, member)
+    return _over_limit(limit, detail, parameter, parameter)
 
 
-def _prompt_member(is_chat: bool) -> str:
+def prompt_parameter(*, is_chat: bool) -> str:
+    """Return the parameter that has the prompt of a completion, or of a chat."""
     return "messages" if is_chat else "prompt"
 
 

@@ -6,7 +6,7 @@ process (`fronts`).
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused, RequestRejected
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.decode_requests import MAX_SEED
-from gpulease.client.decode.openai.api_errors import ApiError, api_error_of, prompt_too_long, too_long
+from gpulease.client.decode.openai.api_errors import (
+    ApiError,
+    api_error_of,
+    prompt_parameter,
+    prompt_too_long,
+    too_long,
+)
 from gpulease.client.decode.openai.completion_request import CompletionRequest, check_reply_scores
 from gpulease.client.decode.openai.embeddings import embeddings_reply, inputs_of, vector_of
 from gpulease.client.decode.openai.prompt_job import completion_of, read_completion
@@ -135,20 +141,30 @@ class DecoderSource:
         Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
         too long by itself, and what `PromptIntake.do` raises.
         """
-        arguments = {"body": body, "is_chat": is_chat, "fresh_seed": secrets.randbits(31), "names": self.names}
+        more = {"is_chat": is_chat, "fresh_seed": secrets.randbits(31)}
+        return await self.do(tenant, job, body, more, is_chat=is_chat)
+
+    async def do(
+        self, tenant: str, job: Job, body: bytes, more: Mapping[str, Any] | None = None, *, is_chat: bool = False
+    ) -> dict[str, Any]:
+        """Have another process do a job for a tenant's body; `more` are the job's further arguments.
+
+        Raises ApiError for a text that is too long by itself, and what `PromptIntake.do` raises.
+        """
+        arguments = {"body": body, "names": self.names, **(more or {})}
         try:
             return await self._decoder.prompts.do(tenant, job, arguments, is_chat=is_chat)
         except AdmissionRefused as error:
             if error.reason is AdmissionReason.TOO_LARGE:
-                raise prompt_too_long(self.room(tenant), error.detail, is_chat=is_chat) from None
+                raise prompt_too_long(self.room(tenant), error.detail, error.parameter) from None
             raise
 
-    async def do(self, tenant: str, job: Job, body: bytes) -> dict[str, Any]:
-        """Have another process do a job for a tenant's body. Raises what `PromptIntake.do` raises."""
-        return await self._decoder.prompts.do(tenant, job, {"body": body, "names": self.names})
-
-    async def submit(self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool) -> Submitted:
+    async def submit(
+        self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool, parameter: str = ""
+    ) -> Submitted:
         """Submit what `read` returned. From here on the scheduler counts the request.
+
+        Errors name `parameter` if the prompt is too long; by default that of completions or chats.
 
         Raises ApiError, and the error of a sequence that was refused at once: its reply has not begun.
         """
@@ -165,8 +181,9 @@ class DecoderSource:
                 other.cancel()
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
                 # In OpenAI's words, from which clients learn how much to shorten.
+                parameter = parameter or prompt_parameter(is_chat=is_chat)
                 raise too_long(
-                    self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, is_chat=is_chat
+                    self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, parameter
                 )
             raise refused
         return Submitted(self.model, request, prompts, generations, self._decoder.end_tokens(request.sampling))
@@ -202,7 +219,12 @@ class DecoderSource:
                     error.parameter = error.parameter and "input"
                     raise
                 generations.append(generation)
-                return await vector_of(generation)
+                try:
+                    return await vector_of(generation)
+                except AdmissionRefused as error:
+                    if error.reason is AdmissionReason.TOO_LARGE:
+                        raise prompt_too_long(self.room(tenant), error.detail, "input") from None
+                    raise
 
         tasks = [asyncio.create_task(embed_one(*one)) for one in enumerate(inputs)]
         try:

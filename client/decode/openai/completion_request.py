@@ -19,6 +19,7 @@ from gpulease.client.decode.openai.request_parameters import PARAMETERS, STREAM_
 from gpulease.client.decode.openai.tool_formats import NAME as TOOL_NAME
 from gpulease.client.decode.openai.tool_formats import Tool
 from gpulease.client.decode.row_records import MAX_RANKS
+from gpulease.client.decode.text.prompt_reader import Cut
 from gpulease.client.texts import quoted
 
 MAX_STOPS: Final = 16
@@ -59,7 +60,8 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 """Default tokens of a completion, as in OpenAI's API."""
 
 ALL_TOKENS: Final = -1
-"""The top_k that keeps all tokens, in the API of other servers."""
+"""The top_k that keeps all tokens, and the truncate_prompt_tokens that keeps all that fit, in the API of other servers.
+"""
 
 MAX_TOKEN_DIGITS: Final = 10
 """Most digits of a token's id. Python reads longer numbers in quadratic time."""
@@ -100,6 +102,7 @@ class CompletionRequest:
         continues: Whether the answer continues the chat's last message.
         begins: Whether prompts begin with the tokenizer's begin token; None: those of completions do, those of chats as
             the tokenizer's files say.
+        cut: What is kept of prompts that are too long; None: they are refused.
         cache_salt: The prompts share blocks only with requests that have the same one.
         form: The form of the answer; None for any text.
         tools: What the model may call; () if it may call nothing.
@@ -132,6 +135,7 @@ class CompletionRequest:
     variables: Mapping[str, Any]
     continues: bool
     begins: bool | None
+    cut: Cut | None
     cache_salt: str
     form: AnswerForm | None
     tools: tuple[Tool, ...]
@@ -178,7 +182,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     has_usage, has_running_usage = (_flag(options or {}, name) for name in ("include_usage", "continuous_usage_stats"))
     if has_running_usage and not has_usage:
         text = "stream_options.continuous_usage_stats is taken with include_usage alone"
-        raise invalid(text, "continuous_usage_stats")
+        raise invalid(text, "stream_options.continuous_usage_stats")
     prompts = () if is_chat else _prompts(parameters.get("prompt"))
     choices, tries = _choices(parameters, len(prompts) or 1, is_stream=is_stream)
     has_logprobs, ranks = _logprobs_of_chat(parameters) if is_chat else _logprobs_of_completion(parameters)
@@ -198,6 +202,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         variables=variables,
         continues=continues,
         begins=parse_begins(parameters),
+        cut=parse_cut(parameters, _max_tokens(parameters, 0, is_chat=is_chat) or 1),
         cache_salt=_salt(parameters),
         form=form,
         tools=tools,
@@ -256,6 +261,24 @@ def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str,
 def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
     """Return a body's `add_special_tokens`; None if it leaves that out. Raises ApiError."""
     return None if parameters.get("add_special_tokens") is None else _flag(parameters, "add_special_tokens")
+
+
+def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
+    """Return what a body's `truncate_prompt_tokens` keeps of its prompts, before an answer of so many tokens.
+
+    Raises ApiError.
+    """
+    most = _within(parameters, "truncate_prompt_tokens", 0, ALL_TOKENS, MAX_POSITIONS)
+    side = parameters.get("truncation_side")
+    if side not in (None, "left", "right"):
+        raise invalid(f"truncation_side must be left or right, not {quoted(side)}", "truncation_side")
+    if parameters.get("truncate_prompt_tokens") is None:
+        if side is not None:
+            raise invalid("truncation_side is taken with truncate_prompt_tokens alone", "truncation_side")
+        return None
+    if most == 0:
+        raise invalid("truncate_prompt_tokens must be 1 or more, or -1 for what fits", "truncate_prompt_tokens")
+    return Cut(None if most == ALL_TOKENS else most, answer_tokens, side == "right")
 
 
 def _tools(parameters: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:

@@ -8,9 +8,10 @@ import base64
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.openai.api_errors import CLOSED_REQUEST, ApiError, invalid
-from gpulease.client.decode.openai.completion_request import check_model, parse_object
+from gpulease.client.decode.openai.completion_request import check_model, parse_cut, parse_object
+from gpulease.client.decode.openai.prompt_job import about
+from gpulease.client.decode.openai.request_parameters import EMBEDDINGS, check_parameters
 from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
 from gpulease.client.texts import quoted
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 MAX_INPUTS: Final = 2048
 """Most inputs of one request, as in OpenAI's API."""
 
-MEMBERS: Final = ("model", "input", "encoding_format", "dimensions", "user")
 FORMATS: Final = ("float", "base64")
 
 
@@ -32,10 +32,7 @@ def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
     """The job of a body in a text process: checks it, and tokenizes its inputs. `inputs_of` unpacks the answer."""
     try:
         parameters = parse_object(body)
-        for name, value in parameters.items():
-            if name not in MEMBERS and value is not None:
-                text = f"{quoted(name)} is not a known parameter here; leave it out"
-                raise invalid(text, code="unknown_parameter")
+        check_parameters(parameters, EMBEDDINGS)
         check_model(parameters.get("model") or "", names)
         written = parameters.get("encoding_format") or "float"
         if written not in FORMATS:
@@ -43,14 +40,13 @@ def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
         dimensions = parameters.get("dimensions")
         if dimensions is not None and type(dimensions) is not int:
             raise invalid("dimensions must be an integer", "dimensions")
-        prompts = _inputs(parameters.get("input"))
+        prompts, cut = _inputs(parameters.get("input")), parse_cut(parameters, 1)
     except ApiError as error:
         return {"error": error.parts}
-    try:
-        tokens = [reader.checked(one) if isinstance(one, list) else reader.read_text(one) for one in prompts]
-    except RequestRejected as error:
-        error.parameter = "input"
-        raise
+    with about("input"):
+        tokens = [
+            reader.checked(one, cut) if isinstance(one, list) else reader.read_text(one, cut=cut) for one in prompts
+        ]
     answer = {"inputs": [packed_tokens(one) for one in tokens], "is_base64": written == "base64"}
     return answer | {"dimensions": dimensions}
 

@@ -1,11 +1,14 @@
 """The job that parses a request's body in a text process: JSON of up to 4 MiB is also a tenant's text."""
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from gpulease.client.decode.decode_errors import GrammarRefused, RequestRejected
 from gpulease.client.decode.decode_requests import SamplingParameters
-from gpulease.client.decode.openai.api_errors import ApiError, invalid
+from gpulease.client.decode.openai.api_errors import ApiError, invalid, prompt_parameter
 from gpulease.client.decode.openai.completion_request import CompletionRequest, check_model, parse_request
 from gpulease.client.decode.openai.tool_formats import format_of, tool_grammar
 from gpulease.client.decode.text.grammar import check_grammar
@@ -35,27 +38,62 @@ def read_completion(
     except ApiError as error:
         # An ApiError is a reply, not a failure of the worker: send its parts back.
         return {"error": error.parts}
-    try:
+    with about(prompt_parameter(is_chat=is_chat)):
         prompts = read_prompts(reader, request)
-    except RequestRejected as error:
-        # About the prompt, unless the reader says what else is wrong.
-        error.parameter = error.parameter or ("messages" if is_chat else "prompt")
-        raise
     # Only the tokens are needed from here on, so the texts are not sent back.
-    short = replace(request, prompts=(), messages=(), variables={}, form=None, tools=(), bad_words=())
+    short = replace(request, prompts=(), messages=(), variables={}, cut=None, form=None, tools=(), bad_words=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
+
+
+def read_as_chat(
+    reader: "PromptReader", chat: Mapping[str, Any], parameters: Mapping[str, str], fresh_seed: int, names: list[str]
+) -> dict[str, Any]:
+    """Read the chat that a body of another API means, as `read_completion` does.
+
+    Args:
+        reader: Tokenizes the prompt.
+        chat: The body of the chat.
+        parameters: What errors of the chat are about: names of the other API, by those of chats.
+        fresh_seed: The seed to use if the chat has none.
+        names: The names of the model that is served.
+    """
+    try:
+        answer = read_completion(reader, json.dumps(chat).encode(), True, fresh_seed, names)
+    except RequestRejected as error:
+        error.parameter = parameters.get(error.parameter, error.parameter)
+        raise
+    if "error" in answer:
+        status, code, message, param, retry_after_s = answer["error"]
+        return {"error": (status, code, message, parameters.get(param or "", param), retry_after_s)}
+    return answer
+
+
+@contextmanager
+def about(parameter: str) -> Iterator[None]:
+    """Name the parameter in errors of the block that name none."""
+    try:
+        yield
+    except RequestRejected as error:
+        error.parameter = error.parameter or parameter
+        raise
 
 
 def read_prompts(reader: "PromptReader", request: CompletionRequest) -> list[list[int]]:
     """Return the tokens of each of a request's prompts. Raises what the reader raises."""
     if request.is_chat:
         return [
-            reader.read_chat(request.messages, request.variables, begins=request.begins, continues=request.continues)
+            reader.read_chat(
+                request.messages,
+                request.variables,
+                begins=request.begins,
+                continues=request.continues,
+                cut=request.cut,
+            )
         ]
     return [
-        reader.checked(prompt)
+        reader.checked(prompt, request.cut)
         if isinstance(prompt, tuple)
-        else reader.read_text(prompt, begins=request.begins is not False)
+        else reader.read_text(prompt, begins=request.begins is not False, cut=request.cut)
         for prompt in request.prompts
     ]
 

@@ -13,6 +13,9 @@ from typing import Any, Final
 from gpulease.client.decode.openai.api_errors import invalid
 from gpulease.client.texts import quoted
 
+MAX_NAME_CHARACTERS: Final = 128
+"""Longest name of an unknown parameter that an error has as its `param`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestParameter:
@@ -179,8 +182,8 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "top_a": _neutral(0),
     "top_k": _USED,
     "top_n_sigma": _neutral(-1),
-    "truncate_prompt_tokens": _REFUSED,
-    "truncation_side": _REFUSED,
+    "truncate_prompt_tokens": _USED,
+    "truncation_side": _USED,
     "typical_p": _neutral(1),
     "use_beam_search": _neutral(False),
     "vllm_xargs": _neutral({}),
@@ -211,8 +214,36 @@ STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
 """The members of the parameter `structured_outputs`, by their names."""
 
 
+EMBEDDINGS: Final[Mapping[str, RequestParameter]] = {
+    "dimensions": _USED,
+    "encoding_format": _USED,
+    "input": _USED,
+    "model": _USED,
+    "truncate_prompt_tokens": _USED,
+    "truncation_side": _USED,
+    "user": _IGNORED,
+}
+"""The parameters of `/v1/embeddings`, by their names."""
+
+TOKENIZE: Final[Mapping[str, RequestParameter]] = {
+    "add_generation_prompt": _USED,
+    "add_special_tokens": _USED,
+    "chat_template_kwargs": _USED,
+    "continue_final_message": _USED,
+    "messages": _USED,
+    "model": _USED,
+    "prompt": _USED,
+    "return_token_strs": _neutral(False),
+    "tools": _USED,
+}
+"""The parameters of `/tokenize`: those of vLLM's that change the tokens of a prompt."""
+
+DETOKENIZE: Final[Mapping[str, RequestParameter]] = {"model": _USED, "tokens": _USED}
+"""The parameters of `/detokenize`, by their names."""
+
+
 def check_parameters(
-    parameters: Mapping[str, Any], table: Mapping[str, RequestParameter], *, is_chat: bool, where: str = ""
+    parameters: Mapping[str, Any], table: Mapping[str, RequestParameter], *, is_chat: bool = False, where: str = ""
 ) -> None:
     """Check the names of a request's parameters, and the values of those that are not used.
 
@@ -220,7 +251,7 @@ def check_parameters(
         parameters: The request's parameters.
         table: The known parameters.
         is_chat: Whether the request is a chat.
-        where: A prefix for names in errors.
+        where: A prefix for names in errors, such as "stream_options.".
 
     Raises ApiError, which names the first parameter that is wrong.
     """
@@ -235,14 +266,16 @@ def check_parameters(
             continue
         if parameter is None or not is_known:
             text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
-            raise invalid(text, code="unknown_parameter")
+            # The name is the caller's own, and may be no name at all.
+            is_name = name.isascii() and name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
+            raise invalid(text, where + name if is_name else None, "unknown_parameter")
         if parameter.is_used or parameter.is_ignored:
             continue
         if not any(_is_alike(value, neutral) for neutral in parameter.neutral):
             # The error says which values would be accepted, for clients that always send the parameter.
             offered = " or ".join(["null", *(json.dumps(neutral) for neutral in parameter.neutral)])
             text = f"{where}{name} = {quoted(value)} is not supported; leave it out, or send {offered}"
-            raise invalid(text, name, "unsupported_parameter")
+            raise invalid(text, where + name, "unsupported_parameter")
 
 
 def _is_alike(value: Any, other: Any) -> bool:

@@ -4,14 +4,12 @@ The server keeps no responses, so a conversation is sent whole, as `input`. A pa
 is not supported is refused by name, as for completions.
 """
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.completion_request import parse_object
-from gpulease.client.decode.openai.prompt_job import read_completion
+from gpulease.client.decode.openai.prompt_job import read_as_chat
 from gpulease.client.decode.openai.request_parameters import RequestParameter, check_parameters
 from gpulease.client.texts import quoted
 
@@ -100,14 +98,7 @@ def read_response(
         chat = chat_of(parameters)
     except ApiError as error:
         return {"error": error.parts}
-    try:
-        answer = read_completion(reader, json.dumps(chat).encode(), is_chat, fresh_seed, names)
-    except RequestRejected as error:
-        error.parameter = _NAMES.get(error.parameter, error.parameter)
-        raise
-    if "error" in answer:
-        status, code, message, param, retry_after_s = answer["error"]
-        return {"error": (status, code, message, _NAMES.get(param or "", param), retry_after_s)}
+    answer = read_as_chat(reader, chat, _NAMES, fresh_seed, names)
     return answer | {"response": {name: parameters[name] for name in ECHOED if parameters.get(name) is not None}}
 
 

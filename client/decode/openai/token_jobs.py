@@ -1,40 +1,36 @@
 """The jobs of `/tokenize` and `/detokenize`, in a text process: both bodies are a tenant's."""
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
 from gpulease.client.decode.openai.completion_request import check_model, parse_begins, parse_chat_prompt, parse_object
+from gpulease.client.decode.openai.prompt_job import about
+from gpulease.client.decode.openai.request_parameters import DETOKENIZE, TOKENIZE, check_parameters
 from gpulease.client.decode.text.text_jobs import packed_tokens, unpacked_tokens
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.prompt_reader import PromptReader
-
-MEMBERS: Final = (
-    *("model", "prompt", "messages", "add_special_tokens", "tools", "chat_template_kwargs"),
-    *("add_generation_prompt", "continue_final_message"),
-)
-"""Members of the body of `/tokenize`: those of vLLM's that change the tokens of a prompt."""
 
 
 def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
     """Tokenize the prompt or the chat of a body; `tokens_of` unpacks the answer."""
     try:
         parameters = parse_object(body)
-        for name, value in parameters.items():
-            if name not in MEMBERS and value is not None:
-                raise invalid(f"{name} is not a known parameter here; leave it out", code="unknown_parameter")
+        check_parameters(parameters, TOKENIZE)
         check_model(parameters.get("model") or "", names)
         begins = parse_begins(parameters)
         if parameters.get("messages") is not None:
             messages, variables, continues = parse_chat_prompt(parameters)
-            tokens = reader.read_chat(messages, variables, begins=begins, continues=continues)
+            with about("messages"):
+                tokens = reader.read_chat(messages, variables, begins=begins, continues=continues)
             return {"tokens": packed_tokens(tokens)}
         prompt = parameters.get("prompt")
         if not isinstance(prompt, str):
             raise invalid("prompt must be a string", "prompt")
     except ApiError as error:
         return _packed(error)
-    return {"tokens": packed_tokens(reader.read_text(prompt, begins=begins is not False))}
+    with about("prompt"):
+        return {"tokens": packed_tokens(reader.read_text(prompt, begins=begins is not False))}
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
@@ -48,13 +44,15 @@ def read_back(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str
     """Return the text of a body's tokens; `text_of` unpacks the answer."""
     try:
         parameters = parse_object(body)
+        check_parameters(parameters, DETOKENIZE)
         check_model(parameters.get("model") or "", names)
         tokens = parameters.get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise invalid("tokens must be a list of integers", "tokens")
     except ApiError as error:
         return _packed(error)
-    return {"text": reader.text_of(reader.checked(tokens))}
+    with about("tokens"):
+        return {"text": reader.text_of(reader.checked(tokens))}
 
 
 def text_of(answer: dict[str, Any]) -> str:

@@ -434,21 +434,20 @@ class Decoder:
     def _guide_of(
         self, prompt: Sequence[int], sampling: SamplingParameters, masks: TokenMasks | None
     ) -> TokenGuide | None:
+        vocabulary = self.scheduler.settings.vocabulary
+        # Also of a request that is not guided: a token that never comes would be a stop that never works.
+        _check_known("stop_token_ids", sampling.stop_token_ids, vocabulary)
         if not sampling.changes_logits and masks is None:
             return None
-        vocabulary, ends = self.scheduler.settings.vocabulary, self.end_tokens(sampling)
+        ends = self.end_tokens(sampling)
         for name, tokens in (
-            ("stop_token_ids", ends),
+            ("stop_token_ids", tuple(ends)),
             ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
             ("allowed_token_ids", sampling.allowed_token_ids),
             ("bad_words", tuple(chain(*sampling.bad_words))),
             ("prompt", prompt),
         ):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                out_of_range = next(token for token in tokens if not 0 <= token < vocabulary)
-                raise RequestRejected(
-                    f"{name}: tokens must be 0 to {vocabulary - 1}, not {out_of_range}", parameter=name
-                )
+            _check_known(name, tokens, vocabulary)
         if sampling.filters_tokens:
             _check_any_is_left(vocabulary, sampling, ends)
             masks = TokenFilter(vocabulary, sampling.allowed_token_ids, sampling.bad_words)
@@ -682,6 +681,13 @@ def _check_prefixes(prefixes: Sequence[SharedPrefix], vocabulary: int, positions
             )
         if not 0 <= min(prefix.token_ids) <= max(prefix.token_ids) < vocabulary:
             raise RequestRejected(f"tokens of prefix {prefix.name} must be 0 to {vocabulary - 1}")
+
+
+def _check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise RequestRejected, which names the parameter, if one of the tokens is not in the vocabulary."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        out_of_range = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise RequestRejected(f"{name}: tokens must be 0 to {vocabulary - 1}, not {out_of_range}", parameter=name)
 
 
 def _check_any_is_left(vocabulary: int, sampling: SamplingParameters, ends: frozenset[int]) -> None:

@@ -5,6 +5,7 @@ chat template is a program.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefused, RequestRejected
@@ -15,6 +16,27 @@ MAX_TEXT_BYTES: Final = 16 << 20
 
 MAX_CHAT_DEPTH: Final = 32
 """Most levels of lists and objects in a message, so that recursion over it can't exhaust the stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is kept of a prompt that has too many tokens: its end, or its beginning.
+
+    Attributes:
+        most: Most tokens that are kept; None: as many as the context has room for, before the answer.
+        answer_tokens: Most tokens of the answer.
+        keeps_begin: Whether the beginning is kept.
+    """
+
+    most: int | None
+    answer_tokens: int
+    keeps_begin: bool
+
+    def of(self, tokens: list[int], context: int) -> list[int]:
+        """Return the tokens that are kept."""
+        # The answer's last token takes no position, because it is never computed.
+        most = max(1, context + 1 - self.answer_tokens) if self.most is None else self.most
+        return tokens[:most] if self.keeps_begin else tokens[-most:]
 
 
 class PromptReader:
@@ -47,13 +69,13 @@ class PromptReader:
             (token for token, special_name in self._tokenizer.special_tokens.items() if special_name == name), None
         )
 
-    def read_text(self, text: str, *, begins: bool = True) -> list[int]:
-        """Tokenize a text, with the begin token first if `begins`.
+    def read_text(self, text: str, *, begins: bool = True, cut: Cut | None = None) -> list[int]:
+        """Tokenize a text, with the begin token first if `begins`, and cut it.
 
         Raises AdmissionRefused for a text that can't fit, RequestRejected for one that is not valid Unicode.
         """
-        self._check_bytes(_text_bytes(text), "the prompt")
-        return self.checked(self._tokenizer.encode(text, begins=begins))
+        self._check_bytes(_text_bytes(text), "the prompt", cut)
+        return self.checked(self._tokenizer.encode(text, begins=begins), cut)
 
     def read_chat(
         self,
@@ -62,6 +84,7 @@ class PromptReader:
         *,
         begins: bool | None = None,
         continues: bool = False,
+        cut: Cut | None = None,
     ) -> list[int]:
         """Put a chat into the model's template, and tokenize the result.
 
@@ -72,11 +95,12 @@ class PromptReader:
         """
         # Bounded before the template runs. Roles are few and short, and names of members are not part of the prompt.
         texts = [[value for name, value in message.items() if name != "role"] for message in messages]
-        self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat")
+        self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat", cut)
         tokenizer = self._tokenizer
         # A template may add text, so the rendered prompt is checked again.
         begins = tokenizer.chat_begins if begins is None else begins
-        return self.read_text(tokenizer.render_chat(messages, variables, continues=continues), begins=begins)
+        rendered = tokenizer.render_chat(messages, variables, continues=continues)
+        return self.read_text(rendered, begins=begins, cut=cut)
 
     def read_word(self, word: str) -> list[tuple[int, ...]]:
         """Return the sequences of tokens that are a word, as vLLM's `bad_words` has them.
@@ -92,14 +116,19 @@ class PromptReader:
         """Return the text of tokens, with the names of special ones."""
         return self._tokenizer.decode(tokens, has_special=True)
 
-    def checked(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens as a list. Raises AdmissionRefused for more tokens than the context has."""
+    def checked(self, tokens: Sequence[int], cut: Cut | None = None) -> list[int]:
+        """Return tokens as a list, cut. Raises AdmissionRefused for more tokens than the context has."""
+        if cut is not None:
+            tokens = cut.of(list(tokens), self._context)
         if len(tokens) > self._context:
             # Without separators: clients that shorten a prompt parse the number.
             raise _too_large(f"the prompt has {len(tokens)} tokens; the model's context has {self._context}")
         return list(tokens)
 
-    def _check_bytes(self, size: int, label: str) -> None:
+    def _check_bytes(self, size: int, label: str, cut: Cut | None) -> None:
+        # Of a text that is cut, the part that is kept may be anywhere.
+        if cut is not None and size <= MAX_TEXT_BYTES:
+            return
         if size > self.max_text_bytes:
             raise _too_large(
                 f"{label} has {size:,} bytes of text; the model's context of {self._context:,} tokens has"

@@ -99,14 +99,17 @@ def framed(message: Mapping[str, Any]) -> bytes:
 def refusal(error: RequestRejected) -> dict[str, Any]:
     """Return the answer that carries the refusal of a text."""
     # The class of the error is one of two; the reason shows which.
+    text, reason = error.message, ""
     if isinstance(error, AdmissionRefused):
-        return {"refused": error.detail, "hint": error.hint, "reason": error.reason.value}
-    return {"refused": error.message, "hint": error.hint, "reason": "", "parameter": error.parameter}
+        text, reason = error.detail, error.reason.value
+    return {"refused": text, "hint": error.hint, "reason": reason, "parameter": error.parameter}
 
 
 def refused(answer: Mapping[str, Any]) -> RequestRejected:
     """Return the error that `refusal` packed, to be raised in the server."""
-    text, hint, reason = (str(answer[name]) for name in ("refused", "hint", "reason"))
-    if reason:
-        return AdmissionRefused(AdmissionReason(reason), text, None)
-    return RequestRejected(text, hint, parameter=str(answer["parameter"]))
+    text, hint, reason, parameter = (str(answer[name]) for name in ("refused", "hint", "reason", "parameter"))
+    if not reason:
+        return RequestRejected(text, hint, parameter=parameter)
+    error = AdmissionRefused(AdmissionReason(reason), text, None)
+    error.parameter = parameter
+    return error

@@ -82,6 +82,19 @@ def test_forms_of_inputs_and_vectors(rig: OpenAiRig, client: openai.OpenAI, mode
     assert len(embed(client, [[7, number % 500] for number in range(100)]).data) == 100
 
 
+def test_an_input_is_cut_to_as_many_tokens_as_its_caller_says(client: openai.OpenAI) -> None:
+    tokens = [number % 500 for number in range(7, 507)]
+    for cut, kept in (
+        ({"truncate_prompt_tokens": 9}, tokens[-9:]),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, tokens[:9]),
+    ):
+        vectors = [
+            vectors_of(embed(client, tokens, extra_body=cut)),
+            vectors_of(embed(client, kept)),
+        ]
+        assert (vectors[0] == vectors[1]).all()
+
+
 @pytest.mark.parametrize(
     ("body", "param", "told"),
     [
@@ -93,8 +106,10 @@ def test_forms_of_inputs_and_vectors(rig: OpenAiRig, client: openai.OpenAI, mode
         ({"input": "a", "dimensions": 64}, "dimensions", "send 128"),
         ({"input": "a", "dimensions": True}, "dimensions", "an integer"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
-        ({"input": "a", "truncate": 5}, None, "not a known parameter"),
-        ({"input": [[1] * 200]}, None, "context"),
+        ({"input": "a", "truncate": 5}, "truncate", "not a known parameter"),
+        ({"input": [[1] * 200]}, "input", "Please reduce the length of the input"),
+        ({"input": "a" * 5000}, "input", "Please reduce the length of the input"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 or more"),
         ({"input": [[100000]]}, "input", "tokens must be"),
         ({"input": "\ud800"}, "input", "can't be cut"),
     ],

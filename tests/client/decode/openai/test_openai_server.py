@@ -192,11 +192,41 @@ def test_a_chat_s_last_message_is_continued(rig: OpenAiRig, client: openai.OpenA
     continued = chat(client, messages=begun, extra_body={"continue_final_message": True})
     done = complete(client, prompt=tokens, max_tokens=8)
     assert continued.choices[0].message.content == done.choices[0].text
-    assert continued.usage == done.usage
+    # How many of them were there before depends on the requests before.
+    counts = [(one.usage.prompt_tokens, one.usage.completion_tokens) for one in (continued, done)]
+    assert counts[0] == counts[1]
     both = {"continue_final_message": True, "add_generation_prompt": True}
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, messages=begun, extra_body=both)
     assert refused.value.param == "continue_final_message"
+
+
+def test_a_prompt_is_cut_to_as_many_tokens_as_its_caller_says(client: openai.OpenAI) -> None:
+    tokens = [number % 500 for number in range(7, 407)]
+
+    def answer(prompt: Any, **cut: Any) -> tuple[str, int]:
+        done = complete(client, prompt=prompt, max_tokens=6, extra_body=cut)
+        return done.choices[0].text, done.usage.prompt_tokens
+
+    assert answer(tokens, truncate_prompt_tokens=20) == answer(tokens[-20:])
+    assert answer(tokens, truncate_prompt_tokens=20, truncation_side="right") == answer(tokens[:20])
+    # As many as the context of 160 positions has room for. The last token of the answer takes none.
+    assert answer(tokens, truncate_prompt_tokens=-1) == answer(tokens[-155:])
+    # A text that could never fit, and one that is short enough.
+    assert answer("The with statement " * 500, truncate_prompt_tokens=9)[1] == 9
+    assert answer(PROMPT, truncate_prompt_tokens=100) == answer(PROMPT)
+
+
+def test_what_is_not_http_is_refused_in_openai_s_shape(rig: OpenAiRig) -> None:
+    host, port = rig.url.removeprefix("http://").split(":")
+    for sent in (b"no request\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=60) as peer:
+            peer.sendall(sent)
+            head, _, body = peer.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request")
+        assert b"content-type: application/json" in head.lower()
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"], error["param"]) == ("malformed_request", "invalid_request_error", None)
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_its_echo(client: openai.OpenAI) -> None:

@@ -61,6 +61,8 @@ USED_VALUES: Final[dict[str, Any]] = {
     "temperature": 0.5,
     "top_k": 5,
     "top_p": 0.5,
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "right",
 }
 """A value of each parameter that is used, which changes the request; where chats differ, by whether it is one."""
 
@@ -68,6 +70,7 @@ TAKEN_WITH: Final[dict[str, dict[str, Any]]] = {
     "parallel_tool_calls": {"tools": TOOLS},
     "tool_choice": {"tools": TOOLS},
     "top_logprobs": {"logprobs": True},
+    "truncation_side": {"truncate_prompt_tokens": 5},
 }
 """Parameters that change a request only with others."""
 
@@ -236,6 +239,10 @@ def test_options_of_a_stream_are_looked_at_likewise() -> None:
 
     plain = parsed(False, streamed())
     assert parsed(False, streamed(include_obfuscation=False, continuous_usage_stats=False)) == plain
-    assert refusal(False, streamed(continuous_usage_stats=True)).param == "continuous_usage_stats"
+    assert refusal(False, streamed(continuous_usage_stats=True)).param == "stream_options.continuous_usage_stats"
     assert parsed(False, streamed(continuous_usage_stats=True, include_usage=True)).has_running_usage
-    assert refusal(False, streamed(include_use=True)).code == "unknown_parameter"
+    unknown = refusal(False, streamed(include_use=True))
+    assert (unknown.code, unknown.param) == ("unknown_parameter", "stream_options.include_use")
+    # A text that is no name is not repeated as one.
+    for name in ("x" * 1000, "\ud800", "a\n"):
+        assert refusal(False, {name: 1}).param is None

@@ -77,11 +77,18 @@ def test_a_model_is_served_by_each_of_its_names(http: httpx.Client) -> None:
     [
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "another"}, "model"),
-        ("/tokenize", {"prompt": "a", "promt": "b"}, None),
+        ("/tokenize", {"prompt": "a", "promt": "b"}, "promt"),
+        ("/tokenize", {"prompt": "a" * 5000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", [], None),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [5] * 200}, "tokens"),
+        ("/detokenize", {"tokens": [5], "token": 5}, "token"),
+        ("/v1/responses", {"input": "a" * 5000}, "input"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 500}, "input"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [512]}, "stop_token_ids"),
     ],
 )
 def test_bodies_that_are_none_are_refused_in_openai_s_shape(
