@@ -43,6 +43,7 @@ class AnswerPiece:
         tokens: Its tokens.
         replays: How often the sequence was replayed until then; None if unchanged since the last piece.
         finish: Why the answer ended; "" if it continues.
+        stop: The text of `stop` that ended it; "" if none did.
         calls: Pieces of calls of tools.
         prompt_logprobs: Of a whole answer: the log-probabilities of its prompt (`prompt_logprobs`), if requested.
     """
@@ -51,6 +52,7 @@ class AnswerPiece:
     tokens: list[TokenText] = field(default_factory=list)
     replays: int | None = None
     finish: str = ""
+    stop: str = ""
     calls: list[CallPart] = field(default_factory=list)
     prompt_logprobs: "list[PromptLogprobs | None] | None" = None
 
@@ -124,6 +126,7 @@ class AnswerText:
         text = "" if self.is_stopped else self._filter.add(self._stream.end())
         piece = self._piece(text + self._filter.end(), is_last=True)
         piece.finish = "stop" if self.is_stopped else finish
+        piece.stop = self._filter.found
         return piece
 
     def _piece(self, text: str, *, is_last: bool) -> AnswerPiece:

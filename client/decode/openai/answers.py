@@ -96,7 +96,7 @@ class CompletionAnswer:
             whole.tokens += piece.tokens
             whole.calls += piece.calls
             whole.replays = whole.replays if piece.replays is None else piece.replays
-            whole.finish = piece.finish
+            whole.finish, whole.stop = piece.finish, piece.stop
 
     async def prompt_logprobs(self) -> list[PromptLogprobs | None] | None:
         """Return the log-probabilities of its prompt, once `collect` has returned; None if they are not sent."""

@@ -3,6 +3,7 @@
     POST /v1/completions, /v1/chat/completions   as one reply, or as server-sent events
     GET  /v1/models, /v1/models/{id}             the models that are served
     POST /v1/responses                           texts and calls of functions, as one reply or as events
+    POST /v1/messages, .../count_tokens          the same in the form of Anthropic's API
     POST /v1/embeddings                          vectors of texts, if the model has them
     POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
     GET  /tokenizer_info                         texts of special tokens, and the chat template
@@ -11,8 +12,8 @@
     GET  /version                                the server's version
     GET  /metrics                                Prometheus' text format
 
-Each caller has a key (`Authorization: Bearer KEY`), which identifies its tenant. The only sign of a lost region is the
-member `gpulease` of the first object after the replay.
+Each caller has a key (`Authorization: Bearer KEY`, or `X-Api-Key: KEY`), which identifies its tenant. The only sign of
+a lost region is the member `gpulease` of the first object after the replay.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -38,10 +39,12 @@ from starlette.types import Message, Receive, Scope, Send
 import gpulease
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.first_ended import first_ended
+from gpulease.client.decode.openai import message_events
 from gpulease.client.decode.openai.answer_text import AnswerPiece
 from gpulease.client.decode.openai.answers import CompletionAnswer, best_of, gather_or_cancel
 from gpulease.client.decode.openai.api_errors import (
     CLOSED_REQUEST,
+    EXTENSION,
     FAILED,
     OVERLOADED,
     ApiError,
@@ -59,6 +62,7 @@ from gpulease.client.decode.openai.completion_replies import DONE, ReplyHead, To
 from gpulease.client.decode.openai.completion_request import check_model
 from gpulease.client.decode.openai.decode_settings import DEFAULT_CHAT_TOKENS, DEFAULT_WAIT_S
 from gpulease.client.decode.openai.embeddings import read_inputs
+from gpulease.client.decode.openai.message_request import count_tokens, read_message
 from gpulease.client.decode.openai.response_events import ResponseEvents
 from gpulease.client.decode.openai.response_request import read_response
 from gpulease.client.decode.openai.served_models import DirectSource, OneModel, ServedModels
@@ -66,6 +70,7 @@ from gpulease.client.decode.openai.token_jobs import read_back, read_tokens, tex
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Generation
 from gpulease.client.decode.supervisor.model_pool import ModelPool, unknown_model
+from gpulease.client.decode.text.text_jobs import Job
 from gpulease.client.http.application import BODY_LIMIT_S, JSON, disconnected, read_body
 from gpulease.client.http.event_stream import COMMENT, json_event, named_event
 from gpulease.client.http.event_stream import MEDIA_TYPE as EVENT_STREAM
@@ -74,6 +79,9 @@ from gpulease.client.http.uvicorn_server import refuse_as_problem
 from gpulease.client.texts import quoted
 
 T = TypeVar("T")
+
+ErrorForm = Callable[[ApiError], dict[str, Any]]
+"""Makes the body of an error's reply."""
 
 SEND_LIMIT_S: Final = 60.0
 """Seconds for a caller to receive a piece of a stream. A caller that does not read would hold its answer in memory."""
@@ -194,6 +202,8 @@ def _application(
     own_routes = [
         *completion_routes(face),
         Route("/v1/responses", _Responses(models, keys), methods=["POST"]),
+        Route("/v1/messages", _Messages(models, keys), methods=["POST"]),
+        Route("/v1/messages/count_tokens", texts.count_message, methods=["POST"]),
         Route("/v1/embeddings", _Embeddings(models, keys), methods=["POST"]),
         Route("/v1/models", descriptions.list, methods=["GET"]),
         Route("/v1/models/{model:path}", descriptions.show, methods=["GET"]),
@@ -392,6 +402,17 @@ class _Texts:
 
         return await self._reply(request, run)
 
+    async def count_message(self, request: Request) -> Response:
+        """Reply with the number of tokens of a prompt of `/v1/messages`."""
+
+        async def run(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
+            answer = await source.do(tenant, count_tokens, body)
+            if "error" in answer:
+                raise ApiError(*answer["error"])
+            return {"input_tokens": answer["input_tokens"]}
+
+        return await self._reply(request, run, form=message_events.error_body)
+
     async def show_tokenizer(self, request: Request) -> Response:
         """Reply with what programs need that put chats into the template themselves, in vLLM's members.
 
@@ -410,6 +431,7 @@ class _Texts:
         request: Request,
         run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
+        form: ErrorForm = ApiError.body,
     ) -> Response:
         """Reply with what `run` returns for the model that the body names: the request's, unless one is given."""
         # The same id as in the log.
@@ -426,7 +448,7 @@ class _Texts:
         except ClientDisconnect:
             raise
         except Exception as error:
-            return refusal_of(reply_to_error(error, self._models.log, tenant, request_id), headers)
+            return refusal_of(reply_to_error(error, self._models.log, tenant, request_id), headers, form)
 
 
 class _EngineEndpoint(ABC):
@@ -435,14 +457,19 @@ class _EngineEndpoint(ABC):
     Args:
         models: Compute the answers.
         keys: The tenants' keys.
+
+    Attributes:
+        error_form: The form of its errors.
     """
+
+    error_form: ErrorForm = staticmethod(ApiError.body)
 
     def __init__(self, models: ServedModels, keys: ApiKeys) -> None:
         self._models, self._keys = models, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = _Reply(send, request_id_of(request))
+        reply = _Reply(send, request_id_of(request), self.error_form)
         await _served(self._models.log, reply, self._serve(request, reply))
 
     @abstractmethod
@@ -450,8 +477,39 @@ class _EngineEndpoint(ABC):
         """Answer one request. Raises whatever fails; the caller turns it into an error reply."""
 
 
-class _Responses(_EngineEndpoint):
-    """POST /v1/responses, whole or as a stream of events."""
+class _AnswerEvents(Protocol):
+    """An answer as it grows, in the form of another API than that of completions. Its events have a `type`."""
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """Yield the events at the beginning of a stream."""
+
+    def add(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
+        """Take a piece of the answer. Yield its events."""
+
+    def end(self, finish: str, counts: TokenCounts) -> Iterator[dict[str, Any]]:
+        """End the answer with its finish reason. Yield the last events."""
+
+    def whole(self, finish: str, counts: TokenCounts) -> dict[str, Any]:
+        """End the answer. Return the body of a reply that is not a stream."""
+
+    def fail(self, error: ApiError) -> dict[str, Any]:
+        """Return the last event of a stream that fails."""
+
+
+class _ChatEndpoint(_EngineEndpoint):
+    """An endpoint for chats in the form of another API, whole or as a stream of events.
+
+    Attributes:
+        job: Reads the chat of a body.
+        prompt: The parameter that has the prompt.
+    """
+
+    job: Job
+    prompt: str
+
+    @abstractmethod
+    def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> _AnswerEvents:
+        """Return the answer's events, from what `job` returned."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
@@ -460,17 +518,17 @@ class _Responses(_EngineEndpoint):
                 body = await reply.read(request)
                 async with reply.loading() as on_loading:
                     source = await _unless_disconnected(place.source(body, on_loading), request.receive)
-                    answer = await source.read(tenant, body, is_chat=True, job=read_response)
-                    submitted = await source.submit(tenant, reply.request_id, answer, is_chat=True)
+                    answer = await source.read(tenant, body, is_chat=True, job=self.job)
+                    submitted = await source.submit(
+                        tenant, reply.request_id, answer, is_chat=True, parameter=self.prompt
+                    )
                     started += submitted.generations
                     place.hold(submitted.generations)
         async with _cancelled_after(submitted.generations, request.receive):
-            await self._answer(submitted, answer["response"], reply)
+            await self._answer(submitted, self._events(submitted, answer, reply), reply)
 
-    async def _answer(self, submitted: Submitted, parameters: Mapping[str, Any], reply: "_Reply") -> None:
+    async def _answer(self, submitted: Submitted, events: _AnswerEvents, reply: "_Reply") -> None:
         request = submitted.request
-        seed = request.sampling.seed if request.is_seed_chosen else None
-        events = ResponseEvents(reply.request_id, submitted.model, int(time.time()), parameters, seed)
         tokenizer = await self._models.tokenizer(submitted.model)
         answer = CompletionAnswer(tokenizer, request, submitted.end_tokens, submitted.generations[0])
         if not request.is_stream:
@@ -499,6 +557,34 @@ class _Responses(_EngineEndpoint):
         await reply.end(b"")
 
 
+class _Responses(_ChatEndpoint):
+    """POST /v1/responses."""
+
+    job = staticmethod(read_response)
+    prompt = "input"
+
+    def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> ResponseEvents:
+        created, seed = int(time.time()), _chosen_seed(submitted)
+        return ResponseEvents(reply.request_id, submitted.model, created, answer["response"], seed)
+
+
+class _Messages(_ChatEndpoint):
+    """POST /v1/messages."""
+
+    job = staticmethod(read_message)
+    prompt = "messages"
+    error_form = staticmethod(message_events.error_body)
+
+    def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> message_events.MessageEvents:
+        prompt_tokens, seed = len(submitted.prompts[0]), _chosen_seed(submitted)
+        return message_events.MessageEvents(reply.request_id, submitted.model, prompt_tokens, seed)
+
+
+def _chosen_seed(submitted: Submitted) -> int | None:
+    """Return the seed of a request if the server chose it."""
+    return submitted.request.sampling.seed if submitted.request.is_seed_chosen else None
+
+
 class _Embeddings(_EngineEndpoint):
     """POST /v1/embeddings: a vector for each input, in the order of the inputs."""
 
@@ -517,7 +603,11 @@ class _Embeddings(_EngineEndpoint):
 
 def tenant_of(keys: ApiKeys, request: Request) -> str:
     """Return the tenant of a request's key. No key is ever part of a reply or of the log. Raises ApiError."""
-    tenant = keys.tenant(request.headers.get("Authorization", ""))
+    authorization = request.headers.get("Authorization", "")
+    if not authorization and (key := request.headers.get("X-Api-Key")):
+        # Where clients of Anthropic's API send it.
+        authorization = f"Bearer {key}"
+    tenant = keys.tenant(authorization)
     if tenant is None:
         raise ApiError(401, "invalid_api_key", "No such key. Send one as Authorization: Bearer KEY.")
     return tenant
@@ -573,10 +663,10 @@ class _Reply:
         is_started: Whether the head was sent. From then on, an error can only be an event of the stream.
     """
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, error_form: ErrorForm = ApiError.body) -> None:
         self.request_id, self.tenant = request_id, ""
         self.is_body_read = self.is_started = False
-        self._send = send
+        self._send, self._error_form = send, error_form
         self._is_silent = False
 
     async def read(self, request: Request) -> bytes:
@@ -649,10 +739,13 @@ class _Reply:
 
     async def refuse(self, error: ApiError) -> None:
         """Send an error: as the reply, or if the head was sent, as the last event of the stream."""
+        body = self._error_form(error)
         if self.is_started:
-            await self.end(json_event(error.event_body()))
+            event = body | {EXTENSION: error.event_body()[EXTENSION]}
+            # Events of other APIs have a type, which is also their name.
+            await self.end(named_event(event["type"], event) if "type" in event else json_event(event))
             return
-        data = json.dumps(error.body()).encode()
+        data = json.dumps(body).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
         # An unread body may still be arriving, so this connection can't carry another request.
         await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
@@ -724,9 +817,9 @@ def request_id_of(request: Request) -> str:
     return request_id if SANE_ID.fullmatch(request_id) else secrets.token_hex(12)
 
 
-def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None, form: ErrorForm = ApiError.body) -> Response:
     """Return the reply to an error, with further headers."""
-    return Response(json.dumps(error.body()), error.status, {**error.headers(), **(headers or {})}, JSON)
+    return Response(json.dumps(form(error)), error.status, {**error.headers(), **(headers or {})}, JSON)
 
 
 def refuse(scope: Scope, problem: Problem) -> Response:

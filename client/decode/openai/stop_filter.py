@@ -12,12 +12,14 @@ class StopFilter:
 
     Attributes:
         is_stopped: Whether a stop was found. Then no more text is given out.
+        found: That stop; "" if none was found.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
         self._stops, self._includes_stop = tuple(stops), includes_stop
         self._pending = ""
         self.is_stopped = False
+        self.found = ""
 
     def add(self, text: str) -> str:
         """Add a piece. Returns the text that is certain to be given out."""
@@ -29,6 +31,7 @@ class StopFilter:
         if matches:
             self.is_stopped, self._pending = True, ""
             end, begin = min(matches)
+            self.found = pending[begin:end]
             return pending[: end if self._includes_stop else begin]
         # Hold back the longest end of the text that may still become a stop.
         overlap = max(_overlap(pending, stop) for stop in self._stops)

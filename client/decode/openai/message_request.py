@@ -1,0 +1,218 @@
+"""Bodies of `/v1/messages`, Anthropic's API: the subset with texts and tools, as the chat that the model gets.
+
+A parameter that would change the answer but is not supported is refused by name, as for completions.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from gpulease.client.decode.openai.api_errors import ApiError, invalid
+from gpulease.client.decode.openai.completion_request import check_model, parse_chat_prompt, parse_object
+from gpulease.client.decode.openai.prompt_job import about, read_as_chat
+from gpulease.client.decode.openai.request_parameters import RequestParameter, check_parameters
+from gpulease.client.texts import quoted
+
+if TYPE_CHECKING:
+    from gpulease.client.decode.text.prompt_reader import PromptReader
+
+_USED: Final = RequestParameter(is_used=True)
+_IGNORED: Final = RequestParameter(is_ignored=True)
+_REFUSED: Final = RequestParameter()
+
+COUNTED: Final[Mapping[str, RequestParameter]] = {
+    # Says what to keep for later requests; here all is kept.
+    "cache_control": _IGNORED,
+    "messages": _USED,
+    "model": _USED,
+    "system": _USED,
+    "thinking": RequestParameter(neutral=({"type": "disabled"},)),
+    "tool_choice": _USED,
+    "tools": _USED,
+}
+"""The parameters of `/v1/messages/count_tokens`, by their names."""
+
+PARAMETERS: Final[Mapping[str, RequestParameter]] = {
+    **COUNTED,
+    "container": _REFUSED,
+    "context_management": _REFUSED,
+    "max_tokens": _USED,
+    "mcp_servers": RequestParameter(neutral=([],)),
+    "metadata": _IGNORED,
+    "output_config": RequestParameter(neutral=({},)),
+    "output_format": _REFUSED,
+    "service_tier": _IGNORED,
+    "stop_sequences": _USED,
+    "stream": _USED,
+    "temperature": _USED,
+    "top_k": _USED,
+    "top_p": _USED,
+}
+"""The parameters of a message's body, by their names."""
+
+_SAME_NAMES: Final = ("model", "max_tokens", "stream", "temperature", "top_k", "top_p")
+"""The parameters that a chat has by the same name and with the same values."""
+
+_NAMES: Final = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
+"""What errors of the chat are about, by the parameters of the message, where those have other names."""
+
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+"""Chats' values of `tool_choice`, by the types of messages'."""
+
+_TOOL_MEMBERS: Final = ("type", "name", "description", "input_schema", "cache_control", "strict")
+
+
+def read_message(
+    reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
+) -> dict[str, Any]:
+    """Parse a body in a text process, as `read_completion` does.
+
+    Args:
+        reader: Tokenizes the prompt.
+        body: The bytes of the body, JSON.
+        is_chat: Whether it is a chat's: always.
+        fresh_seed: The seed to use.
+        names: The names of the model that is served.
+    """
+    try:
+        parameters = parse_object(body)
+        check_parameters(parameters, PARAMETERS, is_chat=True)
+        if parameters.get("max_tokens") is None:
+            raise invalid("max_tokens must be given", "max_tokens")
+        chat = chat_of(parameters)
+    except ApiError as error:
+        return {"error": error.parts}
+    return read_as_chat(reader, chat, _NAMES, fresh_seed, names)
+
+
+def count_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
+    """Count the tokens of a message's prompt in a text process. Returns the reply's body, or an error."""
+    try:
+        parameters = parse_object(body)
+        check_parameters(parameters, COUNTED, is_chat=True)
+        check_model(parameters.get("model") or "", names)
+        messages, variables, continues = parse_chat_prompt(chat_of(parameters))
+    except ApiError as error:
+        return {"error": error.parts}
+    with about("messages"):
+        return {"input_tokens": len(reader.read_chat(messages, variables, continues=continues))}
+
+
+def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of the chat that a message's body means. Raises ApiError."""
+    chat = {name: parameters[name] for name in _SAME_NAMES if parameters.get(name) is not None}
+    messages = _messages(parameters.get("messages"))
+    # The answer continues an assistant's message at the end.
+    if messages[-1]["role"] == "assistant":
+        chat["continue_final_message"] = True
+    if (system := parameters.get("system")) is not None:
+        messages.insert(0, {"role": "system", "content": _text("system", system, "system")})
+    chat["messages"] = messages
+    if (stops := parameters.get("stop_sequences")) is not None:
+        if not isinstance(stops, list):
+            raise invalid("stop_sequences must be a list of strings", "stop_sequences")
+        chat["stop"] = stops
+    if parameters.get("tools") is not None:
+        chat["tools"] = _tools(parameters["tools"])
+    if (choice := parameters.get("tool_choice")) is not None:
+        chat |= _tool_choice(choice)
+    return chat
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return a chat's messages. The chat checks what is in them."""
+    if not isinstance(value, list) or not value:
+        raise invalid("messages must be a list of messages, and not empty", "messages")
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value):
+        where = f"messages[{number}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant"):
+            raise invalid(f"{where} must be an object with the role user or assistant", "messages")
+        content = message.get("content")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+            continue
+        if not isinstance(content, list) or not content:
+            raise invalid(f"{where}: content must be a string or a list of blocks, and not empty", "messages")
+        messages += _assistant(where, content) if role == "assistant" else _user(where, content)
+    return messages
+
+
+def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    """Return a user's message as the results of tools in it, and its texts between them."""
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if _kind(block) == "tool_result":
+            # `is_error` has no place in templates; the content says what went wrong.
+            content = block.get("content")
+            text = "" if content is None else _text(where, content, "messages")
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            continue
+        text = _text(where, [block], "messages")
+        if messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += text
+        else:
+            messages.append({"role": "user", "content": text})
+    return messages
+
+
+def _assistant(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if _kind(block) == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            message.setdefault("tool_calls", []).append(
+                {"id": block.get("id"), "type": "function", "function": function}
+            )
+        elif "tool_calls" in message:
+            raise invalid(f"{where}: a text behind a tool_use is not supported", "messages", "unsupported_parameter")
+        else:
+            message["content"] += _text(where, [block], "messages")
+    return [message]
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, dict) else None
+
+
+def _text(where: str, content: Any, parameter: str) -> str:
+    """Return the text of a string, or of a list of blocks with texts. Raises ApiError for other blocks."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    blocks: list[Any] = content if isinstance(content, list) else [None]
+    for block in blocks:
+        text = block.get("text") if _kind(block) == "text" else None
+        if not isinstance(text, str):
+            supported = "content must be a string, or a list of blocks of the types text, tool_use and tool_result"
+            raise invalid(f"{where}: {supported}, not {quoted(_kind(block))}", parameter)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools(tools: Any) -> Any:
+    """Return the chat's tools. The chat checks names and schemas."""
+    if not isinstance(tools, list):
+        return tools
+    functions = []
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+            raise invalid(f"tools[{number}] must have the type custom; the server has no tools of its own", "tools")
+        for name, value in tool.items():
+            if name not in _TOOL_MEMBERS and value is not None:
+                raise invalid(f"tools[{number}]: {quoted(name)} is not supported", "tools", "unsupported_parameter")
+        members = {"name": "name", "description": "description", "input_schema": "parameters"}
+        function = {other: tool[name] for name, other in members.items() if tool.get(name) is not None}
+        functions.append({"type": "function", "function": function})
+    return functions
+
+
+def _tool_choice(choice: Any) -> dict[str, Any]:
+    """Return the parameters of a chat for a `tool_choice`."""
+    if not isinstance(choice, dict) or choice.get("type") not in (*_CHOICES, "tool"):
+        raise invalid("tool_choice must have the type auto, any, tool or none", "tool_choice")
+    chosen: Any = _CHOICES.get(choice["type"]) or {"type": "function", "function": {"name": choice.get("name")}}
+    alone = choice.get("disable_parallel_tool_use")
+    if alone is not None and not isinstance(alone, bool):
+        raise invalid("tool_choice.disable_parallel_tool_use must be true or false", "tool_choice")
+    return {"tool_choice": chosen} | ({"parallel_tool_calls": False} if alone else {})

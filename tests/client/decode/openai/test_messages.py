@@ -1,0 +1,309 @@
+"""Anthropic's messages: their texts, calls and events are those of the chats; the events are read by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from gpulease.client.decode import TINY_MODEL
+from gpulease.client.decode.openai.answer_text import AnswerPiece
+from gpulease.client.decode.openai.api_errors import ApiError
+from gpulease.client.decode.openai.completion_replies import TokenCounts
+from gpulease.client.decode.openai.message_events import MessageEvents, error_body
+from gpulease.client.decode.openai.message_request import PARAMETERS, chat_of
+from gpulease.client.decode.openai.tool_formats import CallPart
+from helpers.daemon import Daemon
+from helpers.decode.openai_rig import MODEL, OpenAiRig, key_of, openai_rig
+from helpers.decode.tiny_copies import HERMES_TEMPLATE
+
+from .test_structured_output import PLACE, SHORT
+
+USER = [{"role": "user", "content": "Where?"}]
+TOOLS = [
+    {"name": "look", "description": "See", "input_schema": PLACE},
+    {"type": "custom", "name": "walk", "input_schema": SHORT, "cache_control": {"type": "ephemeral"}},
+]
+OF_CHAT = [
+    {"type": "function", "function": {"name": "look", "description": "See", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "walk", "parameters": SHORT}},
+]
+
+
+@pytest.fixture(scope="module")
+def rig(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiRig]:
+    """A server behind a front, on the tiny model with a template of tools."""
+    folder = shutil.copytree(TINY_MODEL, tmp_path_factory.mktemp("model") / "tiny")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES_TEMPLATE}))
+    with openai_rig(shared_daemon, wait_s=60.0, http_processes=1, model=Path(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def http(rig: OpenAiRig) -> Iterator[httpx.Client]:
+    """A caller with the headers of Anthropic's client."""
+    headers = {"X-Api-Key": key_of("ann"), "Anthropic-Version": "2023-06-01"}
+    with httpx.Client(base_url=rig.url, headers=headers, timeout=60) as caller:
+        yield caller
+
+
+def message(http: httpx.Client, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 24, "temperature": 0}
+    reply = http.post("/v1/messages", json=given | options)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def chat(http: httpx.Client, **options: Any) -> Any:
+    given: dict[str, Any] = {"model": MODEL, "messages": USER, "max_tokens": 24, "temperature": 0}
+    return http.post("/v1/chat/completions", json=given | options).json()
+
+
+def refused(http: httpx.Client, path: str = "/v1/messages", **options: Any) -> Any:
+    reply = http.post(path, json={"messages": USER, "max_tokens": 4} | options)
+    return reply.status_code, reply.json()
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, each under its own name; comments are not events."""
+    events = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            (name,) = (line.removeprefix("event: ") for line in lines if line.startswith("event: "))
+            (data,) = (line.removeprefix("data: ") for line in lines if line.startswith("data: "))
+            events.append(json.loads(data))
+            assert events[-1]["type"] == name
+    return events
+
+
+def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that events add up to, as a client puts it together."""
+    first, *middle, delta, last = events
+    assert (first["type"], delta["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
+    whole: dict[str, Any] = first["message"]
+    assert (whole["content"], whole["stop_reason"]) == ([], None)
+    arguments = ""
+    for event in middle:
+        index = event["index"]
+        if event["type"] == "content_block_start":
+            assert index == len(whole["content"])
+            whole["content"].append(event["content_block"])
+            arguments = ""
+        elif event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta":
+            whole["content"][index]["text"] += event["delta"]["text"]
+        elif event["type"] == "content_block_delta":
+            arguments += event["delta"]["partial_json"]
+        else:
+            assert (event["type"], index) == ("content_block_stop", len(whole["content"]) - 1)
+            if arguments:
+                whole["content"][index]["input"] = json.loads(arguments)
+    whole |= delta["delta"]
+    whole["usage"] = delta["usage"]
+    return whole
+
+
+def test_a_text_is_that_of_the_chat(http: httpx.Client) -> None:
+    same = chat(http)
+    whole = message(http, metadata={"user_id": "a"}, thinking={"type": "disabled"})
+    assert whole["content"] == [{"type": "text", "text": same["choices"][0]["message"]["content"]}]
+    assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", MODEL)
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("max_tokens", None)
+    assert whole["id"].startswith("msg_")
+    usage = whole["usage"]
+    read = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert (read, usage["output_tokens"]) == (same["usage"]["prompt_tokens"], same["usage"]["completion_tokens"])
+    assert "seed" in whole["gpulease"]
+
+
+def test_a_stream_s_events_add_up_to_the_whole(http: httpx.Client) -> None:
+    whole = message(http)
+    body = {"model": MODEL, "messages": USER, "max_tokens": 24, "temperature": 0, "stream": True}
+    streamed = added_up(events_of(http.post("/v1/messages", json=body).text))
+    for name in ("content", "stop_reason", "stop_sequence", "model", "role", "type"):
+        assert streamed[name] == whole[name], name
+    assert streamed["usage"]["output_tokens"] == 24
+
+
+def test_tools_are_called_as_in_the_chat(http: httpx.Client) -> None:
+    options: dict[str, Any] = {"max_tokens": 120, "seed": 3, "temperature": 1}
+    for choice, same in (
+        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
+        ({"type": "tool", "name": "walk"}, {"tool_choice": {"type": "function", "function": {"name": "walk"}}}),
+    ):
+        body = {"messages": USER, "max_tokens": 120, "temperature": 0, "tools": TOOLS, "tool_choice": choice}
+        whole = message(http, **body)
+        asked = chat(http, **options | {"temperature": 0, "tools": OF_CHAT} | same)["choices"][0]
+        (call,) = asked["message"]["tool_calls"]
+        (block,) = whole["content"]
+        assert (block["type"], block["name"]) == ("tool_use", call["function"]["name"])
+        assert block["input"] == json.loads(call["function"]["arguments"])
+        jsonschema.validate(block["input"], {"look": PLACE, "walk": SHORT}[block["name"]])
+        assert (whole["stop_reason"], asked["finish_reason"]) == ("tool_use", "tool_calls")
+        streamed = added_up(events_of(http.post("/v1/messages", json=body | {"stream": True}).text))
+        calls = [{name: one[name] for name in ("type", "name", "input")} for one in streamed["content"]]
+        assert calls == [{name: block[name] for name in ("type", "name", "input")}]
+        assert streamed["stop_reason"] == "tool_use"
+
+
+def test_a_stop_is_named_and_an_assistant_s_last_message_is_continued(http: httpx.Client) -> None:
+    text = message(http)["content"][0]["text"]
+    stop = text[4:7]
+    stopped = message(http, stop_sequences=["never", stop])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", stop)
+    assert stopped["content"][0]["text"] == text[: text.index(stop)]
+    begun = [*USER, {"role": "assistant", "content": text[:4]}]
+    same = chat(http, messages=begun, continue_final_message=True)
+    assert message(http, messages=begun)["content"][0]["text"] == same["choices"][0]["message"]["content"]
+
+
+def test_tokens_are_counted_as_they_are_read(http: httpx.Client) -> None:
+    body: dict[str, Any] = {"messages": USER, "system": [{"type": "text", "text": "Be brief."}], "tools": TOOLS}
+    counted = http.post("/v1/messages/count_tokens", json=body).json()
+    usage = message(http, **body, max_tokens=1)["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    status, error = refused(http, "/v1/messages/count_tokens")
+    assert (status, error["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "kind", "param"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"max_tokens": 500}, 400, "invalid_request_error", "messages"),
+        ({"model": "another"}, 404, "not_found_error", "model"),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
+        ({"stop_sequences": ["a"], "tools": TOOLS}, 400, "invalid_request_error", "stop_sequences"),
+        ({"tool_choice": {"type": "all"}, "tools": TOOLS}, 400, "invalid_request_error", "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error", "thinking"),
+        ({"max_token": 5}, 400, "invalid_request_error", "max_token"),
+        ({"messages": []}, 400, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "system", "content": "a"}]}, 400, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "messages"),
+        ({"system": 5}, 400, "invalid_request_error", "system"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name_in_anthropic_s_form(
+    http: httpx.Client, options: dict[str, Any], status: int, kind: str, param: str
+) -> None:
+    found, body = refused(http, **options)
+    assert (found, body["type"]) == (status, "error")
+    assert (body["error"]["type"], body["error"]["param"]) == (kind, param)
+    assert body["error"]["message"]
+
+
+def test_a_key_is_needed_in_either_header(rig: OpenAiRig, http: httpx.Client) -> None:
+    with httpx.Client(base_url=rig.url) as anyone:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            status, body = refused(anyone, path)
+            assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
+        # The other header counts alone.
+        wrong = {"Authorization": "Bearer x", "X-Api-Key": key_of("ann")}
+        assert anyone.post("/v1/messages", json={}, headers=wrong).status_code == 401
+    assert http.get("/v1/models").status_code == 200
+
+
+# --- without a server ---
+
+
+def test_messages_become_those_of_a_chat() -> None:
+    written = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a", "cache_control": {}}, {"type": "text", "text": "b"}],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "c"},
+                {"type": "tool_use", "id": "t1", "name": "look", "input": {"x": 1}},
+                {"type": "tool_use", "id": "t2", "name": "walk", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "r"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+                {"type": "text", "text": "d"},
+            ],
+        },
+    ]
+    calls = [
+        {"id": "t1", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}},
+        {"id": "t2", "type": "function", "function": {"name": "walk", "arguments": {}}},
+    ]
+    found = chat_of({"messages": written, "system": "s", "max_tokens": 5, "stop_sequences": ["x"]})
+    assert found == {
+        "max_tokens": 5,
+        "stop": ["x"],
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "ab"},
+            {"role": "assistant", "content": "c", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "t1", "content": "r"},
+            {"role": "tool", "tool_call_id": "t2", "content": ""},
+            {"role": "user", "content": "d"},
+        ],
+    }
+
+
+def test_a_text_and_calls_are_blocks_one_behind_the_other() -> None:
+    events = MessageEvents("r", "m", 9, None)
+    pieces = [
+        AnswerPiece(" "),
+        AnswerPiece("Let me look."),
+        AnswerPiece("\n", calls=[CallPart(0, "look", "")]),
+        AnswerPiece("", calls=[CallPart(0, "", '{"x"'), CallPart(0, "", ": 1}"), CallPart(1, "walk", "{}")]),
+        AnswerPiece("", replays=2, finish="tool_calls"),
+    ]
+    sent = [*events.begin(), *(event for piece in pieces for event in events.add(piece))]
+    sent += events.end("tool_calls", TokenCounts(9, 7, 4))
+    whole = added_up(sent)
+    assert whole["content"] == [
+        {"type": "text", "text": " Let me look.\n"},
+        {"type": "tool_use", "id": "toolu_r_0", "name": "look", "input": {"x": 1}},
+        {"type": "tool_use", "id": "toolu_r_1", "name": "walk", "input": {}},
+    ]
+    assert events.content == whole["content"]
+    assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 5)
+    assert (whole["usage"]["cache_read_input_tokens"], whole["usage"]["output_tokens"]) == (4, 7)
+    assert sent[-2]["gpulease"] == {"replays": 2}
+
+
+def test_a_call_that_is_cut_off_is_left_out_of_the_whole() -> None:
+    events = MessageEvents("r", "m", 9, 5)
+    list(events.add(AnswerPiece("", calls=[CallPart(0, "look", '{"x": ')], finish="length")))
+    whole = events.whole("length", TokenCounts(9, 7, 0))
+    assert (whole["content"], whole["stop_reason"], whole["gpulease"]) == ([], "max_tokens", {"seed": 5})
+
+
+def test_an_answer_without_text_has_an_empty_one() -> None:
+    events = MessageEvents("r", "m", 9, None)
+    whole = added_up([*events.begin(), *events.add(AnswerPiece(" ")), *events.end("stop", TokenCounts(9, 1, 0))])
+    assert (whole["content"], whole["stop_reason"]) == ([{"type": "text", "text": " "}], "end_turn")
+
+
+def test_a_failure_in_a_stream_is_an_event() -> None:
+    error = ApiError(503, "pool_exhausted", "No room.", None, 2.0)
+    assert MessageEvents("r", "m", 9, None).fail(error) == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": "No room.", "param": None, "code": "pool_exhausted"},
+        "gpulease": {"status": 503, "retry_after": 2},
+    }
+    assert error_body(ApiError(500, "x", "y"))["error"]["type"] == "api_error"
+    assert error_body(ApiError(422, "x", "y"))["error"]["type"] == "invalid_request_error"
+
+
+def test_each_parameter_is_used_ignored_or_refused() -> None:
+    for name, parameter in PARAMETERS.items():
+        assert (parameter.is_used, parameter.is_ignored).count(True) <= 1, name
