@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from gpulease.protocol import Failure, Status
 
-OF_PARENT: Final = Failure(
+OWNED_BY_PARENT: Final = Failure(
     Status.INVALID_REQUEST,
     "it was made by the process that forked this one, and only that process can use it",
     "Acquire a lease of this process's own, or start the process with multiprocessing's spawn method; "

@@ -22,7 +22,7 @@ C = TypeVar("C", bound=AbstractAsyncContextManager[Any])
 MAX_WAIT_S: Final = 3600.0
 """Longest single wait, in seconds; a longer one waits again. Selectors accept no more than 24 days."""
 
-_undisturbed: Final[set["asyncio.Future[Any]"]] = set()
+_tasks_in_progress: Final[set["asyncio.Future[Any]"]] = set()
 """Operations in progress. The event loop itself holds tasks by weak references only."""
 
 
@@ -139,8 +139,8 @@ async def undisturbed(
 
 def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     task = task_of(work)
-    _undisturbed.add(task)
-    task.add_done_callback(_end_undisturbed)
+    _tasks_in_progress.add(task)
+    task.add_done_callback(_on_task_end)
     return task
 
 
@@ -171,8 +171,8 @@ async def _given_back(
         await give_back(results.pop())
 
 
-def _end_undisturbed(task: "asyncio.Task[Any]") -> None:
-    _undisturbed.discard(task)
+def _on_task_end(task: "asyncio.Task[Any]") -> None:
+    _tasks_in_progress.discard(task)
     if not task.cancelled():
         # Retrieve the exception: otherwise the loop logs it as never retrieved, although its caller was cancelled on
         # purpose.

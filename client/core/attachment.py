@@ -11,7 +11,7 @@ from gpulease.client.core.exchange import CONNECT_LIMIT_S, First, FixedDeadline,
 from gpulease.client.core.lease import LeaseHandle, find_end_reason
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError, Unsupported, error_of
-from gpulease.client.fork_guard import OF_PARENT
+from gpulease.client.fork_guard import OWNED_BY_PARENT
 from gpulease.client.handles import Buffer, HandleOwner
 from gpulease.client.transport.arena import Arena
 from gpulease.client.transport.channel import Channel, FrameWriter
@@ -245,19 +245,19 @@ class Attachment:
         self.at_end: list[Callable[[], None]] = []
 
     @property
-    def over(self) -> Failure | None:
+    def end_failure(self) -> Failure | None:
         """Return the end of the session, or else of its lease; None while neither has ended."""
         # The broker's word is read before the client's own record, because it is the first to know.
         if self.end is None and self.lease_word[0]:
             self.lease.poll_words()
-        return self.end or self.lease.over
+        return self.end or self.lease.end_failure
 
     def check_open(self, operation: str) -> None:
         """Raise the end of the session or of its lease, if there is one.
 
         The session's `with` block does not raise it again.
         """
-        if (over := self.over) is not None:
+        if (over := self.end_failure) is not None:
             self.last_raised = over
             raise error_of(over, operation)
 
@@ -272,7 +272,7 @@ class Attachment:
         link = self.channel.link
         return (
             self.end is None
-            and self.lease.over is None
+            and self.lease.end_failure is None
             and not self.dropped
             and self.recording is None
             and link.end is None
@@ -286,8 +286,8 @@ class Attachment:
         """Open a connection and make it this session's. Raises the reason if that fails."""
         lease = self.lease
         # If the end is known already, no connection is needed.
-        if lease.over is not None:
-            raise error_of(lease.over, "attach")
+        if lease.end_failure is not None:
+            raise error_of(lease.end_failure, "attach")
         # Step 1: connect, and send HELLO and ATTACH in one flight.
         deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", lease.address)
         body, takes_descriptors = Attach(self._options()), self._memory_request != SharedMemoryRequest()
@@ -358,7 +358,7 @@ class Attachment:
             A new lock that replaces the old one: one of the parent's threads may have held that, forever.
         """
         if self.end is None:
-            self.end = OF_PARENT
+            self.end = OWNED_BY_PARENT
         # The child must not write to the arena, which the parent's worker reads.
         # The parent allocates the arena's memory.
         self.arena = None
@@ -408,8 +408,8 @@ class Attachment:
         # Use an end that is known already, else the lease's end, and only then ask the broker.
         if self.end is not None and self.end is not _NOT_OPEN:
             failure = self.end
-        elif self.lease.over is not None:
-            failure = self.lease.over
+        elif self.lease.end_failure is not None:
+            failure = self.lease.end_failure
         elif failure.status is Status.SESSION_FAILED:
             # The worker only knows that the session is over, but not why.
             reason = yield from find_end_reason(self.lease, failure)

@@ -81,7 +81,7 @@ class Copies(CopyCommands):
             and buffer.owner is attachment
             and type(offset) is int
             and attachment.end is None
-            and attachment.lease.over is None
+            and attachment.lease.end_failure is None
             and not attachment.dropped
             and not self._streams.selected
             and stream is None

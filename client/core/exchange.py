@@ -318,8 +318,10 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
         if first is not None:
             channel.takes_descriptors = first.takes_descriptors
             clean_up = first.clean_up
-            makes = clean_up is not None
-            first_id, second_id = channel.link.request_behind_hello(first.op, first.body, first.session_id, makes=makes)
+            creates = clean_up is not None
+            first_id, second_id = channel.link.request_behind_hello(
+                first.op, first.body, first.session_id, creates=creates
+            )
             if clean_up is not None:
                 clean_up.channel, clean_up.number = channel, first_id
             frame += second_id
@@ -399,10 +401,10 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
             "write to it"
         )
         raise Disconnected(f"can't connect to {address}: {os.strerror(code)}", hint)
-    raise _unreachable(address, _why(address, code))
+    raise _unreachable(address, _connect_problem(address, code))
 
 
-def _why(address: Address, code: int) -> str:
+def _connect_problem(address: Address, code: int) -> str:
     """Return the system's error text, or a better one: it reports a folder like a socket without a listener."""
     # ECONNREFUSED means either that no process listens, or that the path is not a socket, which the path itself shows.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):

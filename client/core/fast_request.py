@@ -69,18 +69,18 @@ _NOT_SENT: Final = AskOutcome.NOT_SENT
 class _KnownReply:
     """Base of both requests: one operation of one session, sent only after the last request was answered."""
 
-    def __init__(self, operations: RequestPipeline, op: Opcode, makes: Opcode | None = None) -> None:
+    def __init__(self, operations: RequestPipeline, op: Opcode, undo: Opcode | None = None) -> None:
         """Prepare the operation.
 
         Args:
             operations: The session's operations.
             op: The operation.
-            makes: The operation that gives back the object in a reply.
+            undo: The operation that gives back the object in a reply.
         """
         self._operations = operations
         self._attachment = operations.attachment
         self._op = op
-        self._creates = makes
+        self._creates = undo
         self._late: tuple[int, memoryview, memoryview | None] = _NO_LATE
 
     def _ask(
@@ -175,7 +175,7 @@ class FastRequest(_KnownReply):
         op: Opcode,
         payload_bytes: int = 0,
         answer_bytes: int = 0,
-        makes: Opcode | None = None,
+        undo: Opcode | None = None,
     ) -> None:
         """Build the frames' constant parts.
 
@@ -184,9 +184,9 @@ class FastRequest(_KnownReply):
             op: The operation.
             payload_bytes: Size of the request's payload.
             answer_bytes: Size of a successful reply's body.
-            makes: As in `Link.expect`.
+            undo: As in `Link.expect`.
         """
-        super().__init__(operations, op, makes)
+        super().__init__(operations, op, undo)
         self._answer_bytes = answer_bytes
         self._head, self._reply_head = _frame_prefixes(op, payload_bytes, answer_bytes)
         # In both frames, only the session's id is between the request id and the payload (`framing.HEADER`).

@@ -288,7 +288,7 @@ class _Search(Generic[T]):
         Raises errors that every node would report.
         """
         try:
-            return (yield from self._ask_surely(candidate, wait_s))
+            return (yield from self._ask_until_answered(candidate, wait_s))
         except GpuLeaseError as error:
             # An invalid request is refused everywhere. NotFound, which is an InvalidRequest too, concerns only this
             # node.
@@ -298,7 +298,7 @@ class _Search(Generic[T]):
             self._refusals[candidate.node_id] = _Refusal(candidate, error.with_traceback(None), holds_name)
             return None
 
-    def _ask_surely(self, candidate: Candidate, wait_s: float) -> Procedure[T]:
+    def _ask_until_answered(self, candidate: Candidate, wait_s: float) -> Procedure[T]:
         """Ask one node, and ask it again for a while if its answer is lost."""
         wait_until, left_s = self._clock() + wait_s, wait_s
         again_until: float | None = None
@@ -309,7 +309,7 @@ class _Search(Generic[T]):
                 channel, hello = yield from self._dial(candidate)
                 # Each try waits only for the rest of its slice.
                 request = replace(self._request, wait_ms=int(left_s * 1000))
-                number, frame = channel.link.request(Opcode.LEASE_ALLOC, request, makes=True)
+                number, frame = channel.link.request(Opcode.LEASE_ALLOC, request, creates=True)
                 self._clean_up.channel, self._clean_up.number = channel, number
                 answer = yield from _answer(channel, number, frame, GRANT_LIMIT_S + left_s, self._clock)
                 if isinstance(answer, LeaseGrant):

@@ -184,7 +184,7 @@ class Launches(LaunchCommands):
                 and arg_sizes is None
                 and module.owner is attachment
                 and attachment.end is None
-                and attachment.lease.over is None
+                and attachment.lease.end_failure is None
                 and not attachment.lease_word[0]
                 and not attachment.dropped
                 and not self._streams.selected
@@ -252,7 +252,7 @@ class Launches(LaunchCommands):
                 and module.owner is regions.owner is attachment
                 and all([buffer.owner is attachment for buffer in args.buffers])  # type: ignore[union-attr]  # noqa: C419  # a generator costs more
                 and attachment.end is None
-                and attachment.lease.over is None
+                and attachment.lease.end_failure is None
                 and not attachment.lease_word[0]
                 and not attachment.dropped
                 and not self._streams.selected

@@ -52,7 +52,7 @@ from gpulease.client.errors import (
     Unsupported,
     error_of,
 )
-from gpulease.client.fork_guard import OF_PARENT, register
+from gpulease.client.fork_guard import OWNED_BY_PARENT, register
 from gpulease.client.texts import quoted
 from gpulease.client.transport.channel import Channel
 from gpulease.client.transport.link import LinkEnded
@@ -350,7 +350,7 @@ class LeaseHandle:
         ttl_s: The time for which it was last granted or renewed.
         deadline: When it ends, on `clock`.
         expires_at_unix_s: When it ends, by the daemon's date, for display.
-        over: How the lease ended, once that is known.
+        end_failure: How the lease ended, once that is known.
         waiting: How its sessions wait; None for the hosts' default.
         is_latency: Whether it was requested to be of the latency class.
         token: The token with which another tenant uses it; empty for its own tenant.
@@ -382,7 +382,7 @@ class LeaseHandle:
         self.clock = clock
         self.lock = lock
         self.channel = channel
-        self.over: Failure | None = None
+        self.end_failure: Failure | None = None
         self.outlives_daemon = False
         self.regions: weakref.WeakValueDictionary[int, LeaseHandle] = weakref.WeakValueDictionary()
         self.attached: Callable[[], Any] = lambda: None
@@ -394,7 +394,7 @@ class LeaseHandle:
 
     def disown(self) -> None:
         """Leave the lease to the parent process (`fork_guard.Inherited`)."""
-        self.over = self.over or OF_PARENT
+        self.end_failure = self.end_failure or OWNED_BY_PARENT
 
     def extend(self, generation: int, ttl_ms: int, expires_at_unix_s: int) -> None:
         """Record that the lease lasts `ttl_ms` from now."""
@@ -406,19 +406,19 @@ class LeaseHandle:
     @property
     def remaining_s(self) -> float:
         """Seconds until the lease ends; 0 once it has."""
-        return 0.0 if self.over is not None else max(0.0, self.deadline - self.clock())
+        return 0.0 if self.end_failure is not None else max(0.0, self.deadline - self.clock())
 
     @property
     def is_revoked(self) -> bool:
         """True once launches are refused because the lease has ended. While a session has words, this is one load."""
         words = self.words
-        return self.over is not None or (words is not None and words.lease[0] != 0)
+        return self.end_failure is not None or (words is not None and words.lease[0] != 0)
 
     def poll_words(self) -> None:
         """Record an end that the session's words report."""
         end = None if self.words is None else self.words.lease_end()
-        if end is not None and self.over is None:
-            self.over = end_reason_of(end)
+        if end is not None and self.end_failure is None:
+            self.end_failure = end_reason_of(end)
 
     def note_failure(self, failure: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Record a failure from the daemon, which may mean that the lease has ended.
@@ -439,8 +439,8 @@ class LeaseHandle:
         # If the daemon sent no hint, add that it is stopping, which clients can't see otherwise.
         if failure.status is Status.DISCONNECTED and not failure.hint:
             failure = replace(failure, hint=DAEMON_STOPS_HINT)
-        if failure.status in over and self.over is None:
-            self.over = failure
+        if failure.status in over and self.end_failure is None:
+            self.end_failure = failure
         return failure
 
     # --- procedures ---
@@ -462,10 +462,10 @@ class LeaseHandle:
     def free(self) -> Procedure[None]:
         """Free the lease. If it had ended before, raises the error of its end."""
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(self.grant.lease_id))
-        self.over = Failure(Status.LEASE_FREED, "the lease was freed")
-        if self.spare is not None and self.channel.can_part:
+        self.end_failure = Failure(Status.LEASE_FREED, "the lease was freed")
+        if self.spare is not None and self.channel.can_detach:
             connections, hello = self.spare
-            connections.give(self.channel.part(), hello)
+            connections.give(self.channel.detach(), hello)
         else:
             self.channel.close()
 
@@ -476,11 +476,11 @@ class LeaseHandle:
     def free_at_exit(self) -> Procedure[None]:
         """Free the lease at the end of a `with` block; it may have ended already."""
         try:
-            if self.over is None:
+            if self.end_failure is None:
                 yield from self.free()
         except GpuLeaseError as error:
             # Always report FENCED: the memory was not proved free, and an operator has to act.
-            if self.over is None or error.status is Status.FENCED:
+            if self.end_failure is None or error.status is Status.FENCED:
                 raise
         finally:
             self.channel.close()
@@ -590,8 +590,8 @@ class LeaseHandle:
         # They go in one send, so the daemon must be able to take all of them at once.
         if len(several) > MAX_NOTES:
             raise InvalidRequest(f"notes: at most {MAX_NOTES} at once, not {len(several)}")
-        if self.over is not None:
-            raise error_of(self.over, operation)
+        if self.end_failure is not None:
+            raise error_of(self.end_failure, operation)
         # Step 1: encode all records. For one that can't be encoded return the error, and send the others.
         bodies: dict[int, LeaseNote] = {}
         outcomes: list[GpuLeaseError | None] = [None] * len(several)
@@ -618,14 +618,14 @@ class LeaseHandle:
 
     def refusal_stream(self) -> RefusalStream:
         """A subscription to the launches that its regions refuse; not opened yet."""
-        if self.over is OF_PARENT:
-            raise error_of(OF_PARENT, "watch")
+        if self.end_failure is OWNED_BY_PARENT:
+            raise error_of(OWNED_BY_PARENT, "watch")
         return RefusalStream(self.address, self.grant.lease_id, self.token)
 
     def event_stream(self) -> EventStream:
         """A subscription to its events; not opened yet."""
-        if self.over is OF_PARENT:
-            raise error_of(OF_PARENT, "events")
+        if self.end_failure is OWNED_BY_PARENT:
+            raise error_of(OWNED_BY_PARENT, "events")
         return EventStream(self.address, self.grant.lease_id, self.token)
 
     def _control(
@@ -641,8 +641,8 @@ class LeaseHandle:
         """
         operation = operation_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
-        if self.over is not None and (op is not Opcode.LEASE_QUERY or self.over is OF_PARENT):
-            raise error_of(self.over, operation)
+        if self.end_failure is not None and (op is not Opcode.LEASE_QUERY or self.end_failure is OWNED_BY_PARENT):
+            raise error_of(self.end_failure, operation)
         # First settle the requests of interrupted calls.
         yield from self.settle_clean_ups()
         # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
@@ -763,7 +763,7 @@ class ReplyCleanUp(CleanUp):
 
     def ask(self, channel: Channel, op: Opcode, body: Body, deadline: FixedDeadline) -> Procedure[Any]:
         """Do `answer_to`, and record the request here. The link keeps the reply until `made` has it."""
-        number, frame = channel.link.request(op, body, makes=True)
+        number, frame = channel.link.request(op, body, creates=True)
         self._unsent = deque((memoryview(frame),))
         self._frame_bytes = len(frame)
         self._channel, self._number = channel, number
@@ -1001,8 +1001,8 @@ def _take_claim(lease: LeaseHandle, report: LeaseReport) -> None:
 
 def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedure[LeaseHandle]:
     """Ask for a lease with the request of one that has ended. Raises InvalidRequest if it has not ended."""
-    if lease.over is OF_PARENT:
-        raise error_of(OF_PARENT, "reacquire")
+    if lease.end_failure is OWNED_BY_PARENT:
+        raise error_of(OWNED_BY_PARENT, "reacquire")
     if lease.remaining_s > 0:
         # By its deadline the lease is alive. Ask the daemon, which may have ended it early or forgotten it.
         report: LeaseReport | None = None
@@ -1089,7 +1089,7 @@ def _open(
             channel, hello, number = yield from dial_for(address, deadline, First(op, body, clean_up=clean_up))
         else:
             channel, hello = connection
-            number, frame = channel.link.request(op, body, makes=clean_up is not None)
+            number, frame = channel.link.request(op, body, creates=clean_up is not None)
             if clean_up is not None:
                 clean_up.channel, clean_up.number = channel, number
             yield from send(channel, (frame,), deadline)
@@ -1161,7 +1161,7 @@ def free_silently(state: LeaseHandle) -> None:
     """Send LEASE_FREE if that needs no waiting. Runs in finalizers and after interrupts: never raises."""
     channel = state.channel
     # Do nothing if another thread or task uses the connection. The daemon sees that the connection ends in any case.
-    if state.over is None and channel.link.end is None and not is_held(state.lock):
+    if state.end_failure is None and channel.link.end is None and not is_held(state.lock):
         with suppress(OSError, ProtocolError):
             _, frame = channel.link.request(Opcode.LEASE_FREE, LeaseRef(state.grant.lease_id))
             channel.push(deque((memoryview(frame),)))
@@ -1309,17 +1309,17 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
     last = lease.clock() + END_REASON_WAIT_S
     try:
         # The worker's connection often ends before the broker has noticed why: poll for a bounded time.
-        while lease.over is None:
-            lease.over = end_reason_of((yield from lease.query()))
-            if lease.over is not None or lease.clock() >= last:
+        while lease.end_failure is None:
+            lease.end_failure = end_reason_of((yield from lease.query()))
+            if lease.end_failure is not None or lease.clock() >= last:
                 break
             yield Sleep(END_REASON_POLL_S)
     # The daemon is gone as well, so the reason is unknown: report both ends.
     except Disconnected as error:
-        return lease.over or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
+        return lease.end_failure or Failure(Status.DISCONNECTED, f"{ended.message}; then {error.message}", error.hint)
     except GpuLeaseError as error:
         return _unknown_lease(lease, error.failure)
-    return lease.over or Failure(
+    return lease.end_failure or Failure(
         Status.DISCONNECTED,
         f"{ended.message}, and the daemon says the lease is still active",
         "Open another session, or acquire another lease",
@@ -1347,7 +1347,7 @@ def follow_regions(lease: LeaseHandle) -> Procedure[None]:
                 return
             is_complete = not event.lost
             ended = lease.regions.get(event.lease_id)
-            if ended is not None and ended.over is None and event.phase in (Phase.TEARDOWN, Phase.ENDED):
+            if ended is not None and ended.end_failure is None and event.phase in (Phase.TEARDOWN, Phase.ENDED):
                 yield from ended.note_end()
     finally:
         stream.close()

@@ -201,7 +201,7 @@ class RequestPipeline:
         """
         # After the end, or while recording, nothing may be sent.
         attachment = self.attachment
-        if attachment.over is not None or attachment.recording is not None:
+        if attachment.end_failure is not None or attachment.recording is not None:
             return
         channel = attachment.channel
         channel.finish()
@@ -227,7 +227,7 @@ class RequestPipeline:
         they have no order. Failures of earlier operations, and the session's end, are left to its next operation.
         """
         attachment = self.attachment
-        if attachment.over is not None:
+        if attachment.end_failure is not None:
             return
         has_unserved = not (self._is_served or is_held(attachment.lock))
         if has_unserved or attachment.held or attachment.dropped:
@@ -297,7 +297,7 @@ class RequestPipeline:
             handle_of: Makes the handle, without an owner, from the reply's body.
         """
         attachment = self.attachment
-        request_id = attachment.channel.link.expect(op, makes=free_op)
+        request_id = attachment.channel.link.expect(op, undo=free_op)
         frame = build_frame(op, payload, request_id=request_id, session_id=attachment.session_id)
         yield from send(attachment.channel, (frame,), self.deadline)
         return (yield from self.made(op, request_id, handle_of))
@@ -355,8 +355,8 @@ class RequestPipeline:
         # There is nothing to wait for if the session is over, or if its last request is known to have succeeded.
         attachment = self.attachment
         is_settled = attachment.end is not None or self.acknowledged_id == attachment.connection.last_request_id
-        over = attachment.lease.over
-        is_given_back = over is not None and over.status is Status.LEASE_FREED
+        lease_end = attachment.lease.end_failure
+        is_given_back = lease_end is not None and lease_end.status is Status.LEASE_FREED
         if is_settled or is_given_back or attachment.recording is not None:
             return None
         return BlockEndDeadline(attachment.lease)

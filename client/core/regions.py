@@ -99,7 +99,7 @@ class RegionHandle(LeaseHandle):
         """True while launches that name it are refused."""
         words = self.parent.words
         return (
-            self.over is not None
+            self.end_failure is not None
             or self.parent.is_revoked
             or (words is not None and words.is_refused(self.slot, self.number))
         )
@@ -115,8 +115,8 @@ class RegionHandle(LeaseHandle):
         # Step 2: remember the end, and whether an error has reported it: later errors say FENCED.
         if failure.status in over and failure.flipped_ns is not None:
             self.is_end_raised = True
-        if failure.status in over and self.over is None:
-            self.over = failure
+        if failure.status in over and self.end_failure is None:
+            self.end_failure = failure
         return failure
 
     # --- procedures ---
@@ -125,14 +125,14 @@ class RegionHandle(LeaseHandle):
         """Free the region. If it had ended before, raises the error of its end."""
         lease_id = self.grant.lease_id
         yield from self._control(Opcode.LEASE_FREE, LeaseRef(lease_id))
-        self.over = Failure(Status.LEASE_FREED, "the region was freed", region=lease_id)
+        self.end_failure = Failure(Status.LEASE_FREED, "the region was freed", region=lease_id)
 
     def revoke(self, reason: str) -> Procedure[RevokeOutcome | int]:
         """End the region even while others use it; its tenant receives the reason."""
         body = LeaseRevoke(self.grant.lease_id, bounded(reason, "revoke: the reason", MAX_TEXT_BYTES))
         revoked = yield from self._control(Opcode.LEASE_REVOKE, body)
         # Recorded at once, so that every later request about it is refused here.
-        self.over = Failure(Status.REVOKED, f"the region was revoked: {reason}", region=self.grant.lease_id)
+        self.end_failure = Failure(Status.REVOKED, f"the region was revoked: {reason}", region=self.grant.lease_id)
         return _KNOWN_OUTCOMES.get(revoked.outcome, int(revoked.outcome))
 
     def cancel(self, *, is_cancelled: bool) -> Procedure[None]:
@@ -142,15 +142,15 @@ class RegionHandle(LeaseHandle):
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and release its addresses in the session that is open here."""
         # Step 1: end it. Only FENCED is raised if it had ended by itself: its memory was not proved free.
-        if self.over is None and self.parent.over is None:
+        if self.end_failure is None and self.parent.end_failure is None:
             try:
                 # A region of another tenant is revoked, the lease's own is freed: the cause in the audit log differs.
                 yield from self.revoke("its lease's tenant is done with it") if self.tenant else self.free()
             except GpuLeaseError as error:
-                if self.over is None or error.status is Status.FENCED:
+                if self.end_failure is None or error.status is Status.FENCED:
                     raise
         operations = self.parent.attached()
-        if operations is None or operations.attachment.over is not None:
+        if operations is None or operations.attachment.end_failure is not None:
             return  # the rest of its memory is freed with the lease
         # Step 2: wait until the launches that named it have ended. Step 3: release its addresses.
         yield from self._returned()
@@ -174,8 +174,8 @@ class RegionHandle(LeaseHandle):
         self, op: Opcode, body: Body, *, waits_for_daemon: bool = True, clean_up: ReplyCleanUp | None = None
     ) -> Procedure[Any]:
         # A lease's end is its regions' end, even if no failure has named the region.
-        if self.over is None:
-            self.over = self.parent.over
+        if self.end_failure is None:
+            self.end_failure = self.parent.end_failure
         return (yield from super()._control(op, body, waits_for_daemon=waits_for_daemon, clean_up=clean_up))
 
 

@@ -47,7 +47,7 @@ class Resources:
         self._operations = operations
         self.attachment = operations.attachment
         self._alloc_request = FastRequest(
-            operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size, makes=Opcode.MEM_FREE
+            operations, Opcode.MEM_ALLOC, MEM_ALLOC.size, HANDLE.size, undo=Opcode.MEM_FREE
         )
 
     def alloc(self, size_bytes: int) -> Procedure[Buffer]:
@@ -101,7 +101,11 @@ class Resources:
         """Reuse a held buffer; None if there is none, or if the worker has to reply first."""
         attachment, operations = self.attachment, self._operations
         # When the worker fails, it must be able to name the requests that it has not executed; hence the limit.
-        if attachment.over is not None or attachment.recording is not None or len(operations.freed) >= MAX_UNSETTLED:
+        if (
+            attachment.end_failure is not None
+            or attachment.recording is not None
+            or len(operations.freed) >= MAX_UNSETTLED
+        ):
             return None
         buffer = attachment.held.take(size, attachment)
         if buffer is None:

@@ -23,7 +23,7 @@ from gpulease.client.core.streams import PrintedCallback, Streams
 from gpulease.client.core.tokens import Grant
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import InvalidRequest, error_of
-from gpulease.client.fork_guard import OF_PARENT
+from gpulease.client.fork_guard import OWNED_BY_PARENT
 from gpulease.client.handles import BorrowedBuffer, Module
 from gpulease.client.transport.arena import empty
 from gpulease.client.transport.ring import shared_memory_request
@@ -151,8 +151,8 @@ class SessionView:
         Raises InvalidRequest for a `dtype` that numpy does not know.
         """
         # A forked child shares the arena with its parent: new arrays in it would overwrite the parent's.
-        if self._session.attachment.end is OF_PARENT:
-            raise error_of(OF_PARENT, "empty")
+        if self._session.attachment.end is OWNED_BY_PARENT:
+            raise error_of(OWNED_BY_PARENT, "empty")
         return empty(self._session.attachment.arena, shape, dtype)
 
     def buffer(self, handle: int, size_bytes: int) -> BorrowedBuffer:

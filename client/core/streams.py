@@ -217,7 +217,7 @@ class Streams:
                 connection.last_request_id == self._ended_id
                 and monotonic_ns() < self._ended_until_ns
                 and attachment.end is None
-                and attachment.lease.over is None
+                and attachment.lease.end_failure is None
                 and not attachment.dropped
                 and attachment.recording is None
             ):

@@ -167,8 +167,8 @@ class SubmissionBase:
 
     def _run_on(self, lease: LeaseHandle) -> Procedure[list[bytes]]:
         """Run the job; returns the outputs in the order of their arguments."""
-        if lease.over is not None:
-            raise error_of(lease.over, "submit")
+        if lease.end_failure is not None:
+            raise error_of(lease.end_failure, "submit")
         # If `timeout_secs` was not called, the job may take as long as the lease lasts.
         limit_s = lease.remaining_s if self._timeout_ms is None else self._timeout_ms / 1000
         # Check the size before anything is sent, so that the error names this program's mistake.
@@ -272,7 +272,7 @@ def _end_error(
             # The lease's end explains more than the submit's: look at it first.
             over, submit = end_reason_of(report), _submit_in(report, number)
             if over is not None:
-                lease.over = over
+                lease.end_failure = over
                 return error_of(over, "submit")
             if submit is not None and submit.get("timed_out"):
                 return TimedOut(f"submit: {submit.get('reason')}")

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache, partial
 from typing import Any, Final, Protocol
 
-from gpulease.client.fork_guard import OF_PARENT, register
+from gpulease.client.fork_guard import OWNED_BY_PARENT, register
 from gpulease.client.transport.link import Link
 from gpulease.protocol import Failure, Status
 from gpulease.protocol.address import Address, UnixAddress
@@ -291,7 +291,7 @@ class Channel:
         self.link.break_off(Failure(Status.DISCONNECTED, f"the connection to {self.address} broke: {error.strerror}"))
 
     @property
-    def can_part(self) -> bool:
+    def can_detach(self) -> bool:
         """True if `part` may be called: a plain connection, nothing due on it, and no interrupted operation."""
         link = self.link
         return (
@@ -302,17 +302,17 @@ class Channel:
             and not (link.has_leftovers or link.notifications or self.descriptors)
         )
 
-    def part(self) -> "Channel":
+    def detach(self) -> "Channel":
         """Return another channel with this one's connection. This one is closed, without closing the connection."""
         sock, link = self.sock, self.link
         # From now on this channel is ended for an operation of another thread.
-        self.link, self.sock = _what_is_left()
+        self.link, self.sock = _ended_link()
         return Channel(sock, self.address, link)
 
     def disown(self) -> None:
         """Leave the connection to the parent process, which has its own descriptor for it (`fork_guard.Inherited`)."""
         # Never shut the socket down here: that would end the parent's connection, too.
-        self.link.break_off(OF_PARENT, is_explained=True)
+        self.link.break_off(OWNED_BY_PARENT, is_explained=True)
         self.link.notifications.clear()
         self.drop_descriptors()
         self.sock.close()
@@ -326,7 +326,7 @@ class Channel:
 
 
 @cache
-def _what_is_left() -> tuple[Link, socket.socket]:
+def _ended_link() -> tuple[Link, socket.socket]:
     """Return the link and socket of a channel after `part`. They are shared, because an ended link never changes."""
     link, sock = Link(), socket.socket(socket.AF_UNIX)
     link.break_off(Failure(Status.DISCONNECTED, "the connection was passed on"))
@@ -339,10 +339,10 @@ def resolve(address: Address) -> list[tuple[int, Any]]:
     if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
     infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return [(int(family), where) for family, _, _, _, where in infos]
+    return [(int(family), sockaddr) for family, _, _, _, sockaddr in infos]
 
 
-def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel, int]:
+def start_connecting(family: int, sockaddr: Any, address: Address) -> tuple[Channel, int]:
     """(channel, errno of connect): 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
@@ -351,7 +351,7 @@ def start_connecting(family: int, where: Any, address: Address) -> tuple[Channel
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A nonblocking connect returns at once; the errno says whether it succeeded, failed, or continues.
     try:
-        code = sock.connect_ex(where)
+        code = sock.connect_ex(sockaddr)
     except OSError as error:
         code = error.errno or errno.EINVAL
     return Channel(sock, address), code

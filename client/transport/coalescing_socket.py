@@ -79,7 +79,7 @@ class CoalescingSocket(Channel):
         self._outbox = _Outbox(bytearray())
         self._is_first = True
         # How many bytes `ask` received without using them, and how many the link had received before.
-        self._unfed: list[int] = []
+        self._unused_counts: list[int] = []
         self._received = 0
         self.tail = 0
         # Re-entrant, because the garbage collector may close a session while its outbox is being flushed.
@@ -123,7 +123,7 @@ class CoalescingSocket(Channel):
                 except OSError:
                     pass  # the peer is gone: the next operation that waits for a reply reports it
                 finally:
-                    self._have_rest_sent()
+                    self._schedule_rest()
         return True
 
     def _put_first(self, frame: bytes | memoryview) -> None:
@@ -184,23 +184,23 @@ class CoalescingSocket(Channel):
             except OSError:
                 return AskOutcome.UNANSWERED  # the peer is gone: the wait for the reply reports it
             finally:
-                self._have_rest_sent()
+                self._schedule_rest()
         # Receive into the link's buffer, but count them there only if they are not the expected reply.
         self._received = self.link.received
         expected = b"".join(reply)
         room, size, total = self.link.get_buffer(), len(expected), len(expected) + len(into)
         self._poll_into(room, more_ns)
-        if self._unfed == [total] and room[:size] == expected:
+        if self._unused_counts == [total] and room[:size] == expected:
             # No call between these statements: after an interrupt either `into` is filled, or `feed` gives the bytes to
             # the link.
             into[:] = room[size:total]
-            self._unfed = []
+            self._unused_counts = []
             return AskOutcome.ANSWERED
         return AskOutcome.UNANSWERED
 
     def _poll_into(self, room: memoryview, more_ns: int) -> None:
-        """Receive for a bounded time. The call that receives also stores the number of bytes in `_unfed`."""
-        clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unfed
+        """Receive for a bounded time. The call that receives also stores the number of bytes in `_unused_counts`."""
+        clock, policy, unfed = time.monotonic_ns, self._spin_policy, self._unused_counts
         receive, deadline_ns = self.sock.recv_into, clock() + policy.spin_ns + more_ns
         while clock() < deadline_ns:
             try:
@@ -214,11 +214,11 @@ class CoalescingSocket(Channel):
 
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and did not use."""
-        unfed = self._unfed
+        unfed = self._unused_counts
         if unfed and unfed[0]:
             self._received_before = self._received
             self._pass_on(unfed[0])
-        self._unfed = []
+        self._unused_counts = []
 
     @property
     def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
@@ -252,10 +252,10 @@ class CoalescingSocket(Channel):
             parts.clear()
             self._flush()
         finally:
-            self._have_rest_sent()
+            self._schedule_rest()
         return has_parts or len(self._outbox.data) < before
 
-    def _have_rest_sent(self) -> None:
+    def _schedule_rest(self) -> None:
         if self._outbox.data:
             self._notice()
 

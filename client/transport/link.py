@@ -85,52 +85,52 @@ class Link:
 
     # --- asking ---
 
-    def request(self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False) -> tuple[int, bytes]:
+    def request(self, op: Opcode, body: Body, session_id: int = 0, *, creates: bool = False) -> tuple[int, bytes]:
         """(request id, frame) of a request; its result will be taken. Raises LinkEnded if none can come.
 
         Args:
             op: Its operation.
             body: Its body.
             session_id: The session that it is for.
-            makes: Whether its reply brings a new object: then the reply stays here until `claim`.
+            creates: Whether its reply brings a new object: then the reply stays here until `claim`.
         """
         if self.end is not None:
             raise LinkEnded(self.end)
         # Number the request before it is listed: if it may not be sent now, nothing must be listed.
         request_id, frame = self.connection.send_request(op, body, session_id=session_id)
-        if makes:
+        if creates:
             self._creates[request_id] = op
         self._awaited.add(request_id)
         return request_id, frame
 
     def request_behind_hello(
-        self, op: Opcode, body: Body, session_id: int = 0, *, makes: bool = False
+        self, op: Opcode, body: Body, session_id: int = 0, *, creates: bool = False
     ) -> tuple[int, bytes]:
         """(request id, frame) of a request that is sent together with HELLO, before HELLO's reply.
 
         Arguments as in `request`.
         """
         request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
-        if makes:
+        if creates:
             self._creates[request_id] = op
         self._awaited.add(request_id)
         return request_id, frame
 
-    def expect(self, op: Opcode, target: memoryview | None = None, makes: Opcode | None = None) -> int:
+    def expect(self, op: Opcode, target: memoryview | None = None, undo: Opcode | None = None) -> int:
         """Number a session request; its frame is built elsewhere.
 
         Args:
             op: Its operation.
             target: Where the data of a MEM_READ goes.
-            makes: The operation that frees the new object, if the reply brings a handle; None if it brings none.
+            undo: The operation that frees the new object, if the reply brings a handle; None if it brings none.
 
         Raises LinkEnded if there can be no reply, because a goodbye may have followed directly after the last reply.
         """
         if self.end is not None:
             raise LinkEnded(self.end)
         request_id = self.connection.expect_reply(op)
-        if makes is not None:
-            self._creates[request_id] = makes
+        if undo is not None:
+            self._creates[request_id] = undo
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
@@ -153,13 +153,13 @@ class Link:
         return any(isinstance(result, Failure) for result in self._results.values())
 
     def expect_late(
-        self, op: Opcode, request_id: int, target: memoryview | None = None, makes: Opcode | None = None
+        self, op: Opcode, request_id: int, target: memoryview | None = None, undo: Opcode | None = None
     ) -> None:
         """Expect the reply to a request that was sent with a request id of its own."""
         # The same lists as in `expect`; the number is the caller's, and the frame is on its way.
         self.connection.expect_reply_to(op, request_id)
-        if makes is not None:
-            self._creates[request_id] = makes
+        if undo is not None:
+            self._creates[request_id] = undo
         self._awaited.add(request_id)
         if target is not None:
             self._targets[request_id] = target
@@ -211,7 +211,7 @@ class Link:
         Returns:
             The failure of an earlier request, if one of these replies reported one.
         """
-        results, makes = self._results, self._creates
+        results, creates = self._results, self._creates
         if not self._awaited and not results:
             return None
         # From now on no caller waits: `advance` drops later replies, except failures and replies that bring an object.
@@ -226,12 +226,12 @@ class Link:
             # Report only a failure that names an earlier request. The others concern callers that are gone.
             if isinstance(result, Failure):
                 failure = result if result.failed_request_id is not None else failure
-            elif request_id in makes:
+            elif request_id in creates:
                 # No call from here to the end of the round, so that no interrupt can make it give back twice.
-                given_back += [(makes[request_id], _handle_in(result))]
+                given_back += [(creates[request_id], _handle_in(result))]
             del results[request_id]
-            if request_id in makes:
-                del makes[request_id]
+            if request_id in creates:
+                del creates[request_id]
         return failure
 
     def drop_unclaimed(self) -> None:

@@ -397,13 +397,13 @@ class TlsCoalescingSocket(CoalescingSocket):
 
     def _put_first(self, frame: bytes | memoryview) -> None:
         super()._put_first(frame)
-        self._have_rest_sent()
+        self._schedule_rest()
 
-    def _have_rest_sent(self) -> None:
+    def _schedule_rest(self) -> None:
         if self.stream.has_unsent:
             self._notice()
         else:
-            super()._have_rest_sent()
+            super()._schedule_rest()
 
     def _flush(self) -> bool:
         return super()._flush() and (not self.stream.has_unsent or self.stream.flush())

@@ -27,8 +27,8 @@ from gpulease.client.verify.faulty_kernels import (
     ONE,
     WARP,
     compiling_long,
-    hungry,
     launching_kernels,
+    memory_hungry_kernels,
     printing,
     rule_breakers,
     with_managed_variable,
@@ -166,7 +166,7 @@ def _load(scene: Scene, image: bytes) -> FaultOutcome:
 def _stack(scene: Scene) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
-    module = session.module_load(hungry())
+    module = session.module_load(memory_hungry_kernels())
     buffer = session.mem_alloc(4096)
     session.launch(module, "local_64k", ONE, WARP, KernelArgs().push_buffer(buffer).push_u32(5))
     # The driver would allocate the stacks of all threads itself: the launch must be refused, and the session survive.
@@ -179,7 +179,7 @@ def _heap(scene: Scene) -> FaultOutcome:
     """The device heap is bounded: a kernel that allocates more gets a null pointer; the card's memory is unaffected."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
-    module, heap_bytes = session.module_load(hungry()), session.mem_alloc(8)
+    module, heap_bytes = session.module_load(memory_hungry_kernels()), session.mem_alloc(8)
     session.launch(module, "from_heap", ONE, ONE, KernelArgs().push_buffer(heap_bytes).push_u64(HEAP_BYTES))
     # The kernel stores the pointer that it got.
     if any(session.mem_read(heap_bytes, 0, 8)):

@@ -22,7 +22,7 @@ def rule_breakers() -> bytes:
     return files(__package__).joinpath("kernels.ptx").read_bytes()
 
 
-def hungry() -> bytes:
+def memory_hungry_kernels() -> bytes:
     """PTX of kernels for which a card's driver allocates memory of its own."""
     return files(__package__).joinpath("hungry.ptx").read_bytes()
 

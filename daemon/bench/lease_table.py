@@ -197,7 +197,7 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
         load = LeaseLoad(runtime, leases)
         grants = (load.acquire(LONG_MS) for _ in range(leases))
         figures |= await _rate("grants", load, grants, None)
-        figures |= await _rate("renewals", load, _over_and_over(load), ROUNDS_S)
+        figures |= await _rate("renewals", load, _repeat_forever(load), ROUNDS_S)
         # Of four requests one is a free, which is not counted.
         figures |= await _rate("mixed", load, _churn(load), ROUNDS_S, counted=0.75)
         if has_expiry:
@@ -219,7 +219,7 @@ async def _rate(
     return {f"{name}_per_s": requests / taken_s, f"{name}_cpu_us": cpu_s * 1e6 / requests}
 
 
-def _over_and_over(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
+def _repeat_forever(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
     while True:
         for lease in list(load.live):
             yield renewal(lease)

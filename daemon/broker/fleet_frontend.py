@@ -44,6 +44,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimDropped,
     ClaimEnded,
     ClaimGiven,
+    ClaimRefusal,
     ClaimRefused,
     ClaimWanted,
     DaemonMark,
@@ -66,7 +67,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Remembered,
     Stopped,
     Stopping,
-    Why,
 )
 from gpulease.daemon.host.ipc import ChannelClosed, close_all
 from gpulease.daemon.host.periodic_task import PeriodicTask
@@ -318,7 +318,7 @@ class FleetFrontend:
         # Refuse a claim beyond the bounds without asking. Answer in the loop's next turn, because callers expect no
         # answer before this method returns.
         if (excess := self._excess(waiting.tenant)) is not None:
-            waiting.results[Why.BUSY.value] += 1
+            waiting.results[ClaimRefusal.BUSY.value] += 1
             return asyncio.get_running_loop().call_soon(waiting.on_answer, excess).cancel
         self._numbers += 1
         number = self._numbers
@@ -327,7 +327,7 @@ class FleetFrontend:
         # The process is not available, so no answer would ever come.
         if not self._send(request(number)):
             failure = self._isolated(waiting.refusal)
-            asyncio.get_running_loop().call_soon(self._answer, number, failure, Why.ISOLATED.value)
+            asyncio.get_running_loop().call_soon(self._answer, number, failure, ClaimRefusal.ISOLATED.value)
         return lambda: self._drop(number)
 
     def _excess(self, tenant: str) -> Failure | None:
@@ -339,7 +339,7 @@ class FleetFrontend:
             )
             return Failure(Status.BUSY, text, hint="Wait for one of them to be answered.")
         if len(self._waiting) >= MAX_CLAIMS or self._process.unsent >= MAX_UNSENT:
-            return _failure(Why.BUSY, "too many claims wait at this node")
+            return _failure(ClaimRefusal.BUSY, "too many claims wait at this node")
         return None
 
     def release(self, name: str, epoch: int) -> None:
@@ -383,7 +383,7 @@ class FleetFrontend:
             # refuse it, which also ends its unused claim.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="handling the fleet's answer to a claim")
             if not isinstance(answer, Failure):
-                waiting.on_answer(_failure(Why.UNKNOWN, "the daemon failed at handling the fleet's answer"))
+                waiting.on_answer(_failure(ClaimRefusal.UNKNOWN, "the daemon failed at handling the fleet's answer"))
         return True
 
     # --- the process ---
@@ -430,9 +430,9 @@ class FleetFrontend:
         self._has_begun = False
         self._unreadable_of_previous += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
-        failure = _failure(Why.UNKNOWN, "the node's fleet process ended before it had answered")
+        failure = _failure(ClaimRefusal.UNKNOWN, "the node's fleet process ended before it had answered")
         for number in list(self._waiting):
-            self._answer(number, failure, Why.UNKNOWN.value)
+            self._answer(number, failure, ClaimRefusal.UNKNOWN.value)
 
     def _send(self, message: ToFleet, fds: Sequence[int] = ()) -> bool:
         """Send a message. Returns whether there is a process to read it.
@@ -510,8 +510,8 @@ class FleetFrontend:
 
     def _on_unhandled(self, number: int) -> None:
         """Refuse the acquire that waits for an answer that can't be read, because it would get no other."""
-        failure = _failure(Why.UNKNOWN, "the answer of the node's fleet process can't be read")
-        self._answer(number, failure, Why.UNKNOWN.value)
+        failure = _failure(ClaimRefusal.UNKNOWN, "the answer of the node's fleet process can't be read")
+        self._answer(number, failure, ClaimRefusal.UNKNOWN.value)
 
     def _on_message(self, message: FromFleet, fds: list[int]) -> None:
         match message:
@@ -561,7 +561,7 @@ class FleetFrontend:
         If the node is cut off, this side knows more about the reason than the fleet's rules do.
         """
         waiting = self._waiting.get(refused.request)
-        if waiting is None or refused.why is not Why.ISOLATED or not self.is_isolated:
+        if waiting is None or refused.why is not ClaimRefusal.ISOLATED or not self.is_isolated:
             return refused.text
         return f"{waiting.refusal}: {self._trouble()}"
 
@@ -622,11 +622,11 @@ class FleetFrontend:
         self._post(ClaimsLost(reason))
         self._update_page(self.membership())
         # An acquire that waits for bytes may already have its name, by one of the lost claims.
-        failure = _failure(Why.ISOLATED, f"the fleet has declared this node dead: {reason}")
+        failure = _failure(ClaimRefusal.ISOLATED, f"the fleet has declared this node dead: {reason}")
         for number, waiting in list(self._waiting.items()):
             if waiting.drop is QuotaDropped:
                 self._send(QuotaDropped(number))
-                self._answer(number, failure, Why.ISOLATED.value)
+                self._answer(number, failure, ClaimRefusal.ISOLATED.value)
         self._send_all_ended()
 
 
@@ -671,30 +671,30 @@ def _advice(text: str) -> str:
 
 
 _HINTS: Final = {
-    Why.TAKEN: "Wait until its lease has ended, or use another name.",
-    Why.ISOLATED: "Try another node of the fleet.",
-    Why.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
-    Why.REJECTED: "The fleet's operator must check etcd.",
-    Why.STALE: "The fleet's operator must check etcd.",
-    Why.BUSY: "Ask again in a moment, or another node.",
+    ClaimRefusal.TAKEN: "Wait until its lease has ended, or use another name.",
+    ClaimRefusal.ISOLATED: "Try another node of the fleet.",
+    ClaimRefusal.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
+    ClaimRefusal.REJECTED: "The fleet's operator must check etcd.",
+    ClaimRefusal.STALE: "The fleet's operator must check etcd.",
+    ClaimRefusal.BUSY: "Ask again in a moment, or another node.",
 }
 
 _QUOTA_HINTS: Final = {
-    Why.TAKEN: "Free a lease at any node of the fleet, or wait until one has ended.",
-    Why.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
-    Why.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
+    ClaimRefusal.TAKEN: "Free a lease at any node of the fleet, or wait until one has ended.",
+    ClaimRefusal.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
+    ClaimRefusal.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
 }
 """What a tenant can do when its quota is used up, as every other node would answer the same."""
 
 
-def _failure(reason: Why, text: str, retry_after_ms: int = 0) -> Failure:
+def _failure(reason: ClaimRefusal, text: str, retry_after_ms: int = 0) -> Failure:
     hint = _HINTS[reason]
     if retry_after_ms:
         hint = f"Ask again in {retry_after_ms / 1000:.1f} s."
     return Failure(Status.BUSY, text, hint=hint)
 
 
-def _quota_failure(reason: Why, text: str, retry_after_ms: int) -> Failure:
+def _quota_failure(reason: ClaimRefusal, text: str, retry_after_ms: int) -> Failure:
     if reason in _QUOTA_HINTS:
         return Failure(Status.DENIED, text, hint=_QUOTA_HINTS[reason])
     return _failure(reason, text, retry_after_ms)

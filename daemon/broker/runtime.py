@@ -526,7 +526,7 @@ class Runtime:
             key = event.kind, event.worker_id
             if event.kind is TimerKind.GRACE:
                 # The zygote gets the same deadline, so that the grace ends even if this process hangs.
-                self.workers.give_grace(event.worker_id, due_ns)
+                self.workers.set_grace_end(event.worker_id, due_ns)
         elif isinstance(event, WaitTimerFired):
             key = WaitTimerFired, event.request
         else:

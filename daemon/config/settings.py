@@ -84,7 +84,7 @@ DEFAULT: Final = "default"
 """The `[tenants]` table for tenants without one. The other tables inherit what they leave out."""
 
 _LOCAL_PREFIX: Final = "uid:"
-_LOCAL: Final = re.compile(r"uid:(?:0|[1-9]\d{0,9})", re.ASCII)
+_LOCAL_TENANT: Final = re.compile(r"uid:(?:0|[1-9]\d{0,9})", re.ASCII)
 """A local user whom `[tenant_of_uid]` does not name."""
 
 _UID: Final = re.compile(r"0|[1-9]\d{0,9}", re.ASCII)
@@ -172,7 +172,7 @@ def parse_rules(tables: Any) -> TenantRules:
         raise must_be('a table of tables, such as [tenants.default] and [tenants."uid:1000"]', tables)
     for name in tables:
         # Limits for a name that no tenant can have would never apply.
-        if name not in (DEFAULT, OVER_TCP) and _LOCAL.fullmatch(name) is None:
+        if name not in (DEFAULT, OVER_TCP) and _LOCAL_TENANT.fullmatch(name) is None:
             check_tenant(name)
 
     def limits_of(name: str, of_all: TenantLimits) -> TenantLimits:

@@ -489,7 +489,7 @@ class BrokerPage:
         self._words[_REASON_LENGTH] = len(text)
         self._words[_WORD] = -status
 
-    def give_grace(self, gone_by_ns: int) -> None:
+    def set_grace_end(self, gone_by_ns: int) -> None:
         """Write when the zygote ends the worker of an ended lease if the broker has not, on the monotonic clock."""
         self._words[_REFUSED_GONE_BY] = gone_by_ns
 
@@ -659,7 +659,7 @@ class WorkerPage:
         # does not run then.
         if (horizon_boot_ns := self._state[_HORIZON]) and boot_ns() >= horizon_boot_ns:
             return Status.REVOKED
-        if self.guest is not None and not self._holds(self.guest, now_ns):
+        if self.guest is not None and not self._is_admitted(self.guest, now_ns):
             return Status.DENIED
         return None
 
@@ -689,9 +689,9 @@ class WorkerPage:
         self.counters[held_at - 2] = 0
 
     def is_held_by(self, guest: "Lapsing") -> bool:
-        return self._holds(guest, time.monotonic_ns())
+        return self._is_admitted(guest, time.monotonic_ns())
 
-    def _holds(self, guest: "Lapsing", now_ns: int) -> bool:
+    def _is_admitted(self, guest: "Lapsing", now_ns: int) -> bool:
         # A renewal or a new grant changes the lease's generation, which ends all tokens of the previous generation.
         if not guest.holds(now_ns, self._state[_GENERATION]):
             return False

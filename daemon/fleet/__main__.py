@@ -49,7 +49,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     die_with_parent(parent_pid)
     set_name("gpul-fleet")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    go_on_logging("fleet", opens_own=False)
+    go_on_logging("fleet", reopens=False)
     # The first message has the settings; nothing is read from etcd before the sandbox holds.
     channel = socket.socket(fileno=channel_fd)
     try:

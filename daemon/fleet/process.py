@@ -33,6 +33,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimDropped,
     ClaimEnded,
     ClaimGiven,
+    ClaimRefusal,
     ClaimRefused,
     ClaimWanted,
     Compact,
@@ -58,7 +59,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Started,
     Stopped,
     Stopping,
-    Why,
 )
 from gpulease.daemon.fleet.rules.member import MAX_FAULT_CHARS, Member
 from gpulease.daemon.fleet.rules.node_claims import RETRY_AFTER_MS
@@ -333,9 +333,9 @@ class FleetProcess:
         text = "this node's fleet process can't read the request: see the daemon's log"
         match received.get("op"):
             case ClaimWanted.OP:
-                self._send(ClaimRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
+                self._send(ClaimRefused(number, ClaimRefusal.REJECTED, text, RETRY_AFTER_MS))
             case QuotaWanted.OP:
-                self._send(QuotaRefused(number, Why.REJECTED, text, RETRY_AFTER_MS))
+                self._send(QuotaRefused(number, ClaimRefusal.REJECTED, text, RETRY_AFTER_MS))
 
     def _take(self, message: ToFleet, fds: list[int]) -> None:
         match message:

@@ -81,11 +81,12 @@ def _has_cards(folder: Path) -> bool | None:
     if not devices:
         return None
     return any(
-        _says(card / "vendor") == _NVIDIA and _says(card / "class").startswith(_DISPLAY_CLASS) for card in devices
+        _read_line(card / "vendor") == _NVIDIA and _read_line(card / "class").startswith(_DISPLAY_CLASS)
+        for card in devices
     )
 
 
-def _says(path: Path) -> str:
+def _read_line(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

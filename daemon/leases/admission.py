@@ -112,7 +112,7 @@ class Admission:
             if waiter.returning is not None:
                 self._parking.give_room(waiter.returning, now_ns, effects)
             elif now_ns >= waiter.due_ns:
-                effects.append(RequestDenied(waiter.acquire.request, self._waited_in_vain(waiter, now_ns)))
+                effects.append(RequestDenied(waiter.acquire.request, self._wait_denial(waiter, now_ns)))
             else:
                 self._place(waiter.acquire, account, now_ns, effects)
         self._store.has_freed_room = False
@@ -129,7 +129,7 @@ class Admission:
         if waiter.returning is not None:
             self._parking.refuse_return(waiter, now_ns, effects)
             return
-        effects.append(RequestDenied(request, self._waited_in_vain(waiter, now_ns)))
+        effects.append(RequestDenied(request, self._wait_denial(waiter, now_ns)))
 
     def on_hold_timer(self, now_ns: int, effects: list[Effect]) -> None:
         """End the holds that are due, serve the waiters that they kept back, and arm the timer for the next end."""
@@ -376,7 +376,7 @@ class Admission:
         largest = placement.largest_slice_bytes(candidates, event.terms.contexts)
         return denials.no_room(event.terms.size_bytes, largest, available, reason=reason, waited_ms=waited_ms)
 
-    def _waited_in_vain(self, waiter: Waiter, now_ns: int) -> Denial:
+    def _wait_denial(self, waiter: Waiter, now_ns: int) -> Denial:
         waited_ms = max(1, (now_ns - waiter.since_ns) // NS_PER_MS)
         return self._no_room(waiter.acquire, waiter.candidates, waited_ms)
 

@@ -272,7 +272,7 @@ def not_recorded(problem: str) -> Denial:
     )
 
 
-def not_noted(problem: str) -> Denial:
+def note_not_recorded(problem: str) -> Denial:
     """Deny a tenant's note because the audit log can't store it now; `problem` says why."""
     return Denial(
         DenialReason.NOT_RECORDED,
@@ -281,7 +281,7 @@ def not_noted(problem: str) -> Denial:
     )
 
 
-def no_note(problem: str) -> Denial:
+def invalid_note(problem: str) -> Denial:
     """Deny a note that can't become a record; `problem` says why."""
     return Denial(
         DenialReason.INVALID_REQUEST,

@@ -30,7 +30,7 @@ from gpulease.protocol.time_units import NS_PER_MS
 FIRST_WARM_ID: Final = 1 << 128
 """Ids of warm contexts begin here, above every lease id, which is a u128."""
 
-FIRST_LEFT_ID: Final = FIRST_WARM_ID + (1 << 127)
+FIRST_LEFTOVER_ID: Final = FIRST_WARM_ID + (1 << 127)
 """Workers that an earlier daemon's leases left behind are held as warm contexts. Their ids begin here, above the ids
 that the earlier daemon's own warm contexts can have."""
 
@@ -250,7 +250,7 @@ class InvalidTransition(Exception):
         steps = "; ".join(str(entry) for entry in self.history) or "nothing yet"
         return (
             f"Lease {self.lease_id:032x} is {self.state.value} and {self.trigger.value} leads nowhere from there."
-            f" Its story: {steps}."
+            f" Its history: {steps}."
         )
 
 
@@ -269,16 +269,16 @@ def _follow(
     Raises:
         InvalidTransition: The transitions have no such step.
     """
-    finish = transitions.get((state, trigger))
+    next_state = transitions.get((state, trigger))
     history = subject.history
     lease_id = subject.lease_id if isinstance(subject, Lease) else subject.region_id
-    if finish is None:
+    if next_state is None:
         raise InvalidTransition(lease_id, state, trigger, tuple(history))
     # Bound the history, so that a lease that is renewed every second does not grow without end: drop the oldest entry.
     if len(history) >= subject.max_story_entries:
         del history[0]
-    history.append(TransitionRecord(now_ns, state, trigger, finish, subject.generation))
-    return finish
+    history.append(TransitionRecord(now_ns, state, trigger, next_state, subject.generation))
+    return next_state
 
 
 # The two classes that give a lease a card or a partition to itself.

@@ -99,9 +99,9 @@ class Restoration:
         if event.card_uuid not in self._store.account_by_uuid:
             effects += [RefuseWork(event.worker_id, Cause.ABANDONED), KillWorker(event.worker_id)]
         elif kind is WorkerKind.WARM:
-            self._pool.drop_found(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, effects)
+            self._pool.drop_earlier_context(event.worker_id, event.card_uuid, event.charge_bytes, now_ns, effects)
         elif event.beside_lease_id or event.worker_id in self._store.ended:
-            self._pool.drop_left(event, now_ns, effects)
+            self._pool.drop_leftover_worker(event, now_ns, effects)
         # The worker of a lease that no client knows, because its grant was not reported. A lease without a tenant holds
         # its bytes through the normal teardown.
         else:

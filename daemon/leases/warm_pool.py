@@ -39,7 +39,7 @@ from gpulease.daemon.leases.events import (
     WarmUp,
 )
 from gpulease.daemon.leases.model import (
-    FIRST_LEFT_ID,
+    FIRST_LEFTOVER_ID,
     FIRST_WARM_ID,
     YIELDING,
     Cause,
@@ -126,7 +126,7 @@ class WarmPool:
         # Ids are counted upwards and never used twice, in two ranges: those of the pool's own contexts, and those of
         # workers that leases left.
         self._last_id = FIRST_WARM_ID - 1
-        self._last_left_id = FIRST_LEFT_ID - 1
+        self._last_leftover_id = FIRST_LEFTOVER_ID - 1
         self._refills = {account.card.uuid: Refill() for account in store.accounts}
         self._timer_ns: int | None = None
         self._is_begun = False
@@ -250,8 +250,8 @@ class WarmPool:
 
         `is_gone`: Whether its process was reaped.
         """
-        self._last_left_id += 1
-        context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
+        self._last_leftover_id += 1
+        context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "")
         context.is_worker_gone = is_gone
         effects.append(RenameWorker(lease.lease_id, context.warm_id))
         reason = f"the session of lease {lease.lease_id:032x} has left it"
@@ -272,8 +272,8 @@ class WarmPool:
 
         Then the lease has no worker. `take_held` or `drop_held` ends this.
         """
-        self._last_left_id += 1
-        context = self._enter_restored(self._last_left_id, lease.card_uuid, charge_bytes, "")
+        self._last_leftover_id += 1
+        context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "")
         context.state = WarmState.HELD
         # Unlike a dropped context's bytes, these are not released soon, so no acquire may wait for them.
         self._account(lease.card_uuid).stuck_bytes += charge_bytes
@@ -371,30 +371,32 @@ class WarmPool:
         account.stuck_bytes += row.charge_bytes
         account.fenced_bytes += row.charge_bytes
 
-    def drop_found(self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, effects: list[Effect]) -> None:
+    def drop_earlier_context(
+        self, warm_id: int, card_uuid: str, charge_bytes: int, now_ns: int, effects: list[Effect]
+    ) -> None:
         """Drop a context that an earlier daemon made."""
         context = self._enter_restored(warm_id, card_uuid, charge_bytes, "")
         effects.append(RefuseWork(warm_id, Cause.ABANDONED))
         self._drop(context, "it was made by the daemon before this one", now_ns, effects)
 
-    def drop_left(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
+    def drop_leftover_worker(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
 
         The lease's own bytes were proved free before, or an operator cleared its fence. The bytes are held under a new
         id.
         """
-        self._last_left_id += 1
-        context = self._enter_restored(self._last_left_id, event.card_uuid, event.charge_bytes, "")
+        self._last_leftover_id += 1
+        context = self._enter_restored(self._last_leftover_id, event.card_uuid, event.charge_bytes, "")
         effects.append(RenameWorker(event.worker_id, context.warm_id))
         effects.append(RefuseWork(context.warm_id, Cause.ABANDONED))
         self._drop(context, f"lease {event.beside_lease_id or event.worker_id:032x} has left it", now_ns, effects)
 
     def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
         # The worker has this id in the zygote as well, so no other worker may get it.
-        if warm_id < FIRST_LEFT_ID:
+        if warm_id < FIRST_LEFTOVER_ID:
             self._last_id = max(self._last_id, warm_id)
         else:
-            self._last_left_id = max(self._last_left_id, warm_id)
+            self._last_leftover_id = max(self._last_leftover_id, warm_id)
         context = WarmContext(warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True)
         self._store.add_warm(context)
         return context

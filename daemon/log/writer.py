@@ -527,10 +527,10 @@ class QueueingHandler(logging.Handler):
 class NonblockingHandler(logging.Handler):
     """Writes each line at once, or drops it if its reader is too slow."""
 
-    def __init__(self, shape: Shape, fd: int = 2, *, opens_own: bool = True) -> None:
+    def __init__(self, shape: Shape, fd: int = 2, *, reopens: bool = True) -> None:
         super().__init__()
         self._shape = shape
-        self._end = NonblockingEnd(fd, opens_own=opens_own)
+        self._end = NonblockingWriter(fd, reopens=reopens)
         self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -554,20 +554,20 @@ class NonblockingHandler(logging.Handler):
         super().close()
 
 
-class NonblockingEnd:
+class NonblockingWriter:
     """Writes to a file, pipe, socket or terminal without waiting.
 
     O_NONBLOCK would hold for every process that shares the descriptor, such as a shell. So a pipe or a terminal is
-    opened once more (proc(5), /proc/PID/fd), where that is allowed and `opens_own`. Else poll(2) shows whether there is
+    opened once more (proc(5), /proc/PID/fd), where that is allowed and `reopens`. Else poll(2) shows whether there is
     room, which another writer may take first.
     """
 
-    def __init__(self, fd: int, *, opens_own: bool = True) -> None:
+    def __init__(self, fd: int, *, reopens: bool = True) -> None:
         self._fd = fd
-        self._own = -1
+        self._own_fd = -1
         self._sock: socket.socket | None = None
-        self._rest = b""
-        if not opens_own:
+        self._torn_rest = b""
+        if not reopens:
             return
         with contextlib.suppress(OSError):
             # Three kinds of ends: a socket has a flag for each send; a pipe or a terminal is opened once more, with
@@ -576,36 +576,36 @@ class NonblockingEnd:
             if stat.S_ISSOCK(mode):
                 self._sock = socket.socket(fileno=os.dup(fd))
             elif stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-                self._own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                self._own_fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
 
     def write(self, line: bytes) -> bool:
         """Write a line and return whether there was room. The rest of a torn line goes before the next one."""
         # The rest of a torn line goes first, or the next line would be appended to half of it.
-        data = self._rest + line
+        data = self._torn_rest + line
         try:
             written = self._write(data)
         except OSError:
             return False
         # Not even the rest fitted: the new line was not begun, so it counts as dropped.
-        if written < len(self._rest):
-            self._rest = self._rest[written:]
+        if written < len(self._torn_rest):
+            self._torn_rest = self._torn_rest[written:]
             return False
-        self._rest = data[written:]
+        self._torn_rest = data[written:]
         return True
 
     def close(self) -> None:
         """Close the descriptors that were opened here."""
         if self._sock is not None:
             self._sock.close()
-        if self._own >= 0:
-            os.close(self._own)
-        self._sock, self._own = None, -1
+        if self._own_fd >= 0:
+            os.close(self._own_fd)
+        self._sock, self._own_fd = None, -1
 
     def _write(self, data: bytes) -> int:
         if self._sock is not None:
             return self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        if self._own >= 0:
-            return os.write(self._own, data)
+        if self._own_fd >= 0:
+            return os.write(self._own_fd, data)
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         # The same error that a descriptor with O_NONBLOCK gives.
@@ -659,18 +659,18 @@ def begin_logging(settings: LogStyle) -> None:
     _log_uncaught()
 
 
-def go_on_logging(process: str, *, opens_own: bool = True) -> None:
+def go_on_logging(process: str, *, reopens: bool = True) -> None:
     """Begin to log in a process that the broker started. It forks, so it logs without a thread.
 
     Args:
         process: The name of the process.
-        opens_own: False for a process that closes descriptors it does not know: it uses standard error alone.
+        reopens: False for a process that closes descriptors it does not know: it uses standard error alone.
     """
     form, _, level = os.environ.get(VARIABLE, "").partition(",")
     # The variable may be set by another program; a wrong word must not prevent the start.
     settings = LogStyle(form if form in FORMATS else "auto", level if level in LEVELS else "info")
     _set_level(settings)
-    logging.getLogger().addHandler(NonblockingHandler(settings.shape(process), opens_own=opens_own))
+    logging.getLogger().addHandler(NonblockingHandler(settings.shape(process), reopens=reopens))
     _log_uncaught()
 
 

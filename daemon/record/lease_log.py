@@ -22,7 +22,7 @@ from gpulease.daemon.leases.time_account import LeaseTimeUse
 from gpulease.daemon.log.catalogue import WARNING, LogEvent
 from gpulease.daemon.log.writer import is_logged, log_event, log_fields
 from gpulease.daemon.record.audit.projector import EXCLUSIVITY_NAMES, Entry, Particulars, bounded, entry_of, use_entry
-from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoted, OnOutcome
+from gpulease.daemon.record.audit.recorder import Budgets, FactRecorder, Grant, OnNoteRecorded, OnOutcome
 from gpulease.daemon.record.audit.records import RecordKind
 from gpulease.daemon.record.lease_facts import Fact, FactKind
 from gpulease.daemon.record.lease_history import Lookup, end_under_earlier_daemon
@@ -105,12 +105,12 @@ class LeaseLog(FactRecorder):
     def record(self, entry: Entry, now_ns: int) -> None:
         self._inner.record(entry, now_ns)
 
-    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        return self._inner.without_end(tombstones)
+    def find_without_end_record(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+        return self._inner.find_without_end_record(tombstones)
 
     def record_missing_ends(self, tombstones: Sequence[LeaseSnapshot], now_ns: int) -> None:
         """Record ends that an earlier daemon wrote to its journal, but not to the audit log before it died."""
-        for lease in self.without_end(tombstones):
+        for lease in self.find_without_end_record(tombstones):
             if (entry := entry_of(end_under_earlier_daemon(lease, now_ns))) is not None:
                 self.record(entry, now_ns)
 
@@ -151,7 +151,7 @@ class LeaseLog(FactRecorder):
         self._log(LogEvent.REQUEST_DENIED, tenant, **fields)
         self._inner.refused(operation, tenant, lease_id, message)
 
-    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
         self._inner.note(lease_id, tenant, note, on_noted)
 
     def forward_revoked(

@@ -66,7 +66,7 @@ def impose(limits: tuple[ResourceLimit, ...]) -> None:
         resource.setrlimit(limit.resource, (most, most))
 
 
-def be_first_to_go() -> None:
+def prefer_oom_kill() -> None:
     """Make the kernel kill this process before others when memory runs out. Raises OSError."""
     # Never lowered: an operator may have set a higher score.
     score = Path("/proc/self/oom_score_adj")

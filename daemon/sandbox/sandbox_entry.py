@@ -11,7 +11,7 @@ from functools import partial
 from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges, never_dump
 from gpulease.daemon.sandbox.landlock import Reach, restrict
 from gpulease.daemon.sandbox.measures import Measure, SandboxBroken, SandboxNeeds
-from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, limits_for
+from gpulease.daemon.sandbox.resource_limits import impose, limits_for, prefer_oom_kill
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
     WorkerIdentity,
@@ -78,7 +78,7 @@ class SandboxPlan:
         # Root's file, so before the change of user. The other limits come later, because they also bind what is done
         # here.
         if Measure.LIMITS in self.measures:
-            yield Measure.LIMITS, be_first_to_go
+            yield Measure.LIMITS, prefer_oom_kill
         # The bounding set can be changed only with CAP_SETPCAP, which the change of user takes away.
         if Measure.CAPABILITIES in self.measures:
             yield Measure.PRIVILEGES, bound_capabilities

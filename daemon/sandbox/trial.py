@@ -26,7 +26,7 @@ from gpulease.daemon.sandbox.landlock import (
     restrict,
 )
 from gpulease.daemon.sandbox.measures import Measure, MeasureFinding, SandboxBroken, SandboxNeeds, SandboxSettings
-from gpulease.daemon.sandbox.resource_limits import be_first_to_go, impose, in_words, limits_for
+from gpulease.daemon.sandbox.resource_limits import impose, in_words, limits_for, prefer_oom_kill
 from gpulease.daemon.sandbox.sandbox_entry import BY_LANDLOCK, SandboxPlan
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
@@ -178,7 +178,7 @@ class _Trials:
 
     def _user(self) -> str:
         # These two need privileges that the change of user takes away.
-        be_first_to_go()
+        prefer_oom_kill()
         bound_capabilities()
         if self._identity is None:
             raise _Missing(self._reason)

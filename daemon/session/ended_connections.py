@@ -123,7 +123,9 @@ class EndedConnections(OperationHandler):
             waits: list[Ticket] = []
             # If a stream can't be marked, the release itself waits for the work, or finds that the context is lost.
             with suppress(DriverError):
-                waits += [self._resources.aside(partial(self._context.mark, stream)) for stream in streams]
+                waits += [
+                    self._resources.call_outside_request(partial(self._context.mark, stream)) for stream in streams
+                ]
             self._ended.append(_Ended(holder, waits, modules, allocations))
             self._idle_polls, self._next_poll_s = 0, 0.0
             self.advance()
@@ -197,13 +199,13 @@ class EndedConnections(OperationHandler):
         ended.modules.pop()
 
     def _free(self, handle: int, poll: Poll) -> None:
-        self._resources.aside(lambda: self._context.mem_free(handle, poll))
+        self._resources.call_outside_request(lambda: self._context.mem_free(handle, poll))
         self._ledger.remove_allocation(handle)
 
     def _unload(self, number: int, poll: Poll) -> None:
         # The plans must not launch its kernels any more.
         self._planner.forget()
-        self._resources.aside(lambda: self._modules.give_back(number, poll))
+        self._resources.call_outside_request(lambda: self._modules.give_back(number, poll))
 
     @property
     def has_any(self) -> bool:

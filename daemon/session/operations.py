@@ -71,7 +71,7 @@ class SessionResources:
     admit_work: Callable[[int], None] = lambda _kind: None
     admit_next: Callable[[], None] = keep_waiting
 
-    def aside(self, ask: Callable[[], _Result]) -> _Result:
+    def call_outside_request(self, ask: Callable[[], _Result]) -> _Result:
         """Call the driver outside a tenant's request.
 
         If the tenant's kernels have faulted, keep the fault for the tenant.

@@ -302,7 +302,7 @@ class SessionParking:
             memory.want(context.pages_bytes)
         # Step 2: wait for the work in flight. If it faults, the fault is kept for the tenant and does not prevent the
         # park.
-        self._resources.aside(lambda: context.sync(lambda: self._check_time(order.until_ns)))
+        self._resources.call_outside_request(lambda: context.sync(lambda: self._check_time(order.until_ns)))
         context.trim(0, self._resources.check_lease)
         self._resources.record_usage()
         if memory is None or len(memory.view) < context.pages_bytes:

@@ -114,7 +114,7 @@ class RegionMemory:
         self._resources, self._gate = resources, gate
         # No call here belongs to a tenant's request, so a fault that a call meets is kept for the tenant
         # (SessionResources.aside).
-        self._streams, self._call, self._keeps_failure = streams, resources.aside, keeps_failure
+        self._streams, self._call, self._keeps_failure = streams, resources.call_outside_request, keeps_failure
         self._by_id: dict[int, MappedRegion] = {}
         self._openings: list[MappedRegion] = []
         self._ends: dict[int, _End] = {}

@@ -36,7 +36,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
     set_name("gpul-web")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
-    go_on_logging("web", opens_own=False)
+    go_on_logging("web", reopens=False)
     limit_server_log()
     channel = socket.socket(fileno=channel_fd)
     try:

@@ -42,7 +42,7 @@ STRAY_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class LeftWorker:
+class LeftoverWorker:
     """A worker of an earlier daemon, and the state of its lease's page: the current one, or that when it was reaped."""
 
     worker: FoundWorker
@@ -68,7 +68,7 @@ class Adoption:
 
 def reconcile(
     rows: Sequence[LeaseRow],
-    left_workers: Sequence[LeftWorker],
+    left_workers: Sequence[LeftoverWorker],
     overheads: Mapping[str, int],
     latest_ns: int,
     draw: Callable[[], int],
@@ -112,8 +112,8 @@ def reconcile(
 
 
 def _restore(
-    rows: Sequence[LeaseRow], left_workers: Sequence[LeftWorker], latest_ns: int, clocks: tuple[int, int]
-) -> tuple[list[Adoption], list[LeftWorker]]:
+    rows: Sequence[LeaseRow], left_workers: Sequence[LeftoverWorker], latest_ns: int, clocks: tuple[int, int]
+) -> tuple[list[Adoption], list[LeftoverWorker]]:
     """Find each lease's own worker. Returns the leases with their workers, and the remaining workers."""
     adoptions = []
     others = list(left_workers)
@@ -191,7 +191,7 @@ def adopt(
         regions: The regions that the journal has.
     """
     # Step 1: decide, only from the pages and the journal.
-    left_workers = [LeftWorker(worker, worker.page()) for worker in workers.found_workers()]
+    left_workers = [LeftoverWorker(worker, worker.page()) for worker in workers.found_workers()]
     clocks = time.monotonic_ns(), boot_ns()
     adoptions = reconcile(rows, left_workers, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
     # Step 2: register every worker before the first event, because its effects address workers by number.

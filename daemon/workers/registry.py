@@ -385,13 +385,13 @@ class Workers:
             worker.refuse(status, reason, cause)
         self.images.refuse(lease_id, status, reason, cause)
 
-    def give_grace(self, lease_id: int, until_ns: int) -> None:
+    def set_grace_end(self, lease_id: int, until_ns: int) -> None:
         """Write on the page how long work in flight may continue in a worker that refuses new work.
 
         The zygote reads this as well, and kills the worker at that time.
         """
         if (worker := self._workers.get(lease_id)) is not None:
-            worker.page.give_grace(until_ns)
+            worker.page.set_grace_end(until_ns)
 
     def kill(self, lease_id: int) -> None:
         # The lease table waits for WorkerExited after every kill, so post one if the worker is gone already.

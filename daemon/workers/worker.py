@@ -158,7 +158,7 @@ class Worker:
     def refuse(self, status: Status, reason: str = "", cause: str = "") -> None:
         """Make the worker answer everything with `status` and `reason`, and notify its connections.
 
-        If this process hangs, the zygote ends the worker at once; `BrokerPage.give_grace` gives work in flight time.
+        If this process hangs, the zygote ends the worker at once; `BrokerPage.set_grace_end` gives work in flight time.
         The next broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)

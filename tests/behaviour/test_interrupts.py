@@ -272,15 +272,15 @@ class Cancel:
 
     def _cancel(self, number: int) -> None:
         assert self.task is not None
-        for task in [self.task, *(aio_driver._undisturbed if number != self.waits[0] else ())]:
+        for task in [self.task, *(aio_driver._tasks_in_progress if number != self.waits[0] else ())]:
             task.cancel()
 
     async def reaches(self, making: Any, *waits: int) -> bool:
         """Run the operation in a task that is cancelled at these waits; whether it came to the last of them."""
         self.count, self.waits, self.task = 0, waits, asyncio.ensure_future(making)
         await asyncio.wait((self.task,))
-        while self.times > 1 and aio_driver._undisturbed:
-            await asyncio.wait(set(aio_driver._undisturbed))
+        while self.times > 1 and aio_driver._tasks_in_progress:
+            await asyncio.wait(set(aio_driver._tasks_in_progress))
         self.waits = ()
         return self.count > waits[-1]
 

@@ -80,7 +80,7 @@ def swallowing(real: Any) -> Any:
 
 FAULTS: tuple[tuple[str, Any, str, Plant], ...] = (
     ("audit", Verifier, "_check_place", returning(None)),
-    ("audit", Verifier, "_judge_scrap", returning(None)),
+    ("audit", Verifier, "_check_torn_bytes", returning(None)),
     ("control", ConnectionTokens, "acting_tenant", owner_of),
     ("control", ConnectionTokens, "may_revoke", returning(True)),
     ("control", AttachHandler, "_check_own", returning(None)),

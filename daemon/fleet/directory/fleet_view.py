@@ -84,7 +84,7 @@ class FleetView:
         A node with an unchanged record keeps its time: reading again does not make a silent node fresh.
         """
         # Start with an empty view: what is not among the records is gone.
-        before = self.nodes
+        previous = self.nodes
         self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
         self._is_indexing = has_horizon = False
         for item in items:
@@ -95,7 +95,7 @@ class FleetView:
         # Keep the time at which an unchanged record was first seen. Without this, each new read would hide that a node
         # has stopped.
         for node_id, node in self.nodes.items():
-            old = before.get(node_id)
+            old = previous.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (node.incarnation, node.revision):
                 self.nodes[node_id] = node._replace(changed_s=old.changed_s)
         # Records last seen unreadable before this read are gone.

@@ -115,7 +115,7 @@ NO_MARK: Final = DaemonMark()
 """A daemon that has never sent a heartbeat."""
 
 
-class Why(Enum):
+class ClaimRefusal(Enum):
     TAKEN = "taken"
     """Other leases, on this node or others, have the name or the quota's bytes."""
     ISOLATED = "isolated"
@@ -422,7 +422,7 @@ class ClaimRefused(Message):
 
     OP: ClassVar[str] = "refused"
     request: Request
-    why: Annotated[Why, one_of(Why)]
+    why: Annotated[ClaimRefusal, one_of(ClaimRefusal)]
     text: Text
     retry_after_ms: Number
 
@@ -443,7 +443,7 @@ class QuotaRefused(Message):
 
     OP: ClassVar[str] = "not_counted"
     request: Request
-    why: Annotated[Why, one_of(Why)]
+    why: Annotated[ClaimRefusal, one_of(ClaimRefusal)]
     text: Text
     retry_after_ms: Number
 

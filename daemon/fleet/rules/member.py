@@ -68,6 +68,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ArmFleetTimer,
     ClaimDropped,
     ClaimEnded,
+    ClaimRefusal,
     ClaimWanted,
     DaemonMark,
     Effect,
@@ -93,7 +94,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Started,
     Stopped,
     Stopping,
-    Why,
 )
 from gpulease.daemon.fleet.rules.membership import ISOLATED_TROUBLE, Membership, node_removal
 from gpulease.daemon.fleet.rules.node_claims import NodeClaims
@@ -375,7 +375,7 @@ class Member:
             refusal = f"{text}: {act}"
             if self._membership.trouble is ISOLATED_TROUBLE:
                 self._note(Note.REFUSED, refusal)
-            self._membership.trouble = Why.STALE, refusal
+            self._membership.trouble = ClaimRefusal.STALE, refusal
             self._due_ns = now_ns + self._membership.beat_ns
             if self._membership.incarnation:
                 self._lose_store(text, answer, self._due_ns)
@@ -507,7 +507,7 @@ class Member:
         foreign = self._foreign
         assert foreign is not None
         text = DUPLICATE_NODE_ID if foreign.is_alive else f"{FOREIGN_DAEMON} {membership.silence_ns / NS_PER_S:g} s"
-        membership.trouble = Why.ISOLATED, text
+        membership.trouble = ClaimRefusal.ISOLATED, text
         if foreign_record is None or foreign_record.is_alive != foreign.is_alive:
             self._note(Note.REFUSED, text)
         return now_ns >= foreign.since_ns + membership.silence_ns
@@ -695,7 +695,7 @@ class Member:
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
-            self._membership.trouble = Why.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
+            self._membership.trouble = ClaimRefusal.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
         # Several nodes may write at once; the next heartbeat reads the record that won.
         elif not self._is_settling:
             self._is_settling = True

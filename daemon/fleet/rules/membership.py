@@ -18,14 +18,14 @@ from gpulease.daemon.fleet.etcd.transactions import (
 from gpulease.daemon.fleet.records.fleet_records import EPOCHS, GENERATION, inventory_key, node_key
 from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.records.unreadable_records import UnreadableRecords
-from gpulease.daemon.fleet.rules.fleet_events import Ask, Effect, FleetTerms, RecordsUnreadable, Why
+from gpulease.daemon.fleet.rules.fleet_events import Ask, ClaimRefusal, Effect, FleetTerms, RecordsUnreadable
 from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
 """Part of the horizon after which the daemon behind an unchanged record may be dead."""
 
-ISOLATED_TROUBLE: Final = Why.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
+ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S

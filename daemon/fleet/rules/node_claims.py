@@ -37,11 +37,11 @@ from gpulease.daemon.fleet.records.fleet_records import (
 from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimGiven,
+    ClaimRefusal,
     ClaimRefused,
     ClaimWanted,
     Note,
     Noted,
-    Why,
 )
 from gpulease.daemon.fleet.rules.membership import ISOLATED_TROUBLE, Membership
 from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
@@ -75,7 +75,7 @@ class _ClaimRequest:
     nonce: str
     next_ns: int
     is_asking: bool = False
-    refusal: tuple[Why, str] | None = None
+    refusal: tuple[ClaimRefusal, str] | None = None
 
 
 class NodeClaims:
@@ -97,7 +97,7 @@ class NodeClaims:
     def add_request(self, claim: ClaimWanted, now_ns: int) -> None:
         """Take a request for a name; `advance` makes the first attempt."""
         if len(self._requests) >= MAX_REQUESTS:
-            self._refuse(claim, Why.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node")
+            self._refuse(claim, ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node")
             return
         self._requests[claim.request] = _ClaimRequest(claim, self._membership.nonce(), now_ns)
 
@@ -175,12 +175,15 @@ class NodeClaims:
         # The claim may exist: repeat the attempt with the same nonce, which finds the claim if it does.
         if isinstance(outcome, Unknown):
             request.next_ns = now_ns + self._membership.retry_ns
-            request.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
+            request.refusal = (
+                ClaimRefusal.UNKNOWN,
+                "the fleet's store did not answer: ask again, with the same request id",
+            )
             return
         if isinstance(outcome, TransactionRejected):
             request.next_ns = now_ns + self._membership.poll_ns
             request.refusal = (
-                Why.REJECTED,
+                ClaimRefusal.REJECTED,
                 f"the fleet's store refused the claim; an operator must act: {outcome.reason}",
             )
             return
@@ -212,7 +215,7 @@ class NodeClaims:
     def _taken(self, request: _ClaimRequest, read_node: str | None, answer: TransactionAnswer, now_ns: int) -> None:
         """Wait for a name that another claim has, and check the node that has it."""
         membership, name = self._membership, request.claim.name
-        request.refusal = Why.TAKEN, f"another lease has the name {name}: wait, or free it"
+        request.refusal = ClaimRefusal.TAKEN, f"another lease has the name {name}: wait, or free it"
         request.next_ns = now_ns + membership.poll_ns
         if not answer.found[0]:
             # The name is free, so the failed condition was this node's membership. Its next heartbeat will show that.
@@ -222,7 +225,7 @@ class NodeClaims:
         revision = answer.found[0][0].mod_revision
         record = self._claim(answer.found[0])
         if record is None:
-            request.refusal = Why.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
+            request.refusal = ClaimRefusal.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
         # The claim is this node's own, from an earlier incarnation or an attempt that everyone has forgotten.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
@@ -328,5 +331,5 @@ class NodeClaims:
         """Read a claim; None if absent or unreadable."""
         return self._membership.read(read_claim, items[0]) if items else None
 
-    def _refuse(self, claim: ClaimWanted, why: Why, text: str) -> None:
+    def _refuse(self, claim: ClaimWanted, why: ClaimRefusal, text: str) -> None:
         self._membership.effects.append(ClaimRefused(claim.request, why, text, RETRY_AFTER_MS))

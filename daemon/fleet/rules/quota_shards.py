@@ -29,12 +29,12 @@ from gpulease.daemon.fleet.etcd.transactions import (
 from gpulease.daemon.fleet.records.fleet_records import QUOTA_DEFAULT, is_quotas
 from gpulease.daemon.fleet.records.record_reader import Unreadable
 from gpulease.daemon.fleet.rules.fleet_events import (
+    ClaimRefusal,
     Note,
     Noted,
     QuotaGiven,
     QuotaRefused,
     QuotaWanted,
-    Why,
 )
 from gpulease.daemon.fleet.rules.membership import ISOLATED_TROUBLE, Membership
 from gpulease.daemon.fleet.rules.node_fences import FenceReads, NodeFences, reads_of
@@ -93,7 +93,7 @@ class _BytesRequest:
     nodes: tuple[str, ...] = ()
     is_asking: bool = False
     may_be_written: bool = False
-    refusal: tuple[Why, str] | None = None
+    refusal: tuple[ClaimRefusal, str] | None = None
 
 
 class _Quota(NamedTuple):
@@ -141,7 +141,7 @@ class QuotaShards:
         """Take a request for bytes; `advance` makes the first attempt."""
         # Bounded before it is kept.
         if len(self._requests) >= MAX_REQUESTS:
-            self._refuse(demand, (Why.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node"))
+            self._refuse(demand, (ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node"))
         else:
             self._requests[demand.request] = _BytesRequest(demand, now_ns, self._read_nodes.get(demand.tenant, ()))
 
@@ -256,9 +256,9 @@ class QuotaShards:
         quota = self._quota(tenant, outcome)
         if isinstance(quota, Unreadable):
             text = f"the fleet's quota of tenant {tenant!r} can't be read: an operator of the fleet repairs it"
-            self._refuse_at_once(request, Why.REJECTED, text, now_ns)
+            self._refuse_at_once(request, ClaimRefusal.REJECTED, text, now_ns)
         elif quota is None:
-            self._refuse_at_once(request, Why.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
+            self._refuse_at_once(request, ClaimRefusal.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
         # Step 2: an earlier attempt that got no answer has written the entry.
         elif self._is_mine(quota.home.used.get(request.demand.lease_id)):
             self._grant(request, now_ns)
@@ -312,14 +312,17 @@ class QuotaShards:
         request_text = f"{size_text(demand.size_bytes)} were asked for"
         # Waiting can't help: only an operator can enlarge the quota.
         if demand.size_bytes > total_bytes:
-            self._refuse_at_once(request, Why.TOO_LARGE, f"{quota_text}, and {request_text}", now_ns)
+            self._refuse_at_once(request, ClaimRefusal.TOO_LARGE, f"{quota_text}, and {request_text}", now_ns)
             return
         # Waiting may help: leases end, and entries of dead nodes can be removed. Check the nodes that have entries.
         if demand.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
-            request.refusal = Why.TAKEN, f"{quota_text}: {size_text(max(0, left_bytes))} are left, and {request_text}"
+            request.refusal = (
+                ClaimRefusal.TAKEN,
+                f"{quota_text}: {size_text(max(0, left_bytes))} are left, and {request_text}",
+            )
             if demand.size_bytes <= left_bytes:
                 request.refusal = (
-                    Why.BUSY,
+                    ClaimRefusal.BUSY,
                     f"tenant {demand.tenant!r} has {MAX_ENTRIES} leases at this node and its like",
                 )
             foreign = {entry.node_id for shard in shards for entry in shard.used.values()}
@@ -392,9 +395,15 @@ class QuotaShards:
             return True
         request.next_ns = now_ns + self._membership.poll_ns
         if isinstance(outcome, TransactionRejected):
-            request.refusal = Why.REJECTED, f"the fleet's store refused; an operator must act: {outcome.reason}"
+            request.refusal = (
+                ClaimRefusal.REJECTED,
+                f"the fleet's store refused; an operator must act: {outcome.reason}",
+            )
         else:
-            request.refusal = Why.UNKNOWN, "the fleet's store did not answer: ask again, with the same request id"
+            request.refusal = (
+                ClaimRefusal.UNKNOWN,
+                "the fleet's store did not answer: ask again, with the same request id",
+            )
         return False
 
     def _grant(self, request: _BytesRequest, now_ns: int) -> None:
@@ -462,10 +471,10 @@ class QuotaShards:
 
         membership.ask(now_ns, Transaction(reads=(Get(key),)), on_read)
 
-    def _refuse_at_once(self, request: _BytesRequest, why: Why, text: str, now_ns: int) -> None:
+    def _refuse_at_once(self, request: _BytesRequest, why: ClaimRefusal, text: str, now_ns: int) -> None:
         """Refuse a request that need not wait, because only an operator can help."""
         self.drop(request.demand.request, now_ns)
         self._refuse(request.demand, (why, text))
 
-    def _refuse(self, demand: QuotaWanted, refusal: tuple[Why, str]) -> None:
+    def _refuse(self, demand: QuotaWanted, refusal: tuple[ClaimRefusal, str]) -> None:
         self._membership.effects.append(QuotaRefused(demand.request, *refusal, RETRY_AFTER_MS))

@@ -9,7 +9,7 @@ from gpulease.daemon.ptx.translate.forms import InstructionFamily, Modifiers
 from gpulease.daemon.ptx.translate.ir import IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.loads_stores import check_policy
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, LOCAL, OperandTranslator
-from gpulease.daemon.ptx.translate.phases import object_of, settle
+from gpulease.daemon.ptx.translate.phases import object_of, update_counts
 
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
@@ -53,7 +53,7 @@ def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     # The mbarrier's address is checked before anything is copied.
     place = object_of(t, i.operands[3], is_generic=False)
     size = _copy(t, i, spaces, m, 4)
-    settle(t, place, bytes_more=t.ir.binary("sub", constant("i64", 0), size))
+    update_counts(t, place, added_bytes=t.ir.binary("sub", constant("i64", 0), size))
 
 
 @FAMILY.form("cp.async.bulk.global.shared::cta.bulk_group{.policy}", (3, 4), writes=False, policy=(_HINT,))

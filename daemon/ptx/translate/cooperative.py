@@ -138,7 +138,7 @@ def _facts(function: Function) -> _Facts:
         if reached == before:
             break
     # Step 2: find the blocks that always trap, and whether the address decides if a block ends in or goes to one.
-    sure = _surely_trapping([body[block.end - 1] for block in blocks], follows, values)
+    sure = _always_trapping([body[block.end - 1] for block in blocks], follows, values)
     needs_barrier = any(
         values.decides(last) and (number in sure if last.opcode == "trap" else not sure.isdisjoint(follows[number]))
         for number in reached
@@ -168,7 +168,7 @@ def _reached(follows: Sequence[Sequence[int]]) -> list[int]:
     return sorted(reached)
 
 
-def _surely_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int]], values: "_Values") -> set[int]:
+def _always_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int]], values: "_Values") -> set[int]:
     """Return the blocks from which the only way leads to a trap. `last` has each block's last instruction."""
     # Walk backwards from the traps, through blocks with a single follower.
     before: dict[int, list[int]] = {}

@@ -83,7 +83,7 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     change = t.ir.cast("sext", t.read(i.operands[1], _COUNT), "i64")
     if "complete_tx" in m:
         change = t.ir.binary("sub", constant("i64", 0), change)
-    settle(t, _object(t, i.operands[0], m), bytes_more=change)
+    update_counts(t, _object(t, i.operands[0], m), added_bytes=change)
 
 
 @FAMILY.form(
@@ -103,8 +103,8 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     """Arrive for one thread or several; `arrive_drop` also removes them from later phases."""
     into, place, operands = _split(t, i)
-    come = _count(t, operands[0]) if operands else constant("i64", 1)
-    state = settle(t, _object(t, place, m), come=come, dropped=come if "arrive_drop" in m else None)
+    arrivals = _count(t, operands[0]) if operands else constant("i64", 1)
+    state = update_counts(t, _object(t, place, m), arrivals=arrivals, dropouts=arrivals if "arrive_drop" in m else None)
     if into is not None:
         t.write(into, _OBJECT, state)
 
@@ -123,8 +123,8 @@ def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
     if len(operands) != 1:
         raise t.problem("expected a number of bytes")
     expected, one = t.ir.cast("sext", t.read(operands[0], _COUNT), "i64"), constant("i64", 1)
-    dropped = one if m["way"] == "arrive_drop" else None
-    state = settle(t, _object(t, place, m), come=one, dropped=dropped, bytes_more=expected)
+    dropouts = one if m["way"] == "arrive_drop" else None
+    state = update_counts(t, _object(t, place, m), arrivals=one, dropouts=dropouts, added_bytes=expected)
     if into is not None:
         t.write(into, _OBJECT, state)
 
@@ -174,19 +174,19 @@ def arrive_behind_copies(t: "ThreadTranslator", i: Instruction, m: Modifiers) ->
     """Arrive for the thread's copies, which are complete. Without .noinc they had been expected as one arrival more."""
     place = _object(t, i.operands[0], m)
     if "noinc" in m:
-        settle(t, place, come=constant("i64", 1))
+        update_counts(t, place, arrivals=constant("i64", 1))
 
 
-def settle(
+def update_counts(
     t: OperandTranslator,
     place: Value,
     *,
-    come: Value | None = None,
-    dropped: Value | None = None,
-    bytes_more: Value | None = None,
+    arrivals: Value | None = None,
+    dropouts: Value | None = None,
+    added_bytes: Value | None = None,
 ) -> Value:
     """Change an object's counts, and begin the next phase if nothing is left; returns the object as it was."""
-    changes = (change or constant("i64", 0) for change in (come, dropped, bytes_more))
+    changes = (change or constant("i64", 0) for change in (arrivals, dropouts, added_bytes))
     return t.ir.function(_ARRIVE, "i64", _ARRIVE_IR, place, *changes)
 
 

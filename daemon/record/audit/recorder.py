@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from gpulease.daemon.capabilities.claims import Claims
 from gpulease.daemon.leases import Denial, Event, Granted, LeaseSnapshot, RegionGranted, RequestDenied
-from gpulease.daemon.leases.denials import NO_AUDIT_LOG, no_note, not_noted, not_recorded, too_many_notes
+from gpulease.daemon.leases.denials import NO_AUDIT_LOG, invalid_note, not_recorded, note_not_recorded, too_many_notes
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import log_event
 from gpulease.daemon.record.audit.files import LastRecords
@@ -27,7 +27,7 @@ from gpulease.protocol.time_units import NS_PER_S, NS_PER_US, US_PER_MS
 
 Grant = Granted | RegionGranted
 OnOutcome = Callable[[Grant | RequestDenied], None]
-OnNoted = Callable[[Denial | None], None]
+OnNoteRecorded = Callable[[Denial | None], None]
 
 
 class FactRecorder:
@@ -43,7 +43,7 @@ class FactRecorder:
     def record(self, entry: Entry, now_ns: int) -> None:
         """Record the result of an event. Called before any of its effects is executed."""
 
-    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+    def find_without_end_record(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
         """Return the leases of an earlier daemon, oldest end first, with ends that the log lacks."""
         return []
 
@@ -81,7 +81,7 @@ class FactRecorder:
         """Call `on_outcome` with a grant once it may be reported to its tenant, or else with a `RequestDenied`."""
         on_outcome(granted)
 
-    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
         """Record a tenant's note about its lease. `on_noted` gets None once that is durable, or why it is not."""
         on_noted(NO_AUDIT_LOG)
 
@@ -133,7 +133,7 @@ class LogRecorder(FactRecorder):
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {entry[0].value}")
 
-    def without_end(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
+    def find_without_end_record(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
         """Return the leases with ends that the log lacks.
 
         Records and tombstones are in chronological order, except those of earlier boots. So if the last records do not
@@ -222,15 +222,15 @@ class LogRecorder(FactRecorder):
 
     # --- notes ---
 
-    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
         # Only canonical values are recorded. The note's bytes are the tenant's, so everything about them is checked.
         try:
             value = value_of(note, NOTE_DEPTH)
         except NotCanonical as error:
-            on_noted(no_note(str(error)))
+            on_noted(invalid_note(str(error)))
             return
         if not isinstance(value, dict):
-            on_noted(no_note("it is none"))
+            on_noted(invalid_note("it is none"))
         elif denial := self._note_denial(tenant, len(note)):
             on_noted(denial)
         else:
@@ -239,7 +239,7 @@ class LogRecorder(FactRecorder):
     def _note_denial(self, tenant: str, size_bytes: int) -> Denial | None:
         # From what concerns all tenants to what concerns this one.
         if problem := self.problem():
-            return not_noted(problem)
+            return note_not_recorded(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
             return too_many_notes(f"{MAX_NOTES_WAITING} are waiting to be written")
         cost_bytes = size_bytes + NOTE_FRAME_BYTES
@@ -247,10 +247,10 @@ class LogRecorder(FactRecorder):
             return too_many_notes(f"a tenant may write {NOTE_BYTES_PER_S} bytes per second")
         return None
 
-    def _put_note(self, data: dict[str, Any], on_noted: OnNoted) -> None:
+    def _put_note(self, data: dict[str, Any], on_noted: OnNoteRecorded) -> None:
         def on_done(problem: str) -> None:
             self._notes_waiting -= 1
-            on_noted(not_noted(problem) if problem else None)
+            on_noted(note_not_recorded(problem) if problem else None)
 
         # Counted first, because the thread may finish the record before this method returns.
         self._notes_waiting += 1

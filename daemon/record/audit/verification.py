@@ -70,7 +70,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Scrap:
+class _TornBytes:
     """Bytes that are not a record: a crash may have left them."""
 
     file: str
@@ -104,7 +104,7 @@ class Verifier:
         self._is_head_reached = head is None or head.seq == 0
         self._before: ChainEnd | None = None
         self._removed: set[ChainEnd] = set()
-        self._scrap: _Scrap | None = None
+        self._torn_bytes: _TornBytes | None = None
 
     def take(self, file: str, offset_bytes: int, line: bytes) -> AuditRecord | None:
         """Check one line, with its newline if it has one. Return its record, None if it is not one."""
@@ -114,10 +114,10 @@ class Verifier:
                 raise NotARecord("it has no newline: it was truncated, or is being written")
             record = read_record(line[:-1])
         except NotARecord as error:
-            self._keep_scrap(file, offset_bytes, line, str(error))
+            self._collect_torn_bytes(file, offset_bytes, line, str(error))
             return None
         # Step 2: what the record says about the bytes before it, and whether it belongs at this place of the chain.
-        self._judge_scrap(record, file, offset_bytes)
+        self._check_torn_bytes(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
         # Step 3: records that change what later checks expect.
         if record.kind == RecordKind.PRUNE:
@@ -136,7 +136,7 @@ class Verifier:
         """Judge what only the end of the log shows, and return the verdict. Call it once, after the last line."""
         verdict = self.verdict
         # A piece of a line at the very end has no record after it that could describe it.
-        self._judge_scrap(None, "", 0)
+        self._check_torn_bytes(None, "", 0)
         # Without a `prune` record, the first records must not be missing.
         if self._before is not None and self._before.seq and self._before not in self._removed:
             self._find(
@@ -189,18 +189,18 @@ class Verifier:
 
     # --- bytes that are not a record ---
 
-    def _keep_scrap(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
+    def _collect_torn_bytes(self, file: str, offset_bytes: int, line: bytes, problem: str) -> None:
         # A record describes only bytes of its own file, so those of the file before are judged without one.
-        if self._scrap is not None and self._scrap.file != file:
-            self._judge_scrap(None, "", 0)
-        if self._scrap is None:
-            self._scrap = _Scrap(file, offset_bytes, self.verdict.end.seq + 1, problem)
-        self._scrap.add(line)
+        if self._torn_bytes is not None and self._torn_bytes.file != file:
+            self._check_torn_bytes(None, "", 0)
+        if self._torn_bytes is None:
+            self._torn_bytes = _TornBytes(file, offset_bytes, self.verdict.end.seq + 1, problem)
+        self._torn_bytes.add(line)
 
-    def _judge_scrap(self, record: AuditRecord | None, file: str, offset_bytes: int) -> None:
+    def _check_torn_bytes(self, record: AuditRecord | None, file: str, offset_bytes: int) -> None:
         """Report bytes that are not a record, unless the record after them describes them."""
         # A record's `torn` and the bytes before it belong together: each without the other is a finding.
-        scrap, self._scrap = self._scrap, None
+        scrap, self._torn_bytes = self._torn_bytes, None
         torn = None if record is None else record.data.get("torn")
         if scrap is None:
             if torn is not None and record is not None:

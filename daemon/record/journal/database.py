@@ -310,7 +310,7 @@ class Store:
             # The rows and the state that describes them are in one transaction: both are durable, or neither.
             connection.execute("BEGIN IMMEDIATE")
             done = put(connection, changes, self._known)
-            state.total = (state.total + done.more) % _MODULUS
+            state.total = (state.total + done.sum_change) % _MODULUS
             _write_state(connection, state)
             connection.execute("COMMIT")
         except BaseException:
@@ -318,8 +318,8 @@ class Store:
             self._disconnect()
             raise
         self._state = state
-        self._known |= done.known
-        for row in done.gone:
+        self._known |= done.digests
+        for row in done.removed:
             del self._known[row]
         # The head follows the commit, never the other way round.
         self._head.write(state.commits)

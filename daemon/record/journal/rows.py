@@ -37,7 +37,7 @@ DRAIN_KEY: Final = b""
 MEMBERSHIP_KEY: Final = b""
 """The key of the only row about the node's membership of its fleet."""
 
-_WITH_OPTION: Final[dict[str, dict[str, object]]] = {
+_MEMBERS_WITH_OPTION: Final[dict[str, dict[str, object]]] = {
     "regions_required": {"region_number": 0, "parent_id": 0},
     "name": {"epoch": 0},
     "request_id": {"fleet_bytes": 0},
@@ -49,11 +49,11 @@ _LATER_OPTIONS: Final[dict[str, Any]] = {
     name: option.before for name, option in KEPT_OPTIONS.items() if not isinstance(option.before, JournalRow)
 }
 
-_LATER: Final[dict[str, object]] = {
+_LATER_MEMBERS: Final[dict[str, object]] = {
     **{
         member: before
         for name, value in _LATER_OPTIONS.items()
-        for member, before in ({name: value} | _WITH_OPTION.get(name, {})).items()
+        for member, before in ({name: value} | _MEMBERS_WITH_OPTION.get(name, {})).items()
     },
     # Members of memberships and other rows that belong to no option.
     "epoch_base": 0,
@@ -70,7 +70,7 @@ _TERMS: Final = frozenset(item.name for item in fields(LeaseTerms))
 _LEASE_NAMES: Final = frozenset(LeaseRow._fields) - {"terms"} | _TERMS
 """Members of a lease's row: its terms are among the others."""
 
-_LATER_OF_LEASE: Final = {name: before for name, before in _LATER.items() if name in _LEASE_NAMES}
+_LATER_OF_LEASE: Final = {name: before for name, before in _LATER_MEMBERS.items() if name in _LEASE_NAMES}
 """The later members of a lease's row, in their order."""
 
 _later_values = attrgetter(*(f"terms.{name}" if name in _TERMS else name for name in _LATER_OF_LEASE))
@@ -244,7 +244,7 @@ def _tombstone(lease: LeaseSnapshot) -> bytes:
 
 def _later(name: str, value: int | str | None) -> str:
     # Only `orphan_ms` may be None, in a lease that placement has not seen. It then sets no bound.
-    return "" if value is None or value == _LATER[name] else f',"{name}":{json.dumps(value)}'
+    return "" if value is None or value == _LATER_MEMBERS[name] else f',"{name}":{json.dumps(value)}'
 
 
 def _number(number: int | None) -> str:
@@ -295,7 +295,7 @@ def _members(
     """Read a row's members by name, with its enumerations. `names`: the members that it may have."""
     members = json.loads(value)
     # Between the members of the first version and those of this one: anything else was not written by this code.
-    if not isinstance(members, dict) or not names - _LATER.keys() <= members.keys() <= names:
+    if not isinstance(members, dict) or not names - _LATER_MEMBERS.keys() <= members.keys() <= names:
         raise ValueError(f"it must be a {shape}")
     # An unknown state or cause raises ValueError, like any other value that was not written here.
     for name, kind in enums.items():
@@ -325,21 +325,21 @@ RowDigests = dict[tuple[RowKind, bytes], int]
 """The digests of rows by kind and key."""
 
 
-class Put(NamedTuple):
-    """What a `put` changed.
+class PutResult(NamedTuple):
+    """The changes that a `put` made.
 
     Attributes:
-        more: The change of the sum over all rows.
-        known: The digests of all rows of _REWRITTEN that were written.
-        gone: Rows of the earlier digests that do not exist any more.
+        sum_change: The change of the sum over all rows.
+        digests: The digests of all rows of _REWRITTEN that were written.
+        removed: Rows of the earlier digests that do not exist any more.
     """
 
-    more: int
-    known: RowDigests
-    gone: list[tuple[RowKind, bytes]]
+    sum_change: int
+    digests: RowDigests
+    removed: list[tuple[RowKind, bytes]]
 
 
-def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowDigests) -> Put:
+def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowDigests) -> PutResult:
     """Write changes within a transaction, only the last of each row. `digests`: digests of rows as they are now.
 
     sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
@@ -378,7 +378,7 @@ def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowD
             connection.execute(_delete(len(part)), (int(kind), *part))
     for rows in _parts(put_params, _COLUMNS):
         connection.execute(_insert(len(rows) // _COLUMNS), rows)
-    return Put(digest_change, written, dropped)
+    return PutResult(digest_change, written, dropped)
 
 
 def _present(

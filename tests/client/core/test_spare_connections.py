@@ -89,13 +89,13 @@ def test_one_too_many_and_all_that_are_dropped_are_closed(ends: Ends) -> None:
 
 def test_a_channel_that_parted_is_closed_and_its_connection_is_not(ends: Ends) -> None:
     old = ends.channel()
-    assert old.can_part
-    new = old.part()
+    assert old.can_detach
+    new = old.detach()
     old.close()
     old.pump()
-    assert not old.can_part
+    assert not old.can_detach
     assert old.link.end is not None
-    assert new.can_part
+    assert new.can_detach
     ends.far[0].sendall(b"x")
     assert new.pump()
     assert not is_closed(ends.far[0])

@@ -1,7 +1,7 @@
 """Notes as peers ask for them: who may write one, about what, and what the audit log gets."""
 
 from gpulease.daemon.leases import Denial
-from gpulease.daemon.record.audit.recorder import FactRecorder, OnNoted
+from gpulease.daemon.record.audit.recorder import FactRecorder, OnNoteRecorded
 from gpulease.daemon.record.lease_log import LeaseLog
 from gpulease.protocol import messages as m
 from gpulease.protocol.opcodes import Opcode, Status
@@ -16,7 +16,7 @@ class MadeRecorder(FactRecorder):
         self.denies = denial
         self.notes: list[tuple[int, str, bytes]] = []
 
-    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoted) -> None:
+    def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
         self.notes.append((lease_id, tenant, note))
         on_noted(self.denies)
 

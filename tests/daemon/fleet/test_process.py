@@ -24,6 +24,7 @@ from gpulease.daemon.fleet.records.fleet_records import CardRecord, read_invento
 from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimEnded,
     ClaimGiven,
+    ClaimRefusal,
     ClaimRefused,
     ClaimWanted,
     DaemonMark,
@@ -39,7 +40,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     MoveHorizon,
     QuotaWanted,
     RecordChanged,
-    Why,
 )
 from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, receive_message, send_message
@@ -164,7 +164,7 @@ def test_it_joins_beats_and_claims(cluster: EtcdCluster, broker: Broker) -> None
     claimed = broker.until(ClaimGiven)
     assert (claimed.request, claimed.epoch > 0) == (1, True)
     broker.claim(2, "model-a", wait_s=0)
-    assert broker.until(ClaimRefused).why is Why.TAKEN
+    assert broker.until(ClaimRefused).why is ClaimRefusal.TAKEN
     broker.send(ClaimEnded("model-a", claimed.epoch))
     broker.claim(3, "model-a")
     assert broker.until(ClaimGiven).epoch > claimed.epoch

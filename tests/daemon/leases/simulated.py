@@ -66,7 +66,7 @@ from gpulease.daemon.leases import (
     WorkerUnlisted,
 )
 from gpulease.daemon.leases.devices import SETTLE_NS
-from gpulease.daemon.leases.model import FIRST_LEFT_ID
+from gpulease.daemon.leases.model import FIRST_LEFTOVER_ID
 from gpulease.daemon.leases.quotas import TenantRules
 from gpulease.protocol.opcodes import Exclusivity
 
@@ -374,7 +374,7 @@ class Shell:
 
     def on_rename(self, from_id: int, to_id: int) -> None:
         """Move a worker to another id. It holds one context's overhead: nothing more yet, or never."""
-        if FIRST_LEFT_ID <= to_id < FIRST_SUBMIT_ID:
+        if FIRST_LEFTOVER_ID <= to_id < FIRST_SUBMIT_ID:
             if from_id in self.submits.left:
                 self.submits.on_rename(from_id, to_id, self)
                 return

@@ -21,7 +21,7 @@ from gpulease.daemon.log.writer import FLUSH_S, JsonShape, NonblockingHandler, Q
 from helpers.waiting import wait_until
 
 MakeHandler = Callable[[JsonShape, int], logging.Handler]
-MAKERS = [QueueingHandler, NonblockingHandler, partial(NonblockingHandler, opens_own=False)]
+MAKERS = [QueueingHandler, NonblockingHandler, partial(NonblockingHandler, reopens=False)]
 MANY = 400
 """Records of 300 bytes: more than two of the smallest pipes hold."""
 

@@ -20,7 +20,7 @@ from gpulease.daemon.leases import (
     SubmitFound,
     WorkerFound,
 )
-from gpulease.daemon.workers.adoption import MAX_RENEWALS_AHEAD, LeftWorker, reconcile
+from gpulease.daemon.workers.adoption import MAX_RENEWALS_AHEAD, LeftoverWorker, reconcile
 from gpulease.daemon.workers.zygote_discovery import FoundWorker
 from gpulease.protocol.opcodes import Exclusivity, Status
 
@@ -57,13 +57,13 @@ def left(
     size: int = 100,
     overran: str = "",
     submit_of: int = 0,
-) -> LeftWorker:
+) -> LeftoverWorker:
     spec = WorkerSpec(lease_id, CARD, size, is_shared=True, submit_of=submit_of, timeout_ms=50)
-    return LeftWorker(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
+    return LeftoverWorker(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
 
 
 def decide(
-    kept: list[LeaseRow], workers: list[LeftWorker]
+    kept: list[LeaseRow], workers: list[LeftoverWorker]
 ) -> list[tuple[LeaseRestored | WorkerFound | SubmitFound, int]]:
     """Events, each with its worker's serial, 0 for none."""
     draw = count(1000).__next__
@@ -151,7 +151,7 @@ def test_a_kept_lease_without_a_worker() -> None:
 
 @pytest.mark.parametrize("order", [lambda pair: pair, lambda pair: pair[::-1]])
 def test_of_two_workers_the_one_that_was_granted_is_the_leases(
-    order: Callable[[list[LeftWorker]], list[LeftWorker]],
+    order: Callable[[list[LeftoverWorker]], list[LeftoverWorker]],
 ) -> None:
     hung, own = left(5, PageState(None, 0, 0)), left(5)
     (restored, serial), (found, other) = decide([KEPT], order([hung, own]))
@@ -240,7 +240,7 @@ def number_of(event: LeaseRestored | WorkerFound | SubmitFound) -> int:
 
 
 @given(ROWS, WORKERS)
-def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[LeaseRow], workers: list[LeftWorker]) -> None:
+def test_every_worker_is_told_of_once_and_no_end_is_undone(rows: list[LeaseRow], workers: list[LeftoverWorker]) -> None:
     events = decide(rows, workers)
     assert sorted(serial for _, serial in events if serial) == sorted(one.worker.serial for one in workers)
     numbers = [number_of(event) for event, _ in events]

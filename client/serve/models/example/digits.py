@@ -117,22 +117,22 @@ def train(images: Floats, digits: NDArray[np.uint8], hidden: int, epochs: int = 
         rate = _RATE * (1 - epoch / epochs)
         for start in range(0, len(order), _BATCH):
             chosen = order[start : start + _BATCH]
-            for part, step, slope in zip(parts, steps, _slopes(parts, images[chosen], targets[chosen]), strict=True):
+            for part, step, slope in zip(parts, steps, _gradients(parts, images[chosen], targets[chosen]), strict=True):
                 step *= _MOMENTUM
                 step -= rate * (slope + _DECAY * part)
                 part += step
     return Weights(*(part.astype(np.float32) for part in parts))
 
 
-def _slopes(parts: list[Any], images: Floats, targets: Any) -> tuple[Any, ...]:
+def _gradients(parts: list[Any], images: Floats, targets: Any) -> tuple[Any, ...]:
     first, first_bias, last, last_bias = parts
     units = np.maximum(images @ first + first_bias, 0)
     scores = units @ last + last_bias
-    chances = np.exp(scores - scores.max(1, keepdims=True))
+    probabilities = np.exp(scores - scores.max(1, keepdims=True))
     # The gradient of softmax and cross entropy together is the difference of the probabilities.
-    errors = (chances / chances.sum(1, keepdims=True) - targets) / len(images)
-    below = (errors @ last.T) * (units > 0)
-    return images.T @ below, below.sum(0), units.T @ errors, errors.sum(0)
+    errors = (probabilities / probabilities.sum(1, keepdims=True) - targets) / len(images)
+    hidden_errors = (errors @ last.T) * (units > 0)
+    return images.T @ hidden_errors, hidden_errors.sum(0), units.T @ errors, errors.sum(0)
 
 
 def data_set() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -39,6 +39,7 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     ClaimDropped,
     ClaimEnded,
     ClaimGiven,
+    ClaimRefusal,
     ClaimRefused,
     Compact,
     EndClaimed,
@@ -58,7 +59,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     Started,
     Stopped,
     Stopping,
-    Why,
 )
 from gpulease.daemon.fleet.rules.member import DUPLICATE_NODE_ID, EPOCH_GAP, FOREIGN, FOREIGN_DAEMON, UNSETTLED
 from gpulease.daemon.fleet.rules.membership import MAX_CLOCK_ERROR
@@ -281,7 +281,7 @@ def test_a_twin_stays_out_while_the_first_beats(etcd: ModelEtcd) -> None:
     ]
     twin.ask_for("other")
     (refused,) = twin.take(ClaimRefused)
-    assert (refused.why, refused.text) == (Why.ISOLATED, DUPLICATE_NODE_ID)
+    assert (refused.why, refused.text) == (ClaimRefusal.ISOLATED, DUPLICATE_NODE_ID)
     assert etcd.keys[name_key("m")].mod_revision == epoch
 
 
@@ -508,7 +508,7 @@ def test_a_store_that_went_back_is_refused_until_an_operator_renews_it(etcd: Mod
     assert host.take(MoveHorizon) == []
     host.ask_for()
     (refused,) = host.take(ClaimRefused)
-    assert refused.why is Why.STALE
+    assert refused.why is ClaimRefusal.STALE
     assert "etcdctl put /gpulease/v1/generation" in refused.text
     backup.do(Transaction(writes=(Put(GENERATION, b"second"),)))
     host.run(6)
@@ -537,7 +537,7 @@ def test_a_store_that_went_back_is_refused_though_its_revisions_were_raised(etcd
         member.run(100)
         assert member.take(Joined) == []
         member.ask_for()
-        assert [refused.why for refused in member.take(ClaimRefused)] == [Why.STALE]
+        assert [refused.why for refused in member.take(ClaimRefused)] == [ClaimRefusal.STALE]
 
 
 def test_a_claim_in_a_store_that_went_back_gives_nothing_before_the_beat_shows_it(etcd: ModelEtcd) -> None:
@@ -713,7 +713,7 @@ def test_a_node_with_another_horizon_stays_out_until_the_fleet_s_is_deleted(etcd
     assert host.take(Joined) == []
     host.ask_for()
     (refused,) = host.take(ClaimRefused)
-    assert refused.why is Why.STALE
+    assert refused.why is ClaimRefusal.STALE
     assert "the fleet has horizon_s = 4, and this node 30: set the fleet's" in refused.text
     etcd.delete(HORIZON)
     host.run(6)
@@ -783,7 +783,7 @@ def test_an_unknown_claim_that_nobody_waits_for_is_deleted(etcd: ModelEtcd) -> N
     (ask,) = host.asked
     host.asked.clear()
     host.send(Answered(ask.number, Unknown("timeout")))
-    assert [refused.why for refused in host.take(ClaimRefused)] == [Why.UNKNOWN]
+    assert [refused.why for refused in host.take(ClaimRefused)] == [ClaimRefusal.UNKNOWN]
     etcd.do(ask.transaction)
     assert host.claims() == "a"
     host.run(6)
@@ -807,7 +807,7 @@ def test_a_cut_off_member_grants_nothing_after_its_horizon(etcd: ModelEtcd) -> N
     host.now += T
     host.settle()
     assert host.take(ClaimGiven) == []
-    assert [refused.why for refused in host.take(ClaimRefused)] == [Why.ISOLATED]
+    assert [refused.why for refused in host.take(ClaimRefused)] == [ClaimRefusal.ISOLATED]
 
 
 def test_a_rejected_claim_says_that_an_operator_must_act(etcd: ModelEtcd) -> None:
@@ -815,7 +815,7 @@ def test_a_rejected_claim_says_that_an_operator_must_act(etcd: ModelEtcd) -> Non
     host.want()
     host.send(Answered(host.asked.pop().number, TransactionRejected("no space")))
     (refused,) = host.take(ClaimRefused)
-    assert refused.why is Why.REJECTED
+    assert refused.why is ClaimRefusal.REJECTED
     assert "no space" in refused.text
     assert "operator" in refused.text
 
@@ -839,14 +839,16 @@ def test_a_waiter_is_refused_when_its_wait_is_over(etcd: ModelEtcd) -> None:
     one.ask_for()
     other.want(wait_s=7)
     together(7.2, one, other)
-    assert [refused.why for refused in other.take(ClaimRefused)] == [Why.TAKEN]
+    assert [refused.why for refused in other.take(ClaimRefused)] == [ClaimRefusal.TAKEN]
 
 
 def test_claims_that_wait_are_bounded(etcd: ModelEtcd) -> None:
     host = Host(etcd)
     for request in range(MAX_REQUESTS + 1):
         host.want(wait_s=100, request=request)
-    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(MAX_REQUESTS, Why.BUSY)]
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [
+        (MAX_REQUESTS, ClaimRefusal.BUSY)
+    ]
 
 
 def test_a_living_lease_whose_claim_somebody_deleted_ends(etcd: ModelEtcd) -> None:
@@ -1201,8 +1203,8 @@ def test_no_value_stops_a_member_or_an_answer(etcd: ModelEtcd, value: bytes) -> 
     host.settle()
     other.is_cut = True
     host.run(120)
-    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(1, Why.TAKEN)]
-    assert [(refused.request, refused.why) for refused in host.take(QuotaRefused)] == [(2, Why.REJECTED)]
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(1, ClaimRefusal.TAKEN)]
+    assert [(refused.request, refused.why) for refused in host.take(QuotaRefused)] == [(2, ClaimRefusal.REJECTED)]
     assert host.take(EndClaimed) == []
     assert host.now < host.member.horizon_ns
     assert [noted.text for noted in host.take(Noted) if noted.note is Note.FAULT] == []
@@ -1262,8 +1264,8 @@ def test_a_fault_in_an_answer_s_handler_leaves_no_request_without_an_answer(etcd
     host.asked.clear()
     host.is_cut = True
     host.run(10)
-    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(1, Why.UNKNOWN)]
-    assert [(refused.request, refused.why) for refused in host.take(QuotaRefused)] == [(2, Why.UNKNOWN)]
+    assert [(refused.request, refused.why) for refused in host.take(ClaimRefused)] == [(1, ClaimRefusal.UNKNOWN)]
+    assert [(refused.request, refused.why) for refused in host.take(QuotaRefused)] == [(2, ClaimRefusal.UNKNOWN)]
     assert Note.FAULT in {noted.note for noted in host.take(Noted)}
 
 
@@ -1278,7 +1280,7 @@ def test_foreign_values_in_slots_and_records_harm_nobody(etcd: ModelEtcd) -> Non
     etcd.do(Transaction(writes=writes, reads=(Get(fenced_key("b")),)))
     host.ask_for(wait_s=3)
     host.run(20)
-    assert [refused.why for refused in host.take(ClaimRefused)] == [Why.TAKEN]
+    assert [refused.why for refused in host.take(ClaimRefused)] == [ClaimRefusal.TAKEN]
     assert host.take(EndClaimed) == []
     assert isinstance(etcd.do(Transaction()), TransactionAnswer)
 

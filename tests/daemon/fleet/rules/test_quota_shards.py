@@ -10,6 +10,7 @@ from gpulease.daemon.fleet.etcd.transactions import Get, Put, Transaction, Unkno
 from gpulease.daemon.fleet.records.fleet_records import HELD, QUOTAS, node_key
 from gpulease.daemon.fleet.rules.fleet_events import (
     Answered,
+    ClaimRefusal,
     EndClaimed,
     LiveClaims,
     QuotaDropped,
@@ -18,7 +19,6 @@ from gpulease.daemon.fleet.rules.fleet_events import (
     QuotaRefused,
     QuotaWanted,
     Reason,
-    Why,
 )
 from gpulease.daemon.fleet.rules.quota_records import (
     SHARDS,
@@ -82,13 +82,13 @@ def test_a_tenant_without_a_quota_is_refused(etcd: ModelEtcd) -> None:
     host = Host(etcd).begin()
     ask(host, 1, 1)
     host.settle()
-    assert [refused.why for refused in host.take(QuotaRefused)] == [Why.NO_QUOTA]
+    assert [refused.why for refused in host.take(QuotaRefused)] == [ClaimRefusal.NO_QUOTA]
 
 
 def test_more_than_the_quota_is_refused_at_once(hosts: list[Host]) -> None:
     ask(hosts[0], 1_001, 1, wait_s=100)
     hosts[0].settle()
-    assert [refused.why for refused in hosts[0].take(QuotaRefused)] == [Why.TOO_LARGE]
+    assert [refused.why for refused in hosts[0].take(QuotaRefused)] == [ClaimRefusal.TOO_LARGE]
 
 
 def test_a_tenant_without_a_quota_has_the_default_and_a_later_one_too(etcd: ModelEtcd) -> None:
@@ -120,7 +120,7 @@ def test_budgets_move_to_the_node_that_wants_all_of_them(etcd: ModelEtcd, hosts:
     assert budgets(etcd) == (1_000, 1_000)
     ask(hosts[1], 1, 2)
     hosts[1].settle()
-    assert [refused.why for refused in hosts[1].take(QuotaRefused)] == [Why.TAKEN]
+    assert [refused.why for refused in hosts[1].take(QuotaRefused)] == [ClaimRefusal.TAKEN]
 
 
 def test_bytes_that_were_given_back_go_to_who_waits(etcd: ModelEtcd, hosts: list[Host]) -> None:

@@ -22,9 +22,11 @@ def tombstone(lease_id: int, created_us: int, ended_us: int) -> LeaseSnapshot:
     )  # fmt: skip
 
 
-def without_end(told: LastRecords, *tombstones: LeaseSnapshot) -> list[int]:
+def find_without_end_record(told: LastRecords, *tombstones: LeaseSnapshot) -> list[int]:
     async def ask() -> list[int]:
-        return [lease.lease_id for lease in LogRecorder(is_required=False, last=told).without_end(tombstones)]
+        return [
+            lease.lease_id for lease in LogRecorder(is_required=False, last=told).find_without_end_record(tombstones)
+        ]
 
     return asyncio.run(ask())
 
@@ -36,18 +38,18 @@ def without_end(told: LastRecords, *tombstones: LeaseSnapshot) -> list[int]:
 @pytest.mark.parametrize("ended_us", [CUT_US - 1, CUT_US, CUT_US + 1])
 def test_a_lease_of_which_the_last_records_tell(kind: RecordKind, lacks: bool, ended_us: int) -> None:
     told = LastRecords({lease_text(7): kind}, CUT_US)
-    assert without_end(told, tombstone(7, 50, ended_us)) == [7] * lacks
+    assert find_without_end_record(told, tombstone(7, 50, ended_us)) == [7] * lacks
 
 
 def test_a_lease_of_which_they_do_not_tell_lacks_its_end_if_that_came_behind_them() -> None:
     told = LastRecords({}, CUT_US)
     before, at, after = tombstone(1, 5, CUT_US - 1), tombstone(2, 5, CUT_US), tombstone(3, 5, CUT_US + 1)
-    assert without_end(told, before, at, after) == [2, 3]
+    assert find_without_end_record(told, before, at, after) == [2, 3]
     # Stopped in good order, or of another boot: all was recorded.
-    assert without_end(LastRecords(), before, at, after) == []
+    assert find_without_end_record(LastRecords(), before, at, after) == []
 
 
 def test_ends_of_an_earlier_boot_and_leases_that_the_log_never_knew_are_not_made_up() -> None:
     told = LastRecords({}, CUT_US)
-    assert without_end(told, tombstone(1, 5, 900), tombstone(2, 5, CUT_US - 1), tombstone(3, 5, 200)) == [3]
-    assert without_end(told, tombstone(4, CUT_US + 1, 200)) == []
+    assert find_without_end_record(told, tombstone(1, 5, 900), tombstone(2, 5, CUT_US - 1), tombstone(3, 5, 200)) == [3]
+    assert find_without_end_record(told, tombstone(4, CUT_US + 1, 200)) == []

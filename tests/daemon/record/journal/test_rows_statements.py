@@ -54,10 +54,10 @@ def test_the_last_change_of_each_row_counts(commits: list[list[Change]], knows_d
     known = RowDigests()
     for changes in commits:
         done = put(connection, changes, known)
-        total += done.more
+        total += done.sum_change
         if knows_digests:
-            known |= done.known
-            known = RowDigests({row: digest for row, digest in known.items() if row not in done.gone})
+            known |= done.digests
+            known = RowDigests({row: digest for row, digest in known.items() if row not in done.removed})
         for change in changes:
             expected.pop((change.kind, change.key), None)
             if change.content is not None:
@@ -76,8 +76,8 @@ def test_many_take_few_statements(connection: sqlite3.Connection, count: int) ->
     known = RowDigests()
     for content in (1, 2, None):
         done = put(connection, [Change(RowKind.LEASE, number_key(number), content) for number in range(count)], known)
-        known |= done.known
+        known |= done.digests
     # Only new rows are read before they are written; the digests of the others are known.
     assert len(statements) == (2 + 1 + 1) * -(-count // MAX_ROWS)
     assert rows_of(connection) == {}
-    assert len(done.gone) == count
+    assert len(done.removed) == count
