@@ -7,7 +7,7 @@
     POST /v1/embeddings                          vectors of texts, if the model has them
     POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
     GET  /tokenizer_info                         texts of special tokens, and the chat template
-    GET  /healthz, /health                       200 while it serves, 503 while its engine is lost
+    GET  /healthz, /health, /v1/health, /ping    200 while it serves, 503 while its engine is lost
     GET  /ready                                  the same without a report
     GET  /version                                the server's version
     GET  /metrics                                Prometheus' text format
@@ -92,6 +92,9 @@ are silent for 60 s, some after 30 s."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
+
+HEALTH_PATHS: Final = ("/healthz", "/health", "/v1/health", "/ping")
+"""Where the health report is: as other servers have it, so that load balancers need no other path."""
 
 LOADING: Final = b": loading\n\n"
 """The comment of a stream with a model that is being loaded (HTML, 9.2.6): no client shows it."""
@@ -210,8 +213,7 @@ def _application(
         Route("/tokenize", texts.tokenize, methods=["POST"]),
         Route("/detokenize", texts.detokenize, methods=["POST"]),
         Route("/tokenizer_info", texts.show_tokenizer, methods=["GET"]),
-        Route("/healthz", show_health, methods=["GET"]),
-        Route("/health", show_health, methods=["GET"]),
+        *(Route(path, show_health, methods=["GET"]) for path in HEALTH_PATHS),
         Route("/ready", show_ready, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
