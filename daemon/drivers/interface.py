@@ -153,6 +153,10 @@ class DriverKernel(Protocol):
     def kept_bytes(self) -> int:
         """The card's local memory that the context reserves before this kernel runs, and then keeps."""
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it has run for so long that `compile_kernel` is to optimise it before the next launch."""
+
     def figures(self) -> Figures:
         """Return the kernel's resources. Raises DriverError."""
 
@@ -670,10 +674,10 @@ class Context(Protocol):
     def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> DriverModule:
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
-    def compile_kernel(self, kernel: DriverKernel) -> bool:
-        """Compile the code that a kernel's first launch needs, unless it is compiled already; return whether it did.
+    def compile_kernel(self, kernel: DriverKernel, threads: int) -> bool:
+        """Compile the code that a launch of so many threads needs, unless it is compiled; return whether it did.
 
-        Otherwise the first launch would compile it. The compilation can't be interrupted. Raises LaunchRejected.
+        Otherwise the launch would compile it. The compilation can't be interrupted. Raises LaunchRejected.
         """
 
     def forget_earlier(self) -> None:

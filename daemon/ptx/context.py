@@ -47,6 +47,7 @@ from gpulease.daemon.ptx.image import CpuKernel, CpuModule, ModulePlace, drop_ol
 from gpulease.daemon.ptx.limits import (
     MAX_ASSERTION_TEXT,
     MAX_BLOCK_DIMS,
+    MAX_FIRST_CODE_THREADS,
     MAX_GRID_DIMS,
     MAX_PARAMETER_BYTES,
     MAX_SHARED_BYTES,
@@ -179,7 +180,7 @@ class CpuGraph:
         context = self._context
         if isinstance(step, KernelStep):
             record, is_shared = context.record(
-                step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0
+                step.kernel, step.grid, step.block, step.shared_bytes, step.params, tag=0, is_replayed=True
             )
             before, tail = record[:_TAG_AT], record[_TAG_END:]
             return lambda tag, _: context.submit(b"".join((before, tag, tail)), is_shared)
@@ -568,12 +569,12 @@ class CpuContext:
         # The module no longer holds its code, so the process may be over its bound.
         drop_oldest_code()
 
-    def compile_kernel(self, kernel: DriverKernel) -> bool:
-        """Compile a kernel, and those that share functions with it, before its first launch; False if already done."""
-        if not isinstance(kernel, CpuKernel) or kernel.refusal is not None or kernel.code.is_compiled:
+    def compile_kernel(self, kernel: DriverKernel, threads: int) -> bool:
+        """Compile a kernel, and those that share functions with it, before a launch (`Context.compile_kernel`)."""
+        if not isinstance(kernel, CpuKernel) or kernel.refusal is not None:
             return False
-        # Reading the entry compiles.
-        return kernel.entry != 0
+        before = int(kernel.running.entry)
+        return kernel.entry_for(threads) != before
 
     # --- Launches ----------------------------------------------------------------------------------------------
 
@@ -632,17 +633,30 @@ class CpuContext:
         return head + is_shared.to_bytes(8, "little")
 
     def record(
-        self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, params: bytes, tag: int
+        self,
+        kernel: DriverKernel,
+        grid: Dim3,
+        block: Dim3,
+        shared_bytes: int,
+        params: bytes,
+        tag: int,
+        *,
+        is_replayed: bool = False,
     ) -> tuple[bytes, bool]:
-        """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected."""
-        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag)
+        """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected.
+
+        What is replayed is optimised at once.
+        """
+        head, is_shared = self._head(kernel, grid, block, shared_bytes, tag, is_replayed=is_replayed)
         if len(params) != kernel.parameter_bytes:
             raise LaunchRejected(
                 f"kernel {kernel.name} takes {kernel.parameter_bytes} bytes of parameters, not {len(params)}"
             )
         return head + params, is_shared
 
-    def _head(self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int) -> tuple[bytes, bool]:
+    def _head(
+        self, kernel: DriverKernel, grid: Dim3, block: Dim3, shared_bytes: int, tag: int, *, is_replayed: bool = False
+    ) -> tuple[bytes, bool]:
         """Pack a launch's head; the bool says whether several threads are to run its blocks. Raises LaunchRejected."""
         # Step 1: can this kernel run here at all?
         if not isinstance(kernel, CpuKernel) or kernel.number not in self._kernel_names:
@@ -668,7 +682,7 @@ class CpuContext:
             spread = self._areas.spread(kernel.needs, blocks, math.prod(block), shared, self._hosts)
         # Step 4: the head in the layout of native/structures.py; parameters follow it in the record.
         head = LAUNCH_HEAD.pack(
-            kernel.entry,
+            kernel.entry_for(MAX_FIRST_CODE_THREADS if is_replayed else blocks * math.prod(block)),
             blocks,
             kernel.variables,
             tag,
@@ -677,7 +691,7 @@ class CpuContext:
             shared,
             kernel.number,
             *spread,
-            kernel.pace,
+            kernel.running_at,
         )
         return head, spread is not IN_ORDER
 

@@ -32,6 +32,8 @@ from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.ptx.kernel_code import PartCode, PartSource
 from gpulease.daemon.ptx.limits import (
+    FIRST_CODE_NS,
+    MAX_FIRST_CODE_THREADS,
     MAX_HELD_CODE_BYTES,
     MAX_IMAGE_BYTES,
     MAX_SHARED_BYTES,
@@ -40,6 +42,7 @@ from gpulease.daemon.ptx.limits import (
 )
 from gpulease.daemon.ptx.memory import KernelNeeds, MemoryArena
 from gpulease.daemon.ptx.native.library import bind_library
+from gpulease.daemon.ptx.native.structures import KernelRunning
 from gpulease.daemon.ptx.parse.parser import parse
 from gpulease.daemon.ptx.parse.syntax import Function, Image, Relocation
 from gpulease.daemon.ptx.translate.call_graph import link
@@ -142,7 +145,7 @@ def translate_image(
     # Refuse what can't be loaded before the long translation.
     check_size(variables, slice_bytes)
     parts = translate(tree, shuffle)
-    sources = tuple(PartSource.of(part.text, part.effort) for part in parts)
+    sources = tuple(PartSource.of(part.text, part.effort, is_once=part.is_once) for part in parts)
     return TranslatedImage(_kernels(tree, parts), variables, tuple(tree.addressed or ()), sources)
 
 
@@ -351,7 +354,8 @@ class CpuKernel:
         symbol: The runner's name there.
         variables: Host address of its module's table of variables.
         needs: What a block of it takes.
-        pace: Host address of how long its blocks took last (native/structures.py).
+        running: How it runs, which native code reads and writes.
+        running_at: The host address of `running`.
         is_cooperative: Whether only a cooperative launch could run it.
         refusal: Why it can't run and what to do, or None.
     """
@@ -368,15 +372,30 @@ class CpuKernel:
     symbol: str
     variables: int
     needs: KernelNeeds
-    pace: int
+    running: KernelRunning
+    running_at: int
     is_cooperative: bool = False
     refusal: tuple[str, str] | None = None
     kept_bytes: int = 0
 
     @property
-    def entry(self) -> int:
-        """Return the host address of its runner, which the first use compiles. Raises LaunchRejected."""
-        return self.code.address(self.symbol)
+    def is_due(self) -> bool:
+        """Say whether its first code has run for so long that it is to be optimised (`DriverKernel.is_due`)."""
+        return int(self.running.first_code_ns) < 0
+
+    def entry_for(self, threads: int) -> int:
+        """Return the host address of its runner for a launch of so many threads. Raises LaunchRejected.
+
+        Compiles the kernel before its first launch, and optimises it before a launch that its first code is too slow
+        for: one of many threads, or one after the first code has run for long.
+        """
+        running = self.running
+        left_ns = running.first_code_ns
+        is_large = threads >= MAX_FIRST_CODE_THREADS
+        if running.entry == 0 or left_ns < 0 or (left_ns and is_large):
+            running.entry = self.code.address(self.symbol, is_hot=left_ns < 0 or is_large)
+            running.first_code_ns = 0 if self.code.is_optimised else FIRST_CODE_NS
+        return int(running.entry)
 
     def figures(self) -> Figures:
         """Return what its variables leave of a block's shared memory, and the bytes of its local windows."""
@@ -396,8 +415,8 @@ class CpuModule:
     code: LoadedCode
     variable_addresses: tuple[int, ...]
     place: ModulePlace
-    # Owns the memory of the variables' table and of the kernels' paces, which native code reads.
-    tables: tuple[Any, Any]
+    # Owns the memory of the variables' table, which native code reads.
+    table: Any
     shared_bytes: int = 0
     kept_bytes: int = 0
 
@@ -439,7 +458,6 @@ def load(
     addresses_and_handles = (*addresses, *handles.values())
     # Step 3: the table in which compiled code finds both, in the order the translation counted them.
     table = (ctypes.c_uint64 * max(1, len(addresses_and_handles)))(*addresses_and_handles)
-    paces = (ctypes.c_uint64 * max(1, len(code.image.kernels)))()
     # Step 4: a kernel object for each entry point.
     kernels = {
         facts.name: _kernel(
@@ -447,12 +465,11 @@ def load(
             number=first_number + offset,
             code=code.codes[facts.part],
             variables=ctypes.addressof(table),
-            pace=ctypes.addressof(paces) + offset * ctypes.sizeof(ctypes.c_uint64),
         )
         for offset, facts in enumerate(code.image.kernels)
     }
     module_place = ModulePlace(addresses, tuple(handles.values()), first_number)
-    return CpuModule(kernels, device_bytes, code, addresses, module_place, (table, paces))
+    return CpuModule(kernels, device_bytes, code, addresses, module_place, table)
 
 
 def _handles_of(code: LoadedCode, place: ModulePlace | None) -> dict[str, int]:
@@ -497,7 +514,8 @@ def release(addresses: "list[int] | tuple[int, ...]", arena: MemoryArena) -> Non
             arena.free(address)
 
 
-def _kernel(facts: KernelFacts, *, number: int, code: PartCode, variables: int, pace: int) -> CpuKernel:
+def _kernel(facts: KernelFacts, *, number: int, code: PartCode, variables: int) -> CpuKernel:
+    running = KernelRunning()
     return CpuKernel(
         name=facts.name,
         number=number,
@@ -511,7 +529,8 @@ def _kernel(facts: KernelFacts, *, number: int, code: PartCode, variables: int, 
         symbol=facts.symbol,
         variables=variables,
         needs=facts.needs,
-        pace=pace,
+        running=running,
+        running_at=ctypes.addressof(running),
         is_cooperative=facts.is_cooperative,
         refusal=facts.refusal,
     )

@@ -3,8 +3,13 @@
 Most kernels of a large module are never launched, and LLVM takes ten times as long as parsing and translating. So an
 image is parsed, translated and perhaps refused when it is loaded, and each part is compiled on demand. IR is kept
 compressed to a fifth: it is some seven times as long as the code that it becomes.
+
+Most kernels that are launched run only for a moment. So a part is first compiled in a fraction of the time
+(`Effort.FIRST`), and again with its own effort once one of its kernels has run for long (`CpuKernel.entry_for`). Both
+codes compute the same bits.
 """
 
+import hashlib
 import zlib
 
 from gpulease.daemon import ptx
@@ -16,6 +21,9 @@ from gpulease.protocol.fast_dataclass import dataclass
 # zlib's fastest level: the default level makes IR a sixth smaller and takes three times as long.
 _COMPRESSION = 1
 
+# Efforts that take several times as long as `Effort.FIRST`. The others are for code that is too long for its passes.
+_OPTIMISED = (Effort.FULL, Effort.FEW)
+
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
@@ -25,23 +33,30 @@ class PartSource:
         effort: The value of its Effort.
         key: The key under which its object code is kept for other processes.
         packed: Its IR, compressed.
+        is_once: Whether it is compiled once, with its effort. Otherwise it is compiled with `Effort.FIRST` before.
     """
 
     effort: str
     key: bytes
     packed: bytes
+    is_once: bool
 
     @classmethod
-    def of(cls, text: str, effort: Effort) -> "PartSource":
+    def of(cls, text: str, effort: Effort, *, is_once: bool) -> "PartSource":
         data = text.encode()
         key = key_of(b"part " + effort.value.encode(), data, ptx)
-        return cls(effort.value, key, zlib.compress(data, _COMPRESSION))
+        return cls(effort.value, key, zlib.compress(data, _COMPRESSION), is_once or effort not in _OPTIMISED)
+
+    @property
+    def first_key(self) -> bytes:
+        """The key of the object code of `Effort.FIRST`."""
+        return hashlib.sha256(Effort.FIRST.value.encode() + self.key).digest()
 
 
-def compile_source(source: PartSource) -> bytes:
-    """Compile a part to object code. Raises LaunchRejected for IR that LLVM refuses."""
+def compile_source(source: PartSource, effort: Effort | None = None) -> bytes:
+    """Compile a part to object code, with its own effort or another. Raises LaunchRejected for IR that LLVM refuses."""
     try:
-        return emit_object(zlib.decompress(source.packed).decode(), Effort(source.effort))
+        return emit_object(zlib.decompress(source.packed).decode(), effort or Effort(source.effort))
     except BadIr as error:
         raise LaunchRejected(f"the embedded driver failed to translate this kernel: {error}") from None
 
@@ -55,29 +70,49 @@ class PartCode:
 
     def __init__(self, source: PartSource) -> None:
         self._source = source
-        self._native: NativeCode | None = None
-        self._addresses: dict[str, int] = {}
+        # A launch may still run the first code while later ones run the optimised code, so both are kept.
+        self._first: NativeCode | None = None
+        self._optimised: NativeCode | None = None
         self.size_bytes = len(source.packed)
 
     @property
     def is_compiled(self) -> bool:
         """Say whether its functions can be called at once."""
-        return self._native is not None
+        return self._first is not None or self._optimised is not None
 
-    def address(self, symbol: str) -> int:
-        """Return a function's address; compiles the part if needed. Raises LaunchRejected like `compile_source`."""
-        known_address = self._addresses.get(symbol)
-        if known_address is None:
-            known_address = self._addresses[symbol] = self._compiled().address(symbol)
-        return known_address
+    @property
+    def is_optimised(self) -> bool:
+        """Say whether `address` returns code of the part's own effort from now on."""
+        return self._optimised is not None
 
-    def _compiled(self) -> NativeCode:
-        # Three places, cheapest first: this process, the directory of kept code, LLVM.
-        if self._native is None:
+    def address(self, symbol: str, *, is_hot: bool = False) -> int:
+        """Return a function's address; compiles the part if needed, with its own effort if `is_hot`.
+
+        Raises LaunchRejected like `compile_source`.
+        """
+        return self._code(is_hot=is_hot).address(symbol)
+
+    def _code(self, *, is_hot: bool) -> NativeCode:
+        # Three places for each code, cheapest first: this process, the directory of kept code, LLVM. Optimised code
+        # that another process has made is taken at once.
+        if self._optimised is None and (is_hot or self._first is None):
             data = read_kept(self._source.key)
-            if data is None:
+            if data is None and (is_hot or self._source.is_once):
                 data = compile_source(self._source)
                 keep(self._source.key, data)
-            self._native = load_object(data)
-            self.size_bytes += len(data)
-        return self._native
+            if data is not None:
+                self._optimised = self._load(data)
+        if self._optimised is not None:
+            return self._optimised
+        if self._first is None:
+            data = read_kept(self._source.first_key)
+            if data is None:
+                data = compile_source(self._source, Effort.FIRST)
+                keep(self._source.first_key, data)
+            self._first = self._load(data)
+        return self._first
+
+    def _load(self, data: bytes) -> NativeCode:
+        code = load_object(data)
+        self.size_bytes += len(data)
+        return code

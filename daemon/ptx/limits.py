@@ -87,6 +87,14 @@ MAX_SIMPLIFIED_ACCESSES = 1024
 # them: 260,000 lines of matrix products took 27 s. Plainly they take 3 s, and the code is four fifths as fast.
 MAX_OPTIMISED_LINES = 200_000
 
+# A kernel is compiled in a fraction of the time at first, and optimised before the launch that follows this time in its
+# first code, which takes up to four times as long. Optimising takes as long as this, about: a kernel that needs it has
+# cost at most twice as much as if that had been known.
+FIRST_CODE_NS = 100_000_000
+
+# Threads of a launch for which a kernel is optimised at once: a million in the first code would take that time.
+MAX_FIRST_CODE_THREADS = 1 << 20
+
 # Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
 

@@ -169,7 +169,9 @@ class GraphOperations(OperationHandler):
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
-        graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
+        # A driver may optimise the kernels now: a graph is replayed.
+        with self._resources.compiling():
+            graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
         # The driver has made the graph: count it, record what it depends on, and charge it.
         self._last_number += 1
         number = self._last_number

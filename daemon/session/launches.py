@@ -15,8 +15,10 @@ and ends the worker if that kernel runs for too long. A kernel that waits for ro
 streams, also counts as running, because polls can't distinguish the two.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter
@@ -222,7 +224,7 @@ class Planner:
     """A session's plans, found by the bytes of a launch on the wire.
 
     Args:
-        compile_kernel: Compiles a kernel before its first launch. Raises DriverError or LeaseOver.
+        compile_kernel: Compiles a kernel before a launch of so many threads. Raises DriverError or LeaseOver.
 
     Attributes:
         expected: The plan that the next launch is expected to use; None without an expectation.
@@ -232,7 +234,7 @@ class Planner:
         on_forget: Called before all plans are dropped.
     """
 
-    def __init__(self, ledger: Ledger, session_id: int, compile_kernel: Callable[[DriverKernel], None]) -> None:
+    def __init__(self, ledger: Ledger, session_id: int, compile_kernel: Callable[[DriverKernel, int], None]) -> None:
         self.expected: Plan | None = None
         self.has_new_kernel = False
         self.add_record: Callable[[Plan], None] | None = None
@@ -281,6 +283,9 @@ class Planner:
             if self.add_record is not None and is_expected:
                 self.add_record(plan)
                 self._plan_by_address[plan.address] = plan
+        elif plan.kernel.is_due:
+            # Native code has left this launch to Python, so that the kernel is optimised before it.
+            self._compile(plan.kernel, prod(plan.grid) * prod(plan.block))
         return plan, args
 
     def follow(self, plan: Plan) -> None:
@@ -318,17 +323,16 @@ class Planner:
             self._ledger.restore_kept(self._kept_before)
             self.forget()
 
+    def _compile(self, kernel: DriverKernel, threads: int) -> None:
+        with _named(kernel):
+            self._compile_kernel(kernel, threads)
+
     def _charge(self, kernel: DriverKernel) -> None:
-        """Compile a kernel, and charge the slice for what the driver takes at its first launch."""
-        try:
-            self._compile_kernel(kernel)
+        """Charge the slice for what the driver takes at a kernel's first launch."""
+        with _named(kernel):
             # Keep the bytes from before the charge, so that `refused` can undo it.
             self._kept_before = self._ledger.kept_bytes
             self._ledger.charge_kept(kernel.kept_bytes)
-        except KernelFault:
-            raise  # The error is of an earlier launch.
-        except DriverError as error:
-            raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
         self.has_new_kernel = True
 
     def _make(self, launch: Launch, pattern: LaunchPattern) -> Plan:
@@ -357,9 +361,21 @@ class Planner:
                 kernel=kernel.name,
                 hint="Use smaller blocks and more of them.",
             )
+        self._compile(kernel, prod(grid) * block_threads)
         self._charge(kernel)
         block = (launch.block_x, launch.block_y, launch.block_z)
         return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)
+
+
+@contextmanager
+def _named(kernel: DriverKernel) -> Iterator[None]:
+    """Raise a DriverError of what precedes a launch as the failure of that launch, with the kernel's name."""
+    try:
+        yield
+    except KernelFault:
+        raise  # The error is of an earlier launch.
+    except DriverError as error:
+        raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
 
 
 def _check_sizes(launch: Launch, kernel: DriverKernel) -> None:

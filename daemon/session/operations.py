@@ -104,10 +104,13 @@ class SessionResources:
         finally:
             self.counters[_COMPILING_SINCE_NS] = 0
 
-    def compile_kernel(self, kernel: DriverKernel) -> None:
-        """Compile a kernel before its first launch. Raises DriverError, or LeaseOver if the lease ended during that."""
+    def compile_kernel(self, kernel: DriverKernel, threads: int) -> None:
+        """Compile a kernel before a launch of so many threads.
+
+        Raises DriverError, or LeaseOver if the lease ended during that.
+        """
         with self.compiling():
-            has_compiled = self.context.compile_kernel(kernel)
+            has_compiled = self.context.compile_kernel(kernel, threads)
         # Compiling may have taken long, so check the lease again before the launch.
         if has_compiled:
             self.check_lease()

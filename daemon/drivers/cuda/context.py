@@ -670,7 +670,7 @@ class CudaContext:
         self._modules[module] = None
         return module
 
-    def compile_kernel(self, kernel: Any) -> bool:
+    def compile_kernel(self, kernel: Any, threads: int) -> bool:
         """Return False: an image is compiled when it is loaded."""
         return False
 

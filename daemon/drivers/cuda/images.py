@@ -59,6 +59,8 @@ class CudaKernel:
     function: int
     shared: DynamicSharedMemory
     is_cooperative: bool = False
+    # The whole image is compiled, with all optimizations, when it is loaded.
+    is_due: bool = False
 
     def figures(self) -> Figures:
         kinds = api.CUfunction_attribute

@@ -3,7 +3,8 @@
 ;
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, waiting 16, tag 24, kernel 32, ring 40,
 ; slot_bytes 48, slot_mask 56, idle_spins 64, team 72, fault 80, queued 88, done 120.
-; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60, chunk 64. A Team has its places at 8; an
+; A slot begins with a Launch: entry 0, blocks 8, tag 24, kernel 60, chunk 64, running 88. A KernelRunning has entry 8,
+; first_code_ns 16. A Team has its places at 8; an
 ; Environment its fault at 48.
 
 declare i32 @gpulease_sem_trywait(ptr)
@@ -55,9 +56,9 @@ take:
   %index = and i64 %number, %mask
   %distance = mul i64 %index, %bytes
   %slot = getelementptr i8, ptr %ring, i64 %distance
-  %entry = load ptr, ptr %slot
+  %packed.entry = load ptr, ptr %slot
   %following = add i64 %number, 1
-  %is.end = icmp eq ptr %entry, null
+  %is.end = icmp eq ptr %packed.entry, null
   br i1 %is.end, label %end, label %consider
 consider:
   ; Behind a fault, launches are passed over until the caller has taken it.
@@ -65,6 +66,21 @@ consider:
   %is.skipped = icmp ne i64 %skip, 0
   br i1 %is.skipped, label %finish, label %run
 run:
+  ; The kernel may have been optimised since this launch was packed.
+  %running.at = getelementptr i8, ptr %slot, i64 88
+  %running = load ptr, ptr %running.at
+  %entry.at = getelementptr i8, ptr %running, i64 8
+  %entry = load atomic ptr, ptr %entry.at acquire, align 8
+  store ptr %entry, ptr %slot
+  %left.at = getelementptr i8, ptr %running, i64 16
+  %left = load atomic i64, ptr %left.at monotonic, align 8
+  %is.timed = icmp sgt i64 %left, 0
+  br i1 %is.timed, label %clock, label %begin
+clock:
+  %clock.now = call i64 @now()
+  br label %begin
+begin:
+  %begun = phi i64 [ 0, %run ], [ %clock.now, %clock ]
   %chunk.at = getelementptr i8, ptr %slot, i64 64
   %chunk = load i32, ptr %chunk.at
   %is.alone = icmp eq i32 %chunk, 0
@@ -82,6 +98,17 @@ ran:
   ; Where the fault's record is named.
   %named = phi ptr [ %place, %alone ], [ %team, %together ]
   %named.at = phi i64 [ 48, %alone ], [ 80, %together ]
+  br i1 %is.timed, label %count, label %check
+count:
+  ; Never 0, which means that the code is not timed.
+  %ended = call i64 @now()
+  %elapsed = sub i64 %ended, %begun
+  %left.less = sub i64 %left, %elapsed
+  %is.over = icmp slt i64 %left.less, 1
+  %left.now = select i1 %is.over, i64 -1, i64 %left.less
+  store atomic i64 %left.now, ptr %left.at monotonic, align 8
+  br label %check
+check:
   %is.fault = icmp ne i32 %status, 0
   br i1 %is.fault, label %fault, label %finish
 fault:

@@ -193,8 +193,8 @@ class QueuedLaunch(ctypes.Structure):
     """The head of a queue slot: one launch. Its parameters follow. A slot without entry ends the stream's thread.
 
     Its blocks are handed out `chunk` at a time, to at most `places` environments with areas a stride apart; if
-    `chunk` is 0 they all run one after another in the first. `pace` is the address of how long a block of this kernel
-    took last, in nanoseconds, 0 if that is not known.
+    `chunk` is 0 they all run one after another in the first. `running` is the address of the kernel's KernelRunning;
+    the stream replaces `entry` by the entry there.
     """
 
     _fields_ = (
@@ -212,7 +212,7 @@ class QueuedLaunch(ctypes.Structure):
         ("local_stride", ctypes.c_uint32),
         ("frame_stride", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
-        ("pace", ctypes.c_uint64),
+        ("running", ctypes.c_uint64),
     )
 
 
@@ -220,6 +220,22 @@ class QueuedLaunch(ctypes.Structure):
 LAUNCH_HEAD = struct.Struct("<4Q13I4xQ")
 
 PARAMETERS_OFFSET = ctypes.sizeof(QueuedLaunch)
+
+
+class KernelRunning(ctypes.Structure):
+    """How a kernel runs; team.ll, stream.ll and submit.ll have the same offsets.
+
+    `block_ns` is how long a block of it took last, 0 if that is not known. `entry` is the address of its runner, 0
+    before it is compiled. `first_code_ns` is for how much longer launches may run its first code: the stream counts it
+    down, and where it becomes negative, native code launches the kernel no more until Python has optimised it. 0 means
+    that the code is not timed: it is optimised.
+    """
+
+    _fields_ = (
+        ("block_ns", ctypes.c_uint64),
+        ("entry", ctypes.c_uint64),
+        ("first_code_ns", ctypes.c_int64),
+    )
 
 
 class Semaphore(ctypes.Structure):

@@ -3,12 +3,13 @@
 ; %state is a StreamState (structures.py); offsets: completed 0, faulted 8, ring 40, slot_bytes 48, slot_mask 56, queued 88,
 ; submitted 152, has_thread 160, has_helpers 168, prints 176, marks 184. A PrintHead has: used 0, dropped 8.
 ; %record is a launch's head of 96 bytes, with its tag at 24, then one word: whether its blocks are shared out.
+; A KernelRunning, at 88 of the head, has first_code_ns 16.
 ; Parameters are at most MAX_PARAMETER_BYTES, which a slot has room for: `CpuContext` makes no record of others.
 
 declare ptr @gpulease_memcpy(ptr, ptr, i64)
 declare ptr @gpulease_memset(ptr, i32, i64)
 
-; 0: queued. 1: no room, or threads to be started first: Python does that.
+; 0: queued. 1: no room, threads to be started first, or a kernel to be optimised: Python does that.
 define i32 @submit(ptr %state, ptr %record, ptr %params, i64 %bytes, i64 %tag) {
 entry:
   %thread.at = getelementptr i8, ptr %state, i64 160
@@ -28,8 +29,14 @@ entry:
   %mask.at = getelementptr i8, ptr %state, i64 56
   %mask = load i64, ptr %mask.at
   %has.room = icmp ule i64 %waiting, %mask
+  %kernel.at = getelementptr i8, ptr %record, i64 88
+  %kernel = load ptr, ptr %kernel.at
+  %left.at = getelementptr i8, ptr %kernel, i64 16
+  %left = load atomic i64, ptr %left.at monotonic, align 8
+  %is.fast = icmp sge i64 %left, 0
   %can.some = and i1 %is.running, %is.manned
-  %can = and i1 %can.some, %has.room
+  %can.room = and i1 %can.some, %has.room
+  %can = and i1 %can.room, %is.fast
   br i1 %can, label %fill, label %refuse
 fill:
   %ring.at = getelementptr i8, ptr %state, i64 40

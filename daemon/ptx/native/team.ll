@@ -2,7 +2,8 @@
 ;
 ; %team is a Team (structures.py); offsets: launch 0, places 8, helpers 16, wake_ns 24, idle_yields 32, ending 40, next 64,
 ; stop 72, fault 80, used 88, state 128, idle 136, work 192, done 224.
-; A Launch has: entry 0, blocks 8, chunk 64, places 68, shared_stride 72, local_stride 76, frame_stride 80, pace 88.
+; A Launch has: entry 0, blocks 8, chunk 64, places 68, shared_stride 72, local_stride 76, frame_stride 80, running 88.
+; A KernelRunning has block_ns 0.
 ; An Environment has: arena 0, shadow 8, last_granule 16, shared 24, local 32, frames 40, fault 48, prints 56, block 64,
 ; resumes 72, next 80, returned 88, and takes 128; a Fault takes 80.
 ;

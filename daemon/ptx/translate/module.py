@@ -70,6 +70,7 @@ class Part:
         runners: The name of each kernel's runner in the IR.
         needs: What each kernel's blocks take.
         shuffle: The seed of the order in which warps and blocks run; None for the order of their numbers.
+        is_once: Whether only code of its effort may run: its functions' checks of the stack know only those frames.
     """
 
     effort: Effort
@@ -79,6 +80,7 @@ class Part:
     needs: dict[str, KernelNeeds] = field(default_factory=dict)
     lines: int = 0
     shuffle: int | None = None
+    is_once: bool = False
     _definitions: list[str] = field(default_factory=list)
     _declarations: set[str] = field(default_factory=set)
 
@@ -258,7 +260,7 @@ class _ImageTranslator:
     def _part(self, effort: Effort, *, calls: bool = False) -> Part:
         called = self._addressed if calls else ()
         callees = Callees(self._functions, called, self._first_place, self._watching)
-        return Part(effort, self._budget, callees, shuffle=self._shuffle)
+        return Part(effort, self._budget, callees, shuffle=self._shuffle, is_once=calls)
 
 
 def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpulease.daemon.ptx import image
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
 from gpulease.daemon.ptx.image import CpuModule
@@ -40,6 +41,12 @@ def lasting() -> Iterator[CpuContext]:
 def resting(lasting: CpuContext) -> Iterator[CpuContext]:
     yield lasting
     assert lasting.rest()
+
+
+@pytest.fixture
+def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are optimised before their first launch, as those that run for long are."""
+    monkeypatch.setattr(image, "MAX_FIRST_CODE_THREADS", 0)
 
 
 Rows = Sequence[tuple[int, ...]]

@@ -86,7 +86,7 @@ def test_a_kernel_is_refused_at_its_launch_and_its_modules_others_run(context: C
     text, said = REFUSED[case]
     kernels = context.module_load(HEAD + text.encode() + GOOD).kernels
     assert list(kernels) == ["bad", "good"]
-    assert not context.compile_kernel(kernels["bad"])
+    assert not context.compile_kernel(kernels["bad"], 1)
     with pytest.raises(LaunchRejected, match=said):
         context.launch(kernels["bad"], ONE, ONE, 0, b"", 1)
     out, found = context.mem_alloc(4), bytearray(4)

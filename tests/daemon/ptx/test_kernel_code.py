@@ -2,6 +2,7 @@
 when they are loaded."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from gpulease.daemon.native.compiler import BadIr, Effort, emit_object
 from gpulease.daemon.ptx import image, kernel_code
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.kernel_code import PartCode, PartSource
+from gpulease.daemon.ptx.limits import MAX_FIRST_CODE_THREADS
 
 ONE = (1, 1, 1)
 HEAD = ".version 8.0\n.target sm_75\n.address_size 64\n"
@@ -32,18 +34,18 @@ def storing(name: str, number: int, *, calls: bool = False) -> str:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What LLVM was given; this process holds no code, and has no cache."""
-    texts: list[str] = []
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
+    """With which effort LLVM was used; this process holds no code, and has no cache."""
+    efforts: list[Effort] = []
 
     def emit(text: str, effort: Effort) -> bytes:
-        texts.append(text)
+        efforts.append(effort)
         return emit_object(text, effort)
 
     monkeypatch.setenv("GPULEASE_CPU_CACHE", "")
     monkeypatch.setattr(image, "_cached_code", type(image._cached_code)())
     monkeypatch.setattr(kernel_code, "emit_object", emit)
-    return texts
+    return efforts
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def run(context: CpuContext, kernel: image.CpuKernel) -> int:
     return int.from_bytes(found, "little")
 
 
-def test_a_kernel_is_compiled_at_its_first_launch_and_no_other_is(context: CpuContext, compiled: list[str]) -> None:
+def test_a_kernel_is_compiled_at_its_first_launch_and_no_other_is(context: CpuContext, compiled: list[Effort]) -> None:
     kernels = context.module_load((HEAD + "".join(storing(f"k{n}", n) for n in range(9))).encode()).kernels
     counts = [len(compiled)]
     for number in (3, 3, 7):
@@ -71,7 +73,7 @@ def test_a_kernel_is_compiled_at_its_first_launch_and_no_other_is(context: CpuCo
     assert counts == [0, 1, 1, 2]
 
 
-def test_kernels_that_share_functions_are_compiled_together(context: CpuContext, compiled: list[str]) -> None:
+def test_kernels_that_share_functions_are_compiled_together(context: CpuContext, compiled: list[Effort]) -> None:
     text = HEAD + SHARED + "".join(storing(f"k{n}", n, calls=True) for n in range(3)) + storing("alone", 9)
     kernels = context.module_load(text.encode()).kernels
     assert [run(context, kernels[f"k{n}"]) for n in range(3)] == [0, 1, 2]
@@ -80,7 +82,7 @@ def test_kernels_that_share_functions_are_compiled_together(context: CpuContext,
     assert len(compiled) == 2
 
 
-def test_a_graph_s_kernels_are_compiled_when_it_is_made(context: CpuContext, compiled: list[str]) -> None:
+def test_a_graph_s_kernels_are_compiled_when_it_is_made(context: CpuContext, compiled: list[Effort]) -> None:
     kernel = context.module_load((HEAD + storing("k", 5)).encode()).kernels["k"]
     out = context.mem_alloc(4)
     graph = context.graph([KernelStep(kernel, ONE, ONE, 0, out.to_bytes(8, "little"))])
@@ -90,15 +92,76 @@ def test_a_graph_s_kernels_are_compiled_when_it_is_made(context: CpuContext, com
     assert len(compiled) == 1
 
 
-def test_a_kernel_is_compiled_ahead_once(context: CpuContext, compiled: list[str]) -> None:
+def test_a_kernel_is_optimised_before_the_launch_that_follows_long_runs(
+    context: CpuContext, compiled: list[Effort]
+) -> None:
     kernel = context.module_load((HEAD + storing("k", 5)).encode()).kernels["k"]
-    assert [context.compile_kernel(kernel) for _ in range(3)] == [True, False, False]
+    for left_ns in (kernel.running.first_code_ns, 1 << 60, 1):
+        kernel.running.first_code_ns = left_ns
+        assert run(context, kernel) == 5
+        assert compiled == [Effort.FIRST]
+    # Its first code ran for a nanosecond or more.
+    assert kernel.is_due
+    for _ in range(2):
+        assert run(context, kernel) == 5
+        assert compiled == [Effort.FIRST, Effort.FEW]
+    assert kernel.running.first_code_ns == 0
+
+
+def test_launches_that_are_queued_already_run_the_optimised_code(context: CpuContext, compiled: list[Effort]) -> None:
+    kernel = context.module_load((HEAD + storing("k", 5)).encode()).kernels["k"]
+    out, found = context.mem_alloc(4), bytearray(4)
+    record, is_shared = context.record(kernel, ONE, ONE, 0, out.to_bytes(8, "little"), 1)
+    kernel.running.first_code_ns = -1
+    assert context.compile_kernel(kernel, 1)
+    assert compiled == [Effort.FIRST, Effort.FEW]
+    # What the record was packed with is not run any more.
+    entry = int.from_bytes(record[:8], "little")
+    assert entry != kernel.running.entry
+    context.submit((1).to_bytes(8, "little") + record[8:], is_shared)
+    context.mem_read(out, memoryview(found))
+    assert found[0] == 5
+
+
+def test_a_large_launch_s_kernel_is_optimised_at_once(context: CpuContext, compiled: list[Effort]) -> None:
+    text = (HEAD + storing("small", 4) + storing("large", 5)).encode()
+    kernels = context.module_load(text).kernels
+    assert context.compile_kernel(kernels["small"], MAX_FIRST_CODE_THREADS - 1)
+    assert context.compile_kernel(kernels["large"], MAX_FIRST_CODE_THREADS)
+    assert compiled == [Effort.FIRST, Effort.FEW]
+
+
+def test_a_function_s_callers_are_compiled_once(context: CpuContext, compiled: list[Effort]) -> None:
+    """The checks of the stack are made for the frames of one effort."""
+    kernel = context.module_load((HEAD + SHARED + storing("k", 5, calls=True)).encode()).kernels["k"]
+    assert run(context, kernel) == 5
+    assert compiled == [Effort.FULL]
+    assert (kernel.running.first_code_ns, kernel.is_due) == (0, False)
+
+
+def test_code_that_another_process_has_optimised_is_taken_at_once(
+    context: CpuContext, compiled: list[Effort], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GPULEASE_CPU_CACHE", str(tmp_path / "kept"))
+    text = (HEAD + storing("k", 5)).encode()
+    for threads, optimised in ((1, False), (MAX_FIRST_CODE_THREADS, True), (1, True)):
+        image.forget_code()
+        kernel = context.module_load(text).kernels["k"]
+        assert context.compile_kernel(kernel, threads)
+        assert kernel.code.is_optimised == optimised
+        assert run(context, kernel) == 5
+    assert compiled == [Effort.FIRST, Effort.FEW]
+
+
+def test_a_kernel_is_compiled_ahead_once(context: CpuContext, compiled: list[Effort]) -> None:
+    kernel = context.module_load((HEAD + storing("k", 5)).encode()).kernels["k"]
+    assert [context.compile_kernel(kernel, 1) for _ in range(3)] == [True, False, False]
     assert len(compiled) == 1
     assert run(context, kernel) == 5
 
 
 def test_an_equal_kernel_of_another_module_of_the_image_is_not_compiled_again(
-    context: CpuContext, compiled: list[str]
+    context: CpuContext, compiled: list[Effort]
 ) -> None:
     text = (HEAD + storing("k", 5)).encode()
     for _ in range(2):
@@ -132,7 +195,7 @@ def test_code_of_modules_that_are_gone_is_bounded(context: CpuContext, monkeypat
 
 @pytest.mark.usefixtures("compiled")
 def test_a_part_counts_with_its_source_and_its_code() -> None:
-    source = PartSource.of("define i32 @f() {\n  ret i32 7\n}\n", Effort.LEAST)
+    source = PartSource.of("define i32 @f() {\n  ret i32 7\n}\n", Effort.LEAST, is_once=True)
     code = PartCode(source)
     assert (code.size_bytes, code.is_compiled) == (len(source.packed), False)
     assert code.address("f") == code.address("f") != 0

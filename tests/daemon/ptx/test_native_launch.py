@@ -8,6 +8,7 @@ import pytest
 from gpulease.daemon.drivers.interface import Dim3, DriverKernel, KernelFault, NativeLaunch
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.driver import CpuDriver
+from gpulease.daemon.ptx.image import CpuKernel
 from gpulease.daemon.ptx.limits import QUEUE_DEPTH
 from helpers.waiting import wait_until
 
@@ -65,7 +66,9 @@ class Native:
         self.word = self.at.to_bytes(8, "little")
 
     def launch(self, kernel: DriverKernel, params: bytes, tag: int = 1, *, grid: Dim3 = ONE) -> int:
-        record = self.own.record(kernel, grid, ONE, 0)
+        return self.launch_record(self.own.record(kernel, grid, ONE, 0), params, tag)
+
+    def launch_record(self, record: bytes | None, params: bytes, tag: int = 1) -> int:
         assert record is not None
         return int(self._launch(self.own.state, record, params, len(params), tag))
 
@@ -99,6 +102,25 @@ def test_launches_are_done_in_order(native: Native) -> None:
     assert native.launch(native.kernels["bump"], native.word + (2).to_bytes(4, "little"), 9, grid=(64, 1, 1)) == 0
     assert native.found() == 499 * 500 // 2 + 1 + 128
     assert native.query() == ENDED
+
+
+def test_a_kernel_that_has_run_for_long_is_left_to_python_which_optimises_it(native: Native) -> None:
+    native.started()
+    kernel = native.kernels["bump"]
+    more = native.word + (1).to_bytes(4, "little")
+    assert isinstance(kernel, CpuKernel)
+    assert kernel.running.first_code_ns > 0
+    kernel.running.first_code_ns = 1
+    record = native.own.record(kernel, ONE, ONE, 0)
+    assert native.launch_record(record, more) == 0
+    native.context.sync()
+    assert kernel.is_due
+    assert native.launch_record(record, more) == 1
+    native.context.launch(kernel, ONE, ONE, 0, more, 1)
+    assert (kernel.code.is_optimised, kernel.is_due) == (True, False)
+    # The same record runs the optimised code.
+    assert native.launch_record(record, more) == 0
+    assert native.found() == 3
 
 
 def test_threads_are_started_by_python(native: Native) -> None:

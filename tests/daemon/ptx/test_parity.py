@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from gpulease.daemon.ptx import image
 from gpulease.daemon.ptx.context import CpuContext
 from helpers.parity import Spelled, results_of, spelled_instructions
 from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes, rows_ptx
@@ -83,6 +85,16 @@ BY_OPCODE: Final = {
 }
 
 
+@pytest.fixture(params=["first code", "optimised"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled as for their first launches, or with all optimizations."""
+    monkeypatch.setattr(image, "MAX_FIRST_CODE_THREADS", 0 if request.param == "optimised" else sys.maxsize)
+    # Optimised code that is kept would be taken for the first.
+    monkeypatch.setenv("GPULEASE_CPU_CACHE", "")
+    image.forget_code()
+
+
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("opcode", BY_OPCODE)
 def test_every_form_gives_what_the_card_gave(resting: CpuContext, recorded: dict[str, Any], opcode: str) -> None:
     """But for the forms known to differ, which must be exactly those: one that is mended leaves the list."""

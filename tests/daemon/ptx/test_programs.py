@@ -13,6 +13,9 @@ from gpulease.daemon.ptx.image import CpuKernel
 
 Vector = Callable[[str], bytes]
 Array = np.ndarray[Any, np.dtype[Any]]
+# As users' longest kernels run; the tests of single instructions take the first code.
+pytestmark = pytest.mark.usefixtures("optimised")
+
 ARCHITECTURES = ["sm75", "sm80", "sm90", "debug.sm75"]
 RNG = np.random.default_rng(7)
 

@@ -6,7 +6,13 @@ import pytest
 from gpulease.daemon.native.compiler import BadIr, NativeCode, emit_object, load_object
 from gpulease.daemon.ptx.limits import QUEUE_DEPTH
 from gpulease.daemon.ptx.memory import IN_ORDER
-from gpulease.daemon.ptx.native.structures import LAUNCH_HEAD, PARAMETERS_OFFSET, BlockEnvironment, StreamState
+from gpulease.daemon.ptx.native.structures import (
+    LAUNCH_HEAD,
+    PARAMETERS_OFFSET,
+    BlockEnvironment,
+    KernelRunning,
+    StreamState,
+)
 from gpulease.daemon.ptx.stream import LaunchQueue
 
 # A "kernel" that appends its tag to a list at the address in its parameters, and faults if the tag is 13.
@@ -47,10 +53,11 @@ class Notes:
     def __init__(self, stream: LaunchQueue, code: NativeCode) -> None:
         self._list = (ctypes.c_uint64 * (4 * QUEUE_DEPTH))()
         self._address = ctypes.addressof(self._list)
-        self._stream, self._entry = stream, code.address("note")
+        self._stream = stream
+        self._running = KernelRunning(entry=code.address("note"))
 
     def submit(self, tag: int) -> None:
-        head = LAUNCH_HEAD.pack(self._entry, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER, 0)
+        head = LAUNCH_HEAD.pack(1, 1, 0, tag, 1, 1, 1, 1, 1, 1, 0, 42, *IN_ORDER, ctypes.addressof(self._running))
         self._stream.submit(head + self._address.to_bytes(8, "little"))
 
     @property

@@ -26,6 +26,7 @@ from gpulease.daemon.ptx.native.structures import (
     SLOT_BYTES,
     BlockEnvironment,
     Fault,
+    KernelRunning,
     QueuedLaunch,
     Team,
 )
@@ -297,7 +298,7 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
     assert offsets(Team, "launch places helpers wake_ns idle_yields ending") == list(range(0, 48, 8))
     assert offsets(Team, "next stop fault used") == list(range(64, 96, 8))
     assert offsets(Team, "state idle work done") == [128, 136, 192, 224]
-    assert offsets(QueuedLaunch, "entry blocks chunk places shared_stride local_stride frame_stride pace") == [
+    assert offsets(QueuedLaunch, "entry blocks chunk places shared_stride local_stride frame_stride running") == [
         0,
         8,
         64,
@@ -307,6 +308,7 @@ def test_the_loop_s_offsets_are_the_structures() -> None:
         80,
         88,
     ]
+    assert offsets(KernelRunning, "block_ns entry first_code_ns") == [0, 8, 16]
     names = "arena shadow last_granule shared local frames fault prints block resumes next"
     assert offsets(BlockEnvironment, names) == list(range(0, 88, 8))
     assert (ctypes.sizeof(BlockEnvironment), ctypes.sizeof(Fault)) == (128, 80)

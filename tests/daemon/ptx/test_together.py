@@ -11,6 +11,9 @@ from gpulease.daemon.drivers.interface import KernelFault
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.ptx.image import CpuModule
 
+# As users' longest kernels run; the tests of single instructions take the first code.
+pytestmark = pytest.mark.usefixtures("optimised")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 VECTORS = Path(__file__).parents[3] / "vectors" / "gpu"
 RNG = np.random.default_rng(5)

@@ -8,6 +8,7 @@ import pytest
 
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import DriverKernel, LaunchRejected
+from gpulease.daemon.ptx.image import CpuKernel
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import Frame, FrameReader
@@ -41,7 +42,7 @@ def test_the_broker_sees_since_when_it_compiles(op: Opcode, of: Callable[[Launch
     since: list[int] = []
     with rig() as made:
 
-        def compile_kernel(kernel: DriverKernel) -> bool:
+        def compile_kernel(kernel: DriverKernel, threads: int) -> bool:
             since.append(made.page.counter(Counter.COMPILING_SINCE_NS))
             return True
 
@@ -54,11 +55,31 @@ def test_the_broker_sees_since_when_it_compiles(op: Opcode, of: Callable[[Launch
         assert len(since) == 1
 
 
+def test_a_kernel_that_is_due_is_compiled_again_before_its_launch() -> None:
+    calls: list[tuple[int, int]] = []
+    with rig() as made:
+
+        def compile_kernel(kernel: DriverKernel, threads: int) -> bool:
+            calls.append((threads, len(made.context.launches)))
+            return True
+
+        made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]
+        launch = launch_of(made)
+        threads = launch.grid_x * launch.block_x
+        kernel = made.session._resources.ledger.module(launch.module).kernels[launch.kernel]
+        assert isinstance(kernel, CpuKernel)
+        for is_due in (False, False, True, False):
+            kernel.running.first_code_ns = -1 if is_due else 0
+            send(made, Opcode.LAUNCH, launch)
+        assert calls == [(threads, 0), (threads, 2)]
+        assert len(made.context.launches) == 4
+
+
 @WAYS
 def test_a_lease_that_ended_meanwhile_launches_nothing(op: Opcode, of: Callable[[Launch], Any]) -> None:
     with rig() as made:
 
-        def compile_kernel(kernel: DriverKernel) -> bool:
+        def compile_kernel(kernel: DriverKernel, threads: int) -> bool:
             made.page.refuse(Status.REVOKED)
             return True
 
@@ -71,7 +92,7 @@ def test_a_lease_that_ended_meanwhile_launches_nothing(op: Opcode, of: Callable[
 def test_a_kernel_that_can_not_be_compiled_is_a_launch_that_failed_and_charges_nothing() -> None:
     with rig() as made:
 
-        def compile_kernel(kernel: DriverKernel) -> bool:
+        def compile_kernel(kernel: DriverKernel, threads: int) -> bool:
             raise LaunchRejected("no way")
 
         made.context.compile_kernel = compile_kernel  # type: ignore[attr-defined]
@@ -84,8 +105,8 @@ def test_a_kernel_that_can_not_be_compiled_is_a_launch_that_failed_and_charges_n
 def test_lease_over_is_what_a_compilation_raises_behind_the_end() -> None:
     with rig() as made:
         made.page.refuse(Status.REVOKED)
-        made.context.compile_kernel = lambda kernel: True  # type: ignore[attr-defined]
+        made.context.compile_kernel = lambda kernel, threads: True  # type: ignore[attr-defined]
         with pytest.raises(LeaseOver):
-            made.session._resources.compile_kernel(None)  # type: ignore[arg-type]
-        made.context.compile_kernel = lambda kernel: False  # type: ignore[attr-defined]
-        made.session._resources.compile_kernel(None)  # type: ignore[arg-type]
+            made.session._resources.compile_kernel(None, 1)  # type: ignore[arg-type]
+        made.context.compile_kernel = lambda kernel, threads: False  # type: ignore[attr-defined]
+        made.session._resources.compile_kernel(None, 1)  # type: ignore[arg-type]

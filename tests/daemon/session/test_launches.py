@@ -22,6 +22,7 @@ class MadeKernel:
     parameter_bytes: int
     max_threads_per_block: int = 1024
     kept_bytes: int = 0
+    is_due: bool = False
 
     def figures(self) -> Figures:
         return Figures(0, 0)
@@ -39,7 +40,7 @@ def planner_for(*kernels: MadeKernel) -> tuple[Planner, Ledger, Launch]:
     sizes = tuple(place.size for place in kernels[0].parameters)
     args = bytes(range(1, 1 + sum(sizes)))
     return (
-        Planner(ledger, 7, lambda kernel: None),
+        Planner(ledger, 7, lambda kernel, threads: None),
         ledger,
         Launch(number, kernels[0].name, 2, 1, 1, 32, 1, 1, 0, args, sizes),
     )

@@ -167,4 +167,4 @@ def test_a_refused_kernel_leaves_nothing_with_those_it_shares_functions_with() -
 def test_long_blocks_of_costly_instructions_compile_in_little_time(context: CpuContext) -> None:
     body = "sin.approx.f32 %f, %f; ex2.approx.f32 %f, %f;" * 2500
     text = f"{HEAD}.entry k() {{ .reg .f32 %f; .shared .f32 x; {body} st.shared.f32 [x], %f; }}"
-    assert context.compile_kernel(context.module_load(text.encode()).kernels["k"])
+    assert context.compile_kernel(context.module_load(text.encode()).kernels["k"], 1)
