@@ -125,10 +125,11 @@ class LaunchTemplate:
     Attributes:
         layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`; for a LAUNCH_IN also
             the region set and the position, and for a LAUNCH_WITH in addition its flags and cluster.
+        joined: The same, but `after` and the numbers behind it are one field, of bytes.
         args_bytes: The exact number of argument bytes; struct would silently cut or pad any other.
     """
 
-    __slots__ = ("after", "args_bytes", "before", "head", "layout")
+    __slots__ = ("after", "args_bytes", "before", "head", "joined", "layout")
 
     def __init__(self, launch: Launch, session_id: int, op: Opcode = Opcode.LAUNCH) -> None:
         # A wrong sum would shift every later field, and the worker would refuse each frame of the template.
@@ -146,9 +147,9 @@ class LaunchTemplate:
         self.head = frame[:REQUEST_ID_OFFSET]
         self.before = frame[MIDDLE_AT:args_at]
         self.after = frame[args_at + self.args_bytes : len(frame) - trailer_bytes]
-        self.layout = struct.Struct(
-            f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s{len(self.after)}s{trailer}"
-        )
+        front = f">{REQUEST_ID_OFFSET}sQ{len(self.before)}s{self.args_bytes}s"
+        self.layout = struct.Struct(f"{front}{len(self.after)}s{trailer}")
+        self.joined = struct.Struct(f"{front}{len(self.after) + trailer_bytes}s")
 
     def frame(self, request_id: int, args: bytes, *trailer: int) -> bytes:
         """Return the frame with these argument bytes; the caller has checked that they are `args_bytes` long.

@@ -17,7 +17,7 @@ from gpulease.client.kernel_args import MATCH_HINT, ArgumentKind, KernelArgs, mi
 from gpulease.client.texts import kernel_name, quoted
 from gpulease.protocol import Failure, Opcode, ProtocolError, Status
 from gpulease.protocol.errors import FramingError
-from gpulease.protocol.fastpath import LaunchTemplate
+from gpulease.protocol.fastpath import REGIONS, LaunchTemplate
 from gpulease.protocol.limits import MAX_ARGUMENT_BYTES
 from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import LaunchFlag, ParameterType
@@ -127,19 +127,6 @@ class _LatestLaunch:
         self.kinds = kinds
         self.shared_bytes = shared_bytes
 
-    def is_like(
-        self, kernel: str, grid: Sequence[int], block: Sequence[int], args: KernelArguments, shared_bytes: int
-    ) -> bool:
-        """Return whether a launch with these arguments is like this one."""
-        return (
-            kernel == self.kernel
-            and type(args) is KernelArgs
-            and args.kinds == self.kinds
-            and (grid is self.grid or (type(grid) is self.grid_type and grid == self.grid))
-            and (block is self.block or (type(block) is self.block_type and block == self.block))
-            and shared_bytes == self.shared_bytes
-        )
-
 
 class Launches(LaunchCommands):
     """A session's launches, each by the cheapest of three ways.
@@ -244,13 +231,17 @@ class Launches(LaunchCommands):
         try:
             latest = module.latest_in
             if (
-                latest.is_like(kernel, grid, block, args, shared_bytes)
+                kernel == latest.kernel
+                and type(args) is KernelArgs
+                and args.kinds == latest.kinds
+                and (grid is latest.grid or (type(grid) is latest.grid_type and grid == latest.grid))
+                and (block is latest.block or (type(block) is latest.block_type and block == latest.block))
+                and shared_bytes == latest.shared_bytes
                 and arg_sizes is None
                 and stream is None
                 and type(regions) is RegionSet
                 and type(position) is int
                 and module.owner is regions.owner is attachment
-                and all([buffer.owner is attachment for buffer in args.buffers])  # type: ignore[union-attr]  # noqa: C419  # a generator costs more
                 and attachment.end is None
                 and attachment.lease.end_failure is None
                 and not attachment.lease_word[0]
@@ -261,12 +252,17 @@ class Launches(LaunchCommands):
                     or self._refused.check_set(regions, position, kernel, f"launch of {quoted(kernel)}")
                 )
             ):
-                connection = attachment.connection
-                number = connection.last_request_id = connection.last_request_id + 1
-                if attachment.writer.put_whole(
-                    latest.template.frame(number, args.data, regions.handle, position)  # type: ignore[union-attr]
-                ):
-                    return number
+                for buffer in args.buffers:
+                    if buffer.owner is not attachment:
+                        break
+                else:
+                    template, connection = latest.template, attachment.connection
+                    after = template.after + REGIONS.pack(regions.handle, position)
+                    number = connection.last_request_id = connection.last_request_id + 1
+                    if attachment.writer.put_packed(
+                        template.joined, template.head, number, template.before, args.data, after
+                    ):
+                        return number
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # a region's refusal, as below
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
