@@ -1,45 +1,34 @@
 """Measures every promised figure in one run, for `bounds` to check. `gpulease bench --check` prints the result.
 
-The whole bench runs first, then regions, the decode engine, the lease core and the gateway. The two figures of a ratio
-come from the same run; `host` represents the host's speed if nothing else does.
+The two figures of a ratio are measured in the same run, one beside the other. What misses a bound is measured once more
+and judged by the better of both: other work on the host makes figures worse, and never better.
 """
 
-import asyncio
-import contextlib
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.bench.bounds import Bound, BoundOutcome, has_fallen, load_bounds, outcomes
-from gpulease.client.bench.core import core_figures
-from gpulease.client.bench.figures import Figures, LogLine
-from gpulease.client.bench.gateway_load import request_figures
-from gpulease.client.bench.region_times import measure_regions
-from gpulease.client.bench.suite import REQUEST_CONTEXTS, RunSize, measure_with_direct_calls
+from gpulease.client.bench.bounds import (
+    AGAIN,
+    Bound,
+    BoundOutcome,
+    floors_of,
+    has_fallen,
+    load_bounds,
+    outcomes,
+)
+from gpulease.client.bench.check_parts import PARTS, DaemonKind, MeasuredDaemon, Part, daemon_of, require_decode
+from gpulease.client.bench.figures import LogLine
+from gpulease.client.bench.host_floors import with_floors
+from gpulease.client.console.card import card_title
 from gpulease.client.console.exit_status import MissingPrerequisite
-from gpulease.client.console.private_daemon import private_daemon, running_address
-from gpulease.client.console.transform import transform_ptx
+from gpulease.client.console.private_daemon import running_address
 
-ROUNDS: Final = {"cuda": 3, "cpu": 1}
-LAUNCHES: Final = {"cuda": 10_000, "cpu": 5_000}
-LEASES: Final = 10
-FLIPS: Final = 100
-REGION_SAMPLES: Final = {"cuda": 100, "cpu": 20}
-CORE_LEASES: Final = {"cuda": 10_000, "cpu": 2_000}
-REQUEST_S: Final = 2.0
-REBIND_TOKENS: Final = 512
-SHAPES: Final = {"cuda": "llama-1b", "cpu": "two-layers"}
-BATCHES: Final = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
-DECODER_BATCHES: Final = {"cuda": (8, 64), "cpu": (8,)}
-DECODER_S: Final = 2.0
-CONTEXT: Final = 128
-"""Sizes of a run: five minutes on a card, one on the embedded driver."""
-
-PYTHON_STEPS: Final = 1000
-PYTHON_SAMPLES: Final = 50
+AGAIN_S: Final = 75.0
+"""Longest time for measuring parts again, in seconds: a host that misses much must not take much longer than others."""
 
 MAX_FILE_BYTES: Final = 1 << 20
 """Largest earlier file that is read, in bytes; a run's file has 20 KiB. Stops a wrong path from filling memory."""
@@ -55,79 +44,63 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
 
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
     """
-    report: dict[str, Any] = {"host": _host()}
-    # Whether "auto" finds a card is known only once a daemon runs: a card's sizes also suit the embedded driver.
-    size = "cpu" if driver == "cpu" else "cuda"
-    # The whole bench first: its private daemons must be alone on the card.
-    bench = measure_with_direct_calls(RunSize(driver, ROUNDS[size], LAUNCHES[size], LEASES, FLIPS, "", ""), log, warn)
-    driver_name = bench["driver"]
-    report |= {"title": bench["title"], "driver": driver_name, "card": bench["card"], "bench": bench}
-    # Regions and the decode engine share one daemon; the core and the gateway have their own.
-    with contextlib.ExitStack() as stack:
-        address = running_address() or stack.enter_context(private_daemon(driver_name))
-        report["regions"] = measure_regions(address, transform_ptx(), REGION_SAMPLES[driver_name], log)
-        report |= _decode(address, driver_name, log)
-    log("the lease core with its journal, audit log and log")
-    # Wait for leases to expire only where a bound says how late they may.
-    has_expiry = any("_late_" in bound.figure for bound in load_bounds(driver_name))
-    kept = ("journal", "audit", "log")
-    report["core"] = core_figures(CORE_LEASES[driver_name], kept, has_expiry=has_expiry)
-    log("requests of one lease each, the tenant's own contexts used again")
-    # A daemon of its own: its pool holds the contexts that requests use again.
-    with private_daemon(driver_name, warm_contexts=REQUEST_CONTEXTS, settings='recycle = "same-tenant"\n') as address:
-        report["gateway"] = request_figures(address, REQUEST_S, has_pool=True)
-    return report
+    require_decode()
+    # A private daemon can be reached in all ways, so the parts that need that share it.
+    has_running = running_address() is not None
+    run: _Run | None = None
+
+    def kind_of(part: Part) -> DaemonKind:
+        return DaemonKind.REACHABLE if part.kind is DaemonKind.ANY and not has_running else part.kind
+
+    for kind, parts in groupby(PARTS, kind_of):
+        log(f"a daemon: {kind.value}")
+        with daemon_of(kind, driver, log, warn) as daemon:
+            # "auto" has become the driver of the first daemon.
+            driver = daemon.driver
+            run = run or _Run(daemon)
+            run.measure(tuple(parts), daemon)
+    if run is None:
+        raise ValueError("the check has no parts")
+    return run.report
 
 
-def _host() -> Figures:
-    """Time of PYTHON_STEPS writes to a dictionary, the best of several: the interpreter's speed on this host."""
-    best_s = float("inf")
-    # The best of many short samples: other processes can only make them slower.
-    for _ in range(PYTHON_SAMPLES):
-        khz_by_core: dict[int, int] = {}
-        # A fixed amount of interpreted work, with nothing but a small dictionary.
-        began = time.perf_counter()
-        for number in range(PYTHON_STEPS):
-            khz_by_core[number & 63] = number
-        best_s = min(best_s, time.perf_counter() - began)
-    return {"python_us": best_s * 1e6}
+class _Run:
+    """Measures parts into one report."""
 
+    def __init__(self, daemon: MeasuredDaemon) -> None:
+        card = daemon.card
+        self._bounds, self._left_s = load_bounds(daemon.driver), AGAIN_S
+        self._again: dict[str, Any] = {}
+        self._took_s: dict[str, float] = {}
+        self.report: dict[str, Any] = {
+            "title": card_title(card["driver"], card["name"], card["uuid"]),
+            "driver": daemon.driver,
+            "card": card["name"],
+            AGAIN: self._again,
+            "took_s": self._took_s,
+        }
 
-def _decode(address: str, driver: str, log: LogLine) -> dict[str, Any]:
-    # Imported only here: a decoder needs an extra. Without it nothing would be checked, so it is required.
-    try:
-        from gpulease.client.bench.checkpoint_load import warm_load_figures
-        from gpulease.client.bench.decode_service import measure_throughput
-        from gpulease.client.bench.decode_shapes import SHAPES as CONFIGS
-        from gpulease.client.bench.decode_speed import DecodePlan, measure_decode
-        from gpulease.client.bench.rebind_times import measure_rebinds
-        from gpulease.client.decode import RandomCheckpoint
-    except ImportError as error:
-        raise MissingPrerequisite(f"the decode engine's promises need the extra `decode`: {error}") from None
-    shape = SHAPES[driver]
-    checkpoint = RandomCheckpoint(CONFIGS[shape], 1)
-    steps: dict[str, dict[str, Figures]] = {"step": {}, "direct": {}, "torch": {}}
+    def measure(self, parts: Sequence[Part], daemon: MeasuredDaemon) -> None:
+        """Measure the parts that have bounds, and then those once more that missed one, while there is time for it."""
+        bounded = {bound.part for bound in self._bounds}
+        measured = [part for part in parts if part.name in bounded]
+        for part in measured:
+            daemon.log(part.text)
+            self.report[part.name] = self._figures(part, daemon)
+        promises = outcomes(self._bounds, self.report)
+        missed = {promise.bound.part for promise in promises if promise.value is not None and not promise.is_kept}
+        for part in measured:
+            # As long again as the first time: a part for which no time is left stays as it was measured.
+            if part.name in missed and self._took_s[part.name] <= self._left_s:
+                daemon.log(f"once more, because a bound was missed: {part.text}")
+                self._left_s -= self._took_s[part.name]
+                self._again[part.name] = self._figures(part, daemon)
 
-    def keep(figure: Mapping[str, object]) -> None:
-        # Keep only steps, by the way in which they ran: other figures have no bound.
-        kind, batch, took_ms = (figure.get(key) for key in ("figure", "batch", "ms"))
-        if kind in steps and batch is not None and isinstance(took_ms, float):
-            steps[str(kind)][str(batch)] = {"ms": took_ms}
-
-    # The kernels alone are not promised, so their times are left out.
-    plan = DecodePlan((shape,), BATCHES[driver], (CONTEXT,), ("decode_torch",), times_kernels=False)
-    measure_decode(address, plan, keep, log)
-    log(f"{shape}: a decoder compared with its engine")
-    served = asyncio.run(measure_throughput(checkpoint, address, DECODER_S, DECODER_BATCHES[driver]))
-    log(f"{shape}: a rebind behind {REBIND_TOKENS} tokens")
-    (rebind,) = asyncio.run(measure_rebinds(address, checkpoint, (REBIND_TOKENS,)))
-    log(f"{shape}: its files loaded from the page cache")
-    return {
-        "decode": steps,
-        "decoder": {str(one["sequences"]): one for one in served},
-        "rebind": asdict(rebind),
-        "load": warm_load_figures(address, shape),
-    }
+    def _figures(self, part: Part, daemon: MeasuredDaemon) -> dict[str, Any]:
+        began_s = time.monotonic()
+        figures = with_floors(lambda: part.measure(daemon), floors_of(part.name, self._bounds))
+        self._took_s[part.name] = round(time.monotonic() - began_s, 1)
+        return figures
 
 
 def check_promises(report: Mapping[str, Any]) -> list[BoundOutcome]:

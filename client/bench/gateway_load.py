@@ -8,7 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from gpulease.client.bench.figures import load_figures, percentiles_ms
+from gpulease.client.bench.figures import load_figures, percentile, percentiles_ms
+from gpulease.client.bench.host_floors import parse_cpu_us
 from gpulease.client.bench.lease_life import await_pool
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.serve.gateway import (
@@ -24,20 +25,28 @@ from gpulease.client.serve.gateway.settings import EXAMPLE, load_models
 AT_A_TIME: Final = (1, 4, 8)
 """Numbers of requests in flight together."""
 
+REQUESTS_TO_FLOOR: Final = 4
+"""Requests between two measurements of the host's floor, which take a hundredth of their time."""
+
 INPUT: Final = np.arange(1024, dtype=np.float32)
 SPACED: Final = 10
 """Number of requests that each find the pool full."""
 
 
 class _GatewayLoad:
-    """Threads that send one new request after the other."""
+    """Threads that send one new request after the other.
+
+    Attributes:
+        floors_us: The host's floor of parses, in CPU time, between the requests.
+    """
 
     def __init__(self, store: SqliteStore, address: str) -> None:
         (name, self._model), *_ = load_models(EXAMPLE).items()
         self._name, self._store, self._address = name, store, address
         self._run = secrets.token_hex(8)
-        self._numbers = itertools.count()
+        self._numbers, self._until_floor = itertools.count(), itertools.count()
         self._spare = SpareConnections()
+        self.floors_us: list[float] = []
 
     def ask(self) -> float:
         """Send one request; returns its seconds. Raises GpuLeaseError."""
@@ -62,7 +71,15 @@ class _GatewayLoad:
         # A wrong output makes all times meaningless.
         if not np.array_equal(np.frombuffer(output, np.float32), 2 * INPUT + 1):
             raise GpuLeaseError("a request's output is wrong")
+        if next(self._until_floor) % REQUESTS_TO_FLOOR == 0:
+            self.floors_us.append(parse_cpu_us())
         return took_s
+
+    def loaded(self, at_a_time: int, seconds: float) -> dict[str, float]:
+        """Keep requests in flight; returns their rate and times, the reciprocal of the rate, and the floor beside."""
+        self.floors_us.clear()
+        figures = load_figures(self.ask, at_a_time, seconds)
+        return figures | {"each_ms": 1e3 / figures["per_s"], "floor_us": percentile(self.floors_us, 50)}
 
 
 def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str, dict[str, float]]:
@@ -78,7 +95,7 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
         try:
             load = _GatewayLoad(store, address)
             load.ask()  # compiles the kernel
-            figures = {f"{count} at a time": load_figures(load.ask, count, seconds) for count in AT_A_TIME}
+            figures = {f"{count} at a time": load.loaded(count, seconds) for count in AT_A_TIME}
             if has_pool:
                 durations = []
                 # Requests that each find a full pool: what one alone would take.

@@ -4,7 +4,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import as_file, files
@@ -12,8 +12,9 @@ from pathlib import Path
 from subprocess import CalledProcessError, TimeoutExpired, run
 from typing import Any, Final
 
-from gpulease.client.bench.bounds import load_bounds
+from gpulease.client.bench.bounds import HOST, load_bounds
 from gpulease.client.bench.figures import Figures, LogLine, figures_of, medians
+from gpulease.client.bench.host_floors import with_floors
 from gpulease.client.bench.lease_life import warm_acquisition
 from gpulease.client.bench.round_trips import measure_session
 from gpulease.client.console.exit_status import MissingPrerequisite
@@ -80,9 +81,15 @@ NOTES: Final = (
 
 
 def measure_with_peers(
-    address: str, card: Mapping[str, Any], rounds: int, launches: int, samples: int, log: LogLine
+    address: str,
+    card: Mapping[str, Any],
+    rounds: int,
+    launches: int,
+    samples: int,
+    log: LogLine,
+    callers: Collection[str] = CALLERS,
 ) -> dict[str, Any]:
-    """Measure all callers in turn, each but the session in a process of its own; medians of rounds count.
+    """Measure the callers in turn, each but the session in a process of its own; medians of rounds count.
 
     Every round starts with another caller. A caller that fails is left out, and the report says why. Raises WrongResult
     if a session's results are wrong.
@@ -95,13 +102,14 @@ def measure_with_peers(
         }
         if card["driver"] == "cuda":
             peers, absent = _peers(Path(folder), str(card["uuid"]), launches, samples)
-            ready |= peers
+            ready |= {name: peer for name, peer in peers.items() if name in callers}
         else:
             absent = dict.fromkeys(CALLERS[1:], NO_CARD)
-        figures = _in_turn(ready, absent, rounds, log)
+        measured = with_floors(lambda: _in_turn(ready, absent, rounds, log), ("exchange_us",))
     if not has_pool:
         absent["the session's set-up"] = NO_POOL
-    return report_of(figures, absent, rounds, has_goals=card["driver"] == "cuda")
+    host = measured.pop(HOST)
+    return report_of(measured, host, absent, rounds, has_goals=card["driver"] == "cuda")
 
 
 def _in_turn(
@@ -199,9 +207,9 @@ def _run_program(program: Path, words: tuple[str, ...], variables: Mapping[str, 
 
 
 def report_of(
-    figures: Mapping[str, Figures], absent: Mapping[str, str], rounds: int, *, has_goals: bool
+    figures: Mapping[str, Figures], host: Figures, absent: Mapping[str, str], rounds: int, *, has_goals: bool
 ) -> dict[str, Any]:
-    """The report: figures, ratios to each other caller by row, goals, and why callers are missing.
+    """The report: figures, the host's floors, ratios to each other caller by row, goals, and why callers are missing.
 
     Goals are for cards: `has_goals` is False for the embedded driver.
     """
@@ -212,6 +220,7 @@ def report_of(
     return {
         "rounds": rounds,
         "figures": dict(figures),
+        HOST: host,
         "ratio": {
             name: {
                 stem: round(ours[figure] / theirs[figure], 3)
@@ -221,17 +230,22 @@ def report_of(
             for name, theirs in figures.items()
             if name != LEASED
         },
-        "goals": _goals(figures) if has_goals else {},
+        "goals": _goals(figures, host) if has_goals else {},
         "absent": dict(absent),
     }
 
 
-def _goals(figures: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+def _goals(figures: Mapping[str, Figures], host: Figures) -> dict[str, dict[str, Any]]:
     """Each row's goal as text, and whether the session reaches it: None if a figure for that is missing."""
     bounds = {bound.name: bound for bound in load_bounds("cuda")}
     goals = {}
     for row in ROWS:
         bound, name = bounds[row.promise], row.figure(50)
-        value = bound.value(figures[LEASED].get(name), figures.get(bound.beside, {}).get(name))
+        # Beside a figure of ours is another caller's figure of that name, or a floor of the host.
+        if bound.beside in CALLERS:
+            divisor = figures.get(bound.beside, {}).get(name)
+        else:
+            divisor = (host | figures[LEASED]).get(bound.of.rpartition(".")[2])
+        value = bound.value(figures[LEASED].get(name), divisor)
         goals[row.stem] = {"goal": bound.aim_text, "is_met": None if value is None else bound.holds(value, bound.aim)}
     return goals

@@ -3,8 +3,9 @@
 `client/bench/direct_calls.c` does the same work in C. Each caller checks its results: the kernel counts its launches.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Final
@@ -13,6 +14,7 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile, timed_us
+from gpulease.client.bench.host_floors import CallFloor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,8 +103,10 @@ def measure_calls(
     figures = _microseconds("alloc_free_alone", timed_us(alloc_and_free, samples))
     calls = open_calls()
     timed_us(alloc_and_free, WARM_LAUNCHES)
-    figures |= _microseconds("alloc_free_beside", timed_us(alloc_and_free, samples))
-    launched, launch_figures = _launch_figures(calls, launches, samples)
+    # The host's floor in turn with each figure that is a ratio to it.
+    with contextlib.closing(CallFloor()) as floor:
+        figures |= _beside("alloc_free_beside", alloc_and_free, samples, floor)
+        launched, launch_figures = _launch_figures(calls, launches, samples, floor)
     figures |= launch_figures
     # Times of a caller that skipped launches mean nothing: the counters show every one of them.
     counters = calls.read_counters()
@@ -111,7 +115,7 @@ def measure_calls(
     return figures | _copy_figures(calls, samples)
 
 
-def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dict[str, float]]:
+def _launch_figures(calls: Calls, launches: int, samples: int, floor: CallFloor) -> tuple[int, dict[str, float]]:
     """How many launches were made, and the figures of launches and syncs."""
     launch, sync = calls.launch, calls.sync
 
@@ -128,26 +132,25 @@ def _launch_figures(calls: Calls, launches: int, samples: int) -> tuple[int, dic
     timed_us(launch_and_sync, WARM_LAUNCHES)
     bursts = max(1, launches // BURST_LAUNCHES)
     # A burst's share of its one sync is small; the caller's own time needs shorter bursts that never wait for room.
-    figures = _microseconds("launch_pipelined", [_burst_us(calls, BURST_LAUNCHES)[1] for _ in range(bursts)])
-    figures |= _microseconds("launch_own", [_burst_us(calls, OWN_LAUNCHES)[0] for _ in range(OWN_BURSTS)])
+    figures = _microseconds("launch_pipelined", [_burst_us(calls, BURST_LAUNCHES) for _ in range(bursts)])
+    own_us, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)
+    figures |= _microseconds("launch_own", own_us) | {"launch_own_floor_us": floor_us}
     figures |= _microseconds("launch_sync", timed_us(launch_and_sync, samples))
-    figures |= _microseconds("sync_idle", timed_us(sync, samples))
+    figures |= _beside("sync_idle", sync, samples, floor)
     figures |= _microseconds("train_sync", timed_us(train, samples))
     # Every launch of this function: the counters must show as many.
     launched = WARM_LAUNCHES + bursts * BURST_LAUNCHES + OWN_BURSTS * OWN_LAUNCHES + samples * (1 + TRAIN_LAUNCHES)
     return launched, figures
 
 
-def _burst_us(calls: Calls, count: int) -> tuple[float, float]:
-    """Microseconds per launch of a burst: until all calls have returned, and until all work is done."""
+def _burst_us(calls: Calls, count: int) -> float:
+    """Microseconds per launch of a burst, until all work is done."""
     launch = calls.launch
     started = time.perf_counter()
     for _ in range(count):
         launch()
-    returned = time.perf_counter()
     calls.sync()
-    end = time.perf_counter()
-    return (returned - started) / count * 1e6, (end - started) / count * 1e6
+    return (time.perf_counter() - started) / count * 1e6
 
 
 def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
@@ -178,7 +181,12 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
     return figures
 
 
-def _microseconds(name: str, times_us: list[float]) -> dict[str, float]:
+def _beside(name: str, action: Action, samples: int, floor: CallFloor) -> dict[str, float]:
+    times_us, floor_us = floor.beside(action, samples)
+    return _microseconds(name, times_us) | {f"{name}_floor_us": floor_us}
+
+
+def _microseconds(name: str, times_us: Sequence[float]) -> dict[str, float]:
     return {f"{name}_p{part}_us": percentile(times_us, part) for part in (50, 99)}
 
 

@@ -1,13 +1,15 @@
 """The speed of one session as its tenant sees it: launches, graphs, syncs, allocations and copies."""
 
-import time
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from gpulease.client import Buffer, GpuBuilder, GpuSession, KernelArgs
-from gpulease.client.bench.figures import gigabytes_per_s, per_call_us, percentile, timed_us
+from gpulease.client.bench.figures import gigabytes_per_s, medians, per_call_us, percentile, timed_us
+from gpulease.client.bench.host_floors import CallFloor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,6 +23,10 @@ CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
 
 COPIES: Final = 15
 """Copies of each large size and direction; the median counts."""
+
+FRESH_ARRAYS: Final = 3
+FRESH_COPIES: Final = (1, 2, 5)
+"""Which copies of a fresh array count."""
 
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
@@ -58,7 +64,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         round_trips = timed_us(launch_and_sync, samples)
         return {
             "launch_pipelined_us": per_call_us(launch, session.sync, launches),
-            "launch_own_us": _own_share_us(launch, session.sync),
+            **_own_share(launch, session.sync),
             "launch_sync_p50_us": percentile(round_trips, 50),
             "launch_sync_p99_us": percentile(round_trips, 99),
             "sync_p50_us": percentile(timed_us(session.sync, samples), 50),
@@ -66,19 +72,12 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         } | _small_copies(session, samples)
 
 
-def _own_share_us(launch: Callable[[], object], sync: Callable[[], object]) -> float:
-    """How long a launch occupies its caller while the worker executes earlier ones, in microseconds."""
-    bursts = []
-    # Each burst starts with an empty queue, so that no launch waits for room.
-    # A burst is shorter than what the ring holds.
-    for _ in range(OWN_BURSTS):
-        sync()
-        started = time.perf_counter()
-        for _ in range(OWN_LAUNCHES):
-            launch()
-        bursts.append((time.perf_counter() - started) / OWN_LAUNCHES * 1e6)
-    sync()
-    return percentile(bursts, 50)
+def _own_share(launch: Callable[[], object], sync: Callable[[], object]) -> dict[str, float]:
+    """How long a launch occupies its caller while the worker executes earlier ones, and the host's floor beside it."""
+    # Fewer launches than the ring holds, from an empty queue, so that none waits for room.
+    with contextlib.closing(CallFloor()) as floor:
+        samples, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)
+    return {"launch_own_us": percentile(samples, 50), "launch_own_floor_us": floor_us}
 
 
 def copy_sizes(driver: str) -> tuple[int, ...]:
@@ -114,6 +113,35 @@ def _copies(session: GpuSession, buffer: Buffer, name: str, array: "NDArray[np.u
         name.format("write"): gigabytes_per_s(write, array.nbytes, COPIES),
         name.format("read"): gigabytes_per_s(read, array.nbytes, COPIES),
     }
+
+
+def fresh_copies(address: str, size: int) -> dict[str, float]:
+    """GB/s of the first, second and fifth copy from and into an array that was never copied; medians of FRESH_ARRAYS.
+
+    A user's large arrays are often copied only a few times. What is prepared for an array, such as its pinned pages,
+    or learned from its copies, must not make these slow.
+    """
+    return medians([_fresh_copies(address, size) for _ in range(FRESH_ARRAYS)])
+
+
+def _fresh_copies(address: str, size: int) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    # A session of its own: memory that an earlier array had is pinned already.
+    builder = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
+    with builder.acquire() as lease, GpuSession(lease) as session:
+        buffer = session.mem_alloc(size)
+        for prefix, new in (("", partial(np.empty, size)), ("arena_", partial(session.empty, size))):
+            # An array for each direction; its pages are touched, as a user's are, before it is copied.
+            source, into = (new(np.uint8) for _ in range(2))
+            source[:], into[:] = 1, 0
+            for name, copy in (
+                ("write", partial(session.mem_write, buffer, 0, source)),
+                ("read", partial(session.mem_read, buffer, 0, size, into=into)),
+            ):
+                taken_us = timed_us(copy, max(FRESH_COPIES))
+                for number in FRESH_COPIES:
+                    figures[f"{prefix}{name}_{size >> 20}m_{number}_gb_s"] = size / taken_us[number - 1] / 1e3
+    return figures
 
 
 def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
@@ -171,15 +199,20 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
         # Warm up each way by itself: the first launch of a graph prepares it.
         for warm in (launch_and_sync, graph_and_sync, rebind_and_sync):
             timed_us(warm, 20)
-        calls = []
-        # Wait after every few hundred graphs, before the driver's queue fills.
-        for _ in range(samples // GRAPH_CALLS + 1):
-            calls += timed_us(graph.launch, GRAPH_CALLS)
-            session.sync()
+        calls: list[float] = []
+        floors = []
+        with contextlib.closing(CallFloor()) as floor:
+            # Wait after every few hundred graphs, before the driver's queue fills.
+            for _ in range(samples // GRAPH_CALLS + 1):
+                samples_us, floor_us = floor.beside(graph.launch, GRAPH_CALLS)
+                calls += samples_us
+                floors.append(floor_us)
+                session.sync()
         return {
             "calls_20_us": per_call_us(launch, session.sync, samples),
             "graph_20_us": per_call_us(graph.launch, session.sync, samples),
             "graph_20_call_us": percentile(calls, 50),
+            "graph_20_call_floor_us": percentile(floors, 50),
             "calls_20_sync_p50_us": percentile(timed_us(launch_and_sync, samples), 50),
             "graph_20_sync_p50_us": percentile(timed_us(graph_and_sync, samples), 50),
             "graph_20_rebound_p50_us": percentile(timed_us(rebind_and_sync, samples), 50),

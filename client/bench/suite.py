@@ -5,6 +5,7 @@ import os
 import socket
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -68,8 +69,10 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
         running = address = running_address()
         if address is None:
             # A private daemon listens for TCP and TLS too, so that distance can be measured.
-            address, plan = _start_private_daemon(plan, stack, log, warn)
-        card = _card_for(address, plan.driver)
+            log("starting a private daemon")
+            daemon = stack.enter_context(reachable_daemon(plan.driver, warn))
+            address, plan = daemon.address, replace(plan, tcp=daemon.tcp, tls=daemon.tls)
+        card = card_for(address, plan.driver)
         measured = _measure(address, card, plan, log)
         # On a running daemon the peers are measured at once: it has its pool, or has none.
         if running is not None:
@@ -79,7 +82,7 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
         log(f"{plan.leases} leases and submits with warm contexts")
         with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
             measured.leases |= _acquisition(address, plan.leases, has_pool=True)
-            measured.round_trips = _with_peers(address, _card_for(address, plan.driver), plan, log)
+            measured.round_trips = _with_peers(address, card_for(address, plan.driver), plan, log)
     return _report(card, plan, measured)
 
 
@@ -92,12 +95,12 @@ def measure_round_trips(plan: RunSize, log: LogLine) -> dict[str, Any]:
         address = running_address()
         if address is None:
             address = stack.enter_context(private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS))
-        card = _card_for(address, plan.driver)
+        card = card_for(address, plan.driver)
         title = card_title(card["driver"], card["name"], card["uuid"])
         return {"title": title, "round_trips": _with_peers(address, card, plan, log)}
 
 
-def _card_for(address: str, driver: str) -> dict[str, Any]:
+def card_for(address: str, driver: str) -> dict[str, Any]:
     """The daemon's first card. Raises MissingPrerequisite if it computes with another driver than the wanted one."""
     card = first_card(address)
     if driver not in ("auto", card["driver"]):
@@ -132,9 +135,7 @@ def measure_requests(driver: str, seconds: float, log: LogLine) -> dict[str, dic
 class _Measured:
     """Figures as measured, before they are rounded for the report."""
 
-    leased: Figures
-    by_socket: Figures
-    direct: Figures
+    sessions: dict[str, Figures]
     leases: Figures
     bare: Figures
     gate: Figures
@@ -145,24 +146,35 @@ class _Measured:
     round_trips: dict[str, Any] = field(default_factory=dict)
 
 
-def _start_private_daemon(
-    plan: RunSize, stack: contextlib.ExitStack, log: LogLine, warn: LogLine
-) -> tuple[str, RunSize]:
-    """Start a daemon that also listens for TCP and TLS; returns its address, and the plan with these two addresses."""
-    # Ports are free at this moment; the daemon takes them a little later.
-    tcp = f"tcp:127.0.0.1:{_free_port()}"
-    settings = _make_reachable_by_tls(stack, warn)
-    tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
-    also_at = (tcp, tls) if tls else (tcp,)
-    log("starting a private daemon")
-    address = stack.enter_context(private_daemon(plan.driver, also_at=also_at, settings=settings))
-    return address, replace(plan, tcp=tcp, tls=tls)
+@dataclass(frozen=True, slots=True)
+class ReachableDaemon:
+    """A private daemon that listens in three ways: its own address, and those of TCP and TLS; "" for none."""
+
+    address: str
+    tcp: str
+    tls: str
+
+
+@contextlib.contextmanager
+def reachable_daemon(driver: str, warn: LogLine) -> Iterator[ReachableDaemon]:
+    """Start a daemon that also listens for TCP and, if certificates can be made, for TLS. It ends with the block.
+
+    Raises MissingPrerequisite.
+    """
+    with contextlib.ExitStack() as stack:
+        # Ports are free at this moment; the daemon takes them a little later.
+        tcp = f"tcp:127.0.0.1:{_free_port()}"
+        settings = _make_reachable_by_tls(stack, warn)
+        tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
+        also_at = (tcp, tls) if tls else (tcp,)
+        address = stack.enter_context(private_daemon(driver, also_at=also_at, settings=settings))
+        yield ReachableDaemon(address, tcp, tls)
 
 
 def _measure(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) -> _Measured:
     driver, count = card["driver"], plan.leases
     # The order of the report: sessions, the life of a lease, distance, kernels.
-    leased, by_socket, direct = _rounds(address, driver, plan.rounds, plan.launches, log)
+    sessions = session_rounds(address, driver, plan.rounds, plan.launches, log)
     log(f"{count} leases and submits, acquired and freed")
     leases = _acquisition(address, count, has_pool=card["warm_wanted"] > 0)
     log(f"{count} leases that expire under an endless kernel")
@@ -170,9 +182,9 @@ def _measure(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) ->
     log(f"{count} leases that are revoked under one")
     leases |= revocation(address, count)
     log(f"{count} contexts without a lease")
-    bare = _bare(card, count)
+    bare = bare_figures(card, count)
     log(f"how soon a worker stops launching, over {plan.flips} flips")
-    gate = _gate(card, plan.flips)
+    gate = gate_figures(card, plan.flips)
     tcp: dict[str, Figures] = {}
     tls: dict[str, Figures] = {}
     if plan.tcp:
@@ -185,18 +197,16 @@ def _measure(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) ->
     kernels = kernel_figures(address)
     log("copies and kernels in two streams")
     overlapped = overlap(address, driver)
-    return _Measured(leased, by_socket, direct, leases, bare, gate, tcp, tls, kernels, overlapped)
+    return _Measured(sessions, leases, bare, gate, tcp, tls, kernels, overlapped)
 
 
 def _report(card: dict[str, Any], plan: RunSize, measured: _Measured) -> dict[str, Any]:
-    leased, direct = measured.leased, measured.direct
+    leased, direct = measured.sessions["leased"], measured.sessions["direct"]
     report = {
         "title": card_title(card["driver"], card["name"], card["uuid"]),
         "driver": card["driver"],
         "card": card["name"],
-        "leased": leased,
-        "leased_by_socket": measured.by_socket,
-        "direct": direct,
+        **measured.sessions,
         # A ratio needs both figures, and the direct one above 0.
         "ratio": {name: round(leased[name] / direct[name], 3) for name in leased if direct.get(name)},
         "tcp": measured.tcp,
@@ -222,20 +232,27 @@ def _rounded(figures: Figures, digits: int) -> Figures:
     return {name: round(value, digits) for name, value in figures.items()}
 
 
-def _rounds(address: str, driver: str, rounds: int, launches: int, log: LogLine) -> tuple[Figures, Figures, Figures]:
-    leased: list[Figures] = []
-    by_socket: list[Figures] = []
-    direct: list[Figures] = []
+def session_rounds(
+    address: str, driver: str, rounds: int, launches: int, log: LogLine, *, has_socket: bool = True
+) -> dict[str, Figures]:
+    """Sessions through shared memory, through their socket if asked, and direct calls: medians of rounds, by way.
+
+    Raises MissingPrerequisite.
+    """
+    ways = {"leased": True, "leased_by_socket": False} if has_socket else {"leased": True}
+    figures: dict[str, list[Figures]] = {way: [] for way in (*ways, "direct")}
     # Direct and leased in turn, in each round, so that a change of the host's speed affects both.
     for number in range(1, rounds + 1):
         log(f"round {number} of {rounds}: launches and copies, the driver called directly")
-        direct.append(_direct(driver, launches))
-        for figures, shared, medium in ((leased, True, "shared memory"), (by_socket, False, "its socket")):
+        figures["direct"].append(direct_figures(driver, launches))
+        for way, shared in ways.items():
+            medium = "shared memory" if shared else "its socket"
             log(f"round {number} of {rounds}: launches and copies, in a session through {medium}")
             copies = bulk_copies(address, copy_sizes(driver), shared_memory=shared)
             copies |= graph_figures(address, transform_ptx(), SAMPLES, shared_memory=shared)
-            figures.append(hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared) | copies)
-    return medians(leased), medians(by_socket), medians(direct)
+            hot = hot_path(address, transform_ptx(), launches, SAMPLES, shared_memory=shared)
+            figures[way].append(hot | copies)
+    return {way: medians(each) for way, each in figures.items()}
 
 
 def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
@@ -298,16 +315,19 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _direct(driver: str, launches: int) -> Figures:
+def direct_figures(driver: str, launches: int) -> Figures:
+    """The driver's own calls and copies, in a process of their own. Raises MissingPrerequisite."""
     sizes = [str(size) for size in copy_sizes(driver)]
     with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)
 
 
-def _bare(card: dict[str, Any], count: int) -> Figures:
+def bare_figures(card: dict[str, Any], count: int) -> Figures:
+    """Contexts that are opened and killed without a lease. Raises MissingPrerequisite."""
     return in_a_process("bare", card["driver"], card["uuid"], str(count), standard_input=SPIN_PTX)
 
 
-def _gate(card: dict[str, Any], flips: int) -> Figures:
+def gate_figures(card: dict[str, Any], flips: int) -> Figures:
+    """How soon a worker sees that its lease has ended. Raises MissingPrerequisite."""
     with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("revocation", card["driver"], card["uuid"], str(ptx), str(flips))

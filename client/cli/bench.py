@@ -10,11 +10,12 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from gpulease.client.bench.bounds import BoundOutcome, keeps_bounds
+from gpulease.client.bench.bounds import BoundOutcome, floors_of, keeps_bounds, load_bounds
 from gpulease.client.bench.check import check_promises, fallen, measure_promises, read_earlier
 from gpulease.client.bench.core import LEASES as CORE_LEASES
 from gpulease.client.bench.core import keeps_core_bounds, measure_core
 from gpulease.client.bench.figures import Figures, LogLine, print_figures
+from gpulease.client.bench.host_floors import with_floors
 from gpulease.client.bench.park_models import is_right, measure_park, park_table
 from gpulease.client.bench.park_storm import is_calm, measure_storm, storm_table
 from gpulease.client.bench.peers import CALLERS, LEASED, NOTES, ROWS
@@ -264,7 +265,11 @@ def _run_check(driver: str, against: Path | None, to: Path, log: LogLine, as_jso
     if as_json:
         rows = {
             one.bound.name: {
+                "figure": one.figure,
+                "figure_unit": one.bound.figure_unit,
+                "divisor": one.divisor,
                 "value": one.value,
+                "first_value": one.first_value,
                 "unit": one.bound.unit,
                 "bound": one.bound.limit,
                 "kept": one.is_kept,
@@ -288,31 +293,38 @@ def missed_text(outcome: BoundOutcome) -> str:
     if value is None:
         return f"{bound.text}: not measured ({bound.figure}{f' / {bound.of}' if bound.of else ''})."
     # How many times beyond: the same in both directions.
-    ratio = bound.limit / value if bound.is_least else value / bound.limit
-    return f"{bound.text}: {value:.3g} {bound.unit}, {ratio:.2f} times beyond {bound.limit:g}."
+    beyond = bound.limit / value if bound.is_least else value / bound.limit
+    measured = f"{_value_text(outcome.figure)} {bound.figure_unit}"
+    if bound.of:
+        measured += f", {_value_text(value)} of {bound.beside} ({bound.of} = {_value_text(outcome.divisor)})"
+    first = outcome.first_value
+    again = "measured once" if first is None else f"the better of two; the first was {_value_text(first)}"
+    return f"{bound.text}: {measured}, {beyond:.2f} times beyond {bound.limit:g} ({again})."
 
 
 def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome]) -> str:
     """Return a row for each bound; with a column of an earlier run's values where there are any."""
-    head = ["promise", "value", *(["earlier"] if before else []), "unit", "beside", "bound", "kept", "goal", "reached"]
+    earlier_head = ["earlier"] if before else []
+    head = ["promise", "figure", "unit", "divided by", "", "value", *earlier_head, "bound", "kept", "goal", "reached"]
     words = {True: "yes", False: "NO", None: ""}
     rows = []
     for promise in now:
-        sign = ">=" if promise.bound.is_least else "<="
-        earlier = before.get(promise.bound.name)
+        bound, earlier = promise.bound, before.get(promise.bound.name)
+        sign = ">=" if bound.is_least else "<="
         # One cell for each head above; the earlier value only if there is a file of it.
-        cells = [promise.bound.text, _value_text(promise)]
-        cells += [_value_text(earlier) if earlier else ""] if before else []
-        cells += [promise.bound.unit, promise.bound.beside, f"{sign} {promise.bound.limit:g}"]
-        # A bound that is left out says what the host lacks.
-        cells.append(words[promise.is_kept] if promise.is_kept is not None else f"no {promise.bound.needs} here")
-        goal = promise.bound.goal
+        cells = [bound.text, _value_text(promise.figure), bound.figure_unit, bound.beside, _value_text(promise.divisor)]
+        cells += [_value_text(promise.value), *([_value_text(earlier.value) if earlier else ""] if before else [])]
+        cells.append(f"{sign} {bound.limit:g}")
+        # A bound that is left out says what the host lacks; one that was missed at first says so.
+        kept = words[promise.is_kept] if promise.is_kept is not None else f"no {bound.needs} here"
+        cells.append(kept if promise.first_value is None else f"{kept}, at first {_value_text(promise.first_value)}")
+        goal = bound.goal
         rows.append([*cells, "" if goal is None else f"{sign} {goal:g}", words[promise.has_reached_goal].lower()])
     return table(head, rows)
 
 
-def _value_text(outcome: BoundOutcome) -> str:
-    return "" if outcome.value is None else f"{outcome.value:.3g}"
+def _value_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _run_core(leases: int, as_json: bool) -> NoReturn:
@@ -325,7 +337,9 @@ def _run_regions(driver: str, samples: int, log: LogLine, as_json: bool) -> NoRe
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon(driver))
         title, driver = Scene.at(address).title(), str(first_card(address)["driver"])
-        figures = measure_regions(address, transform_ptx(), samples, log)
+        figures = with_floors(
+            lambda: measure_regions(address, transform_ptx(), samples, log), floors_of("regions", load_bounds(driver))
+        )
     # Every row is printed; only those with a bound decide about the status.
     rows = [[text, f"{figures[name]:.2f}"] for name, text in _REGION_ROWS]
     shown = f"{title}\n\n{table(['regions', ''], rows)}"

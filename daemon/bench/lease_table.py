@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -68,6 +69,10 @@ ROUNDS_S: Final = 3.0
 
 EXPIRY_S: Final = 10.0
 """Time within which half of the leases expire, evenly."""
+
+FLOOR_TEXT: Final = "".join(f'[lease_{number}]\ntenant = "t{number}"\nat = [0, {number}]\n' for number in range(8))
+FLOOR_SAMPLES: Final = 100
+"""Parses of that text before and after each load."""
 
 SETTLE_MS: Final = 2000
 """Time until the first of them expires: by then all are granted."""
@@ -209,14 +214,30 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
 async def _rate(
     name: str, load: LeaseLoad, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
 ) -> dict[str, float]:
-    """Return the requests a second, and the CPU time that each costs the broker's thread."""
+    """Return the requests a second, their reciprocal, the CPU time that each costs the broker's thread, and a floor."""
+    floor_us = _floor_us()
     # The thread's own time: on a busy host the wall clock alone would measure the other processes.
     cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
     until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
     requests = counted * await load.ask(events, until_ns)
     cpu_s = time.thread_time() - cpu_s
     taken_s = (time.monotonic_ns() - began_ns) / NS_PER_S
-    return {f"{name}_per_s": requests / taken_s, f"{name}_cpu_us": cpu_s * 1e6 / requests}
+    return {
+        f"{name}_per_s": requests / taken_s,
+        f"{name}_us": taken_s * 1e6 / requests,
+        f"{name}_cpu_us": cpu_s * 1e6 / requests,
+        f"{name}_floor_us": (floor_us + _floor_us()) / 2,
+    }
+
+
+def _floor_us() -> float:
+    """Time of plain Python that this thread needs for a TOML text now, in microseconds: the host's own speed."""
+    samples = []
+    for _ in range(FLOOR_SAMPLES):
+        began_s = time.thread_time()
+        tomllib.loads(FLOOR_TEXT)
+        samples.append((time.thread_time() - began_s) * 1e6)
+    return sorted(samples)[FLOOR_SAMPLES // 2]
 
 
 def _repeat_forever(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:

@@ -12,15 +12,16 @@ from gpulease.client.cli.bench import CORE_ROWS, bench
 from gpulease.client.console.exit_status import MissingPrerequisite
 from helpers.daemon import python_environment
 
-LEAST_PER_S, LATEST_MS = (bound.limit for bound in load_bounds("cuda") if bound.figure.startswith("core."))
-GOOD = {name: 1.0 for name, _ in CORE_ROWS} | {"mixed_per_s": LEAST_PER_S}
+MOST_PARSES, LATEST_MS = (bound.limit for bound in load_bounds("cuda") if bound.part == "core")
+PARSE_US = 30.0
+GOOD = {name: 1.0 for name, _ in CORE_ROWS} | {"mixed_us": MOST_PARSES * PARSE_US * 0.99, "mixed_floor_us": PARSE_US}
 
 
 @pytest.mark.parametrize(
     ("figures", "is_good"),
     [
         (GOOD, True),
-        (GOOD | {"mixed_per_s": LEAST_PER_S - 1}, False),
+        (GOOD | {"mixed_us": MOST_PARSES * PARSE_US * 1.01}, False),
         (GOOD | {"expiry_late_p99_ms": LATEST_MS + 0.1}, False),
     ],
 )
