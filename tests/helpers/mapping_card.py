@@ -35,6 +35,7 @@ class Card:
         sizes: Bytes by handle that was not released.
         zeroed: (address, size) of each memset.
         bytes: What is in memory that was written, by handle.
+        pinned: Sizes of registered host memory by address, which `may_pin` allows.
         fail_at: Number of the call that fails.
         busy: How often the stream is not ready yet.
     """
@@ -58,6 +59,8 @@ class Card:
         self.busy = 0
         self.bytes: dict[int, bytearray] = {}
         self.events = 0
+        self.pinned: dict[int, int] = {}
+        self.may_pin = True
         self._next = 1 << 40
 
     @staticmethod
@@ -183,6 +186,16 @@ class Card:
         if error := self._ok():
             return (error,)
         self.poke(address, ctypes.string_at(host, size))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[Any, ...]:
+        if not self.may_pin:
+            return (Result.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.pinned[address] = size
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any, ...]:
+        del self.pinned[address]
         return (Result.CUDA_SUCCESS,)
 
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:

@@ -460,7 +460,8 @@ class CudaContext:
         try:
             take_once_given(pages.take_again, pages.held_bytes, pages.free_bytes, poll)
             mapped_ns = time.monotonic_ns()
-            pages.copy_back(poll)
+            # Memory that came from another process is not pinned in this one.
+            pages.copy_back(poll, is_pinned=bool(self._pinned_host))
             self._restore_variables()
         except DriverError as error:
             raise self._torn(error) from None

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
+from gpulease.daemon.drivers.cuda.staged_copies import BUFFER_BYTES, Part, copy_staged
 from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, DriverError, ImageMismatch, PageMove, Poll
 
 OWN_STREAM: Final = 0
@@ -224,18 +225,37 @@ class MappedPages:
             self._leave_again()
             raise
 
-    def copy_back(self, poll: Poll) -> None:
-        """Copy the bytes back after `take_again`. On a failure, release that memory; everything stays parked."""
+    def copy_back(self, poll: Poll, *, is_pinned: bool = True) -> None:
+        """Copy the bytes back after `take_again`. On a failure, release that memory; everything stays parked.
+
+        `is_pinned`: Whether at least some of the host memory is pinned.
+        """
         host = self._host
         if host is None:
             return
         try:
-            self._copy(self._api.cuMemcpyHtoDAsync, host, lambda end: None, poll, is_out=False)
+            if is_pinned or not copy_staged(self._parts(host), self._pin, self._begin_copy, self._await, poll):
+                self._copy(self._api.cuMemcpyHtoDAsync, host, lambda end: None, poll, is_out=False)
         except BaseException:
             self._leave_again()
             raise
         self._host = None
         self._returning.clear()
+
+    def _parts(self, host: memoryview) -> Iterator[Part]:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(host))
+        for piece in self._pieces:
+            for done in range(0, piece.size_bytes if piece.mappings else 0, BUFFER_BYTES):
+                size_bytes = min(BUFFER_BYTES, piece.size_bytes - done)
+                yield piece.mappings[0][0] + done, start + piece.saved_at + done, size_bytes
+
+    def _pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+        (error,) = self._api.cuMemHostRegister(address, size_bytes, 0)
+        return None if error else lambda: self.check(self._api.cuMemHostUnregister(address))
+
+    def _begin_copy(self, target: int, source: int, size_bytes: int) -> Any:
+        self.check(self._api.cuMemcpyHtoDAsync(target, source, size_bytes, OWN_STREAM))
+        return self._record()
 
     def _leave_again(self) -> None:
         """Release the memory that `take_again` took; the session stays parked."""

@@ -1,16 +1,20 @@
 """Pages that leave the card and return to their addresses, and what a call that fails on the way leaves."""
 
+import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from gpulease.daemon.drivers.cuda import mapped_pages, staged_copies
 from gpulease.daemon.drivers.cuda.mapped_pages import STEPS_AHEAD, MappedPages
 from gpulease.daemon.drivers.cuda.refused_memory import MemoryRefused
 from gpulease.daemon.drivers.cuda.region_pages import CudaRegions
 from gpulease.daemon.drivers.cuda.slice_pages import SlicePages
 from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, keep_waiting
-from helpers.mapping_card import CARD_BYTES, MIB, PAGE, Card, pages_on, wait
+from helpers.mapping_card import CARD_BYTES, MIB, PAGE, Card, Result, pages_on, wait
 
 HOST_BYTES = 64 * MIB
 STEP = 3 * MIB
@@ -63,9 +67,9 @@ class Scene:
             self.regions.adopt(state)
         assert self.pages.held_bytes == self.taken
 
-    def bring_back(self, poll: Callable[[], None] = keep_waiting) -> None:
+    def bring_back(self, poll: Callable[[], None] = keep_waiting, *, is_pinned: bool = True) -> None:
         self.pages.take_again()
-        self.pages.copy_back(poll)
+        self.pages.copy_back(poll, is_pinned=is_pinned)
 
     def check_here(self) -> None:
         assert not self.pages.is_parked
@@ -108,6 +112,59 @@ def test_another_process_has_all_pages_at_their_addresses() -> None:
     other = scene.regions.open(3 * PAGE)
     assert other >= scene.ended + 3 * PAGE
     assert scene.regions.end(other, keep_waiting).freed_bytes == 2 * PAGE
+
+
+class LateCard(Card):
+    """A card that reads the host's bytes as late as it may: when it is queried whether it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[int, int, int, int]] = []
+
+    def cuMemcpyHtoDAsync(self, address: int, host: int, size: int, stream: int) -> tuple[Any, ...]:
+        self.copies.append((address, host, size, stream))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuEventQuery(self, event: int) -> tuple[Any, ...]:
+        for copy in self.copies:
+            super().cuMemcpyHtoDAsync(*copy)
+        self.copies.clear()
+        return super().cuEventQuery(event)
+
+
+@pytest.fixture
+def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (mapped_pages, staged_copies):
+        monkeypatch.setattr(module, "BUFFER_BYTES", PAGE // 8)
+    for name, value in (("THREADS", 3), ("BUFFERS", 5)):
+        monkeypatch.setattr(staged_copies, name, value)
+
+
+@pytest.mark.usefixtures("_small_buffers")
+@pytest.mark.parametrize("may_pin", [True, False])
+def test_memory_that_is_not_pinned_returns_through_buffers(monkeypatch: pytest.MonkeyPatch, may_pin: bool) -> None:
+    scene = Scene()
+    monkeypatch.setattr(sys.modules[__name__], "Card", LateCard)
+    for turn in range(1, 4):
+        scene.park()
+        scene.move()
+        scene.card.may_pin = may_pin
+        polls = itertools.count()
+
+        def give_up(polls: Iterator[int] = polls, turn: int = turn) -> None:
+            if next(polls) == turn:
+                raise TimeoutError
+
+        # One that is given up leaves it parked, and the buffers unused.
+        scene.card.busy = 2 * turn
+        with pytest.raises(TimeoutError):
+            scene.bring_back(give_up, is_pinned=False)
+        assert not scene.card.pinned
+        scene.check_parked()
+        scene.card.busy = 0
+        scene.bring_back(is_pinned=False)
+        assert not scene.card.pinned
+        scene.check_here()
 
 
 def test_regions_that_are_no_multiple_of_their_scratch_have_all_pages_in_another_process() -> None:
