@@ -1,7 +1,7 @@
 """The command ring: a session's two byte streams in memory that client and worker share.
 
-A ring has one writer and one reader. Each owns a counter of all bytes it ever put in or took out; data lies at the
-counter modulo the capacity. A side that finds nothing to do sets its sleep word, checks once more, and sleeps. The
+A ring has one writer and one reader. Each owns a counter of all bytes it ever put in or took out; data is at the
+counter modulo the capacity. A side that finds nothing to do sets its sleep word, checks again, and sleeps. The
 other side finds the word set after its next move and wakes it. All words are native u64, each in its own cache line.
 
     at    word                     written by
@@ -195,7 +195,7 @@ class RingWriter:
                 return False
             self._copy_in(tail, first)
             self._copy_in(middle, second)
-        # The usual case: both lie before the ring's end, within the room that was found earlier.
+        # The usual case: both are before the ring's end, within the room that was found earlier.
         else:
             data, lap = self._data, self._lap
             data[tail - lap : middle - lap] = first
@@ -231,7 +231,7 @@ class RingWriter:
 
     def _copy_in(self, counter: int, data: bytes | memoryview) -> None:
         """Copy data in, around the ring's end if need be; the caller has checked the room."""
-        # The place of the counter in the ring, and how many bytes lie between it and the ring's end.
+        # The place of the counter in the ring, and how many bytes are between it and the ring's end.
         at = counter & self._capacity - 1
         first_bytes = self._capacity - at
         view = memoryview(data)

@@ -46,7 +46,7 @@ class BadSetting(ValueError):
 
     Args:
         text: What is wrong, with {} where the setting's name belongs.
-        path: The setting's key, after the keys of the tables that it lies in; () for the table that was read.
+        path: The setting's key, after the keys of the tables that contain it; () for the table that was read.
     """
 
     def __init__(self, text: str, path: tuple[str, ...] = ()) -> None:

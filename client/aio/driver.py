@@ -29,7 +29,7 @@ _tasks_in_progress: Final[set["asyncio.Future[Any]"]] = set()
 async def drive(procedure: Procedure[T]) -> T:
     """Run a procedure to its end in this task and return its result.
 
-    The traceback of an error starts here: the procedure's frames say nothing to the caller, and would keep their locals
+    The traceback of an error starts here: the procedure's frames do not help the caller, and would keep their locals
     alive.
     """
     try:
@@ -50,10 +50,10 @@ async def drive(procedure: Procedure[T]) -> T:
 
 
 async def drive_with_clean_up(clean_up: GrantCleanUp, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
-    """Drive a procedure and return what `make_result` makes of its result.
+    """Drive a procedure and return `make_result(result)`.
 
-    A thread settles what an interrupted call owes: not a task, because the event loop may be ending. What is owed has
-    a connection of its own, which the loop has left.
+    A thread settles what an interrupted call owes: not a task, because the event loop may be ending. The clean-up has
+    a connection of its own, which the loop does not use.
     """
     try:
         result = make_result(await drive(procedure))
@@ -257,7 +257,7 @@ async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _wait(step: Wait) -> bool:
-    # The channel checks once more before it sleeps: bytes may have come since the procedure decided to wait.
+    # The channel checks again before it sleeps: bytes may have come since the procedure decided to wait.
     if not step.channel.doze(for_room=step.for_room):
         return True
     loop = asyncio.get_running_loop()

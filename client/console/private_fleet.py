@@ -158,7 +158,7 @@ class PrivateFleet:
     def __exit__(self, *_: object) -> None:
         # Ask all nodes to stop before waiting for any, so that they stop concurrently.
         for node in self.nodes:
-            # A crashed daemon gets no signal; `end_all` starts it once more.
+            # A crashed daemon gets no signal; `end_all` starts it again.
             if not node.has_crashed:
                 node.ask_to_stop()
         self._stack.close()
@@ -222,7 +222,7 @@ def lasting_daemon(folder: Path, settings: str = "") -> PrivateDaemon:
 
 
 def end_all(daemon: PrivateDaemon) -> None:
-    """Stop a daemon. One that has crashed is started once more, to end what it left."""
+    """Stop a daemon. One that has crashed is started again, to end what it left."""
     try:
         if daemon.has_crashed:
             daemon.start()

@@ -391,7 +391,7 @@ class Attachment:
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
-        # Read the word once more before the page is unmapped: it may have the reason of the lease's end.
+        # Read the word again before the page is unmapped: it may have the reason of the lease's end.
         if self.lease.words is not None and self.lease.words.lease is self.lease_word:
             self.lease.poll_words()
             self.lease.words = None

@@ -712,7 +712,7 @@ class LeaseHandle:
     def _ask_again_if_stale(
         self, op: Opcode, body: Body, operation: str, clean_up: "ReplyCleanUp | None", *, is_again: bool
     ) -> Procedure[Any]:
-        """Send on the connection on which the lease was granted; if that is dead, send once more on a new one.
+        """Send on the connection on which the lease was granted; if that is dead, send again on a new one.
 
         Every request but REGION_OPEN may be repeated: a second LEASE_FREE finds the lease ended, which was the purpose.
         A second REGION_OPEN could leave a region that no client knows.

@@ -255,7 +255,7 @@ class Recording(LaunchCommands, CopyCommands):
                 f"in {MAX_GRAPH_PLACES} places"
             )
         self._parameters = added
-        # A place is where an argument's bytes lie in its node, in bytes from the first argument.
+        # A place is where an argument's bytes are in its node, in bytes from the first argument.
         numbers = {name: number for number, name in enumerate(added)}
         self._places += [GraphPlace(numbers[name], node, sum(args.sizes[:index])) for name, index, _ in args.parameters]
 

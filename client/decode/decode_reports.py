@@ -144,7 +144,7 @@ class PrefixChange(StrEnum):
     """Its blocks were computed, and prompts use them from now on."""
 
     REBUILD = "rebuild"
-    """The same once more, in the region of another engine."""
+    """Its blocks were computed again, in the region of another engine."""
 
     END = "end"
     """Its region has ended; it is shared again when another engine is opened."""

@@ -81,7 +81,7 @@ def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float
 
 def _wait(step: Wait) -> bool:
     channel = step.channel
-    # The channel checks once more before it sleeps: bytes may have come since the procedure decided to wait.
+    # The channel checks again before it sleeps: bytes may have come since the procedure decided to wait.
     if not channel.doze(for_room=step.for_room):
         return True
     # Round up: a wait of 0.1 ms must not become a loop of polls that return at once.

@@ -305,7 +305,7 @@ class Channel:
     def detach(self) -> "Channel":
         """Return another channel with this one's connection. This one is closed, without closing the connection."""
         sock, link = self.sock, self.link
-        # From now on this channel is ended for an operation of another thread.
+        # An operation of another thread now finds this channel ended.
         self.link, self.sock = _ended_link()
         return Channel(sock, self.address, link)
 

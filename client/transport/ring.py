@@ -189,7 +189,7 @@ class RingChannel(Channel):
     def doze(self, *, for_room: bool) -> bool:
         """Ask the worker for a bell; False if there is something to do already."""
         try:
-            # Set the sleep words, then check once more (`protocol.ring`); otherwise a wake-up could be lost.
+            # Set the sleep words, then check again (`protocol.ring`); otherwise a wake-up could be lost.
             sleeps = self._replies.doze() and not (for_room and not self._requests.doze())
         except FramingError as error:
             self._distrust(error)

@@ -43,7 +43,7 @@ class SessionWords:
         self._regions, self._flipped_ns = views.words, views.flipped_ns
 
     def is_refused(self, slot: int, number: int) -> bool:
-        """Return whether launches that name this region are refused, according to this page.
+        """Return whether this page shows that launches that name this region are refused.
 
         A broker that took over the worker writes another page: this one never shows a region of that broker as refused.
         """
@@ -55,7 +55,7 @@ class SessionWords:
         The time is the host's monotonic clock in ns. The word is NONE, and the time 0, where the slot has another
         region. None: the region is active, or this page does not say that it is not (`is_refused`).
         """
-        # One load: between two, a cancel may be taken back.
+        # Load the word only once: between two loads a cancel may be revoked.
         word = self._regions[slot] if 0 <= slot < MAX_REGIONS else 0
         # As `word_of(number, RegionWord.ACTIVE)`; a launch waits for this.
         if word <= number << NUMBER_SHIFT | _ACTIVE:

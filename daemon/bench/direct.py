@@ -33,7 +33,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
-    # The kernel's parameters as they lie in memory: an address, a count, and the float 1.0.
+    # The kernel's parameters as they are laid out in memory: an address, a count, and the float 1.0.
     address = context.mem_alloc(THREADS * 4)
     params = address.to_bytes(8, "little") + THREADS.to_bytes(4, "little") + b"\0\0\x80\x3f"
 

@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.bench.lease_table [--no-expiry] LEASES [KEPT...]`: times the broker's core, as JSON.
 
 The lease table, its runtime and its timers are the broker's own and run on the broker's event loop. So are the journal,
-the audit log and the log, if they are named; they lie in a folder of their own. Only processes are simulated, so that
+the audit log and the log, if they are named; they are in a folder of their own. Only processes are simulated, so that
 there can be ten thousand leases: a worker is ready, and dead, as soon as the loop turns.
 """
 

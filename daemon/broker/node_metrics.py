@@ -170,7 +170,7 @@ class NodeMetrics:
 
     async def _update_stray_bytes(self) -> None:
         self._stray_bytes = {}
-        # If an earlier scrape's poll still hangs, do not repeat it; wait for it once more.
+        # If an earlier scrape's poll still hangs, do not repeat it; wait for it again.
         if self._stray_bytes_task is None or self._stray_bytes_task.done():
             self._stray_bytes_task = asyncio.get_running_loop().create_task(self._read_stray_bytes())
         done, _ = await asyncio.wait({self._stray_bytes_task}, timeout=STRAY_BYTES_TIMEOUT_S)

@@ -68,7 +68,7 @@ MAX_WARM_CONTEXTS: Final = 64
 """More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
 
 MAX_SHUFFLE_SEED: Final = (1 << 31) - 1
-"""Generated code counts on in 32 bits from it: a larger seed would be another one's order."""
+"""Generated code counts up from it in 32 bits, so a larger seed would repeat the order of a smaller one."""
 
 MAX_RECYCLE_IDLE_S: Final = 3600
 """An operator who wants a context kept longer for one tenant mistyped the unit."""
@@ -77,7 +77,7 @@ MAX_UID: Final = 2**32 - 2
 """The largest number of a user (credentials(7)); 2**32 - 1 means "none"."""
 
 MAX_CARDS_NAMED: Final = 8
-"""In one error sentence."""
+"""Most cards that one error message names."""
 
 
 DEFAULT: Final = "default"

@@ -188,7 +188,7 @@ class Poll(Protocol):
     """Called by a waiting driver from time to time; raises when the wait must end."""
 
     def __call__(self) -> None:
-        """Raise if the wait must end; otherwise the driver polls once more."""
+        """Raise if the wait must end; otherwise the driver polls again."""
 
 
 def keep_waiting() -> None:

@@ -16,5 +16,5 @@ def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
-        # Nor is the package that it lies in.
+        # Nor is the package that contains it.
         return False

@@ -207,7 +207,7 @@ class RoundTimes:
 
 
 def _pieces(claim: TimeClaims, busy_ns: int, from_ns: int, until_ns: int) -> Iterator[Span]:
-    """Yield the spans in which `busy_ns` of busy time lie between two samples, the latest first."""
+    """Yield the spans in which `busy_ns` of busy time are between two samples, the latest first."""
     if busy_ns >= until_ns - from_ns:
         yield from_ns, until_ns, 1.0
         return
@@ -246,8 +246,8 @@ def _shared(pieces: Mapping[int, list[Span]], first: Collection[int]) -> Iterato
         if not (leading and others):
             yield from shares_of(leading or others, wall_ns).items()
             continue
-        # The others hold back while one of `first` is busy. So their busy time lies in the remaining time, and only the
-        # excess lies in the time of `first`.
+        # The others hold back while one of `first` is busy. So their busy time is in the remaining time, and only the
+        # excess is in the time of `first`.
         idle = 1.0
         for part in leading.values():
             idle *= 1.0 - part

@@ -79,7 +79,7 @@ class Turn(NamedTuple):
     period_ns: int
 
     def time_between(self, from_ns: int, until_ns: int) -> int:
-        """Return how much time of its turns lies between two times."""
+        """Return how much time of its turns is between two times."""
         return self._time_until(until_ns) - self._time_until(from_ns)
 
     def _time_until(self, time_ns: int) -> int:

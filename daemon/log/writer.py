@@ -558,7 +558,7 @@ class NonblockingWriter:
     """Writes to a file, pipe, socket or terminal without waiting.
 
     O_NONBLOCK would hold for every process that shares the descriptor, such as a shell. So a pipe or a terminal is
-    opened once more (proc(5), /proc/PID/fd), where that is allowed and `reopens`. Else poll(2) shows whether there is
+    opened again (proc(5), /proc/PID/fd), where that is allowed and `reopens`. Else poll(2) shows whether there is
     room, which another writer may take first.
     """
 
@@ -570,7 +570,7 @@ class NonblockingWriter:
         if not reopens:
             return
         with contextlib.suppress(OSError):
-            # Three kinds of ends: a socket has a flag for each send; a pipe or a terminal is opened once more, with
+            # Three kinds of ends: a socket has a flag for each send; a pipe or a terminal is opened again, with
             # O_NONBLOCK; anything else is polled before each write.
             mode = os.fstat(fd).st_mode
             if stat.S_ISSOCK(mode):

@@ -425,11 +425,11 @@ class CpuContext:
         return self._regions.open(size_bytes)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
-        """Return 0: nothing lies in an ended region's place (`Context.region_kept_bytes`)."""
+        """Return 0: nothing is in an ended region's place (`Context.region_kept_bytes`)."""
         return 0
 
     def region_wipe(self, address: int) -> None:
-        """Do nothing: nothing lies in an ended region's place (`Context.region_wipe`)."""
+        """Do nothing: nothing is in an ended region's place (`Context.region_wipe`)."""
 
     def region_is_zeroed(self) -> bool:
         """Return True: the host's new pages are zero (`Context.region_is_zeroed`)."""

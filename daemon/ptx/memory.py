@@ -349,7 +349,7 @@ class MemoryArena:
         if not 0 <= offset < self._classes[-1].end:
             return ""
         size_class = self._class_of(offset)
-        # The access lies in the red zone of this block, or just before the next block.
+        # The access is in the red zone of this block, or just before the next block.
         start = offset - (offset - size_class.start) % size_class.block_bytes
         end_address = start + size_class.block_bytes
         misses = []

@@ -261,7 +261,7 @@ class ReceiveBuffer:
 
     def _take_write(self, pinned: PinnedBuffer) -> Frame:
         op, flags, status, length, request_id, session_id = self._header
-        # The buffer stays held until the next call, because the frame's payload lies in it.
+        # The buffer stays held until the next call, because the frame's payload is in it.
         self._pinned, self._rest, self._returned = None, None, pinned
         payload = pinned.view[:length]
         return Frame(op, flags, status, request_id, int.from_bytes(session_id, "big"), payload)
@@ -649,7 +649,7 @@ class RingWire:
             while time.monotonic_ns() < spin_until_ns:
                 if replies.room():
                     return True
-        # Then sleep. `doze` announces the sleep in the ring and checks once more, so no bell is missed.
+        # Then sleep. `doze` announces the sleep in the ring and checks again, so no bell is missed.
         while replies.doze():
             # Check the clock as well: a peer that rings without end would cut every wait short, and so extend the loop.
             is_in_time = _wait(self._sock, select.POLLIN, until_ns) and time.monotonic_ns() < until_ns

@@ -483,7 +483,7 @@ class RegionOperations(OperationHandler):
         return empty(frame)
 
     def made(self) -> list[SetInUse]:
-        """Return all region sets."""
+        """Return all region sets that the session has now."""
         return list(self._gate.sets.values())
 
     @property

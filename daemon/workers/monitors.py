@@ -216,7 +216,7 @@ class MemoryMonitor:
             self._rounds.start()
 
     def poll(self, lease_id: int) -> None:
-        """Poll a session. If this is called again during the poll, poll once more."""
+        """Poll a session. If this is called again during the poll, poll again."""
         # Do only one poll of a session at a time, then repeat it: the growth may have come after the card was read.
         if lease_id in self._tasks:
             self._again.add(lease_id)

@@ -31,7 +31,7 @@ class TimeCounts:
         self._counts = Counter[int]()
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Count a time `count` times."""
+        """Add a time to its bucket, `count` times."""
         self._counts[round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)] += count
 
     def percentile_ms(self, share: float) -> float | None:

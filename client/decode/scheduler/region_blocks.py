@@ -8,7 +8,7 @@ Blocks that no sequence uses keep their contents until their place is needed; th
 first. Only full blocks are shared, and no row writes into a full block again, so a shared block is never copied. The
 last, partly filled block of a prefix is computed again by each sequence: at most PAGE rows.
 
-Blocks of the operator's shared prefixes lie in other regions, which no tenant's rows write. Their numbers follow those
+Blocks of the operator's shared prefixes are in other regions, which no tenant's rows write. Their numbers follow those
 of the region's own blocks: block `size + i` is block i of the one shared prefix that the sequence uses.
 """
 

@@ -128,7 +128,7 @@ class ContinuousBatchScheduler:
     first in the queue. So the oldest sequence always continues, and alone it fits into the region. No other tenant is
     affected. A prompt is charged in full, however much of it was reused.
 
-    **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They lie in
+    **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They are in
     regions of their own, which no row writes. A prompt that begins with them needs no blocks of its tenant's region for
     them. When such a region ends (`prefix_lost`), the sequences that use it are replayed only in their tenants'
     regions, so a request must fit its tenant's region without the prefix.
@@ -705,7 +705,7 @@ class ContinuousBatchScheduler:
             self._count_stop_tokens(request.sampling.stop_token_ids, 1)
             sequence.prefix = prefix
             if prefix:
-                # A replay is the same request, and saves the tokens once more.
+                # A replay is the same request, and saves the tokens again.
                 self.prefix_requests[prefix] += request.attempt == 0
                 self.prefix_tokens[prefix] += shared * PAGE
             sequence.keys = tenant.keys_of(waiting)

@@ -116,7 +116,7 @@ class RequestLedger:
         """Record the region of a sequence before its first rows are computed."""
         if entry := self._entries.get(sequence.request.request_id):
             entry.region_id = region_id
-            # The attempt counts that yields the first token.
+            # Only the attempt that yields the first token counts.
             if not entry.generation.tokens:
                 entry.generation.reused_tokens = sequence.reused
 

@@ -96,21 +96,21 @@ class Lexeme:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The name of a rule or a terminal."""
+    """A reference to a rule or a terminal, by its name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Parts behind one another; without any, the empty text."""
+    """Parts in sequence; without any, the empty text."""
 
     parts: "tuple[Part, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of some parts."""
+    """Alternatives: exactly one of the parts is taken."""
 
     parts: "tuple[Part, ...]"
 
@@ -235,7 +235,7 @@ class _Reader:
         return part
 
     def _bounds(self) -> tuple[int, int | None] | None:
-        """Read a repetition; None if none is here."""
+        """Read how often a part is repeated: least and most, None for no upper bound. None if no repetition is next."""
         for mark, bounds in _MARKS.items():
             if self._taken_mark(mark):
                 return bounds
@@ -339,7 +339,7 @@ class _Reader:
         return token is not None and kind in token.re.groupindex and token[kind] == mark
 
     def _taken(self, kind: str) -> re.Match[str] | None:
-        """Take the next token if it is of a kind."""
+        """Consume the next token and return its match if it is of this kind; else return None."""
         token = self._next()
         # Both syntaxes have kinds that the other one does not have.
         if token is None or kind not in token.re.groupindex or token[kind] is None:
@@ -501,7 +501,7 @@ def _size(part: Part, of: Mapping[str, float], *, is_least: bool = False) -> flo
 
 
 def _inner(part: Part) -> Iterator[Part]:
-    """Yield a part and all parts in it."""
+    """Yield a part and all parts nested in it, in no particular order."""
     pending = [part]
     while pending:
         yield (current := pending.pop())
@@ -535,7 +535,7 @@ def _has_end(part: Part, ended: Collection[str]) -> bool:
 
 
 def _written(part: Part, names: Mapping[str, str]) -> str:
-    """Return a part in Lark."""
+    """Return a part as text of a Lark grammar."""
     match part:
         case Lexeme():
             return part.written

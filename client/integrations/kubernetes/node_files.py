@@ -1,4 +1,4 @@
-"""The driver's files on its node: records of prepared claims, what containers get, and CDI specifications.
+"""The driver's files on its node: records of prepared claims, the files for containers, and CDI specifications.
 
 Each claim has a record, a folder with a file for each of its leases, and a specification. Each user has a folder that
 only that user can enter; in it, containers find the daemon's socket. Files are replaced atomically. The record is on

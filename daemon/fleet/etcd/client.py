@@ -162,7 +162,7 @@ class _EtcdMember:
 
     async def connect(self) -> "_EtcdMember":
         """Return this member once it is connected. Waits forever if it never is."""
-        # gRPC connects by itself once asked; each change of state is one round.
+        # After one request gRPC connects by itself. Each change of its state ends one round of this loop.
         while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             await self.channel.wait_for_state_change(state)
         return self

@@ -1,1 +1,1 @@
-"""What lies in etcd: the keys, the values and their bounds, and the settings that they depend on."""
+"""The records in etcd: the keys, the values and their bounds, and the settings that they depend on."""

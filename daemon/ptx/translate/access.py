@@ -9,7 +9,7 @@ If this check forbids an access, its address is looked up among the regions that
 access to such a region is counted and redirected: a load reads zeros, and a store writes memory that is never read.
 
 Shared, local and parameter addresses are offsets into a window of known size. A generic address is valid if it is
-valid as a global one, or lies in the host memory of the block's shared or the thread's local window.
+valid as a global one, or is in the host memory of the block's shared or the thread's local window.
 """
 
 from collections.abc import Callable, Sequence

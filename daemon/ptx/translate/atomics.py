@@ -5,7 +5,7 @@ enough there. Elsewhere the host's atomic instructions are used, because other h
 order all accesses, so orderings and scopes need nothing more.
 
 Sums of 16-bit floats (PTX ISA section 9.7.4, "add") are first made in f32, exactly or with more than twice the
-precision, so rounding once more gives the correctly rounded sum.
+precision, so another rounding gives the correctly rounded sum.
 """
 
 from collections.abc import Callable

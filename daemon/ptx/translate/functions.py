@@ -3,7 +3,7 @@
     i32 func(launch, environment, local, tid.x, ..., ctaid.z, arguments, results, stack, stack_end)
 
 It runs for one thread, from its start to its end: functions with instructions at which threads wait have been inlined
-(inliner.py). Its local variables lie in the thread's local window from `stack` on; its native frame may not reach below
+(inliner.py). Its local variables are in the thread's local window from `stack` on; its native frame may not reach below
 the address `stack_end`. If either has no room left, the kernel ends with a stack overflow.
 """
 
@@ -51,7 +51,7 @@ class FunctionTranslator(BodyTranslator):
         return find_waits(())
 
     def address_of(self, variable: DeclaredVariable, offset: int) -> Value:
-        """Return a variable's address; local variables lie in this call's part of the window."""
+        """Return a variable's address; local variables are in this call's part of the window."""
         if variable.space is Space.LOCAL:
             return self.ir.binary("add", _OWN_STACK, variable.offset + offset)
         return super().address_of(variable, offset)

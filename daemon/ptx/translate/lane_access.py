@@ -35,7 +35,7 @@ _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
 # Instructions that happen once for each lane, even if the lanes' operands are equal.
 _COUNTED = ("atom", "red", "cp")
 
-# The most that lanes may access together in global memory: it then lies in at most three granules.
+# The most that lanes may access together in global memory: it is then in at most three granules.
 _MAX_BYTES = 2 * GRANULE_BYTES
 
 _WORD_BYTES = 4

@@ -83,7 +83,7 @@ def open_warp(opening: VectorWriter) -> None:
     # A warp begins at a multiple of 32. LLVM sees that only in this spelling.
     start = opening.binary("shl", opening.binary("lshr", flat, 5), 5)
     opening.raw(f"%wide.flat = or {opening.whole(start)}, {opening.each('i32').text}")
-    # Step 2: do all lanes lie in the first one's row?
+    # Step 2: are all lanes in the first one's row?
     absent = opening.intrinsic("llvm.ctlz.i32", "i32", Value("i32", "%given"), constant("i1", 0))
     last = opening.binary("sub", opening.binary("add", first[0], 32), absent)
     in_row = opening.compare("icmp ule", last, width)

@@ -340,7 +340,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(none)
 
     def _lies_in(self, index: int, among: frozenset[int]) -> bool:
-        """Say whether an instruction lies in one of these blocks, with no guard that separates the lanes."""
+        """Return whether an instruction is in one of these blocks, with no guard that separates the lanes."""
         guard = self.function.instructions[index].guard
         if guard is not None and self._varies(guard.register):
             return False

@@ -284,7 +284,7 @@ def _row_address(t: "ThreadTranslator", operand: Operand, m: Modifiers, count: i
 
 
 def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
-    """Compute whether a row lies in shared memory, or belongs to a lane that `count` matrices do not use."""
+    """Compute whether a row is in shared memory, or belongs to a lane that `count` matrices do not use."""
     valid = is_valid(t, address, Space.SHARED, ROW_BYTES)
     if count < 4:
         valid = t.ir.binary("or", valid, t.ir.compare("icmp uge", lane(t), 8 * count))

@@ -110,7 +110,7 @@ _RANK = SCALARS["u32"]
 
 @PLACEMENT.form("isspacep.space", 2, space=("global", "shared", "shared::cta", "shared::cluster", "local"))
 def lies_in(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`isspacep`: whether a generic address lies in a space; an address in no window is global."""
+    """`isspacep`: whether a generic address is in a space; an address in no window is global."""
     space = Space(m["space"].split("::")[0])
     address = t.read(i.operands[1], _POINTER)
     if space in _WINDOWS:

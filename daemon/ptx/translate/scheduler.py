@@ -150,7 +150,7 @@ class SchedulerWriter(RunnerWriter):
         self._stop(self._indices(frame), block)
 
     def _frame(self, flat: Value) -> Value:
-        # The board of arrivals lies in front of the first frame.
+        # The board of arrivals is in front of the first frame.
         return self.ir.offset(super()._frame(flat), BOARD_BYTES)
 
     def _stride(self) -> Value:

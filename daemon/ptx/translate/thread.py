@@ -52,7 +52,7 @@ class ThreadTranslator(OperandTranslator):
         self.leaders: set[int] = set()
         self.passed_bytes = self.returned_bytes = 0
         self._calls = any(self.callees.calls(i) for i in function.instructions)
-        # A thread that waits leaves the native stack, so the variables of its calls lie in its local window.
+        # A thread that waits leaves the native stack, so the variables of its calls are in its local window.
         self._calls_at = round_up(function.local_bytes, SLOT_BYTES * 2) if self.waits.sites else None
         if self._calls or not function.is_kernel:
             # Callees take their variables from the same window: its limit is that of a whole stack.

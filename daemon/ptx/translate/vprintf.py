@@ -2,7 +2,7 @@
 
     i32 print(launch, environment, local, i64 bytes of the local window, i64 format, i64 arguments, ptr bad)
 
-The code writes a record (`printf.py` reads it) of the format and the values that it uses. The values lie in a buffer,
+The code writes a record (`printf.py` reads it) of the format and the values that it uses. The values are in a buffer,
 each at the next multiple of its size. Every byte is read only where a kernel's load could read it: an address that may
 not be read is returned in `bad`, with a negative result. Otherwise the result is the number of values.
 

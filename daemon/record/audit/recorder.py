@@ -1,4 +1,4 @@
-"""The broker's side of the audit log: takes records, bounds what tenants repeat, and holds grants until durable.
+"""The broker's side of the audit log: takes records, limits repeated ones, and holds grants until they are durable.
 
 Nothing here decides what the lease table does, with one exception: where the operator requires the log, a grant that
 can't be recorded in time is revoked before its tenant receives it.
@@ -31,7 +31,7 @@ OnNoteRecorded = Callable[[Denial | None], None]
 
 
 class FactRecorder:
-    """The base of what records facts. By itself, as in a daemon without an audit log, it records and holds nothing."""
+    """The base of all fact recorders. By itself, as in a daemon without an audit log, it records and holds nothing."""
 
     @property
     def keeps_records(self) -> bool:

@@ -324,7 +324,7 @@ def _wall_us(record: AuditRecord) -> int:
 
 
 def _by_day(from_us: int, until_us: int) -> Iterator[tuple[str, int]]:
-    """Yield each day that a time on the wall clock touches, and the part of the time that lies in it."""
+    """Yield each day that a time on the wall clock touches, and the part of the time that is in it."""
     for _ in range(MAX_DAYS):
         number = from_us // US_PER_DAY
         end_us = min(until_us, (number + 1) * US_PER_DAY)

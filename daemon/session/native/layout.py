@@ -360,7 +360,7 @@ class RingEnds(ctypes.Structure):
     reply_data       Address of the replies' bytes.
     reply_capacity   Size of the replies' bytes, a power of two.
     tail             The worker's own copy of the replies' tail; never read from the ring.
-    reply_head       The worker's own copy of the replies' head; the ring's word must lie between it and `tail`.
+    reply_head       The worker's own copy of the replies' head; the ring's word must be between it and `tail`.
     buffer_bytes     Size of the receive buffer.
     spins_left       How many more times to poll for `spin_ns` before the worker sleeps.
     spins_per_byte   Arriving bytes set `spins_left` to this number, unless it is 0.

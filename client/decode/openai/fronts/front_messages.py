@@ -127,7 +127,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         prompt: The number of its prompt.
         seed: The seed of its sampling.
-        max_tokens: Its most tokens.
+        max_tokens: The most tokens that it may generate.
     """
 
     prompt: int
@@ -140,7 +140,7 @@ class RequestSubmitted(msgspec.Struct, tag="begun", frozen=True):
 
     Attributes:
         number: The request.
-        answer: What the text process made of its body, as `text_jobs.packed` packs it.
+        answer: The body as the text process parsed it, packed as `text_jobs.packed` packs it.
         sequences: Its sequences.
         end_tokens: The tokens that end them.
         model: The model's name.
