@@ -516,13 +516,13 @@ def _mistakes() -> Iterator[str]:
         yield "each option must have a tag of its own"
     kept_tags = list(KEPT_OPTIONS.values())
     for option in OPTIONS:
-        where = f"option 0x{option.tag:04x}"
+        location = f"option 0x{option.tag:04x}"
         # An option is either stored in the lease or only for the acquire.
         if kept_tags.count(option) != (option.before is not JournalRow.NEVER):
-            yield f"{where} must be in one field of LeaseOptions, or have before=Row.NEVER"
+            yield f"{location} must be in one field of LeaseOptions, or have before=Row.NEVER"
         # `in_submits` makes sense only for an option that a worker obeys.
         if (option in WORKER_OPTIONS.values()) != (option.in_submits is not None):
-            yield f"{where} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
+            yield f"{location} must say with in_submits whether a submit's worker obeys it, if it is in WorkerOptions"
         # A bar would end the table's cell. A method without an effect, or an effect without a method, would leave a
         # cell empty.
         if (
@@ -530,7 +530,7 @@ def _mistakes() -> Iterator[str]:
             or "|" in option.wire + option.call + option.effect
             or bool(option.call) != bool(option.effect)
         ):
-            yield f"{where}: what it does must be a sentence for a table's cell"
+            yield f"{location}: what it does must be a sentence for a table's cell"
     # A request without the option, and a lease made without it, must mean the same.
     for item in fields(LeaseOptions):
         if item.default != KEPT_OPTIONS[item.name].default:

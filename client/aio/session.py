@@ -114,9 +114,9 @@ class GpuSession(SessionView):
         cls, token: bytes | str | Grant | None, address: str | None, name: str | None, shared_memory: bool
     ) -> Self:
         # The lease's own connection: it presents the token, or asks for the lease of `gpulease run`.
-        where, lock = address_of(address), asyncio.Lock()
+        server, lock = address_of(address), asyncio.Lock()
         state = await drive(
-            by_assignment(where, lock, name) if token is None else by_token(where, token_of(token), lock)
+            by_assignment(server, lock, name) if token is None else by_token(server, token_of(token), lock)
         )
         try:
             return await cls(GpuSharedLease(state), shared_memory=shared_memory)

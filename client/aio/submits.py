@@ -53,5 +53,5 @@ def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: st
 
     Raises Denied at the launch, naming the check that the token failed.
     """
-    where, shown = address_of(address), token_of(token)
-    return Submission(kernel, image, lambda submission: submission._run_by(where, shown, asyncio.Lock()))
+    server, token_bytes = address_of(address), token_of(token)
+    return Submission(kernel, image, lambda submission: submission._run_by(server, token_bytes, asyncio.Lock()))

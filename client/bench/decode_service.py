@@ -221,9 +221,9 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
         await _until(lambda: min(sequence.length for sequence in service.live()) >= length + WARM_TOKENS)
         service.times.clear()
         first = [sequence.length for sequence in service.live()]
-        until, max_steps = time.monotonic() + for_s, POSITIONS - 2 * WARM_TOKENS - max(first)
+        deadline_s, max_steps = time.monotonic() + for_s, POSITIONS - 2 * WARM_TOKENS - max(first)
         await _until(
-            lambda: (time.monotonic() >= until and len(step_ends) >= LEAST_STEPS) or len(step_ends) >= max_steps
+            lambda: (time.monotonic() >= deadline_s and len(step_ends) >= LEAST_STEPS) or len(step_ends) >= max_steps
         )
         rate = batch * _per_s(step_ends)
         steps = _StepsAgain(service, first, len(step_ends))
@@ -300,8 +300,8 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
             for name, gaps_s in gaps.items():
                 # Forget what came before this part; only the other tenants' gaps count.
                 service.times.clear()
-                until = time.monotonic() + for_s / 2
-                while time.monotonic() < until:
+                deadline_s = time.monotonic() + for_s / 2
+                while time.monotonic() < deadline_s:
                     await asyncio.sleep(REVOKE_EVERY_S)
                     if name == "revoking":
                         await service.revoke(names[0])
@@ -323,8 +323,8 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
     service.times.clear()
     # One sequence after a long prompt: its rebind computes all of it again.
     async with service.load(names[1:], _eighth(service), 64, POSITIONS - 64), service.load(names[:1], 1, PROMPT, 64):
-        until = time.monotonic() + for_s
-        while time.monotonic() < until:
+        deadline_s = time.monotonic() + for_s
+        while time.monotonic() < deadline_s:
             # At random times, so that revocations hit every phase of a step.
             await asyncio.sleep(random.uniform(0.1, 0.2))
             await service.revoke(names[0])

@@ -150,11 +150,11 @@ def _measure_parked(
 
         def request(number: int) -> tuple[bool, float, int]:
             lease, model = models[number]
-            is_there = _phase(address, lease) == "resident"
+            is_resident = _phase(address, lease) == "resident"
             began = time.perf_counter()
             model.begin()
             took_s = time.perf_counter() - began
-            return is_there, took_s, model.check()
+            return is_resident, took_s, model.check()
 
         return _run(request, pattern_s, log, "parked")
 
@@ -172,14 +172,14 @@ class _LoadedModels:
         self._models: OrderedDict[int, tuple[GpuLease, WovenData]] = OrderedDict()
 
     def request(self, number: int) -> tuple[bool, float, int]:
-        is_there, began = number in self._models, time.perf_counter()
-        if not is_there:
+        is_loaded, began = number in self._models, time.perf_counter()
+        if not is_loaded:
             self._load(number)
         self._models.move_to_end(number)
         model = self._models[number][1]
         model.begin()
         took_s = time.perf_counter() - began
-        return is_there, took_s, model.check()
+        return is_loaded, took_s, model.check()
 
     def _load(self, number: int) -> None:
         if len(self._models) == RESIDENT:
@@ -226,14 +226,14 @@ def _run(
     figures: dict[str, Figures] = {}
     for name, numbers in patterns().items():
         log(f"{label}: requests {name}")
-        counted, until = PatternFigures(), time.monotonic() + pattern_s
-        while time.monotonic() < until:
+        counted, deadline_s = PatternFigures(), time.monotonic() + pattern_s
+        while time.monotonic() < deadline_s:
             try:
-                is_there, took_s, wrong = request(next(numbers))
+                is_resident, took_s, wrong = request(next(numbers))
             except Busy:
                 counted.refused += 1
                 continue
-            (counted.hits_s if is_there else counted.misses_s).append(took_s)
+            (counted.hits_s if is_resident else counted.misses_s).append(took_s)
             counted.wrong += wrong
         figures[name] = counted.figures()
     return figures

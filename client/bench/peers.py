@@ -176,10 +176,10 @@ def missing_reason(package: str, module: str) -> str:
     """A sentence if that module is not installed, else ""."""
     try:
         # Looking for a submodule imports its parent, which may be missing as well.
-        is_there = importlib.util.find_spec(module) is not None
+        is_installed = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        is_there = False
-    return "" if is_there else f"{package} is not installed: pip install {package}"
+        is_installed = False
+    return "" if is_installed else f"{package} is not installed: pip install {package}"
 
 
 def compile_direct_calls(folder: Path) -> Path:

@@ -78,9 +78,9 @@ def _in_a_session(lease: GpuLease, ptx: bytes) -> dict[str, float]:
 
 def _await_end(lease: GpuLease) -> None:
     """Wait until no job is in progress: the next one would wait for its memory. Raises GpuLeaseError."""
-    until = time.monotonic() + TEARDOWN_LIMIT_S
+    deadline_s = time.monotonic() + TEARDOWN_LIMIT_S
     while "submit" in lease.query():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             raise GpuLeaseError(f"a submit's memory is not proved free within {TEARDOWN_LIMIT_S:g} s")
         time.sleep(_POLL_S)
 

@@ -220,8 +220,8 @@ def _plan(driver: str, quick: bool, options: tuple[int | None, int | None, int |
 
 def _run_round_trips(plan: RunSize, log: LogLine, as_json: bool) -> None:
     report = measure_round_trips(plan, log)
-    shown = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
-    click.echo(indented_json(report) if as_json else shown)
+    text = f"{report['title']}\n\n{round_trip_table(report['round_trips'])}"
+    click.echo(indented_json(report) if as_json else text)
 
 
 def _run_park(driver: str, model_mib: int | None, minutes: float, log: LogLine, as_json: bool) -> NoReturn:
@@ -583,9 +583,9 @@ def _kernel_table(kernels: dict[str, Figures]) -> str:
     rows = []
     for name, text in _KERNEL_ROWS:
         figures = kernels[name]
-        shown = [f"{figures[column]:.3f}" if column in figures else "" for column in ("leased_ms", "numpy_ms", "ratio")]
+        cells = [f"{figures[column]:.3f}" if column in figures else "" for column in ("leased_ms", "numpy_ms", "ratio")]
         rates = [f"{figures[rate]:.2f}" if rate in figures else "" for rate in ("gflop_s", "gflop_s_per_core")]
-        rows.append([text, *shown, *rates])
+        rows.append([text, *cells, *rates])
     return table(["kernel with its wait, ms", "leased", "numpy", "leased/numpy", "GFLOP/s", "a core"], rows)
 
 

@@ -140,12 +140,12 @@ def _ask_patiently(op: Opcode) -> Any:
     Raises Disconnected.
     """
     # A daemon that restarts is away for seconds; one that stays away is gone.
-    until = time.monotonic() + DAEMON_RESTART_S
+    deadline_s = time.monotonic() + DAEMON_RESTART_S
     while True:
         try:
             return ask(op, Empty())
         except Disconnected:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 raise
         time.sleep(POLL_S)
 

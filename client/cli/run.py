@@ -112,12 +112,12 @@ def _check_program(program: str) -> None:
     if shutil.which(program) is not None:
         return
     # Find out why, in the shell's words: no such file, a folder, or not executable.
-    where = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
+    path = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
     try:
-        os.stat(where or "")
+        os.stat(path or "")
     except OSError as error:
         _fail_to_start(program, error)
-    number = errno.EISDIR if os.path.isdir(where or "") else errno.EACCES
+    number = errno.EISDIR if os.path.isdir(path or "") else errno.EACCES
     _fail_to_start(program, OSError(number, os.strerror(number)))
 
 

@@ -307,9 +307,9 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
 
 def _hint(url: str, key: str) -> str:
     """A command that sends a request to the server, ready to paste."""
-    where = f"{url}/v1/completions"
+    target = f"{url}/v1/completions"
     # curl reaches a Unix socket by an option, and then needs any host name.
     if url.startswith("http+unix://"):
-        where = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"
+        target = f"--unix-socket {url.removeprefix('http+unix://')} http://localhost/v1/completions"
     request_json = '{"prompt": "Changed in version", "max_tokens": 24, "temperature": 0, "stream": true}'
-    return f"Try: curl -N {where} -H 'Authorization: Bearer {key}' -d '{request_json}'"
+    return f"Try: curl -N {target} -H 'Authorization: Bearer {key}' -d '{request_json}'"

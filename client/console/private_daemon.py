@@ -50,9 +50,9 @@ def running_address() -> str | None:
 def _cache() -> dict[str, str]:
     """The variable with the folder in which the embedded driver caches compiled kernels: the user's own."""
     # XDG Base Directory Specification: a relative path is ignored.
-    above = os.environ.get("XDG_CACHE_HOME", "")
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        folder = Path(above) if os.path.isabs(above) else Path.home() / ".cache"
+        folder = Path(cache_home) if os.path.isabs(cache_home) else Path.home() / ".cache"
     except RuntimeError:
         # The user has no home folder.
         return {}

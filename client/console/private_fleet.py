@@ -101,13 +101,13 @@ def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
     members: list[EtcdMember] = []
     with contextlib.ExitStack() as stack:
         for number, (client, peer) in enumerate(urls):
-            home = folder / f"m{number}"
-            home.mkdir(parents=True)
-            command = [program, "--name", f"m{number}", "--data-dir", str(home / "data")]
+            member_folder = folder / f"m{number}"
+            member_folder.mkdir(parents=True)
+            command = [program, "--name", f"m{number}", "--data-dir", str(member_folder / "data")]
             command += ["--listen-client-urls", client, "--advertise-client-urls", client]
             command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             command += ["--initial-cluster", cluster, "--log-level", "error", "--logger", "zap"]
-            log = stack.enter_context((home / "log").open("ab"))
+            log = stack.enter_context((member_folder / "log").open("ab"))
             # Killed at the end of the block, in reverse order.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             members.append(EtcdMember(client.removeprefix("http://"), process))
@@ -170,11 +170,11 @@ class PrivateFleet:
         for _ in range(count):
             etcd = ",".join((endpoints_of_first if not new else ()) or self._endpoints)
             node_id = f"node-{len(self.nodes) + 1}"
-            home = self._folder / node_id
-            home.mkdir()
+            node_folder = self._folder / node_id
+            node_folder.mkdir()
             # The folder's socket is the node's address in the directory.
             table = f'[fleet]\netcd = "etcd://{etcd}"\nnode = "{node_id}"\nhorizon_s = {self._horizon_s}\n'
-            node = lasting_daemon(home, f'{table}addresses = ["unix:{home / SOCKET_NAME}"]\n')
+            node = lasting_daemon(node_folder, f'{table}addresses = ["unix:{node_folder / SOCKET_NAME}"]\n')
             self._stack.callback(end_all, node)
             node.begin()
             new.append(node)
@@ -184,11 +184,11 @@ class PrivateFleet:
 
     def open_directory(self, placement: str = "pack") -> None:
         """Start the directory, and return immediately."""
-        home = self._folder / "directory"
-        home.mkdir()
+        directory_folder = self._folder / "directory"
+        directory_folder.mkdir()
         options = ["--etcd", f"etcd://{','.join(self._endpoints)}"]
         # The directory answers once it knows the store; `await_nodes` waits for that.
-        directory = PrivateServer(home, DIRECTORY_MODULE, [*options, "--placement", placement])
+        directory = PrivateServer(directory_folder, DIRECTORY_MODULE, [*options, "--placement", placement])
         self._stack.callback(directory.stop)
         directory.begin()
         self._directory = directory

@@ -373,14 +373,14 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
         raise _unreachable(address, error.strerror or str(error)) from None
     code = 0
     # Try every address of the name. A Unix socket with a full backlog answers EAGAIN: try again until the deadline.
-    for family, where in candidates:
-        channel, code = start_connecting(family, where, address)
+    for family, sockaddr in candidates:
+        channel, code = start_connecting(family, sockaddr, address)
         try:
             # The daemon's backlog is full: close the socket and try again after a pause.
             while code == errno.EAGAIN and deadline.remaining_s() > 0:
                 channel.sock.close()
                 yield Sleep(CONNECT_RETRY_S)
-                channel, code = start_connecting(family, where, address)
+                channel, code = start_connecting(family, sockaddr, address)
             # The connect is in progress (EINPROGRESS): the socket becomes writable when it has succeeded or failed.
             if code == errno.EINPROGRESS:
                 # Look at least once: this process may have been stopped since it began.

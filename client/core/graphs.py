@@ -50,7 +50,7 @@ class GraphHandle(Handle):
     It holds the buffers, modules and arrays with which it was recorded, so that they exist as long as the graph.
     """
 
-    __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_why_not")
+    __slots__ = ("_args", "_graphs", "_head", "_head_in", "_middle", "_record", "_unusable_reason")
 
     _free_op = Opcode.GRAPH_DESTROY
 
@@ -61,7 +61,7 @@ class GraphHandle(Handle):
         self._graphs: Graphs
         self._record: GraphContents | None = None
         self._args = b""
-        self._why_not = "is being recorded"
+        self._unusable_reason = "is being recorded"
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -84,17 +84,17 @@ class GraphHandle(Handle):
         self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
         in_regions = graph_launch_payload(handle, self._args, 0, 0)
         self._head_in = made(Opcode.GRAPH_LAUNCH_IN, in_regions)[:REQUEST_ID_OFFSET]
-        self._why_not = "is closed"
+        self._unusable_reason = "is closed"
         return self
 
     def discarded(self) -> None:
         """Record that the recording failed, for later errors."""
-        self._why_not = "was discarded: its recording failed"
+        self._unusable_reason = "was discarded: its recording failed"
 
     def graphs(self, operation: str) -> "Graphs":
         """The graphs of its session. Raises InvalidHandle, naming the operation `operation`, if it has no session."""
         if self.owner is None:
-            raise InvalidHandle(f"{operation}: the graph {self._why_not}")
+            raise InvalidHandle(f"{operation}: the graph {self._unusable_reason}")
         return self._graphs
 
     def mark_freed(self) -> tuple[Opcode, int]:
@@ -163,7 +163,7 @@ class GraphHandle(Handle):
 
     def __repr__(self) -> str:
         if self.owner is None:
-            return f"<{type(self).__name__}, which {self._why_not}>"
+            return f"<{type(self).__name__}, which {self._unusable_reason}>"
         return (
             f"<{type(self).__name__} {self.handle} ({', '.join(self.parameters)}){'' if self.is_alive else ', gone'}>"
         )

@@ -154,7 +154,7 @@ class Launches(LaunchCommands):
         """Send a launch immediately, under the session's lock; the result is the launch's number.
 
         A launch like the module's last one is checked and sent inside this function, because another call or a
-        generator would double the cost. Any other launch, and any error, is left to `_launch_anew`.
+        generator would double the cost. Any other launch, and any error, is left to `_launch_in_full`.
         """
         attachment = self._attachment
         try:
@@ -192,11 +192,11 @@ class Launches(LaunchCommands):
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
             pass  # a wrong type, the first launch, or the peer is gone: the general way reports it
         try:
-            return self._launch_anew(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
+            return self._launch_in_full(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
 
-    def _launch_anew(
+    def _launch_in_full(
         self,
         module: Module,
         kernel: str,

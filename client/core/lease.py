@@ -944,7 +944,7 @@ def lease_clean_up() -> GrantCleanUp:
 
 
 def acquire(
-    where: Address | Fleet,
+    target: Address | Fleet,
     request: LeaseAlloc,
     lock: Any,
     clean_up: GrantCleanUp,
@@ -953,7 +953,7 @@ def acquire(
     """Ask a daemon or a fleet for a lease. Raises CapacityExceeded, Unsupported, InvalidRequest, Disconnected.
 
     Args:
-        where: The daemon or the fleet.
+        target: The daemon or the fleet.
         request: The request.
         lock: The API's kind of lock.
         clean_up: Records what may have been granted, so that it can be given back.
@@ -961,13 +961,13 @@ def acquire(
           daemon.
     """
     # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
-    if isinstance(where, Fleet):
-        lease = yield from acquire_in(where, request, partial(_lease_on, lock=lock), clean_up)
-        lease.fleet = where
+    if isinstance(target, Fleet):
+        lease = yield from acquire_in(target, request, partial(_lease_on, lock=lock), clean_up)
+        lease.fleet = target
     else:
         limit_s = ACQUIRE_REPLY_LIMIT_S + request.wait_ms / 1000
         lease = yield from _open(
-            where, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, clean_up, spare
+            target, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, clean_up, spare
         )
     lease.waiting, lease.asked = WAITING.read(request.parameters), request
     lease.is_latency = LATENCY.read(request.parameters)

@@ -59,28 +59,28 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
     gateway and the model server do not authenticate their clients.
     """
     try:
-        where = parse_address(address)
+        parsed = parse_address(address)
     except ValueError as error:
         raise InvalidRequest(f"--listen: {error}") from None
-    if isinstance(where, TlsAddress):
-        raise InvalidRequest(f"--listen {where}: the server uses plain HTTP", "Write tcp:127.0.0.1:PORT or unix:PATH")
-    sock = _bound(where)
+    if isinstance(parsed, TlsAddress):
+        raise InvalidRequest(f"--listen {parsed}: the server uses plain HTTP", "Write tcp:127.0.0.1:PORT or unix:PATH")
+    sock = _bound(parsed)
     try:
-        yield sock, _url(sock, where)
+        yield sock, _url(sock, parsed)
     finally:
-        if isinstance(where, UnixAddress):
+        if isinstance(parsed, UnixAddress):
             # Before the socket is closed, so that the path never leads to a socket that refuses connections.
-            remove_path(where.path)
+            remove_path(parsed.path)
         sock.close()
 
 
-def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
+def _bound(address: UnixAddress | TcpAddress) -> socket.socket:
     try:
-        if isinstance(where, UnixAddress):
-            return bound_to_path(where.path)
-        _check_loopback(where)
-        family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
-        sock = socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
+        if isinstance(address, UnixAddress):
+            return bound_to_path(address.path)
+        _check_loopback(address)
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        sock = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         # Accepted sockets inherit TCP_NODELAY. Without it, the second of two writes waits 40 ms for a delayed ACK.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
@@ -90,26 +90,26 @@ def _bound(where: UnixAddress | TcpAddress) -> socket.socket:
         todo = (
             "Stop the program that listens there, or give another --listen" if error.errno == errno.EADDRINUSE else ""
         )
-        raise InvalidRequest(f"can't listen at {where}: {reason}", todo) from None
+        raise InvalidRequest(f"can't listen at {address}: {reason}", todo) from None
 
 
-def _check_loopback(where: TcpAddress) -> None:
+def _check_loopback(address: TcpAddress) -> None:
     try:
         # Only names and addresses that can't leave this host. Other names could resolve to anything.
-        is_loopback = where.host == "localhost" or ipaddress.ip_address(where.host).is_loopback
+        is_loopback = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
     except ValueError:
         is_loopback = False
     if not is_loopback:
         raise InvalidRequest(
-            f"{where}: the server uses plain HTTP, so it must listen where only this host can connect",
+            f"{address}: the server uses plain HTTP, so it must listen where only this host can connect",
             "Write tcp:127.0.0.1:PORT or unix:PATH, and put a proxy in front of it that uses TLS and authenticates"
             " callers",
         )
 
 
-def _url(sock: socket.socket, where: UnixAddress | TcpAddress) -> str:
-    if isinstance(where, UnixAddress):
-        return f"http+unix://{where.path}"
+def _url(sock: socket.socket, address: UnixAddress | TcpAddress) -> str:
+    if isinstance(address, UnixAddress):
+        return f"http+unix://{address.path}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -120,10 +120,12 @@ class GpuSession(SessionView):
             Denied: The token failed a check, which the message names.
             InvalidRequest: No token was given, and no lease, or more than one, was acquired for this program.
         """
-        where, lock = address_of(address), threading.RLock()
+        server, lock = address_of(address), threading.RLock()
         state: LeaseHandle | None = None
         try:
-            state = drive(by_assignment(where, lock, name) if token is None else by_token(where, token_of(token), lock))
+            state = drive(
+                by_assignment(server, lock, name) if token is None else by_token(server, token_of(token), lock)
+            )
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
             # Close the connection: the error's traceback refers to these frames, and these to the connection, which

@@ -51,6 +51,6 @@ def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: st
 
     Raises Denied at the launch, naming the check that the token failed.
     """
-    where, shown = address_of(address), token_of(token)
+    server, token_bytes = address_of(address), token_of(token)
     # The job makes its own lease object from the token, so it needs its own lock.
-    return Submission(kernel, image, lambda submission: submission._run_by(where, shown, threading.RLock()))
+    return Submission(kernel, image, lambda submission: submission._run_by(server, token_bytes, threading.RLock()))

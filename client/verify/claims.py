@@ -87,8 +87,8 @@ def canary(scene: Scene, size_bytes: int) -> str:
                 # Leave room for the counter.
                 buffer = session.mem_alloc(size_bytes - WORD_BYTES)
                 if nonzero_words := count_set(session, module, buffer, words - 1):
-                    where = "of this session" if reuse else "of an earlier lease"
-                    raise Breach(f"{nonzero_words} of {words} words {where} were readable")
+                    origin = "of this session" if reuse else "of an earlier lease"
+                    raise Breach(f"{nonzero_words} of {words} words {origin} were readable")
                 fill(session, module, buffer, words - 1, PATTERN)
                 session.sync()
                 session.mem_free(buffer)

@@ -40,8 +40,8 @@ def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, in
     """Yield spans of present pages (proc_pid_pagemap(5)); reading the others would create them."""
     entries = np.frombuffer(os.pread(pagemap, (stop - start) // PAGE_BYTES * 8, start // PAGE_BYTES * 8), np.uint64)
     # Where presence begins and ends: the edges of each run of present pages.
-    is_there = np.concatenate([[False], entries >> PRESENT_SHIFT != 0, [False]])
-    edges = np.flatnonzero(is_there[1:] != is_there[:-1]).tolist()
+    is_present = np.concatenate([[False], entries >> PRESENT_SHIFT != 0, [False]])
+    edges = np.flatnonzero(is_present[1:] != is_present[:-1]).tolist()
     for first, last in zip(edges[::2], edges[1::2], strict=True):
         for page in range(first, last, CHUNK_PAGES):
             yield start + page * PAGE_BYTES, start + min(last, page + CHUNK_PAGES) * PAGE_BYTES

@@ -62,7 +62,7 @@ class Listeners:
 
     async def restore(self) -> list[Address]:
         """Make Unix sockets again if their files were removed; to be called periodically. Returns their addresses."""
-        anew: list[Address] = []
+        recreated: list[Address] = []
         for number, (place, server) in enumerate(self._places):
             sock = place.restore()
             if sock is not None:
@@ -71,8 +71,8 @@ class Listeners:
                 server.close()
                 self._bound = [bound for bound in self._bound if bound[0] != place.address]
                 self._bound.append((place.address, sock.fileno()))
-                anew.append(place.address)
-        return anew
+                recreated.append(place.address)
+        return recreated
 
     async def listen(
         self, address: UnixAddress | TcpAddress, sockets: Sequence[socket.socket] = (), *, set_mode: bool = True
@@ -141,10 +141,10 @@ class Listeners:
         infos = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         port, bound, lacking = address.port, list[socket.socket](), list[OSError]()
         # All addresses of a name get the port of the first, which the kernel may have chosen.
-        for family, where in sorted({(entry[0], entry[4]) for entry in infos}):
-            _check_loopback(address, str(where[0]))
+        for family, sockaddr in sorted({(entry[0], entry[4]) for entry in infos}):
+            _check_loopback(address, str(sockaddr[0]))
             try:
-                bound.append(bound_at(family, (where[0], port, *where[2:])))
+                bound.append(bound_at(family, (sockaddr[0], port, *sockaddr[2:])))
             except OSError as error:
                 # A host without IPv6 still serves IPv4. Any other error must be reported, after releasing what was
                 # bound.
@@ -161,7 +161,7 @@ class Listeners:
         return bound
 
 
-def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
+def bound_at(family: int, sockaddr: tuple[Any, ...]) -> socket.socket:
     """Return a TCP socket that listens at an address of the family. Raises OSError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -170,7 +170,7 @@ def bound_at(family: int, where: tuple[Any, ...]) -> socket.socket:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.setblocking(False)
-        listener.bind(where)
+        listener.bind(sockaddr)
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()

@@ -270,9 +270,9 @@ class Service:
         return await self._tls.listen(address, sockets)
 
     async def _restore_sockets(self) -> None:
-        anew = await self._listeners.restore()
-        if anew and self.on_new_sockets is not None:
-            await self.on_new_sockets(anew)
+        recreated = await self._listeners.restore()
+        if recreated and self.on_new_sockets is not None:
+            await self.on_new_sockets(recreated)
 
     def _fleet_addresses(self) -> list[str]:
         """Return the addresses for tenants of other hosts; the host's name replaces the address of all interfaces.

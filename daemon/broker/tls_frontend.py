@@ -125,8 +125,8 @@ class TlsFrontend:
         try:
             infos = await loop.getaddrinfo(address.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             # All addresses of a name get the same port, even if the kernel chooses it.
-            for family, where in sorted({(entry[0], entry[4]) for entry in infos}):
-                listener = bound_at(family, (where[0], port, *where[2:]))
+            for family, sockaddr in sorted({(entry[0], entry[4]) for entry in infos}):
+                listener = bound_at(family, (sockaddr[0], port, *sockaddr[2:]))
                 port = int(listener.getsockname()[1])
                 self._listeners.append(listener)
                 self.bound.append((address, listener.fileno()))

@@ -138,8 +138,8 @@ class WebFrontend:
         try:
             listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
         except OSError as error:
-            where = str(address).removeprefix("tcp:")
-            raise cannot_listen(f"serve the web page at {where}", error, "gpulease-http.socket") from None
+            location = str(address).removeprefix("tcp:")
+            raise cannot_listen(f"serve the web page at {location}", error, "gpulease-http.socket") from None
         # Record it, because the service manager stores it for the next daemon (`supervisor.lifecycle`).
         self.bound.append((address, listener.fileno()))
         return listener

@@ -99,9 +99,9 @@ async def fence(
     if waits and claims:
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
         report(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if it can't be reached.")
-        until = clock() + wait_s
+        deadline_s = clock() + wait_s
         # Sleep in short steps: a long sleep would not count time for which this host is suspended.
-        while (left_s := until - clock()) > 0:  # noqa: ASYNC110  # time passes, and nothing sets an event
+        while (left_s := deadline_s - clock()) > 0:  # noqa: ASYNC110  # time passes, and nothing sets an event
             await asyncio.sleep(min(left_s, POLL_S))
     # Step 5: mark the fence, and free the names.
     if claims or not waits:

@@ -248,8 +248,8 @@ _BY_HOST: Final = frozenset(
 def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     """Return the diagnosis of a library's error number on a host in that state."""
     # The number alone is ambiguous; what is wrong on the host is the better diagnosis, if something is.
-    if (library, number) in _BY_HOST and (shown := _shown(library, host)) is not None:
-        return shown
+    if (library, number) in _BY_HOST and (path_text := _shown(library, host)) is not None:
+        return path_text
     diagnosis = BY_NUMBER.get((library, number))
     if diagnosis is None:
         return Diagnosis(

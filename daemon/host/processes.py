@@ -75,8 +75,8 @@ def never_dump() -> None:
 
 def raise_descriptor_limit() -> None:
     """Raise the limit on open files to the hard one: the default of 1024 is for select(2), which nothing here uses."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def set_name(name: str) -> None:

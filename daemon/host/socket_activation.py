@@ -59,8 +59,8 @@ class GivenSocket:
         return self.name.startswith(KEPT_PREFIX)
 
     def __str__(self) -> str:
-        where = self.sock.getsockname()
-        place = f"unix:{where}" if self.sock.family == socket.AF_UNIX else f"{where[0]} port {where[1]}"
+        name = self.sock.getsockname()
+        place = f"unix:{name}" if self.sock.family == socket.AF_UNIX else f"{name[0]} port {name[1]}"
         return f"{place} ({self.name})" if self.name else place
 
 

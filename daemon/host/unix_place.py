@@ -104,7 +104,7 @@ class UnixPlace:
         # Another process has put its own file there, or the file is gone: the socket that was passed can't be reached.
         if listener not in (0, os.getpid()):
             bound = self.bind()
-            self._report_made_anew()
+            self._report_recreated()
             sock.close()
             return bound
         if set_mode:
@@ -119,20 +119,20 @@ class UnixPlace:
         the place is held.
         """
         # The lock file first: without it another daemon could take the place while the socket is made.
-        is_there = self._is_there()
+        was_present = self._is_there()
         try:
             if self._lock.renew():
                 self._report(PlaceChange.LOCK_ANEW, self._lock.path, "")
-            bound = None if is_there else self.bind()
+            bound = None if was_present else self.bind()
         except (CannotListen, OSError) as error:
             # A second daemon holds the lock until it has found that somebody listens.
-            if not is_there and not self.problem:
+            if not was_present and not self.problem:
                 self.problem = f"clients can't connect at {self.address}: its file is gone, and {error}"
                 self._report(PlaceChange.LOST, self.address.path, str(error))
             return None
         self.problem = ""
         if bound is not None:
-            self._report_made_anew()
+            self._report_recreated()
         return bound
 
     def release(self, *, keep_file: bool = False) -> None:
@@ -147,7 +147,7 @@ class UnixPlace:
         current_file = file_at(self.address.path)
         return current_file is not None and self._file is not None and os.path.samestat(current_file, self._file)
 
-    def _report_made_anew(self) -> None:
+    def _report_recreated(self) -> None:
         self._report(PlaceChange.SOCKET_ANEW, self.address.path, "")
 
 

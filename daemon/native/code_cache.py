@@ -113,9 +113,9 @@ def _directory() -> Path | None:
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    above = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(above):
-        return Path(above) / "gpulease" / "cpu"
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache_home):
+        return Path(cache_home) / "gpulease" / "cpu"
     try:
         return Path.home() / ".cache" / "gpulease" / "cpu"
     except RuntimeError:

@@ -10,11 +10,11 @@ from gpulease.daemon.drivers.interface import ImageRejected
 def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hint: str = "") -> ImageRejected:
     """Word the refusal of one line; `text` is that line's source, `kernel` the function that it belongs to."""
     # A log shows the source on a line of its own, a message in the same line.
-    shown = " ".join(text.split())[:200]
+    excerpt = " ".join(text.split())[:200]
     place = f" of kernel {kernel}" if kernel else ""
-    where = f"line {line}{place}: " if line else ""
-    log = f"{where}{reason}" + (f"\n    {shown}" if shown else "")
-    message = f"{where}{reason}" + (f": {shown}" if shown else "")
+    position = f"line {line}{place}: " if line else ""
+    log = f"{position}{reason}" + (f"\n    {excerpt}" if excerpt else "")
+    message = f"{position}{reason}" + (f": {excerpt}" if excerpt else "")
     return ImageRejected(message, log=log, line=line, hint=hint)
 
 

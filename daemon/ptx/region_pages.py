@@ -108,8 +108,8 @@ class EmbeddedRegions:
         if self._next == self._arena.regions_start:
             return None
         ended = [(address, size, self.stray_accesses(address)) for address, size in self._ended.items()]
-        where = (self._arena.regions_start, self._arena.regions_bytes)
-        return where, self._next, self.active(), ended, self._reported_strays, sorted(self._named)
+        area = (self._arena.regions_start, self._arena.regions_bytes)
+        return area, self._next, self.active(), ended, self._reported_strays, sorted(self._named)
 
     def restore(self, state: tuple[Any, ...]) -> None:
         """Enter another context's `state`; nothing was opened here. Raises DriverError or ValueError."""

@@ -304,8 +304,8 @@ class LaunchQueue:
 
     def _sleep(self) -> None:
         """Sleep until the loop has finished a launch, or for one poll interval."""
-        until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + POLL_INTERVAL_NS
-        _LIBC.sem_clockwait(self._done_at, time.CLOCK_MONOTONIC, ctypes.byref(_Timespec(*divmod(until, NS_PER_S))))
+        until_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + POLL_INTERVAL_NS
+        _LIBC.sem_clockwait(self._done_at, time.CLOCK_MONOTONIC, ctypes.byref(_Timespec(*divmod(until_ns, NS_PER_S))))
 
 
 def _give_up_after(deadline: float) -> None:

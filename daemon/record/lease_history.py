@@ -191,8 +191,8 @@ class LeaseHistory:
     def _take_in(self, event: Any, now_ns: int, *, names_tenant: bool) -> None:
         # Request 0 is the daemon's own and is never answered, so it would be remembered for ever.
         if request := event.request:
-            by = event.tenant if names_tenant else THE_DAEMON
-            self._requests[request] = ReceivedRequest(self._requesters.pop(request, by), now_ns, event)
+            issuer = event.tenant if names_tenant else THE_DAEMON
+            self._requests[request] = ReceivedRequest(self._requesters.pop(request, issuer), now_ns, event)
 
     # --- events ---
 

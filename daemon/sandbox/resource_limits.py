@@ -61,8 +61,8 @@ def impose(limits: tuple[ResourceLimit, ...]) -> None:
     """Set the limits, none above this process's present hard limit. Raises OSError and ValueError."""
     for limit in limits:
         # An unprivileged process can't raise its hard limit, so the smaller of the two is set.
-        _, hard = resource.getrlimit(limit.resource)
-        most = limit.most if hard == resource.RLIM_INFINITY else min(limit.most, hard)
+        _, hard_limit = resource.getrlimit(limit.resource)
+        most = limit.most if hard_limit == resource.RLIM_INFINITY else min(limit.most, hard_limit)
         resource.setrlimit(limit.resource, (most, most))
 
 

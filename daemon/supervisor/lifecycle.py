@@ -170,7 +170,7 @@ class Supervised:
                 log_event(LogEvent.DAEMON_SEEN, message, url=service.url, version=VERSION)
             # A daemon that crashes now leaves its sockets with the service manager; clients wait for the next daemon.
             await self._store_sockets(service)
-            service.on_new_sockets = partial(self._store_sockets_anew, service)
+            service.on_new_sockets = partial(self._store_new_sockets, service)
             # Only now do units that depend on this daemon start: it answers.
             await self._notifier.send_reliably("READY=1", status(_ready_text(service)))
             if self._watchdog.start():
@@ -203,7 +203,7 @@ class Supervised:
             await self._store(address, fd)
         service.leave_sockets()
 
-    async def _store_sockets_anew(self, service: Service, addresses: Collection[Address]) -> None:
+    async def _store_new_sockets(self, service: Service, addresses: Collection[Address]) -> None:
         """Have the service manager replace the stored sockets of some addresses."""
         if not self._notifier.is_connected:
             return

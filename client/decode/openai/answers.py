@@ -35,15 +35,19 @@ class CompletionAnswer:
         self.whole = AnswerPiece()
         self._tokenizer, self._request, self._end_tokens = tokenizer, request, end_tokens
         self._calls: ToolCallParser | None = None
-        shown: dict[int, bytes] = {}
+        visible_tokens: dict[int, bytes] = {}
         if request.tool_format:
             # Where the trigger is a special token, it has no text elsewhere.
             written = tool_format_of(request.tool_format)
             self._calls = ToolCallParser(written)
             trigger = written.trigger
-            shown = {token: trigger.encode() for token, name in tokenizer.special_tokens.items() if name == trigger}
+            visible_tokens = {
+                token: trigger.encode() for token, name in tokenizer.special_tokens.items() if name == trigger
+            }
         self._generation = generation
-        self._text = AnswerText(tokenizer, request.stops, end_tokens, shown=shown, includes_stop=request.includes_stop)
+        self._text = AnswerText(
+            tokenizer, request.stops, end_tokens, shown=visible_tokens, includes_stop=request.includes_stop
+        )
         self._prompt = generation.request.token_ids
 
     @property

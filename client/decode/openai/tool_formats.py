@@ -158,11 +158,11 @@ class ToolCallParser:
     def add(self, text: str) -> tuple[str, list[CallPart]]:
         """Add text of the answer. Returns the answer's own text in it, and pieces of calls."""
         self._buffer += text
-        shown, parts = "", list[CallPart]()
+        visible, parts = "", list[CallPart]()
         while self._buffer:
             before = self._state, len(self._buffer)
             if self._state == "text":
-                shown += self._read_text()
+                visible += self._read_text()
             elif self._state == "between":
                 self._read_call_head(parts)
             else:
@@ -170,7 +170,7 @@ class ToolCallParser:
             # Nothing moved: more text is needed.
             if before == (self._state, len(self._buffer)):
                 break
-        return shown, [part for part in parts if part.name or part.arguments]
+        return visible, [part for part in parts if part.name or part.arguments]
 
     def end(self) -> str:
         """End the answer. Returns the text that was held back because it could have begun a call."""
@@ -189,12 +189,12 @@ class ToolCallParser:
         at = self._buffer.find(trigger)
         if at >= 0:
             self._state = "between"
-            shown, self._buffer = self._buffer[:at], self._buffer[at + len(trigger) :]
-            return shown
+            visible, self._buffer = self._buffer[:at], self._buffer[at + len(trigger) :]
+            return visible
         # Hold back what may be the beginning of the trigger.
         overlap = next(size for size in range(len(trigger) - 1, -1, -1) if self._buffer.endswith(trigger[:size]))
-        shown, self._buffer = self._buffer[: len(self._buffer) - overlap], self._buffer[len(self._buffer) - overlap :]
-        return shown
+        visible, self._buffer = self._buffer[: len(self._buffer) - overlap], self._buffer[len(self._buffer) - overlap :]
+        return visible
 
     def _read_call_head(self, parts: list[CallPart]) -> None:
         """Skip what is between calls, and take the head of the next one once it is complete."""

@@ -443,8 +443,8 @@ class DecodePage:
 
         A slow reader gets fewer, because each waits until the one before is sent.
         """
-        until = time.monotonic() + STREAM_S
-        while time.monotonic() < until:
+        deadline_s = time.monotonic() + STREAM_S
+        while time.monotonic() < deadline_s:
             yield self._event(viewer)
             await asyncio.sleep(SNAPSHOT_S)
 

@@ -110,7 +110,7 @@ class ComputedBy:
         return {"model": model, "kernels_sha256": self.kernels_sha256}
 
 
-def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int) -> dict[str, Any]:
+def note_of(finished: FinishedRequest, computed_by: ComputedBy, server: str, number: int) -> dict[str, Any]:
     """Return the record of a request. It has no floats: those of the sampling are written as their shortest texts.
 
     `server` and `number` identify the record, which may be in the log twice if a connection broke during the write.
@@ -139,7 +139,7 @@ def note_of(finished: FinishedRequest, by: ComputedBy, server: str, number: int)
         "compute_us": round(finished.compute_s * US_PER_S),
         "gpu_us": round(finished.gpu_s * US_PER_S),
         "wall_us": round((finished.ended_at - finished.submitted_at) * US_PER_S),
-        **by.note(),
+        **computed_by.note(),
     }
 
 
@@ -183,13 +183,13 @@ class DecodeRecord:
                 stop_token_ids=tuple(sampling_note.get("stop_token_ids", ())),
                 ignores_end=bool(sampling_note.get("ignores_end", False)),
             )
-            by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
+            computed_by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
             grammar = sampling_note.get("grammar", {"sha256": "", "by": ""})
             digests = {name: str(sampling_note.get(name, "")) for name in digests_of(usual)} | {
                 "grammar": str(grammar["sha256"])
             }
             prompt, output = TokenDigest(**note["prompt"]), TokenDigest(**note["output"])
-            return cls(prompt, output, sampling, by, digests, str(grammar["by"]))
+            return cls(prompt, output, sampling, computed_by, digests, str(grammar["by"]))
         except (KeyError, TypeError, ValueError, GpuLeaseError) as error:
             raise ValueError(f"it is not as a decoder writes it: {type(error).__name__}: {error}") from None
 

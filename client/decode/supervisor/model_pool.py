@@ -242,13 +242,13 @@ class ModelPool:
         resident, decoder = self.residency.models.get(model), self.decoders.get(model)
         if resident is None:
             return {"state": ModelState.UNLOADED}
-        shown: dict[str, Any] = {"state": resident.state, "memory_bytes": resident.terms.size_bytes}
+        fields: dict[str, Any] = {"state": resident.state, "memory_bytes": resident.terms.size_bytes}
         # Errors are named by class only. Their texts are in the log, because they may name paths.
         if resident.state is ModelState.FAILED:
-            shown["reason"] = resident.reason
+            fields["reason"] = resident.reason
         if decoder is not None and resident.state is ModelState.LOADED and (outage := decoder.outage):
-            shown["engine_lost"] = outage.report(self._clock(), time.time())
-        return shown | {"waiting": len(resident.waiting), "in_use": len(resident.in_use)}
+            fields["engine_lost"] = outage.report(self._clock(), time.time())
+        return fields | {"waiting": len(resident.waiting), "in_use": len(resident.in_use)}
 
     def is_ready(self, model: str) -> bool:
         """Return whether a request would be served: the model did not fail, and its engine is not lost."""

@@ -190,18 +190,20 @@ def _confine(limits: TextLimits) -> int:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard),) * 2)
+        _, hard_limit = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit),) * 2)
     return own_bytes + MAX_KEPT_BYTES
 
 
 def _give_processor_time(limits: TextLimits) -> None:
     """Give the process `limits.processor_s` more seconds of CPU time, after which SIGXCPU ends it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
     # The limit counts from the process's start, so add to what earlier jobs have used.
     limit = ceil(used.ru_utime + used.ru_stime) + limits.processor_s
-    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU, (limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit), hard_limit)
+    )
 
 
 def _memory_bytes() -> int:

@@ -71,9 +71,9 @@ class GatewayAdmission:
         """Wait for a slot and hold it during the block. Yields the seconds of waiting left. Raises Overloaded."""
         loop = asyncio.get_running_loop()
         # One limit for both queues: what is spent here is missing in the daemon's.
-        until = loop.time() + self._bounds.queue_s
+        deadline_s = loop.time() + self._bounds.queue_s
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline_s):
                 await self._slots.acquire()
         except TimeoutError:
             raise Overloaded(
@@ -84,7 +84,7 @@ class GatewayAdmission:
         self.in_flight += 1
         try:
             # The rest of `queue_s` may be spent in the daemon's queue.
-            yield max(0.0, until - loop.time())
+            yield max(0.0, deadline_s - loop.time())
         finally:
             self.in_flight -= 1
             self._slots.release()

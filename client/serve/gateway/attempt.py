@@ -245,7 +245,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
     key, operation = request.key(), request.operation()
     # The claim must outlive everything that this attempt can still do: its wait, its lease, and recording the outcome.
     claim_ttl_s = effects.wait_s + request.lease_ttl_secs + CLAIM_MARGIN_S
-    until = effects.monotonic_s() + effects.join_s
+    deadline_s = effects.monotonic_s() + effects.join_s
     attempts = 0
     while True:
         match effects.store.reserve(key, operation, claim_ttl_s):
@@ -261,7 +261,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 )
             case InFlight(remaining_s=remaining_s):
                 # Poll, because the other attempt may be in another gateway.
-                left_s = until - effects.monotonic_s()
+                left_s = deadline_s - effects.monotonic_s()
                 if left_s <= 0:
                     raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
                 effects.sleep(min(back_off_s(attempts, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))

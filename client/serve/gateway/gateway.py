@@ -211,9 +211,9 @@ class Gateway:
         The wait takes no slot. Yields the seconds left to wait for an attempt in another gateway.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._bounds.join_s
+        deadline_s = loop.time() + self._bounds.join_s
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline_s):
                 # Check again after waking: another waiter may have taken the id first.
                 while (running := self._running_by_id.get(request_id)) is not None:
                     await running.wait()
@@ -221,7 +221,7 @@ class Gateway:
             raise OperationInProgress(f"{request_id}: another attempt is at it", LONGEST_RETRY_S) from None
         self._running_by_id[request_id] = running = asyncio.Event()
         try:
-            yield max(0.0, until - loop.time())
+            yield max(0.0, deadline_s - loop.time())
         finally:
             del self._running_by_id[request_id]
             running.set()

@@ -301,7 +301,7 @@ class PostgresStore:
 
     def _transact(self, job: Callable[[Connection], T]) -> T:
         """Run one transaction. Repeat it, for up to `patience_s`, while it is unknown whether it was committed."""
-        until = time.monotonic() + self._patience_s
+        deadline_s = time.monotonic() + self._patience_s
         failures = 0
         while True:
             pause_s = back_off_s(failures, _PAUSE_S, _LONGEST_PAUSE_S)
@@ -310,7 +310,7 @@ class PostgresStore:
                     return self._try(job)
             except _AGAIN as error:
                 self._drop_idle()
-                if time.monotonic() + pause_s > until:
+                if time.monotonic() + pause_s > deadline_s:
                     raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
             except psycopg.Error as error:
                 raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None

@@ -319,11 +319,11 @@ class Instance:
                     await self._compute(runner, in_time)
                 idle_from = self._loop.time()
 
-    async def _wait_for_change(self, until: float | None) -> None:
-        """Wait until the queue or the lease changes, or until the time `until`; None means no limit."""
+    async def _wait_for_change(self, deadline_s: float | None) -> None:
+        """Wait until the queue or the lease changes, or until the time `deadline_s`; None means no limit."""
         self._intake.changed_event.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline_s):
                 await self._intake.changed_event.wait()
 
     async def _compute(self, runner: BatchRunner, batch: list[WaitingRequest]) -> None:
@@ -393,7 +393,7 @@ class Instance:
             # The model itself is at fault, so waiting would not help its requests.
             text = f"{self.settings.name} can't be served: {text_for_callers(error)}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
-        until = self._loop.time() + pause_s
+        deadline_s = self._loop.time() + pause_s
         # Changes of the queue wake this wait, but do not shorten the pause; only a stop does.
-        while not intake.is_stopping and self._loop.time() < until:
-            await self._wait_for_change(until)
+        while not intake.is_stopping and self._loop.time() < deadline_s:
+            await self._wait_for_change(deadline_s)

@@ -297,11 +297,11 @@ class _Connection:
             # A full socket means that the server has bells to read, so one more is not needed.
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
 
-    def answer(self, request_id: int, until: float, spin_ns: int) -> Answer:
+    def answer(self, request_id: int, deadline_s: float, spin_ns: int) -> Answer:
         """Wait for the reply and return it. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
         # Poll the memory first: a fast model answers before a sleep and a wake-up would be over.
         if not self._spin(spin_ns):
-            self._sleep(until)
+            self._sleep(deadline_s)
         reply = self._shared.reply
         # The server's memory is not trusted: check id, size and status of one copy of the header.
         header = reply.header()
@@ -333,10 +333,10 @@ class _Connection:
                     return True
         return False
 
-    def _sleep(self, until: float) -> None:
+    def _sleep(self, deadline_s: float) -> None:
         """Sleep until the server has rung the bell and the reply is written."""
         while True:
-            left_ms = (until - time.monotonic()) * 1000
+            left_ms = (deadline_s - time.monotonic()) * 1000
             if left_ms <= 0 or not self._bell.poll(left_ms):
                 raise CallTimedOut("rpc: no answer in time; the call may have been done")
             # Old bells may be left over from replies that were found by polling, so look at the reply itself.
@@ -355,12 +355,12 @@ def _disconnected(path: str, error: OSError) -> Disconnected:
     return Disconnected(f"rpc: the server at {path}: {error.strerror or error}", "Does `gpulease serve models` run?")
 
 
-def _connected(path: str, until: float) -> _Connection:
+def _connected(path: str, deadline_s: float) -> _Connection:
     """Connect and map the shared memory. Raises _NotReceived."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         # 0 would mean a non-blocking socket, so at least a millisecond.
-        sock.settimeout(max(0.001, until - time.monotonic()))
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
         sock.connect(path)
         shared = _greeted(sock)
         sock.setblocking(False)

@@ -396,9 +396,9 @@ class CudaContext:
     def _await_copy(self, nbytes: int, poll: Poll) -> None:
         # Spin while the copy must still be in progress, then wait as for a kernel.
         is_done = self._stream.is_done
-        until = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
+        deadline_s = time.monotonic() + nbytes / COPY_SPIN_BYTES_PER_S
         while not self._call(is_done):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline_s:
                 self._empty(poll)
         self._emptied()
 

@@ -32,8 +32,8 @@ class Compiled:
         self._kept_bytes = 0
         self._most_bytes = MAX_KEPT_BYTES
 
-    def of(self, ptx: bytes, compile_anew: Callable[[bytes], bytes]) -> bytes:
-        """Return the machine code of an image. Raises what `compile_anew` raises, and keeps nothing then."""
+    def of(self, ptx: bytes, compile_image: Callable[[bytes], bytes]) -> bytes:
+        """Return the machine code of an image. Raises what `compile_image` raises, and keeps nothing then."""
         # Name and key are hashes of one hash, so that an image of many megabytes is read once.
         digest = hashlib.sha256(ptx).digest()
         name = name_of(digest)
@@ -42,7 +42,7 @@ class Compiled:
             # Remove the mask with the same key.
             self._masked.move_to_end(name)
             return bytes(_mask(masked, digest))
-        code = compile_anew(ptx)
+        code = compile_image(ptx)
         if len(code) <= self._most_bytes:
             self._keep(name, _mask(code, digest))
         return code

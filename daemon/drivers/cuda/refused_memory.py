@@ -74,7 +74,7 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
             if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:
                 waited = f"for {now_s - began_s:.1f} s of retries"
                 # The driver's own refusal says nothing of the card's free bytes.
-                shown = "" if isinstance(refused, TooFewShown) else f"; it reported {shown_bytes} bytes free"
-                raise MemoryRefused(f"{refused}{shown} {waited}", hint=refused.hint) from None
+                report_text = "" if isinstance(refused, TooFewShown) else f"; it reported {shown_bytes} bytes free"
+                raise MemoryRefused(f"{refused}{report_text} {waited}", hint=refused.hint) from None
         poll()
         time.sleep(RETRY_S)

@@ -167,9 +167,9 @@ def _bound_http(http: HttpSettings) -> socket.socket:
 
 def _raise_descriptor_limit() -> None:
     # MAX_CONNECTIONS descriptors exceed the soft limit of 1,024 that most hosts set.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ class EtcdClient:
         Random().shuffle(endpoints)
         return [_EtcdMember(endpoint, credentials) for endpoint in endpoints]
 
-    async def _connected(self, unfit: Sequence[_EtcdMember], until: float) -> _EtcdMember | None:
+    async def _connected(self, unfit: Sequence[_EtcdMember], deadline_s: float) -> _EtcdMember | None:
         """Return a member with a connection that is up, the last good one first; None if that takes too long."""
         usable = [member for member in self._members if member not in unfit]
         # A connection that is up is used as it is, so an ordinary request waits for nothing here.
@@ -301,7 +301,7 @@ class EtcdClient:
         # No connection is up. One reason may be certificates that have expired, so read them again.
         if self._renew_certificates():
             usable = self._members
-        return await _first_connected(usable, _left_s(until))
+        return await _first_connected(usable, _left_s(deadline_s))
 
     async def _connected_for_watch(self) -> _EtcdMember:
         """Return a member for a watch, another one each time, once one is connected. Raises WatchRefused."""
@@ -348,15 +348,15 @@ class EtcdClient:
         self, call: Callable[[_EtcdMember, float], Awaitable[_Reply]], *, is_read: bool
     ) -> _Reply | Unknown | TransactionRejected:
         """Ask members within the settings' time until one answers. A write stops once a member may have done it."""
-        until = asyncio.get_running_loop().time() + self._settings.timeout_s
+        deadline_s = asyncio.get_running_loop().time() + self._settings.timeout_s
         # Members that failed this attempt are unfit for it; the loop ends with the time or with the last member.
         unfit: list[_EtcdMember] = []
         reason = ""
-        while (member := await self._connected(unfit, until)) is not None:
+        while (member := await self._connected(unfit, deadline_s)) is not None:
             # A read may be repeated, so it leaves time for other members. A write is sent once and gets all the time.
             limit_s = self._settings.timeout_s / READ_TRIES if is_read else self._settings.timeout_s
             try:
-                return await call(member, min(limit_s, _left_s(until)))
+                return await call(member, min(limit_s, _left_s(deadline_s)))
             except grpc.aio.AioRpcError as error:
                 reason = f"{member.endpoint}: {_words(error)}"
                 # etcd may have applied the write and then reported lack of space, so the caller has to read it back.
@@ -539,5 +539,5 @@ def _clean(text: str) -> str:
     return printable(text, instead=" ")[:MAX_REASON_CHARS]
 
 
-def _left_s(until: float) -> float:
-    return max(0.0, until - asyncio.get_running_loop().time())
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - asyncio.get_running_loop().time())

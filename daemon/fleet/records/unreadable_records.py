@@ -65,12 +65,12 @@ class UnreadableRecords:
         """Return what an operator should know of the present ones; "" without any."""
         if not self._records:
             return ""
-        shown = [f"{shown_key(key)} ({record.reason})" for key, record in islice(self._records.items(), MAX_SHOWN)]
+        parts = [f"{shown_key(key)} ({record.reason})" for key, record in islice(self._records.items(), MAX_SHOWN)]
         if len(self._records) > MAX_SHOWN:
-            shown.append(f"and {len(self._records) - MAX_SHOWN} more")
+            parts.append(f"and {len(self._records) - MAX_SHOWN} more")
         values = counted(len(self._records), "value")
         return (
-            f"{values} in etcd can't be read: {', '.join(shown)}."
+            f"{values} in etcd can't be read: {', '.join(parts)}."
             " Find out who wrote that, and delete it if no newer daemon did"
         )
 

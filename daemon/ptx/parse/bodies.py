@@ -105,14 +105,14 @@ class BodyParser(CallParser):
 
     def find(self, name: str) -> Register | DeclaredVariable | None:
         """Resolve a name in the current block; a module's shared variable gets its place here when first named."""
-        meaning = self.scope.find(name, self.registers)
+        declared = self.scope.find(name, self.registers)
         # Everything but a sized, module-wide shared variable means the same everywhere.
-        if not isinstance(meaning, DeclaredVariable) or meaning.space is not Space.SHARED or meaning.is_dynamic:
-            return meaning
-        if meaning.offset >= 0:
-            return meaning
+        if not isinstance(declared, DeclaredVariable) or declared.space is not Space.SHARED or declared.is_dynamic:
+            return declared
+        if declared.offset >= 0:
+            return declared
         if name not in self.shared.adopted:
-            self.shared.adopted[name] = self._place(self.shared, meaning, self.cursor.peek)
+            self.shared.adopted[name] = self._place(self.shared, declared, self.cursor.peek)
         return self.shared.adopted[name]
 
     def _enter(self) -> None:

@@ -86,13 +86,13 @@ class OperandParser:
 
     def _parse_name(self, token: Lexeme) -> Operand:
         # In this order: a declared name; then a special register, which begins with a percent sign; else a label.
-        meaning = self._find(token)
-        if isinstance(meaning, Register):
+        declared = self._find(token)
+        if isinstance(declared, Register):
             if self.cursor.peek.kind == "directive":
                 raise self.cursor.problem("parts of vector registers are not supported", token)
-            return meaning
-        if isinstance(meaning, DeclaredVariable):
-            return Symbol(meaning, self._parse_offset())
+            return declared
+        if isinstance(declared, DeclaredVariable):
+            return Symbol(declared, self._parse_offset())
         if token.text[0] == "%":
             return Special(token.text + (self.cursor.take().text if self.cursor.peek.kind == "directive" else ""))
         return Target(token.text, UNRESOLVED)
@@ -131,10 +131,10 @@ class OperandParser:
             base = Integer(cursor.integer())
         else:
             token = cursor.expect("word")
-            meaning = self._find(token)
-            if meaning is None:
+            declared = self._find(token)
+            if declared is None:
                 raise cursor.problem(f"unknown name {token.text[:60]}", token)
-            base = meaning
+            base = declared
         offset = self._parse_offset()
         cursor.expect("]")
         return Address(base, offset)
@@ -152,10 +152,10 @@ class OperandParser:
 
     def _parse_register(self) -> Register:
         token = self.cursor.expect("word")
-        meaning = self._find(token)
-        if not isinstance(meaning, Register):
+        declared = self._find(token)
+        if not isinstance(declared, Register):
             raise self.cursor.problem(f"unknown register {token.text[:60]}", token)
-        return meaning
+        return declared
 
     def _find(self, token: Lexeme) -> Register | DeclaredVariable | None:
         try:
@@ -197,16 +197,16 @@ class CallParser(OperandParser):
                 listed = cursor.expect("word")
         cursor.expect(";")
         # Step 2: the signature: the prototype's for a call through a register, else the function's own.
-        meaning = self._find(target)
-        if isinstance(meaning, Register):
+        declared = self._find(target)
+        if isinstance(declared, Register):
             site = CallSite("", self._listed_signature(listed, target), arguments, results)
-        elif isinstance(meaning, DeclaredVariable) and meaning.space is Space.CODE:
-            site = CallSite(meaning.name, self._signatures[meaning.name], arguments, results)
+        elif isinstance(declared, DeclaredVariable) and declared.space is Space.CODE:
+            site = CallSite(declared.name, self._signatures[declared.name], arguments, results)
         else:
             raise cursor.problem(f"{target.text[:60]} is not a function", target)
         # Step 3: compare what is passed with it.
         self._check(site, at)
-        return (meaning, site) if isinstance(meaning, Register) else (site,)
+        return (declared, site) if isinstance(declared, Register) else (site,)
 
     def parse_listing(self) -> Listing:
         """Parse what follows a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
@@ -245,10 +245,10 @@ class CallParser(OperandParser):
             if len(passed) >= MAX_OPERANDS:
                 raise cursor.problem(f"more than {MAX_OPERANDS} operands")
             at = cursor.take()
-            meaning = self._find(at) if at.kind == "word" else None
-            if not isinstance(meaning, DeclaredVariable) or meaning.space is not Space.CALL:
+            declared = self._find(at) if at.kind == "word" else None
+            if not isinstance(declared, DeclaredVariable) or declared.space is not Space.CALL:
                 raise cursor.problem("arguments and results must be .param variables of the calling function", at)
-            passed.append(meaning)
+            passed.append(declared)
         return tuple(passed)
 
     def _listed_signature(self, listed: Lexeme | None, target: Lexeme) -> Signature:

@@ -52,11 +52,11 @@ class Scope:
     _ranges: dict[str, tuple[int, Scalar]] = field(default_factory=dict)
     _stems: set[str] = field(default_factory=set)
 
-    def declare(self, name: str, meaning: Register | DeclaredVariable) -> None:
+    def declare(self, name: str, declared: Register | DeclaredVariable) -> None:
         """Declare a name in this block. Raises NameTaken."""
         if name in self.names or name in self.labels or self._range_of(name):
             raise NameTaken(name)
-        self.names[name] = meaning
+        self.names[name] = declared
 
     def declare_range(self, prefix: str, count: int, scalar: Scalar) -> None:
         """Declare prefix0 to prefix(count-1). Raises NameTaken if one of them certainly exists."""
@@ -80,12 +80,12 @@ class Scope:
         """Resolve a name in this block or in those around it; None if it is not declared."""
         scope: Scope | None = self
         while scope is not None:
-            meaning = scope.names.get(name)
+            declared = scope.names.get(name)
             # A member of a range becomes a register when it is first named, and from then on is a name like any other.
-            if meaning is None and (scalar := scope._range_of(name)):
-                meaning = scope.names[name] = registers.add(name, scalar)
-            if meaning is not None:
-                return meaning
+            if declared is None and (scalar := scope._range_of(name)):
+                declared = scope.names[name] = registers.add(name, scalar)
+            if declared is not None:
+                return declared
             scope = scope.parent
         return None
 

@@ -42,8 +42,8 @@ class Finding:
     problem: str
 
     def __str__(self) -> str:
-        where = f"{self.file}, byte {self.offset_bytes}" if self.file else "the log"
-        return f"{where}, record {self.seq}: {self.problem}" if self.seq else f"{where}: {self.problem}"
+        location = f"{self.file}, byte {self.offset_bytes}" if self.file else "the log"
+        return f"{location}, record {self.seq}: {self.problem}" if self.seq else f"{location}: {self.problem}"
 
 
 @dataclass(slots=True)
@@ -200,24 +200,28 @@ class Verifier:
     def _check_torn_bytes(self, record: AuditRecord | None, file: str, offset_bytes: int) -> None:
         """Report bytes that are not a record, unless the record after them describes them."""
         # A record's `torn` and the bytes before it belong together: each without the other is a finding.
-        scrap, self._torn_bytes = self._torn_bytes, None
+        torn_bytes, self._torn_bytes = self._torn_bytes, None
         torn = None if record is None else record.data.get("torn")
-        if scrap is None:
+        if torn_bytes is None:
             if torn is not None and record is not None:
                 self._find(file, offset_bytes, record.seq, "it refers to a torn line that does not exist")
             return
-        sha256 = scrap.digest.hexdigest()
-        expected = {"offset": scrap.offset_bytes, "size_bytes": scrap.size_bytes, "sha256": sha256}
-        if torn == expected and scrap.file == file:
+        sha256 = torn_bytes.digest.hexdigest()
+        expected = {"offset": torn_bytes.offset_bytes, "size_bytes": torn_bytes.size_bytes, "sha256": sha256}
+        if torn == expected and torn_bytes.file == file:
             self.verdict.notes.append(
-                f"{file}, byte {scrap.offset_bytes}: {scrap.size_bytes} bytes of a torn line, as recorded"
+                f"{file}, byte {torn_bytes.offset_bytes}: {torn_bytes.size_bytes} bytes of a torn line, as recorded"
             )
             return
-        if record is None and not scrap.newline and self._is_head_reached:
+        if record is None and not torn_bytes.newline and self._is_head_reached:
             # Nothing durable is lost: the next start of the daemon will describe these bytes.
-            self.verdict.notes.append(f"{scrap.file}, byte {scrap.offset_bytes}: it ends in a piece of a line")
+            self.verdict.notes.append(
+                f"{torn_bytes.file}, byte {torn_bytes.offset_bytes}: it ends in a piece of a line"
+            )
             return
-        self._find(scrap.file, scrap.offset_bytes, scrap.seq, f"this is not a record: {scrap.problem}")
+        self._find(
+            torn_bytes.file, torn_bytes.offset_bytes, torn_bytes.seq, f"this is not a record: {torn_bytes.problem}"
+        )
 
     def _find(self, file: str, offset_bytes: int, seq: int, problem: str) -> None:
         if len(self.verdict.findings) < MAX_FINDINGS:

@@ -341,15 +341,15 @@ class Store:
     def _is_new(self, head: HeadFile) -> bool:
         # A head and a database belong together. The journal is new only if both are missing; a head with 0 commits
         # alone is left by a start that was interrupted.
-        is_there = self._path.exists()
-        if is_there and head.commits is None:
+        exists = self._path.exists()
+        if exists and head.commits is None:
             raise not_whole(self._path, f"its head, {HEAD_NAME}, is missing")
-        if not is_there and head.commits:
+        if not exists and head.commits:
             raise not_whole(self._path, "it is missing")
-        if not is_there and self._wal.exists():
+        if not exists and self._wal.exists():
             # SQLite would create a new database and remove the log of the old one.
             raise not_whole(self._path, f"it is missing, and its log, {self._wal.name}, is there")
-        return not is_there
+        return not exists
 
     def _make(self, folder: Path, head: HeadFile) -> None:
         # The head before the database: a crash between the two leaves a head with 0 commits and no database, which

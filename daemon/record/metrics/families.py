@@ -83,12 +83,12 @@ some hundred microseconds, and the launches in flight their time."""
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
-def _counter(name: str, meaning: str, labels: tuple[str, ...] = PAIR) -> MetricFamily:
-    return MetricFamily(name, FamilyKind.COUNTER, meaning, labels)
+def _counter(name: str, help_text: str, labels: tuple[str, ...] = PAIR) -> MetricFamily:
+    return MetricFamily(name, FamilyKind.COUNTER, help_text, labels)
 
 
-def _gauge(name: str, meaning: str, labels: tuple[str, ...] = CARD) -> MetricFamily:
-    return MetricFamily(name, FamilyKind.GAUGE, meaning, labels)
+def _gauge(name: str, help_text: str, labels: tuple[str, ...] = CARD) -> MetricFamily:
+    return MetricFamily(name, FamilyKind.GAUGE, help_text, labels)
 
 
 # --- sessions: what workers say on their control pages ---
@@ -452,10 +452,10 @@ def _metric(family: MetricFamily, values: Mapping[Labels, float] | Histogram) ->
 
 def _add_distribution(metric: Metric, family: MetricFamily, labels: dict[str, str], distribution: Distribution) -> None:
     # Buckets are cumulative: each counts everything up to its bound (Prometheus text format, histogram).
-    below = 0
+    cumulative = 0
     if family.kind is FamilyKind.HISTOGRAM:
         for bound, count in zip((*map(str, family.bounds), "+Inf"), distribution.counts, strict=True):
-            below += count
-            metric.add_sample(f"{family.name}_bucket", labels | {"le": bound}, below)
+            cumulative += count
+            metric.add_sample(f"{family.name}_bucket", labels | {"le": bound}, cumulative)
     metric.add_sample(f"{family.name}_sum", labels, distribution.total)
     metric.add_sample(f"{family.name}_count", labels, distribution.count)
