@@ -444,7 +444,9 @@ class ForwardPass:
             yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **window_values)
             return
         if limits.splits == 1 or is_whole:
-            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads), x=b["x"], **read, **window_values)
+            # One program per row, key head and so many of its query heads.
+            groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{suffix}"].constants["HEADS"])
+            yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads * groups), x=b["x"], **read, **window_values)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}

@@ -41,9 +41,19 @@ ATTEND_TILES: Final = {
 """By the width of heads: the positions that attention reads at once, a divisor of SPLIT; warps; stages of its pipeline;
 registers per thread, None for no limit."""
 
+POSITIONS_TILES: Final = {64: (4, 2, 112)}
+"""By the width of heads, where whole attention with positions as an instruction's rows is faster (H200): warps; stages;
+registers. The positions read at once, which determine the rounding, are those of ATTEND_TILES."""
+
+POSITIONS_HEADS: Final = 8
+"""Query heads of one program of that attention: the columns of one matrix instruction."""
+
+SHORT: Final = 32
+"""The most positions of its tile for the end of a sequence."""
+
 PROMPT_TILES: Final = {
     32: (32, 4, 3, None),
-    64: (32, 4, 3, None),
+    64: (32, 4, 2, None),
     80: (32, 4, 3, None),
     96: (32, 4, 3, None),
     128: (32, 4, 3, None),
@@ -243,7 +253,7 @@ def _attention_jobs(width: int) -> dict[str, Job]:
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
         compiled |= {
             f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),
-            f"attend_whole_{name}": _attend(s.attend_whole, width, _types(f"x:b {read} scale:fp32{window}")),
+            f"attend_whole_{name}": _attend_whole(width, _types(f"x:b {read} scale:fp32{window}")),
             f"attend_prompt_{name}": _attend_prompt(width, _types(f"x:b {read_rows} scale:fp32{window}")),
             f"combine_{name}": Job(
                 s.combine,
@@ -260,6 +270,18 @@ def _attend(function: Any, width: int, types: dict[str, str]) -> Job:
     constants = {"DH": width, "HEADS": HEADS, "SPLIT": SPLIT, "BT": positions}
     divisible = ("layer_bytes", "block_bytes")
     return Job(function, types, constants, warps, stages, divisible, registers=registers)
+
+
+def _attend_whole(width: int, types: dict[str, str]) -> Job:
+    if width not in POSITIONS_TILES:
+        return _attend(triton_source.attend_whole, width, types)
+    positions, attend_warps, _, _ = ATTEND_TILES[width]
+    warps, stages, registers = POSITIONS_TILES[width]
+    constants = {
+        "DH": width, "HEADS": POSITIONS_HEADS, "SPLIT": SPLIT, "BT": positions, "SHORT": SHORT, "WARPS": attend_warps,
+    }  # fmt: skip
+    divisible = ("layer_bytes", "block_bytes")
+    return Job(triton_source.attend_whole_positions, types, constants, warps, stages, divisible, registers=registers)
 
 
 def _attend_prompt(width: int, types: dict[str, str]) -> Job:

@@ -698,6 +698,110 @@ def summed_as_rows(e, LANES: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr
 
 
 @triton.jit
+def attend_positions(
+    total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes, block_bytes, g, G,
+    scale, DH: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """`attend_tile`, to the bit, with positions as the matrix instruction's rows and heads as its columns.
+
+    An instruction has 16 rows, but only 8 columns, so that fewer of its lanes are without a head. Totals are
+    [DH, HEADS], queries too. WARPS is that of `attend_tile`: it decides the order of the sums of weights.
+    """
+    d = tl.arange(0, triton.next_power_of_2(DH))
+    p = j + tl.arange(0, BT)
+    # The guard between tenants, as in `attend_tile`.
+    block = tl.load(table + p // PAGE, mask=p < length, other=-1)
+    seen = (block >= 0) & (block < readable)
+    if first is not None:
+        seen = seen & (p >= first)
+    place = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
+    place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+    keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
+    k = tl.load(keys[:, None] + d[None, :], mask=within(seen[:, None], d[None, :], DH), other=0.0)
+    values = keys + G * PAGE * DH
+    v = tl.load(values[:, None] + d[None, :], mask=within(seen[:, None], d[None, :], DH), other=0.0)
+    # The same products and sums as in `attend_tile`: which operand of an instruction is which changes no bits.
+    score = tl.where(seen[:, None], tl.dot(k, query) * scale, -1e30)
+    higher = tl.maximum(top, tl.max(score, 0))
+    e = tl.where(seen[:, None], exp2(score - higher[None, :]), 0.0)
+    shrink = exp2(top - higher)
+    total = tl.dot(tl.trans(v), e.to(tl.bfloat16), total * shrink[None, :])
+    weights = weights * shrink + summed_as_rows(tl.trans(e), HEADS, BT, WARPS)
+    return total, higher, weights
+
+
+@triton.jit
+def attend_whole_positions(
+    x, q, rows, tables, layer_bytes, block_bytes, table_blocks, H, G, scale, window,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, SHORT: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Compute what `attend_whole` does, to the bit, with `attend_positions`: x [R, H, DH] bf16.
+
+    A program has HEADS of the heads that share a key head. A sequence whose last tile has at most SHORT positions ends
+    with a tile of as many: those that are left out have weight 0.
+    """
+    row = tl.program_id(0)
+    share = H // G
+    groups = tl.cdiv(share, HEADS)
+    g = tl.program_id(1) // groups
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    # Heads by their number among those of the key head.
+    heads = tl.program_id(1) % groups * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, triton.next_power_of_2(DH))
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    at = (row * H + g * share + heads)[None, :] * DH + d[:, None]
+    used = within((heads < share)[None, :], d[:, None], DH)
+    query = tl.load(q + at, mask=used, other=0.0)
+    # Two levels of sums, as in `attend` and `combine`: one within the current split, one over all splits.
+    all_total = tl.zeros((triton.next_power_of_2(DH), HEADS), tl.float32)
+    all_top = tl.full((HEADS,), -1e30, tl.float32)
+    all_weights = tl.zeros((HEADS,), tl.float32)
+    total, top, weights = all_total, all_top, all_weights
+    first = None
+    begin = 0
+    if window is not None:
+        first = tl.maximum(length - window, 0)
+        begin = first // SPLIT * SPLIT
+    end = length
+    if (length % BT <= SHORT) & (length - length % BT >= begin):
+        end = length - length % BT
+    for j in range(begin, end, BT):
+        total, top, weights = attend_positions(
+            total, top, weights, query, table, base, blocks, shared, readable, j, first, length, layer_bytes,
+            block_bytes, g, G, scale, DH, HEADS, BT, WARPS,
+        )  # fmt: skip
+        # The end of a split, or of the sequence: add the split to the whole like `combine` does, and begin the next
+        # one.
+        if ((j + BT) % SPLIT == 0) | (j + BT >= length):
+            higher = tl.maximum(all_top, top)
+            shrink = exp2(all_top - higher)
+            its = exp2(top - higher)
+            # The same products and sums as in `combine`, in the same order, so the bits are equal.
+            all_total = all_total * shrink[None, :] + total * its[None, :]
+            all_weights = all_weights * shrink + weights * its
+            all_top = higher
+            total = tl.zeros((triton.next_power_of_2(DH), HEADS), tl.float32)
+            top = tl.full((HEADS,), -1e30, tl.float32)
+            weights = tl.zeros((HEADS,), tl.float32)
+    if end < length:
+        # The rest of the sequence ends its last split.
+        total, top, weights = attend_positions(
+            total, top, weights, query, table, base, blocks, shared, readable, end, first, length, layer_bytes,
+            block_bytes, g, G, scale, DH, HEADS, SHORT, WARPS,
+        )  # fmt: skip
+        higher = tl.maximum(all_top, top)
+        shrink = exp2(all_top - higher)
+        its = exp2(top - higher)
+        all_total = all_total * shrink[None, :] + total * its[None, :]
+        all_weights = all_weights * shrink + weights * its
+    result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[None, :])
+    tl.store(x + at, result.to(tl.bfloat16), mask=used)
+
+
+@triton.jit
 def attend_prompt(
     x, q, rows, tables, layer_bytes, block_bytes, table_blocks, R, H, G, scale, window,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,

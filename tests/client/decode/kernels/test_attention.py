@@ -153,7 +153,8 @@ def attended(
         f"attend_{kind}", (count, key_heads, programs), totals=totals, tops=tops, sums=sums, splits=splits, **read,
         **seen,
     )  # fmt: skip
-    rig.launch(f"attend_whole_{kind}", (count, key_heads), x=whole, **read, **seen)
+    groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{kind}"].constants["HEADS"])
+    rig.launch(f"attend_whole_{kind}", (count, key_heads * groups), x=whole, **read, **seen)
     rig.launch(f"attend_prompt_{kind}", (count, key_heads), x=prompt, R=count, **read, **seen)
     rig.release(address)
     if shared is not None:
