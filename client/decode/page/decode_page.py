@@ -140,8 +140,8 @@ class PageFeed(DecoderObserver):
         self._rebinds = Counter[str]()
         self._latency_s: dict[str, float] = {}
         self._refused = dict[str, Counter[str]]()
-        self._first_token_s = dict[str, deque[float]]()
-        self._gaps = dict[str, deque[tuple[float, int]]]()
+        self._first_tokens = dict[str, TimeCounts]()
+        self._gaps = dict[str, TimeCounts]()
         self._events = PageEvents()
         self._began_at = clock()
         self._history = PageHistory(self._began_at)
@@ -161,7 +161,7 @@ class PageFeed(DecoderObserver):
     def on_gap(self, tenant_id: str, seconds: float, count: int) -> None:
         """Note `count` times of `seconds` between two tokens of a tenant's sequences; the metrics measure them."""
         now = self._clock()
-        self._gaps.setdefault(tenant_id, deque(maxlen=LATEST_GAPS)).append((seconds, count))
+        _counts_of(self._gaps, tenant_id, LATEST_GAPS).add(seconds, count)
         for history in self._histories_with(tenant_id):
             history.add_gaps(now, seconds, count)
 
@@ -184,7 +184,7 @@ class PageFeed(DecoderObserver):
         now, tenant_id = self._clock(), report.tenant_id
         if report.first_token_at is not None:
             seconds = report.first_token_at - report.submitted_at
-            self._first_token_s.setdefault(tenant_id, deque(maxlen=LATEST_REQUESTS)).append(seconds)
+            _counts_of(self._first_tokens, tenant_id, LATEST_REQUESTS).add(seconds)
             for history in self._histories_with(tenant_id):
                 history.add_first_token(now, seconds)
         # A request that waited too long counts as refused, like on a full queue.
@@ -305,11 +305,6 @@ class PageFeed(DecoderObserver):
 
     def _tenant(self, tenant_id: str, states: Sequence[TenantState], rate: float) -> dict[str, Any]:
         latency_s = self._latency_s.get(tenant_id)
-        first_tokens, gaps = TimeCounts(), TimeCounts()
-        for seconds in self._first_token_s.get(tenant_id, ()):
-            first_tokens.add(seconds)
-        for seconds, count in self._gaps.get(tenant_id, ()):
-            gaps.add(seconds, count)
         return {
             "id": tenant_id,
             "tokens": self._tokens[tenant_id],
@@ -320,8 +315,8 @@ class PageFeed(DecoderObserver):
             "blocks": sum(state.region_blocks for state in states),
             "blocks_used": sum(state.blocks.used for state in states),
             "blocks_at_most": sum(state.config.max_blocks for state in states),
-            "first_token_ms": percentiles_of(first_tokens),
-            "gap_ms": percentiles_of(gaps),
+            "first_token_ms": percentiles_of(self._first_tokens.get(tenant_id, TimeCounts())),
+            "gap_ms": percentiles_of(self._gaps.get(tenant_id, TimeCounts())),
             "refused": dict(self._refused.get(tenant_id, Counter()).most_common()),
             "rebinds": self._rebinds[tenant_id],
             "rebind_ms": None if latency_s is None else round(latency_s * 1e3, 1),
@@ -339,6 +334,14 @@ class PageFeed(DecoderObserver):
             name: (count - counts[name]) / (now - before) if now > before else 0.0
             for name, count in self._tokens.items()
         }
+
+
+def _counts_of(counts: dict[str, TimeCounts], tenant_id: str, latest: int) -> TimeCounts:
+    """Return a tenant's latest times. Makes them only if they are missing, because steps call this."""
+    times = counts.get(tenant_id)
+    if times is None:
+        times = counts[tenant_id] = TimeCounts(latest)
+    return times
 
 
 class _Stream(StreamingResponse):

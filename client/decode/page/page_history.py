@@ -25,23 +25,43 @@ _LOG_RATIO: Final = math.log(1.02)
 
 
 class TimeCounts:
-    """Counts of times in buckets, each 2 % above the one before: many times take little memory."""
+    """Counts of times in buckets, each 2 % above the one before: many times take little memory.
 
-    def __init__(self) -> None:
+    Args:
+        latest: How many of the latest additions count; None: all.
+    """
+
+    def __init__(self, latest: int | None = None) -> None:
         self._counts = Counter[int]()
+        self._latest = None if latest is None else deque[tuple[int, int]](maxlen=latest)
 
     def add(self, seconds: float, count: int = 1) -> None:
         """Add a time to its bucket, `count` times."""
-        self._counts[round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)] += count
+        bucket = round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)
+        self._counts[bucket] += count
+        if self._latest is None:
+            return
+        # Counted as they come, because the page asks several times a second.
+        if len(self._latest) == self._latest.maxlen:
+            oldest, oldest_count = self._latest[0]
+            self._counts[oldest] -= oldest_count
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        self._latest.append((bucket, count))
 
-    def percentile_ms(self, share: float) -> float | None:
-        """Return the time in milliseconds that this share of the times does not exceed; None without any."""
-        rank, seen = math.ceil(share * self._counts.total()), 0
+    def percentiles_ms(self, *shares: float) -> tuple[float | None, ...]:
+        """Return for each share, in ascending order, the time in milliseconds that it does not exceed.
+
+        Without any times, those are None.
+        """
+        found: list[float | None] = []
+        ranks, seen = deque(math.ceil(share * self._counts.total()) for share in shares), 0
         for bucket, count in sorted(self._counts.items()):
             seen += count
-            if seen >= rank:
-                return round(math.exp(bucket * _LOG_RATIO) * 1e3, 3)
-        return None
+            while ranks and seen >= ranks[0]:
+                ranks.popleft()
+                found.append(round(math.exp(bucket * _LOG_RATIO) * 1e3, 3))
+        return (*found, *(None for _ in ranks))
 
 
 Percentiles = tuple[float | None, float | None]
@@ -49,7 +69,8 @@ Percentiles = tuple[float | None, float | None]
 
 
 def percentiles_of(times: TimeCounts) -> Percentiles:
-    return times.percentile_ms(0.5), times.percentile_ms(HIGH)
+    median, high = times.percentiles_ms(0.5, HIGH)
+    return median, high
 
 
 @dataclass(slots=True)

@@ -271,9 +271,22 @@ def test_percentiles_of_many_times_are_those_of_their_list() -> None:
     times, counts = [0.0, *(1e-5 * 1.013**number for number in range(997))], TimeCounts()
     for seconds in times:
         counts.add(seconds)
-    for share in (0.01, 0.5, 0.99, 1.0):
+    shares = (0.01, 0.5, 0.99, 1.0)
+    for share, found in zip(shares, counts.percentiles_ms(*shares), strict=True):
         exact = sorted(times)[max(1, -(-round(share * len(times) * 100) // 100)) - 1]
-        assert counts.percentile_ms(share) == pytest.approx(max(exact, 1e-6) * 1e3, rel=0.025)
+        assert found == pytest.approx(max(exact, 1e-6) * 1e3, rel=0.025)
+
+
+def test_percentiles_of_the_latest_times_forget_older_ones() -> None:
+    latest = TimeCounts(latest=3)
+    assert latest.percentiles_ms(0.5, 0.99) == (None, None)
+    for seconds, count in ((9.0, 50), (0.001, 1), (0.002, 2), (0.001, 1)):
+        latest.add(seconds, count)
+    alone = TimeCounts()
+    for seconds in (0.001, 0.002, 0.002, 0.001):
+        alone.add(seconds)
+    shares = (0.25, 0.5, 0.75, 1.0)
+    assert latest.percentiles_ms(*shares) == alone.percentiles_ms(*shares)
 
 
 def test_the_history_is_an_hour_at_most() -> None:
