@@ -96,6 +96,9 @@ SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 HEALTH_PATHS: Final = ("/healthz", "/health", "/v1/health", "/ping")
 """Where the health report is: as other servers have it, so that load balancers need no other path."""
 
+MESSAGES_PATH: Final = "/v1/messages"
+"""Where Anthropic's API begins."""
+
 LOADING: Final = b": loading\n\n"
 """The comment of a stream with a model that is being loaded (HTML, 9.2.6): no client shows it."""
 
@@ -205,8 +208,8 @@ def _application(
     own_routes = [
         *completion_routes(face),
         Route("/v1/responses", _Responses(models, keys), methods=["POST"]),
-        Route("/v1/messages", _Messages(models, keys), methods=["POST"]),
-        Route("/v1/messages/count_tokens", texts.count_message, methods=["POST"]),
+        Route(MESSAGES_PATH, _Messages(models, keys), methods=["POST"]),
+        Route(f"{MESSAGES_PATH}/count_tokens", texts.count_message, methods=["POST"]),
         Route("/v1/embeddings", _Embeddings(models, keys), methods=["POST"]),
         Route("/v1/models", descriptions.list, methods=["GET"]),
         Route("/v1/models/{model:path}", descriptions.show, methods=["GET"]),
@@ -413,7 +416,7 @@ class _Texts:
                 raise ApiError(*answer["error"])
             return {"input_tokens": answer["input_tokens"]}
 
-        return await self._reply(request, run, form=message_events.error_body)
+        return await self._reply(request, run)
 
     async def show_tokenizer(self, request: Request) -> Response:
         """Reply with what programs need that put chats into the template themselves, in vLLM's members.
@@ -433,7 +436,6 @@ class _Texts:
         request: Request,
         run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
-        form: ErrorForm = ApiError.body,
     ) -> Response:
         """Reply with what `run` returns for the model that the body names: the request's, unless one is given."""
         # The same id as in the log.
@@ -450,7 +452,8 @@ class _Texts:
         except ClientDisconnect:
             raise
         except Exception as error:
-            return refusal_of(reply_to_error(error, self._models.log, tenant, request_id), headers, form)
+            refusal = reply_to_error(error, self._models.log, tenant, request_id)
+            return refusal_of(refusal, headers, error_form_of(request.scope))
 
 
 class _EngineEndpoint(ABC):
@@ -459,19 +462,14 @@ class _EngineEndpoint(ABC):
     Args:
         models: Compute the answers.
         keys: The tenants' keys.
-
-    Attributes:
-        error_form: The form of its errors.
     """
-
-    error_form: ErrorForm = staticmethod(ApiError.body)
 
     def __init__(self, models: ServedModels, keys: ApiKeys) -> None:
         self._models, self._keys = models, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = _Reply(send, request_id_of(request), self.error_form)
+        reply = _Reply(send, request_id_of(request), error_form_of(scope))
         await _served(self._models.log, reply, self._serve(request, reply))
 
     @abstractmethod
@@ -575,7 +573,6 @@ class _Messages(_ChatEndpoint):
 
     job = staticmethod(read_message)
     prompt = "messages"
-    error_form = staticmethod(message_events.error_body)
 
     def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> message_events.MessageEvents:
         prompt_tokens, seed = len(submitted.prompts[0]), _chosen_seed(submitted)
@@ -819,6 +816,12 @@ def request_id_of(request: Request) -> str:
     return request_id if SANE_ID.fullmatch(request_id) else secrets.token_hex(12)
 
 
+def error_form_of(scope: Scope) -> ErrorForm:
+    """Return the form of a request's errors: Anthropic's at its API's paths, also before an endpoint sees it."""
+    is_message = scope["path"] == MESSAGES_PATH or scope["path"].startswith(f"{MESSAGES_PATH}/")
+    return message_events.error_body if is_message else ApiError.body
+
+
 def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None, form: ErrorForm = ApiError.body) -> Response:
     """Return the reply to an error, with further headers."""
     return Response(json.dumps(form(error)), error.status, {**error.headers(), **(headers or {})}, JSON)
@@ -830,27 +833,29 @@ def refuse(scope: Scope, problem: Problem) -> Response:
     if scope["path"] == "/" or scope["path"].startswith("/page/"):
         return refuse_as_problem(scope, problem)
     headers = {"Connection": "close", "X-Request-Id": request_id_of(Request(scope))}
-    return refusal_of(error_of_problem(problem), headers)
+    return refusal_of(error_of_problem(problem), headers, error_form_of(scope))
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     text = f"{request.method} {quoted(request.scope['path'])} is not served here"
-    headers = {"X-Request-Id": request_id_of(request)}
+    headers, form = {"X-Request-Id": request_id_of(request)}, error_form_of(request.scope)
     if status == 404:
-        return refusal_of(ApiError(status, "not_found", f"{text}."), headers)
+        return refusal_of(ApiError(status, "not_found", f"{text}."), headers, form)
     # Starlette knows the methods of the path (RFC 9110, 15.5.6: the reply must have them).
     allowed = getattr(error, "headers", None) or {}
     return refusal_of(
         ApiError(status, "method_not_allowed", f"{text}; send {allowed.get('Allow', 'another method')}."),
         headers | allowed,
+        form,
     )
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     # Starlette raises the error again behind the reply, so the log has its traceback.
     text = "The server failed; its log says more."
-    return refusal_of(ApiError(FAILED, "internal_error", text), {"X-Request-Id": request_id_of(request)})
+    headers = {"X-Request-Id": request_id_of(request)}
+    return refusal_of(ApiError(FAILED, "internal_error", text), headers, error_form_of(request.scope))
 
 
 ERROR_REPLIES: Final = {404: _not_found, 405: _not_found, 500: _failed}

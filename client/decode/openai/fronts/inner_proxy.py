@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.openai.api_errors import OVERLOADED, RETRY_AFTER_S, error_of_problem
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
-from gpulease.client.decode.openai.openai_server import refusal_of, request_id_of
+from gpulease.client.decode.openai.openai_server import error_form_of, refusal_of, request_id_of
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 from gpulease.client.http.problems import Problem, RequestRefused
 
@@ -47,7 +47,7 @@ class InnerProxy:
             problem = error.problem if isinstance(error, RequestRefused) else STOPPING
             # The body may still be arriving, so this connection can't carry another request.
             headers = {"Connection": "close", "X-Request-Id": request_id_of(request)}
-            await refusal_of(error_of_problem(problem), headers)(scope, receive, send)
+            await refusal_of(error_of_problem(problem), headers, error_form_of(scope))(scope, receive, send)
             return
         with sock:
             # A stream, such as that of the page's events, lasts until either side ends it.
