@@ -59,6 +59,15 @@ _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 """Chats' values of `tool_choice`, by the types of messages'."""
 
 _TOOL_MEMBERS: Final = ("type", "name", "description", "input_schema", "cache_control", "strict")
+_MESSAGE_MEMBERS: Final = ("role", "content")
+_CHOICE_MEMBERS: Final = ("type", "name", "disable_parallel_tool_use")
+
+_BLOCK_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "text": ("type", "text", "cache_control"),
+    "tool_use": ("type", "id", "name", "input", "cache_control"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
+}
+"""The members of each type of block. Others may be null or empty, as clients send back what they have received."""
 
 
 def read_message(
@@ -128,6 +137,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant"):
             raise invalid(f"{where} must be an object with the role user or assistant", "messages")
+        _check_members(where, message, _MESSAGE_MEMBERS, "messages")
         content = message.get("content")
         if isinstance(content, str):
             messages.append({"role": role, "content": content})
@@ -143,6 +153,8 @@ def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if _kind(block) == "tool_result":
+            _check_members(where, block, _BLOCK_MEMBERS["tool_result"], "messages")
+            _check_id(where, block, "tool_use_id")
             # `is_error` has no place in templates; the content says what went wrong.
             content = block.get("content")
             text = "" if content is None else _text(where, content, "messages")
@@ -160,7 +172,11 @@ def _assistant(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for block in blocks:
         if _kind(block) == "tool_use":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
+            _check_members(where, block, _BLOCK_MEMBERS["tool_use"], "messages")
+            _check_id(where, block, "id")
+            if not isinstance(block.get("input"), dict):
+                raise invalid(f"{where}: the input of a tool_use must be an object", "messages")
+            function = {"name": block.get("name"), "arguments": block["input"]}
             message.setdefault("tool_calls", []).append(
                 {"id": block.get("id"), "type": "function", "function": function}
             )
@@ -175,6 +191,18 @@ def _kind(block: Any) -> Any:
     return block.get("type") if isinstance(block, dict) else None
 
 
+def _check_members(where: str, item: Mapping[str, Any], members: tuple[str, ...], parameter: str) -> None:
+    """Refuse members that would be ignored. Raises ApiError."""
+    for name, value in item.items():
+        if name not in members and value not in (None, []):
+            raise invalid(f"{where}: {quoted(name)} is not supported", parameter, "unsupported_parameter")
+
+
+def _check_id(where: str, block: Mapping[str, Any], name: str) -> None:
+    if not isinstance(block.get(name), str):
+        raise invalid(f"{where}: {name} must be a string, not {quoted(block.get(name))}", "messages")
+
+
 def _text(where: str, content: Any, parameter: str) -> str:
     """Return the text of a string, or of a list of blocks with texts. Raises ApiError for other blocks."""
     if isinstance(content, str):
@@ -186,6 +214,7 @@ def _text(where: str, content: Any, parameter: str) -> str:
         if not isinstance(text, str):
             supported = "content must be a string, or a list of blocks of the types text, tool_use and tool_result"
             raise invalid(f"{where}: {supported}, not {quoted(_kind(block))}", parameter)
+        _check_members(where, block, _BLOCK_MEMBERS["text"], parameter)
         texts.append(text)
     return "".join(texts)
 
@@ -198,9 +227,7 @@ def _tools(tools: Any) -> Any:
     for number, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise invalid(f"tools[{number}] must have the type custom; the server has no tools of its own", "tools")
-        for name, value in tool.items():
-            if name not in _TOOL_MEMBERS and value is not None:
-                raise invalid(f"tools[{number}]: {quoted(name)} is not supported", "tools", "unsupported_parameter")
+        _check_members(f"tools[{number}]", tool, _TOOL_MEMBERS, "tools")
         members = {"name": "name", "description": "description", "input_schema": "parameters"}
         function = {other: tool[name] for name, other in members.items() if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
@@ -211,6 +238,7 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
     """Return the parameters of a chat for a `tool_choice`."""
     if not isinstance(choice, dict) or choice.get("type") not in (*_CHOICES, "tool"):
         raise invalid("tool_choice must have the type auto, any, tool or none", "tool_choice")
+    _check_members("tool_choice", choice, _CHOICE_MEMBERS, "tool_choice")
     chosen: Any = _CHOICES.get(choice["type"]) or {"type": "function", "function": {"name": choice.get("name")}}
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):

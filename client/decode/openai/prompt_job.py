@@ -58,7 +58,12 @@ def read_as_chat(
         names: The names of the model that is served.
     """
     try:
-        answer = read_completion(reader, json.dumps(chat).encode(), True, fresh_seed, names)
+        body = json.dumps(chat).encode()
+    except RecursionError:
+        # The chat is nested deeper than the body that it was made of, which could just be read.
+        return {"error": invalid("the body is nested too deeply", code="invalid_json").parts}
+    try:
+        answer = read_completion(reader, body, True, fresh_seed, names)
     except RequestRejected as error:
         error.parameter = parameters.get(error.parameter, error.parameter)
         raise

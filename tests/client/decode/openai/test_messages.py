@@ -15,6 +15,7 @@ import pytest
 from gpulease.client.decode import TINY_MODEL
 from gpulease.client.decode.openai.answer_text import AnswerPiece
 from gpulease.client.decode.openai.api_errors import ApiError
+from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
 from gpulease.client.decode.openai.completion_replies import TokenCounts
 from gpulease.client.decode.openai.message_events import MessageEvents, error_body
 from gpulease.client.decode.openai.message_request import PARAMETERS, chat_of
@@ -34,6 +35,12 @@ OF_CHAT = [
     {"type": "function", "function": {"name": "look", "description": "See", "parameters": PLACE}},
     {"type": "function", "function": {"name": "walk", "parameters": SHORT}},
 ]
+
+
+def called(**members: Any) -> dict[str, Any]:
+    """An assistant's message with a call."""
+    block = {"type": "tool_use", "id": "t1", "name": "look", "input": {"x": 1}} | members
+    return {"role": "assistant", "content": [block]}
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +197,18 @@ def test_tokens_are_counted_as_they_are_read(http: httpx.Client) -> None:
         ({"messages": [{"role": "system", "content": "a"}]}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "messages"),
         ({"system": 5}, 400, "invalid_request_error", "system"),
+        ({"system": [{"type": "text", "text": "a", "x": 1}]}, 400, "invalid_request_error", "system"),
+        ({"messages": [USER[0] | {"name": "ann"}]}, 400, "invalid_request_error", "messages"),
+        ({"messages": [*USER, called(caller={"type": "x"})]}, 400, "invalid_request_error", "messages"),
+        ({"messages": [*USER, called(id=None), *USER]}, 400, "invalid_request_error", "messages"),
+        ({"messages": [*USER, called(input="{}"), *USER]}, 400, "invalid_request_error", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            400,
+            "invalid_request_error",
+            "messages",
+        ),
+        ({"tool_choice": {"type": "auto", "x": 1}, "tools": TOOLS}, 400, "invalid_request_error", "tool_choice"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_in_anthropic_s_form(
@@ -199,6 +218,28 @@ def test_what_is_not_supported_is_refused_by_name_in_anthropic_s_form(
     assert (found, body["type"]) == (status, "error")
     assert (body["error"]["type"], body["error"]["param"]) == (kind, param)
     assert body["error"]["message"]
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused(http: httpx.Client) -> None:
+    # Around what can just be read: the chat has more levels than the message that it is made of.
+    text = json.dumps({"max_tokens": 4, "messages": [*USER, called(input="DEEP"), *USER]})
+    for depth in range(940, 1000):
+        reply = http.post("/v1/messages", content=text.replace('"DEEP"', '{"a":' * depth + "1" + "}" * depth))
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error"), depth
+
+
+def test_what_no_endpoint_sees_is_refused_in_the_form_of_its_path(http: httpx.Client) -> None:
+    for method, path, status, kind in (
+        ("GET", "/v1/messages", 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+    ):
+        reply = http.request(method, path)
+        assert (reply.status_code, reply.json()["type"], reply.json()["error"]["type"]) == (status, "error", kind)
+    large = http.post("/v1/messages", content=b" " * (MAX_BODY_BYTES + 1))
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
+    other = http.post("/v1/messages", headers={"Host": "elsewhere.example"})
+    assert (other.status_code, other.json()["type"]) == (421, "error")
+    assert "type" not in http.get("/v1/messages_of").json()
 
 
 def test_a_key_is_needed_in_either_header(rig: OpenAiRig, http: httpx.Client) -> None:
