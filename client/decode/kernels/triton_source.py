@@ -586,31 +586,69 @@ def attend(
 
 
 @triton.jit
-def combine(x, totals, tops, sums, rows, H, splits, window, DH: tl.constexpr, SPLIT: tl.constexpr):
-    """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), those that it reaches."""
+def highest(a, b):
+    """The higher of two numbers, for scans."""
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def combine(
+    x, totals, tops, sums, rows, H, splits, window,
+    DH: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), those that it reaches.
+
+    If there are many, as in a long context, the rescaling of LANES splits is computed at once, and the totals of
+    UNROLLED splits are loaded at once. They are added one after the other all the same, so the bits are equal.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, triton.next_power_of_2(DH))
     length = tl.load(rows + row * WORDS + POSITION) + 1
     at = (row * H + head) * splits
     top = tl.full((), -1e30, tl.float32)
-    weights = tl.zeros((), tl.float32)
+    weights = tl.zeros((1,), tl.float32)
     total = tl.zeros((triton.next_power_of_2(DH),), tl.float32)
     begin = 0
     if window is not None:
         begin = tl.maximum(length - window, 0) // SPLIT
-    for s in range(begin, tl.cdiv(length, SPLIT)):
-        # The same rescaling as within a split, in ascending order of splits.
-        its_top = tl.load(tops + at + s)
-        higher = tl.maximum(top, its_top)
-        shrink = exp2(top - higher)
-        its = exp2(its_top - higher)
-        if triton.next_power_of_2(DH) == DH:
-            total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
-        else:
-            total = total * shrink + tl.load(totals + (at + s) * DH + d, mask=d < DH, other=0.0) * its
-        weights = weights * shrink + tl.load(sums + at + s) * its
-        top = higher
+    end = tl.cdiv(length, SPLIT)
+    if end - begin < UNROLLED:
+        for s in range(begin, end):
+            # The same rescaling as within a split, in ascending order of splits.
+            its_top = tl.load(tops + at + s)
+            higher = tl.maximum(top, its_top)
+            shrink = exp2(top - higher)
+            its = exp2(its_top - higher)
+            if triton.next_power_of_2(DH) == DH:
+                total = total * shrink + tl.load(totals + (at + s) * DH + d) * its
+            else:
+                total = total * shrink + tl.load(totals + (at + s) * DH + d, mask=d < DH, other=0.0) * its
+            weights = weights * shrink + tl.load(sums + at + s) * its
+            top = higher
+    else:
+        lanes = tl.arange(0, LANES)
+        for first in range(begin, end, LANES):
+            s = first + lanes
+            # The highest score up to a split, and before it, which are exact in any order.
+            its_top = tl.load(tops + at + s, mask=s < end, other=-1e30)
+            last_top = tl.load(tops + at + s - 1, mask=(lanes > 0) & (s <= end), other=-1e30)
+            higher = tl.maximum(tl.associative_scan(its_top, 0, highest), top)
+            shrink = exp2(tl.maximum(tl.associative_scan(last_top, 0, highest), top) - higher)
+            its = exp2(its_top - higher)
+            its_weights = tl.load(sums + at + s, mask=s < end, other=0.0) * its
+            for i in range(0, tl.minimum(end - first, LANES), UNROLLED):
+                for j in tl.static_range(UNROLLED):
+                    # Beyond the last split, -0 is added to the total, which changes no bit.
+                    inside = first + i + j < end
+                    if triton.next_power_of_2(DH) != DH:
+                        inside = inside & (d < DH)
+                    part = tl.load(totals + (at + first + i + j) * DH + d, mask=inside, other=-0.0)
+                    lane = tl.full((1,), i + j, tl.int32)
+                    less = tl.gather(shrink, lane, 0)
+                    total = total * less + part * tl.gather(its, lane, 0)
+                    weights = weights * less + tl.gather(its_weights, lane, 0)
+            top = tl.max(higher, 0)
     # A padded row has no weights at all: divide its zeros by 1.
     result = tl.div_rn(total, tl.where(weights > 0.0, weights, 1.0))
     if triton.next_power_of_2(DH) == DH:

@@ -201,6 +201,26 @@ def test_attention_of_every_length(rig: KernelRig, width: int, group: int, windo
         check_attention(found[row], exact, sizes)
 
 
+LONG_LENGTHS = (1, 2047, 2048, 4095, 4096, 4097, 16_385, 32_000)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("window", [None, 4096])
+def test_attention_of_long_contexts(rig: KernelRig, window: int | None) -> None:
+    """Around the numbers of parts from which on `combine` loads many at once, and the ends of those."""
+    rng, blocks = np.random.default_rng(0), 2000
+    region, count = region_of(rng, blocks, 1, 32), len(LONG_LENGTHS)
+    q = bf16(rng.normal(0, 1, (count, 2, 32)))
+    tables = np.stack([rng.permutation(blocks) for _ in LONG_LENGTHS]).astype(np.int32)
+    rows = step_rows(count, position=np.array(LONG_LENGTHS) - 1, table=np.arange(count), blocks=blocks)
+    found = attended(rig, q, region, rows, tables, -(-max(LONG_LENGTHS) // manifest().split), window)
+    for row, length in enumerate(LONG_LENGTHS):
+        exact, sizes = exact_attention(
+            q[row], region, tables[row], np.arange(max(0, length - (window or length)), length)
+        )
+        check_attention(found[row], exact, sizes)
+
+
 PROMPTS = [
     *((32, window, 3, has_others) for window in (None, 1) for has_others in (False, True)),
     *(
