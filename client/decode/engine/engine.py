@@ -21,12 +21,14 @@ from gpulease.client.aio.streams import Stream
 from gpulease.client.decode.checkpoint import Checkpoint, load_weights, size_bytes
 from gpulease.client.decode.decode_errors import EngineDecodeFailed, NoModelLoaded, RequestRejected
 from gpulease.client.decode.engine.forward_pass import (
+    LAUNCH_BYTES,
     ForwardPass,
     StepKind,
     StepLimits,
     block_bytes,
     buckets_of,
     buffer_sizes,
+    excess_launches,
     head_rows_of,
     parts_of,
 )
@@ -89,7 +91,9 @@ def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int]
     granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
     weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
     buffers = sum(buffer_sizes(checkpoint.config, limits).values())
-    return weights + buffers + sum(granules) * REGION_GRANULE_BYTES + SPARE_BYTES
+    # Graphs of models with very many layers take more than a worker may take in addition to its lease.
+    graphs = MAX_STEPS * LAUNCH_BYTES * excess_launches(checkpoint.config, limits)
+    return weights + buffers + graphs + sum(granules) * REGION_GRANULE_BYTES + SPARE_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,10 +45,14 @@ HEAD_ROWS: Final = (64, 256)
 sequences that decode: with so many rows, reading the head's weights takes longer than multiplying by them. 256 is for
 steps in which many sequences decode. Each number is a graph more for every larger bucket."""
 
+LAUNCH_BYTES: Final = 8 << 10
+"""Bytes of the card that a recorded launch takes at most. (H200, five graphs of 69 to 149 launches: 6 to 12 KB each,
+in pages of 2 MiB.)"""
+
 MAX_RECORDED_LAUNCHES: Final = 11_000
 """Most launches in the graphs of a model, without a second set for the other step under way, if some compute the head
-for HEAD_ROWS. Each takes 8 KB of the card in either set. So these graphs fit into what a worker may take of an NVIDIA
-card in addition to its lease, 176 MiB; models that exceed it have only the graphs that they need."""
+for HEAD_ROWS. So the two sets fit into what a worker may take of an NVIDIA card in addition to its lease, 176 MiB.
+Models that exceed it have only the graphs that they need, and a larger lease (`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
@@ -234,6 +238,11 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
     return sizes
 
 
+def excess_launches(config: ModelConfig, limits: StepLimits) -> int:
+    """Return by how many launches a model's graphs, for one of the steps under way, exceed MAX_RECORDED_LAUNCHES."""
+    return max(0, _graphs(config, limits.max_rows, ()) * _most_launches(config) - MAX_RECORDED_LAUNCHES)
+
+
 class ForwardPass:
     """A model's kernels over a step's rows.
 
@@ -316,8 +325,7 @@ class ForwardPass:
     @cached_property
     def _computes_few_logits(self) -> bool:
         config, most = self.weights.config, self.limits.max_rows
-        graphs = sum(len(_kinds(rows, config, HEAD_ROWS)) for rows in buckets_of(most))
-        return graphs * len(list(self.launches(most))) <= MAX_RECORDED_LAUNCHES
+        return _graphs(config, most, HEAD_ROWS) * len(list(self.launches(most))) <= MAX_RECORDED_LAUNCHES
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
@@ -523,6 +531,19 @@ def _kinds(rows: int, config: ModelConfig, few: Iterable[int]) -> list[StepKind]
     kinds = [StepKind(*flags) for flags in product((False, True), (False, True))]
     # Only prompts have rows without logits. Guided steps are too rare to have graphs of their own for that.
     return kinds + [StepKind(False, True, head_rows) for head_rows in few if head_rows < rows]
+
+
+def _graphs(config: ModelConfig, max_rows: int, few: Iterable[int]) -> int:
+    """Return the number of graphs for one step under way, if those of prompts may compute the head for `few` rows."""
+    return sum(len(_kinds(rows, config, few)) for rows in buckets_of(max_rows))
+
+
+def _most_launches(config: ModelConfig) -> int:
+    """Return the most launches of a step (`ForwardPass.launches`)."""
+    # In each layer 5 with qkv, if attention is cut, the output, 2 norms, and the feed-forward part: 3, or 5 with
+    # experts. Beyond the layers the embedding, the norm, the head, and the 4 that choose tokens in a guided step.
+    attention, rest = 7, 7
+    return sum(attention + (5 if config.experts_of(layer) else 3) for layer in range(config.layers)) + rest
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpulease.client.decode.checkpoint import RandomCheckpoint
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine import forward_pass
+from gpulease.client.decode.engine.engine import MAX_STEPS, lease_bytes
 from gpulease.client.decode.engine.forward_pass import (
+    LAUNCH_BYTES,
     MAX_PROGRAMS,
     MAX_SPLITS,
     ForwardPass,
@@ -21,6 +24,7 @@ from gpulease.client.decode.engine.forward_pass import (
     block_bytes,
     buckets_of,
     buffer_sizes,
+    excess_launches,
     head_rows_of,
     layer_bytes,
     parts_of,
@@ -223,6 +227,32 @@ def test_a_model_with_many_launches_has_no_graphs_for_fewer_logits(
         assert [kind.head_rows for kind in other.kinds(256)] == [None] * 4 + [64] * (1 - excess)
 
     tiny.run(part)
+
+
+def test_the_lease_counts_the_launches_of_graphs_beyond_those_that_need_no_room(
+    tiny: RunningRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def part(rig: EngineRig) -> None:
+        forward, checkpoint = rig.engine.forward, RandomCheckpoint(TINY, 1)
+        limits = forward.limits
+        # Without graphs for fewer logits, as a model has that exceeds the limit.
+        kinds = [
+            (rows, kind) for rows in buckets_of(limits.max_rows) for kind in forward.kinds(rows) if not kind.head_rows
+        ]
+        recorded = sum(len(list(forward.launches(rows, kind))) for rows, kind in kinds)
+        counted = lease_bytes(checkpoint, limits, [])
+        monkeypatch.setattr(forward_pass, "MAX_RECORDED_LAUNCHES", 0)
+        needed = (lease_bytes(checkpoint, limits, []) - counted) / (MAX_STEPS * LAUNCH_BYTES)
+        assert recorded <= needed <= 1.5 * recorded
+
+    tiny.run(part)
+
+
+def test_a_model_of_many_layers_needs_a_larger_lease_for_its_graphs() -> None:
+    """Llama-3.1-70B's layers and heads: 824 launches in each of 16 graphs."""
+    config = replace(TINY, layers=80, heads=64, key_heads=8)
+    assert excess_launches(config, StepLimits(64, 64, 4096)) > 0
+    assert excess_launches(replace(config, layers=32), StepLimits(64, 64, 4096)) == 0
 
 
 def test_a_block_has_its_positions_keys_and_values_of_all_layers() -> None:
