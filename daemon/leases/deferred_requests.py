@@ -17,7 +17,7 @@ from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.events import ArmTimer, Effect, RequestDenied, WaitTimerFired
 from gpulease.daemon.leases.model import Lease, LeaseState, SubmitRequested
 from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase, ParkState
-from gpulease.daemon.leases.table_state import DeferrableRequest, DeferredRequest, LeaseStore
+from gpulease.daemon.leases.table_state import DeferrableRequest, DeferredGroup, DeferredRequest, LeaseStore
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_DEFERRED: Final = 64
@@ -35,11 +35,14 @@ class DeferredRequests:
     def __init__(self, store: LeaseStore, await_return: Callable[[Lease, ParkState, int, list[Effect]], None]) -> None:
         self._store = store
         self._await_return = await_return
+        # The group of each request.
+        self._groups: dict[int, DeferredGroup] = {}
 
     def defer(self, event: DeferrableRequest, now_ns: int, effects: list[Effect]) -> bool:
         """Defer a request if the state of its session requires that. Returns False if it is to be handled now."""
         lease = self._store.parkable.get(event.lease_id)
-        if lease is None or lease.park is None or not must_wait(lease.park, event):
+        is_move = isinstance(event, events.MoveRequested)
+        if lease is None or lease.park is None or not must_wait(lease.park, is_move=is_move):
             return False
         # The handler finds the same denial.
         is_operator = not isinstance(event, SubmitRequested) and event.is_operator
@@ -50,7 +53,9 @@ class DeferredRequests:
             effects.append(RequestDenied(event.request, denials.too_many_deferred(lease.lease_id, MAX_DEFERRED)))
             return True
         wait_ns = max(lease.wait_ms * NS_PER_MS, self._store.limits.session_timeout_s * NS_PER_S)
-        self._store.deferred[event.request] = DeferredRequest(event, now_ns + wait_ns)
+        group = DeferredGroup(lease.lease_id, is_move)
+        self._groups[event.request] = group
+        self._store.deferred.setdefault(group, {})[event.request] = DeferredRequest(event, now_ns + wait_ns)
         # The session's own wait for room begins now, too. Its timer comes first and has the better reason.
         self._bring_back(lease, lease.park, now_ns, effects)
         effects.append(ArmTimer(WaitTimerFired(event.request), now_ns + wait_ns))
@@ -58,21 +63,22 @@ class DeferredRequests:
 
     def take_ready(self, now_ns: int, effects: list[Effect]) -> Iterator[DeferrableRequest]:
         """Yield the requests that can be handled now, and bring back sessions that were parked again meanwhile."""
-        for event, _ in list(self._store.deferred.values()):
-            lease = self._store.parkable.get(event.lease_id)
-            # Handling one may change the state for the next.
-            if lease is None or lease.park is None or event.request not in self._store.deferred:
+        for group, requests in list(self._store.deferred.items()):
+            lease = self._store.parkable.get(group.lease_id)
+            if lease is None or lease.park is None:
                 continue
-            if must_wait(lease.park, event):
+            if must_wait(lease.park, is_move=group.is_move):
                 self._bring_back(lease, lease.park, now_ns, effects)
-            else:
-                del self._store.deferred[event.request]
-                yield event
+                continue
+            # Handling one may change the state for the next.
+            for request in list(requests):
+                if request in requests and not must_wait(lease.park, is_move=group.is_move):
+                    yield self._remove(request).event
 
     def has_ready(self) -> bool:
         """Return whether a request can be handled now."""
-        leases = ((self._store.parkable.get(event.lease_id), event) for event, _ in self._store.deferred.values())
-        return any(lease and lease.park and not must_wait(lease.park, event) for lease, event in leases)
+        leases = ((self._store.parkable.get(group.lease_id), group) for group in self._store.deferred)
+        return any(lease and lease.park and not must_wait(lease.park, is_move=group.is_move) for lease, group in leases)
 
     def _bring_back(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         # In every other phase or depth, the answer that comes next leads here again.
@@ -84,34 +90,46 @@ class DeferredRequests:
     def refuse(self, lease_id: int, denial: Denial, effects: list[Effect]) -> None:
         """Refuse what waits for a session that can't return now, or whose lease has ended."""
         for request in self._of(lease_id):
-            del self._store.deferred[request]
+            self._remove(request)
             effects.append(RequestDenied(request, denial))
 
     def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
         """Refuse a request that has waited too long; return False if it is not a deferred one."""
-        deferred = self._store.deferred.get(request)
-        if deferred is None:
+        group = self._groups.get(request)
+        if group is None:
             return False
+        deferred = self._store.deferred[group][request]
         if now_ns < deferred.due_ns:
             effects.append(ArmTimer(WaitTimerFired(request), deferred.due_ns))
             return True
-        del self._store.deferred[request]
-        lease_id = deferred.event.lease_id
-        reason = denials.return_failed(lease_id, "the session was not back in time")
+        self._remove(request)
+        reason = denials.return_failed(group.lease_id, "the session was not back in time")
         effects.append(RequestDenied(request, denials.return_refused(reason)))
         return True
 
     def on_requester_gone(self, request: int) -> bool:
         """Forget the request of a client that disconnected; return False if it is not a deferred one."""
-        return self._store.deferred.pop(request, None) is not None
+        if request not in self._groups:
+            return False
+        self._remove(request)
+        return True
+
+    def _remove(self, request: int) -> DeferredRequest:
+        group = self._groups.pop(request)
+        requests = self._store.deferred[group]
+        deferred = requests.pop(request)
+        if not requests:
+            del self._store.deferred[group]
+        return deferred
 
     def _of(self, lease_id: int) -> list[int]:
-        return [request for request, one in self._store.deferred.items() if one.event.lease_id == lease_id]
+        groups = (DeferredGroup(lease_id, is_move) for is_move in (False, True))
+        return [request for group in groups for request in self._store.deferred.get(group, ())]
 
 
-def must_wait(state: ParkState, event: DeferrableRequest) -> bool:
-    """Return whether a request has to wait for the session's return."""
-    if isinstance(event, events.MoveRequested):
+def must_wait(state: ParkState, *, is_move: bool) -> bool:
+    """Return whether a move, or any other request, has to wait for the session's return."""
+    if is_move:
         # A session that is parked, or being parked, can be moved as it is, also while it waits for room.
         is_wanted = state.is_leaving and state.is_awaited
         return state.move is None and (is_wanted or state.phase is ParkPhase.RETURNING)

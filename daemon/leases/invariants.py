@@ -195,7 +195,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
         if park.held_id:
             raise InvariantBroken(f"{_name(lease)} has ended, but its former worker is held.")
     if lease.state is not LeaseState.ACTIVE:
-        is_wanted = any(one.event.lease_id == lease.lease_id for one in store.deferred.values())
+        is_wanted = any(group.lease_id == lease.lease_id for group in store.deferred)
         if waiter is not None or park.requests or is_wanted:
             raise InvariantBroken(f"{_name(lease)} has ended, and somebody waits for its parking.")
         return
@@ -211,8 +211,8 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     is_asked = park.is_leaving or park.phase is ParkPhase.RETURNING
     if park.requests and not is_asked:
         raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a park waits for it.")
-    waiting = [one.event for one in store.deferred.values() if one.event.lease_id == lease.lease_id]
-    if not all(must_wait(park, event) for event in waiting):
+    waiting = [group for group in store.deferred if group.lease_id == lease.lease_id]
+    if not all(must_wait(park, is_move=group.is_move) for group in waiting):
         raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and a request still waits for that.")
     is_settled = park.phase is ParkPhase.PARKED and park.depth in (ParkDepth.WARM, ParkDepth.COLD)
     if waiting and is_settled and not park.is_awaited:

@@ -53,6 +53,13 @@ class DeferredRequest(NamedTuple):
     due_ns: int
 
 
+class DeferredGroup(NamedTuple):
+    """A lease's deferred moves, or its other deferred requests. Those of a group can be handled at the same time."""
+
+    lease_id: int
+    is_move: bool
+
+
 class LeaseStore:
     """State that the core's modules share. A lease is in `live` from its placement until it is torn down.
 
@@ -75,7 +82,8 @@ class LeaseStore:
         order: The order in which leases prefer cards.
         submits: Submits with bytes that are not yet proved free, by id.
         parkable: Live parkable leases, by id.
-        deferred: Requests that wait for the return of a session, by their numbers, oldest first.
+        deferred: Requests that wait for the return of a session, by group and number, oldest first. Every event checks
+          each group, and not each request: a tenant may have very many.
         parked_host_bytes: Host memory that is held for them.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
@@ -123,7 +131,7 @@ class LeaseStore:
         self.warm: dict[int, WarmContext] = {}
         self.submits: dict[int, Submit] = {}
         self.parkable: dict[int, Lease] = {}
-        self.deferred: dict[int, DeferredRequest] = {}
+        self.deferred: dict[DeferredGroup, dict[int, DeferredRequest]] = {}
         self.parked_host_bytes = 0
         self.rates = AcquireRates()
         self.claimed: dict[str, Lease] = {}

@@ -70,6 +70,7 @@ from gpulease.daemon.leases import (
     WatchClients,
     WorkerExited,
     WorkerReady,
+    deferred_requests,
     parking,
 )
 from gpulease.daemon.leases.deferred_requests import MAX_DEFERRED
@@ -595,6 +596,24 @@ def test_a_bounded_number_of_requests_waits_for_a_return() -> None:
         assert RequestDenied not in kinds(s.do(ResizeRequested(1000 + number, 1, "ann", 20)))
     assert denied(s.do(ResizeRequested(9, 1, "ann", 20))).reason is DenialReason.BUSY
     assert len(resized := s.do(SessionReturned(1, number_of(s, 1), 20))) >= MAX_DEFERRED, resized
+
+
+def test_an_event_does_not_check_each_request_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant may have many of them, and each event of the node would take longer."""
+    checks: list[bool] = []
+
+    def must_wait(state: ParkState, *, is_move: bool) -> bool:
+        checks.append(is_move)
+        return counted(state, is_move=is_move)
+
+    counted = deferred_requests.must_wait
+    s = scenario_of_one()
+    parked(s, 1)
+    for number in range(MAX_DEFERRED):
+        s.do(ResizeRequested(1000 + number, 1, "ann", 20))
+    monkeypatch.setattr(deferred_requests, "must_wait", must_wait)
+    s.do(SessionsUsed(()))
+    assert len(checks) <= 4
 
 
 def test_regions_are_parked_with_their_session_and_stay_what_they_are() -> None:
