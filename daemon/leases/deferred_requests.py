@@ -75,6 +75,10 @@ class DeferredRequests:
                 if request in requests and not must_wait(lease.park, is_move=group.is_move):
                     yield self._remove(request).event
 
+    def need_session(self, lease_id: int) -> bool:
+        """Return whether requests wait that can be handled only while a lease's session is on its card."""
+        return DeferredGroup(lease_id, is_move=False) in self._store.deferred
+
     def has_ready(self) -> bool:
         """Return whether a request can be handled now."""
         leases = ((self._store.parkable.get(group.lease_id), group) for group in self._store.deferred)

@@ -464,7 +464,10 @@ class Parking(ParkingViews):
         self.cold.on_returned(lease, state, now_ns, effects)
         # The operation was sent before the park was requested, or during it. It is over, or will be soon, so park
         # again.
-        if state.requests and (denial := self._check_park(lease, now_ns)) is not None:
+        if state.requests and self.deferred.need_session(lease.lease_id):
+            # These are handled next. Another park would only make them wait for another return.
+            refuse_parks(state, denials.is_returning(lease.lease_id), effects)
+        elif state.requests and (denial := self._check_park(lease, now_ns)) is not None:
             refuse_parks(state, denial, effects)
         elif state.requests:
             self._park(lease, cause, now_ns, effects)

@@ -487,6 +487,16 @@ def test_a_request_that_overtakes_the_report_of_a_return_waits_for_it(request_: 
     assert effect in kinds(s.do(SessionReturned(1, number, 20)))
 
 
+def test_a_park_during_the_return_does_not_delay_the_request_that_needs_it() -> None:
+    s = scenario_of_one()
+    parked(s, 1)
+    s.do(ResizeRequested(9, 1, "ann", 30))
+    assert orders(s.do(ParkRequested(10, 1, "ann"))) == []
+    effects = s.do(SessionReturned(1, number_of(s, 1), 20))
+    assert one(effects, RequestDenied).request == 10
+    assert (ResizeSlice in kinds(effects), ParkSession in kinds(effects)) == (True, False)
+
+
 def test_a_move_that_overtakes_the_report_of_a_return_follows_it() -> None:
     s = Scenario(card(0), card(1), limits=LIMITS)
     s.active(1, 20, park_idle_ms=0, selector="0")
