@@ -53,12 +53,12 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
         readings = Readings(address)
         before = readings.take()
         time.sleep(every_s or ONCE_S)
-        scene = ScreenSamples(readings.take(), before)
+        samples = ScreenSamples(readings.take(), before)
         readings.close()
         if as_json:
-            click.echo(_json(scene))
+            click.echo(_json(samples))
         else:
-            click.echo(plain(View(every_s or ONCE_S), scene, str(address), output_width() or PIPE_WIDTH))
+            click.echo(plain(View(every_s or ONCE_S), samples, str(address), output_width() or PIPE_WIDTH))
     else:
         try:
             from gpulease.client.cli.top.screen import watch
@@ -89,14 +89,14 @@ def _stream(readings: Readings, every_s: float) -> None:
         time.sleep(every_s)
 
 
-def _json(scene: ScreenSamples) -> str:
-    sample = scene.sample
+def _json(samples: ScreenSamples) -> str:
+    sample = samples.sample
     assert sample is not None
     # The daemon's own values, and the rates that only two samples give.
-    rates = {line.lease_id: line for line in lease_lines(sample, scene.before)}
+    rates = {line.lease_id: line for line in lease_lines(sample, samples.before)}
     return json.dumps(
         {
-            "interval_s": None if scene.before is None else round(sample.at_s - scene.before.at_s, 6),
+            "interval_s": None if samples.before is None else round(sample.at_s - samples.before.at_s, 6),
             "drain_left_s": sample.drain_left_s,
             "cards": [_without(card, "sandbox") for card in sample.cards],
             "leases": [{**lease, **_rates(rates.get(word(lease, "lease_id") or ""))} for lease in sample.leases],

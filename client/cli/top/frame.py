@@ -46,35 +46,35 @@ class Style(Enum):
 Line: TypeAlias = list[tuple[str, Style]]
 
 
-def frame(view: View, scene: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
+def frame(view: View, samples: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
     """Exactly `height` lines, none wider than `width` cells.
 
     If there is little room, leases are dropped before cards, and the typed line last.
     """
     is_help = view.mode == Mode.HELP
-    body = _help() if is_help else _overview(view, scene, address, now_s, width, height - 1)
+    body = _help() if is_help else _overview(view, samples, address, now_s, width, height - 1)
     # The last line is always the question or the hints, so the rest has one line less.
     lines = [_cut(line, width) for line in body[: max(0, height - 1)]]
     lines += [[] for _ in range(height - 1 - len(lines))]
-    return [*lines, _bottom(view, scene, width)][:height] if height > 0 else []
+    return [*lines, _bottom(view, samples, width)][:height] if height > 0 else []
 
 
-def plain(view: View, scene: ScreenSamples, address: str, width: int) -> str:
+def plain(view: View, samples: ScreenSamples, address: str, width: int) -> str:
     """The complete frame as text for a pipe: all cards and all leases, whatever a screen would drop."""
     # As high as everything needs: a pipe has no bottom.
-    sample = scene.sample
+    sample = samples.sample
     height = 5 + (0 if sample is None else len(sample.cards) + len(sample.leases))
-    lines = _overview(view, scene, address, sample.at_s if sample else 0.0, width, height)
+    lines = _overview(view, samples, address, sample.at_s if sample else 0.0, width, height)
     return "\n".join("".join(text for text, _ in _cut(line, width)).rstrip() for line in lines)
 
 
-def _overview(view: View, scene: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
-    sample = scene.sample
-    top = [_title(view, scene, address), *_warnings(view, scene, now_s)]
+def _overview(view: View, samples: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
+    sample = samples.sample
+    top = [_title(view, samples, address), *_warnings(view, samples, now_s)]
     if sample is None:
         return top
     # Times go down between two samples, as they do at the daemon.
-    lines = [_aged(line, now_s - sample.at_s) for line in visible(view, scene)]
+    lines = [_aged(line, now_s - sample.at_s) for line in visible(view, samples)]
     lines_left = height - len(top)
     cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
     cards += _host(sample)
@@ -86,7 +86,7 @@ def _overview(view: View, scene: ScreenSamples, address: str, now_s: float, widt
     return [*top, *_leases(view, lines, sample, width, max(0, height - len(top)))]
 
 
-def _title(view: View, scene: ScreenSamples, address: str) -> Line:
+def _title(view: View, samples: ScreenSamples, address: str) -> Line:
     pace = "paused" if view.is_paused else f"every {view.every_s:g} s"
     line: Line = [("gpulease top", Style.HEAD), (f"  {shown(address)}  {pace}", Style.PLAIN)]
     # What is filtered is named, so that a short list is not taken for all.
@@ -94,18 +94,18 @@ def _title(view: View, scene: ScreenSamples, address: str) -> Line:
         line.append((f"  GPU {view.card} only", Style.PLAIN))
     if view.pattern:
         line.append((f"  filter {shown(view.pattern)!r}", Style.PLAIN))
-    if scene.sample is None and not scene.trouble:
+    if samples.sample is None and not samples.trouble:
         line.append(("  asking the daemon ...", Style.FAINT))
     return line
 
 
-def _warnings(view: View, scene: ScreenSamples, now_s: float) -> list[Line]:
+def _warnings(view: View, samples: ScreenSamples, now_s: float) -> list[Line]:
     lines: list[Line] = []
-    sample = scene.sample
+    sample = samples.sample
     # Old figures are worse than none: say how old they are.
-    if scene.trouble:
+    if samples.trouble:
         age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
-        lines.append([(f"{age}{shown(scene.trouble)}", Style.BAD)])
+        lines.append([(f"{age}{shown(samples.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
         lines.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
     # The node's drain stands above the cards; a card's own stands in its line.
@@ -197,13 +197,13 @@ def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
     return line if line.left_s is None else replace(line, left_s=max(0.0, line.left_s - max(0.0, age_s)))
 
 
-def _bottom(view: View, scene: ScreenSamples, width: int) -> Line:
+def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
     begin = view.target[:CONFIRMING_DIGITS]
     questions = {
         Mode.FILTER: "Only tenants with this in their names, or ids that begin with it: ",
         Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
-        Mode.REASON: f"Revoke {_of_target(view, scene)}. Reason for its tenant [{DEFAULT_REASON}]: ",
-        Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, scene)}, whatever it is doing: ",
+        Mode.REASON: f"Revoke {_of_target(view, samples)}. Reason for its tenant [{DEFAULT_REASON}]: ",
+        Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, samples)}, whatever it is doing: ",
     }
     # A question replaces everything else in the last line.
     if view.mode in questions:
@@ -223,8 +223,8 @@ def _typed_line(question: str, typed: str, width: int) -> Line:
     return _cut([(fit(question, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
 
 
-def _of_target(view: View, scene: ScreenSamples) -> str:
-    leases: Sequence[Report] = () if scene.sample is None else scene.sample.leases
+def _of_target(view: View, samples: ScreenSamples) -> str:
+    leases: Sequence[Report] = () if samples.sample is None else samples.sample.leases
     lease = next((lease for lease in leases if word(lease, "lease_id") == view.target), None)
     tenant = "" if lease is None else f" of {shown(word(lease, 'tenant') or MISSING)}"
     return f"{shown(view.target[:8])}{tenant}"

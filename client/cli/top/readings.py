@@ -86,7 +86,7 @@ class Poller:
         self._every_s = every_s
         self._is_paused = False
         self._is_over = False
-        self._scene = ScreenSamples()
+        self._samples = ScreenSamples()
         self._notices: list[str] = []
         self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
 
@@ -108,10 +108,10 @@ class Poller:
         """Take a sample now, not at the next interval."""
         self._nudge.set()
 
-    def scene(self) -> ScreenSamples:
-        """The samples to show, the last and the one before."""
+    def samples(self) -> ScreenSamples:
+        """Return the samples to show: the latest, and the one before it."""
         with self._lock:
-            return self._scene
+            return self._samples
 
     def notice(self) -> str:
         """A revocation's outcome, or that the daemon is back, once; "" if there is nothing to report."""
@@ -131,7 +131,7 @@ class Poller:
                 self._read()
                 self._wake()
                 # A missing daemon is asked again soon, even if the view is paused or its interval is long.
-                trouble = bool(self._scene.trouble)
+                trouble = bool(self._samples.trouble)
                 pause_s = min(self._every_s, RETRY_S) if trouble else self._every_s
                 self._nudge.wait(None if self._is_paused and not trouble else pause_s)
         finally:
@@ -142,13 +142,13 @@ class Poller:
             sample = self._readings.take()
         except Exception as error:
             with self._lock:
-                self._scene = replace(self._scene, trouble=_failure_text(error))
+                self._samples = replace(self._samples, trouble=_failure_text(error))
             return
         # The last two samples are kept: rates need both.
         with self._lock:
-            if self._scene.trouble and self._scene.sample is not None:
+            if self._samples.trouble and self._samples.sample is not None:
                 self._notices.append("The daemon answers again, on another connection")
-            self._scene = ScreenSamples(sample, self._scene.sample)
+            self._samples = ScreenSamples(sample, self._samples.sample)
 
     # Any error becomes a notice: no one waits for this thread.
     def _revoke(self, lease_id_text: str, reason: str) -> None:

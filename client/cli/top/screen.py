@@ -210,7 +210,7 @@ class _Screen:
                 return signal.SIGHUP
             # Each key changes the view; its effect goes to the poller.
             for key in keys:
-                view, effect = press(view, key, self._poller.scene())
+                view, effect = press(view, key, self._poller.samples())
                 self._poller.pace(view.every_s, is_paused=view.is_paused)
                 match effect:
                     case Quit():
@@ -245,12 +245,12 @@ class _Screen:
             if code > 0xFF:
                 keys += [_KEYS[code]] if code in _KEYS else []
             else:
-                keys += [_KEYS.get(mark, mark) for mark in self._decoder.decode(bytes([code]))]
+                keys += [_KEYS.get(character, character) for character in self._decoder.decode(bytes([code]))]
         return keys
 
     def _draw(self, view: View) -> None:
         height, width = self._window.getmaxyx()
-        lines = frame(view, self._poller.scene(), str(self._address), time.monotonic(), width, height)
+        lines = frame(view, self._poller.samples(), str(self._address), time.monotonic(), width, height)
         # Erase and draw everything: curses sends only what differs.
         self._window.erase()
         for row, line in enumerate(lines):
@@ -271,7 +271,10 @@ class _Screen:
 
 
 def _terminal_exists() -> bool:
-    """True if the terminal still exists: one that was closed always reads as ready, and empty."""
+    """Return whether the terminal still exists.
+
+    For a closed one, select reports forever that it is ready, and a read returns nothing.
+    """
     try:
         termios.tcgetattr(sys.stdin.fileno())
     except termios.error:

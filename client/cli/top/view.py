@@ -89,9 +89,9 @@ Effect: TypeAlias = Quit | Refresh | Revoke
 Pressed: TypeAlias = tuple[View, Effect | None]
 
 
-def visible(view: View, scene: ScreenSamples) -> list[LeaseLine]:
+def visible(view: View, samples: ScreenSamples) -> list[LeaseLine]:
     """The leases to show, in order, each followed by its regions."""
-    lines = [] if scene.sample is None else lease_lines(scene.sample, scene.before)
+    lines = [] if samples.sample is None else lease_lines(samples.sample, samples.before)
     pattern = view.pattern.casefold()
     # Both filters must fit; ids are in lower case, as the pattern is here.
     matches = [
@@ -104,12 +104,12 @@ def visible(view: View, scene: ScreenSamples) -> list[LeaseLine]:
     return as_tree(ordered, lambda line: line.lease_id, lambda line: line.parent)
 
 
-def press(view: View, key: str, scene: ScreenSamples) -> Pressed:
+def press(view: View, key: str, samples: ScreenSamples) -> Pressed:
     """Apply a key: a character or a name ("up", "enter", "esc" ...). Returns the new view and an effect, if any."""
     # Any key takes the notice away.
     view = replace(view, notice="")
     if view.mode == Mode.BROWSE:
-        return _browse(view, key, scene)
+        return _browse(view, key, samples)
     if view.mode == Mode.HELP:
         return replace(view, mode=Mode.BROWSE), None
     # From here on a line is being typed; Esc leaves it in every mode.
@@ -125,7 +125,7 @@ def press(view: View, key: str, scene: ScreenSamples) -> Pressed:
     return view, None
 
 
-def _browse(view: View, key: str, scene: ScreenSamples) -> Pressed:
+def _browse(view: View, key: str, samples: ScreenSamples) -> Pressed:
     if key in ("q", "esc"):
         # Esc clears the filters and never quits: a view that only looks stuck must not end by it.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
@@ -133,11 +133,11 @@ def _browse(view: View, key: str, scene: ScreenSamples) -> Pressed:
         return view, Refresh()
     # Moves and orders depend on what is visible, other changes do not.
     if key in _MOVES:
-        return _move_selection(view, key, visible(view, scene)), None
+        return _move_selection(view, key, visible(view, samples)), None
     if key in "<>" or key in _LETTERS:
-        return _sort_by_key(view, key, scene), None
+        return _sort_by_key(view, key, samples), None
     change = _CHANGES.get(key)
-    return (view, None) if change is None else (change(view, scene), Refresh() if key == "p" else None)
+    return (view, None) if change is None else (change(view, samples), Refresh() if key == "p" else None)
 
 
 def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
@@ -151,27 +151,28 @@ def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
     return replace(view, selected=ids[max(0, min(len(ids) - 1, at + step if at >= 0 else max(0, step - 1)))])
 
 
-def _sort_by_key(view: View, key: str, scene: ScreenSamples) -> View:
+def _sort_by_key(view: View, key: str, samples: ScreenSamples) -> View:
     if key not in "<>":
         return replace(view, sort=_LETTERS[key])
     # One column to the left or right among those that are shown.
     titles = [
-        column.title for column in offered([] if scene.sample is None else lease_lines(scene.sample, scene.before))
+        column.title
+        for column in offered([] if samples.sample is None else lease_lines(samples.sample, samples.before))
     ]
     at = titles.index(view.sort) if view.sort in titles else 0
     return replace(view, sort=titles[max(0, min(len(titles) - 1, at + (1 if key == ">" else -1)))])
 
 
-def _next_card(view: View, scene: ScreenSamples) -> View:
-    indexes = (number(card, "index") for card in (() if scene.sample is None else scene.sample.cards))
+def _next_card(view: View, samples: ScreenSamples) -> View:
+    indexes = (number(card, "index") for card in (() if samples.sample is None else samples.sample.cards))
     # All cards, then each of them, and again from the start; a card that is gone leads back to all.
     cards: list[int | None] = [None, *(int(index) for index in indexes if index is not None)]
     return replace(view, card=cards[(cards.index(view.card) + 1) % len(cards)] if view.card in cards else None)
 
 
-def _begin_revoking(view: View, scene: ScreenSamples) -> View:
+def _begin_revoking(view: View, samples: ScreenSamples) -> View:
     # Only a lease that is on the screen can be revoked.
-    if view.selected not in [line.lease_id for line in visible(view, scene)]:
+    if view.selected not in [line.lease_id for line in visible(view, samples)]:
         return replace(view, notice=NO_CHOICE)
     return replace(view, mode=Mode.REASON, target=view.selected, typed="")
 

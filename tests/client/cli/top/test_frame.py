@@ -18,9 +18,9 @@ def texts(lines: list[Line]) -> list[str]:
 
 
 def screen(
-    view: View = VIEW, scene: ScreenSamples = SCENE, width: int = 100, height: int = 8, now_s: float = 100
+    view: View = VIEW, samples: ScreenSamples = SCENE, width: int = 100, height: int = 8, now_s: float = 100
 ) -> list[str]:
-    return texts(frame(view, scene, "unix:/a", now_s, width, height))
+    return texts(frame(view, samples, "unix:/a", now_s, width, height))
 
 
 def test_a_screen() -> None:
@@ -59,9 +59,11 @@ def test_the_chosen_lease_is_in_sight() -> None:
 def test_every_card_is_shown_where_there_is_room() -> None:
     cards = [CARD | {"index": index, "uuid": f"GPU-{index}"} for index in range(8)]
     assert (
-        sum("GiB held" in line for line in screen(scene=ScreenSamples(sample(lease(1), cards=cards)), height=12)) == 8
+        sum("GiB held" in line for line in screen(samples=ScreenSamples(sample(lease(1), cards=cards)), height=12)) == 8
     )
-    assert sum("GiB held" in line for line in screen(scene=ScreenSamples(sample(lease(1), cards=cards)), height=9)) == 5
+    assert (
+        sum("GiB held" in line for line in screen(samples=ScreenSamples(sample(lease(1), cards=cards)), height=9)) == 5
+    )
     assert plain(VIEW, ScreenSamples(sample(cards=cards)), "unix:/a", 80).count("GiB held") == 8
 
 
@@ -71,13 +73,13 @@ def test_time_goes_on_between_readings() -> None:
 
 
 def test_trouble_is_said_with_the_age_of_what_is_shown() -> None:
-    assert screen(scene=replace(SCENE, trouble="can't connect"), now_s=103)[1] == (
+    assert screen(samples=replace(SCENE, trouble="can't connect"), now_s=103)[1] == (
         "what is shown is 3.0 s old: can't connect"
     )
-    assert screen(scene=ScreenSamples(trouble="can't connect"))[1] == "can't connect"
+    assert screen(samples=ScreenSamples(trouble="can't connect"))[1] == "can't connect"
     assert screen(now_s=105)[1] == "no answer yet: what is shown is 5.0 s old"
     assert "no answer" not in "".join(screen(replace(VIEW, is_paused=True), now_s=500) + screen(now_s=103))
-    assert "asking the daemon" in screen(scene=ScreenSamples())[0]
+    assert "asking the daemon" in screen(samples=ScreenSamples())[0]
 
 
 def test_a_drain_a_fence_and_filters_show() -> None:
@@ -97,7 +99,7 @@ def test_a_drained_card_shows() -> None:
 def test_parked_sessions_and_the_hosts_memory_show() -> None:
     card = CARD | {"parked_bytes": 1 << 30, "park_host_bytes": 1 << 30, "park_host_limit_bytes": 4 << 30}
     parked = {"phase": "parked", "parked_for_ms": 12_000}
-    lines = screen(scene=ScreenSamples(sample(lease(1, park=parked), cards=[card])))
+    lines = screen(samples=ScreenSamples(sample(lease(1, park=parked), cards=[card])))
     assert "1 GiB parked" in lines[1]
     assert lines[2].startswith("H [|")
     assert "1 GiB of 4 GiB of host memory held for parked sessions" in lines[2]
@@ -106,8 +108,8 @@ def test_parked_sessions_and_the_hosts_memory_show() -> None:
 
 def test_a_hostile_name_is_shown_escaped_in_its_column() -> None:
     name = "\x1b]0;x\x07\u202e\r\n試験試験試験"
-    scene = ScreenSamples(sample(lease(1, tenant=name, state="\x9b2J"), lease(2, tenant="試験試験試験")))
-    lines = screen(scene=scene)
+    samples = ScreenSamples(sample(lease(1, tenant=name, state="\x9b2J"), lease(2, tenant="試験試験試験")))
+    lines = screen(samples=samples)
     assert lines[3].startswith("00000001 \\x1b]0;x\\x0+    0 \\x9b2J")
     assert lines[4].startswith("00000002 試験試験試験    0 active")
 

@@ -23,12 +23,12 @@ TWO_CARDS = (CARD, CARD | {"index": 1, "uuid": "GPU-1"})
 SCENE = ScreenSamples(sample(lease(1), lease(2), lease(3, card_uuid="GPU-1"), cards=TWO_CARDS))
 
 
-def typed(*keys: str, scene: ScreenSamples = SCENE) -> tuple[View, list[Effect]]:
+def typed(*keys: str, samples: ScreenSamples = SCENE) -> tuple[View, list[Effect]]:
     """Return the view after those keys, each a name or characters, and their effects."""
     view, effects = View(2.0), []
     for key in keys:
         for part in [key] if key in NAMED else key:
-            view, effect = press(view, part, scene)
+            view, effect = press(view, part, samples)
             effects += [effect] if effect is not None else []
     return view, effects
 
@@ -38,9 +38,9 @@ NAMED = {"up", "down", "home", "end", "pageup", "pagedown", "enter", "esc", "bac
 
 def test_regions_come_under_their_lease_whatever_sorts_them() -> None:
     region = lease(4, parent=IDS[1], size_bytes=1)
-    scene = ScreenSamples(sample(lease(1), lease(2), region, lease(3)))
+    samples = ScreenSamples(sample(lease(1), lease(2), region, lease(3)))
     for title in ("LEASE", "SLICE"):
-        shown = [line.lease_id for line in visible(View(2.0, sort=title), scene)]
+        shown = [line.lease_id for line in visible(View(2.0, sort=title), samples)]
         assert shown.index(IDS[4]) == shown.index(IDS[1]) + 1
 
 
@@ -63,7 +63,7 @@ def test_leaving() -> None:
 )
 def test_choosing(keys: Sequence[str], chosen: int) -> None:
     assert typed(*keys)[0].selected == IDS[chosen]
-    assert typed(*keys, scene=ScreenSamples())[0].selected == ""
+    assert typed(*keys, samples=ScreenSamples())[0].selected == ""
 
 
 @pytest.mark.parametrize(
