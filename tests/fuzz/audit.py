@@ -71,7 +71,7 @@ def check_log(files: dict[str, bytes]) -> None:
     """Both verdicts on a log, and what else reads it."""
     records = read(files)
     is_same = is_continued(files)
-    assert verdict_of(files, HEAD.link).is_whole <= is_same
+    assert verdict_of(files, HEAD.end).is_whole <= is_same
     if verdict_of(files, None).is_whole:
         for before, after in pairwise(records):
             assert after.seq == before.seq + 1
@@ -90,7 +90,7 @@ def is_continued(files: dict[str, bytes]) -> bool:
     """Whether a log has all up to the head, as it was, whatever files it is in."""
     kept = b"".join(files.values())
     known = b"".join(FILES.values())
-    size = known.index(b"\n", known.index(text_of(RECORDS[HEAD.link.seq - RECORDS[0].seq]))) + 1
+    size = known.index(b"\n", known.index(text_of(RECORDS[HEAD.end.seq - RECORDS[0].seq]))) + 1
     return kept[:size] == known[:size]
 
 

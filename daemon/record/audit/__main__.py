@@ -64,7 +64,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
     """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
     # The head of a --head option comes from somewhere that the log's writer can't reach, so it is trusted most.
     source = find_log(paths, head_file)
-    chain_end = _link(head) if head else (None if source.head is None else source.head.link)
+    chain_end = _link(head) if head else (None if source.head is None else source.head.end)
     verifier = Verifier(chain_end)
     for file, offset, line in source.lines():
         verifier.take(file, offset, line)
@@ -122,7 +122,7 @@ def usage(paths: tuple[Path, ...], head_file: Path | None, as_json: bool, by_day
     if as_json and as_csv:
         raise click.UsageError("--json and --csv can't be given together")
     source = find_log(paths, head_file)
-    verifier = Verifier(None if source.head is None else source.head.link)
+    verifier = Verifier(None if source.head is None else source.head.end)
     # One pass: the sums are made while the chain is verified, and are printed even if it is broken.
     total = UsageSum()
     for record in source.records(verifier):
@@ -149,7 +149,7 @@ def head(paths: tuple[Path, ...], head_file: Path | None) -> None:
     source = find_log(paths, head_file)
     if source.head is None:
         raise CannotRead("the log has no head")
-    click.echo(f"{source.head.link.seq}:{source.head.link.hash}")
+    click.echo(f"{source.head.end.seq}:{source.head.end.hash}")
 
 
 def _lease_named(source: LogSource, digits: str) -> str:

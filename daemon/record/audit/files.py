@@ -79,7 +79,7 @@ class LogSettings:
 class Tail:
     """The end of a file: its last record (number 0 if it has none), and the offset after that record."""
 
-    link: ChainEnd
+    end: ChainEnd
     end_bytes: int
 
 
@@ -158,10 +158,12 @@ class AuditLog:
           happened to the files and their head meanwhile.
 
     Attributes:
-        link: The last durable record.
-        found: Problems that opening revealed and an auditor must know, as particulars of a record; empty if there are
-          none.
-        previous: The head that was found; None if there was none to read.
+        end: The last durable record.
+        findings: Problems that opening the log revealed and an auditor must know, as particulars of a record; empty if
+          there are none. "torn": offset, size and hash of the bytes behind the last record. "head": why the head can't
+          be read. "unanchored": the number of records after the head. "lost": the first and the last record that are
+          missing. "edited": the record whose hash differs.
+        previous: The head that opening read; None if it could not be read.
         attempted: The end of the chain after each record of the last `append`, which may have failed.
 
     Raises:
@@ -170,8 +172,8 @@ class AuditLog:
     """
 
     def __init__(self, settings: LogSettings, boot: str, chain_end: ChainEnd | None = None) -> None:
-        self.link = ChainEnd()
-        self.found: dict[str, Any] = {}
+        self.end = ChainEnd()
+        self.findings: dict[str, Any] = {}
         self.previous: Head | None = None
         self.attempted: list[ChainEnd] = []
         self._settings = settings
@@ -193,11 +195,11 @@ class AuditLog:
         self.attempted = []
         self._check_undisturbed()
         # Seal all records first: each has the hash of the one before it.
-        lines, link = [self._separator], self.link
+        lines, end = [self._separator], self.end
         for draft in drafts:
-            line, link = seal(draft, link, self._boot)
+            line, end = seal(draft, end, self._boot)
             lines += (line, b"\n")
-            self.attempted.append(link)
+            self.attempted.append(end)
         data = b"".join(lines)
         # The record that describes a torn line must be in the same file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
@@ -206,12 +208,12 @@ class AuditLog:
         self._write(data)
         os.fdatasync(self._fd)
         self._separator = b""
-        self.link = link
+        self.end = end
         self.beat(alive_us)
 
     def beat(self, alive_us: int) -> None:
         """Write the head: the log's end, and that its daemon lives. Raises OSError."""
-        os.pwrite(self._head_fd, head_bytes(Head(self.link, self._boot, alive_us)), 0)
+        os.pwrite(self._head_fd, head_bytes(Head(self.end, self._boot, alive_us)), 0)
 
     def rewrite(self) -> None:
         """Write the newest file's bytes again, each in its place. Raises OSError.
@@ -253,7 +255,7 @@ class AuditLog:
                 os.close(fd)
         self._folder_fd = self._head_fd = self._fd = -1
 
-    # --- the end that was left ---
+    # --- the end that the last daemon left ---
 
     def _open(self) -> None:
         # The lock first: nothing may be read while another daemon writes.
@@ -276,15 +278,15 @@ class AuditLog:
             # Only the newest file may end in a torn line; the others were complete when the next one began.
             if path == self._files[-1]:
                 self._find_torn(path, tail.end_bytes, size)
-            if tail.link.seq:
+            if tail.end.seq:
                 break
         # Three witnesses of the end: the file, the head, and what this daemon knows it wrote. The furthest one wins, so
         # that a loss shows.
-        self.link = self._agree_with_known(self._agree(tail.link))
+        self.end = self._compare_with_known_end(self._compare_with_head(tail.end))
 
     def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
         with path.open("rb") as file:
-            # Complete, with its newline: nothing is torn.
+            # If the last record is complete, with its newline, nothing is torn.
             file.seek(max(0, end_bytes - 1))
             if end_bytes == size and (not size or file.read(1) == b"\n"):
                 return
@@ -294,37 +296,41 @@ class AuditLog:
             if end_bytes < size:
                 file.seek(end_bytes)
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                self.found["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
+                self.findings["torn"] = {"offset": end_bytes, "size_bytes": size - end_bytes, "sha256": sha256}
 
-    def _agree(self, end: ChainEnd) -> ChainEnd:
-        """Return where the chain continues: after the head, even if the log is shorter, so that the gap shows."""
+    def _compare_with_head(self, end: ChainEnd) -> ChainEnd:
+        """Return the end after which the chain continues: the log's or the head's, whichever is further.
+
+        If the log is shorter, the gap in the numbers shows that records are lost.
+        """
         data = os.pread(self._head_fd, HEAD_BYTES + 1, 0)
         try:
             head = self.previous = read_head(data)
         except NotAHead as error:
             if end.seq:
-                self.found["head"] = f"it can't be read: {error}" if data else "it is missing"
+                self.findings["head"] = f"it can't be read: {error}" if data else "it is missing"
             return end
         # The log is ahead: normal after a crash, because the head follows each sync.
-        if end.seq > head.link.seq:
-            self.found["unanchored"] = end.seq - head.link.seq
+        if end.seq > head.end.seq:
+            self.findings["unanchored"] = end.seq - head.end.seq
             return end
         # The log is behind: records that were durable are gone.
-        if end.seq < head.link.seq:
-            self.found["lost"] = {"first": end.seq + 1, "last": head.link.seq}
-        elif end.hash != head.link.hash:
-            self.found["edited"] = end.seq
-        return head.link
+        if end.seq < head.end.seq:
+            self.findings["lost"] = {"first": end.seq + 1, "last": head.end.seq}
+        elif end.hash != head.end.hash:
+            self.findings["edited"] = end.seq
+        return head.end
 
-    def _agree_with_known(self, end: ChainEnd) -> ChainEnd:
-        if end.seq < self._known.seq:
-            # The head may already show that records before these are lost.
-            first = self.found.get("lost", {"first": end.seq + 1})["first"]
-            self.found["lost"] = {"first": first, "last": self._known.seq}
-        elif end.seq == self._known.seq and end.hash != self._known.hash:
-            self.found["edited"] = end.seq
-        else:
+    def _compare_with_known_end(self, end: ChainEnd) -> ChainEnd:
+        """Return the end after which the chain continues: `end` or the caller's, whichever is further."""
+        if end.seq > self._known.seq:
             return end
+        if end.seq < self._known.seq:
+            # The head may already have shown an earlier first lost record: keep it.
+            first = self.findings.get("lost", {"first": end.seq + 1})["first"]
+            self.findings["lost"] = {"first": first, "last": self._known.seq}
+        elif end.hash != self._known.hash:
+            self.findings["edited"] = end.seq
         return self._known
 
     # --- descriptors ---
@@ -339,7 +345,7 @@ class AuditLog:
             raise FolderInUse(f"another gpuleased writes the audit log in {folder}") from None
 
     def _begin_file(self) -> None:
-        path = self._settings.folder / f"audit-{self.link.seq + 1:016d}.jsonl"
+        path = self._settings.folder / f"audit-{self.end.seq + 1:016d}.jsonl"
         self._take_file(path, _open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL))
         self._files.append(path)
         os.fsync(self._folder_fd)
@@ -351,10 +357,10 @@ class AuditLog:
 
     def _check_undisturbed(self) -> None:
         try:
-            # Two ways to be disturbed: another file at the path, or bytes that this process did not write.
             path_status, own_status = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
+        # Two ways to be disturbed: another file at the path, or bytes that this process did not write.
         if path_status.st_ino != own_status.st_ino or path_status.st_size != self._size:
             raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as it was left")
 

@@ -122,7 +122,7 @@ def _text(value: Any) -> str:
 
 
 def found_text(details: Mapping[str, Any]) -> str:
-    """Describe what opening a log revealed (`AuditLog.found`)."""
+    """Describe what opening a log revealed (`AuditLog.findings`)."""
     parts = []
     if torn := details.get("torn"):
         parts.append(

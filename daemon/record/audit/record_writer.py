@@ -166,7 +166,7 @@ class _LogTarget(CommitTarget[Draft]):
     def commit(self, group: Sequence[Draft]) -> None:
         # Step 1: the open log; after a failure, open it again and find out what reached the disk.
         log = self._log or self._open()
-        before = log.link
+        before = log.end
         # Step 2: the START or RESUME record, if one is due, then the records of the group that are not in the log yet.
         drafts = [*([] if self._opening is None else [self._opening]), *group[self._written :]]
         # Step 3: append. If it fails, the next try compares the file's end with `attempted`.
@@ -178,8 +178,8 @@ class _LogTarget(CommitTarget[Draft]):
         # Step 4: the log works. Report how it continues, and what opening it revealed.
         if self._opening is not None:
             log_event(LogEvent.AUDIT_CONTINUED, record=before.seq, hash=before.hash)
-            if log.found:
-                log_event(LogEvent.AUDIT_NOT_AS_LEFT, reason=found_text(log.found))
+            if log.findings:
+                log_event(LogEvent.AUDIT_NOT_AS_LEFT, reason=found_text(log.findings))
         self._opening, self._attempted, self._written = None, [], 0
 
     def after_commit(self) -> None:
@@ -195,7 +195,7 @@ class _LogTarget(CommitTarget[Draft]):
             path, data = superfluous
             log.append([draft_of(RecordKind.PRUNE, data)], time.monotonic_ns() // NS_PER_US)
             log.remove(path)
-        self._known = log.link
+        self._known = log.end
         self._sync_head(log)
 
     def on_idle(self) -> None:
@@ -225,7 +225,7 @@ class _LogTarget(CommitTarget[Draft]):
             self._log.sync_head()
         except OSError as error:
             log_event(LogEvent.AUDIT_HEAD_FAILING, reason=str(error))
-        log_event(LogEvent.AUDIT_CLOSED, record=self._log.link.seq, hash=self._log.link.hash)
+        log_event(LogEvent.AUDIT_CLOSED, record=self._log.end.seq, hash=self._log.end.hash)
         self._log.close()
         self._log = None
 
@@ -239,9 +239,9 @@ class _LogTarget(CommitTarget[Draft]):
     def _open(self) -> AuditLog:
         # Read the end of the file. It may be the end of any record of the append that failed.
         log = self._log = self._open_log(self._known)
-        if log.link in self._attempted:
+        if log.end in self._attempted:
             # The append that failed reached the file, partly or completely: those records only need a sync.
-            written_count = self._attempted.index(log.link) + 1
+            written_count = self._attempted.index(log.end) + 1
             # The first of the attempted records was the START or RESUME, which is not part of the group.
             if self._opening is not None:
                 self._is_begun = True
@@ -254,9 +254,9 @@ class _LogTarget(CommitTarget[Draft]):
 
     def _opening_draft(self, log: AuditLog) -> Draft:
         if self._is_begun:
-            return draft_of(RecordKind.RESUME, {"problem": self._problem, "since_us": self._failed_us} | log.found)
+            return draft_of(RecordKind.RESUME, {"problem": self._problem, "since_us": self._failed_us} | log.findings)
         previous: dict[str, Any] = {}
         if log.previous is not None:
             previous["previous"] = {"boot": log.previous.boot, "alive_us": log.previous.alive_us}
         begin = self._begin
-        return Draft(begin.kind, begin.data | previous | log.found, begin.wall_us, begin.mono_us)
+        return Draft(begin.kind, begin.data | previous | log.findings, begin.wall_us, begin.mono_us)

@@ -226,7 +226,7 @@ class ChainEnd(NamedTuple):
 class Head:
     """The head, kept apart from the log: the log's end, and the last time at which its daemon was known to live."""
 
-    link: ChainEnd
+    end: ChainEnd
     boot: str
     alive_us: int
 
@@ -289,7 +289,7 @@ def read_record(line: bytes) -> AuditRecord:
 
 def head_bytes(head: Head) -> bytes:
     """Encode a head. The result is always `HEAD_BYTES` long."""
-    members = {"alive_us": head.alive_us, "boot": head.boot, "hash": head.link.hash, "seq": head.link.seq}
+    members = {"alive_us": head.alive_us, "boot": head.boot, "hash": head.end.hash, "seq": head.end.seq}
     return canonical_bytes(members).ljust(HEAD_BYTES - 1) + b"\n"
 
 

@@ -56,7 +56,7 @@ def newest(folder: Path) -> Path:
 
 def verdict(folder: Path) -> Verdict:
     source = find_log([folder])
-    verifier = Verifier(source.head.link if source.head else None)
+    verifier = Verifier(source.head.end if source.head else None)
     for file, offset, line in source.lines():
         verifier.take(file, offset, line)
     return verifier.finish()
@@ -64,18 +64,18 @@ def verdict(folder: Path) -> Verdict:
 
 def begin_again(log: AuditLog) -> Verdict:
     """What a daemon does as it starts."""
-    log.append([draft(RecordKind.START, 9, format=1, **log.found)], 10)
+    log.append([draft(RecordKind.START, 9, format=1, **log.findings)], 10)
     return verdict(log._settings.folder)
 
 
 def test_a_new_log(open_log: Open, folder: Path) -> None:
     log = open_log()
-    assert (log.link, log.found, log.previous) == (ChainEnd(), {}, None)
+    assert (log.end, log.findings, log.previous) == (ChainEnd(), {}, None)
     log.append(a_life(), 7)
     lines, end = sealed(a_life())
     assert [path.name for path in log_files(folder)] == ["audit-0000000000000001.jsonl"]
     assert newest(folder).read_bytes() == text_of(lines)
-    assert log.link == end
+    assert log.end == end
     for path in (newest(folder), folder / "head.json"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -85,9 +85,9 @@ def test_a_new_log(open_log: Open, folder: Path) -> None:
 def test_the_chain_goes_on(open_log: Open, folder: Path) -> None:
     open_log().append(a_life(), 7)
     log = open_log(boot=OTHER_BOOT)
-    assert log.found == {}
+    assert log.findings == {}
     assert log.previous is not None
-    assert (log.previous.boot, log.previous.alive_us, log.previous.link) == (BOOT, 7, log.link)
+    assert (log.previous.boot, log.previous.alive_us, log.previous.end) == (BOOT, 7, log.end)
     assert begin_again(log).is_whole
     assert verdict(folder).records == 8
 
@@ -108,7 +108,7 @@ def test_a_torn_line(open_log: Open, folder: Path, size: int) -> None:
     assert "a piece of a line" in verdict(folder).notes[0]
     log = open_log()
     torn = {"offset": whole, "size_bytes": size, "sha256": hashlib.sha256(piece).hexdigest()}
-    assert log.found == {"torn": torn}
+    assert log.findings == {"torn": torn}
     found = begin_again(log)
     assert found.is_whole, found.findings
     assert f"{size} bytes of a torn line, as recorded" in found.notes[0]
@@ -120,10 +120,10 @@ def test_a_torn_line_and_then_another(open_log: Open, folder: Path) -> None:
         file.write(b"{torn")
     log = open_log()
     # The record that tells of it is torn as well.
-    told = draft(RecordKind.START, 9, format=1, **log.found)
+    told = draft(RecordKind.START, 9, format=1, **log.findings)
     log.close()
     with newest(folder).open("ab") as file:
-        file.write(b"\n" + seal(told, log.link, BOOT)[0][:-5])
+        file.write(b"\n" + seal(told, log.end, BOOT)[0][:-5])
     assert begin_again(open_log()).is_whole
 
 
@@ -137,11 +137,11 @@ def test_zeros_that_a_power_failure_left(open_log: Open, folder: Path) -> None:
 def test_a_record_that_lacks_its_newline_only(open_log: Open, folder: Path) -> None:
     log = open_log()
     log.append(a_life(), 7)
-    (line,), end = sealed([draft(RecordKind.GRANT)], log.link)
+    (line,), end = sealed([draft(RecordKind.GRANT)], log.end)
     with newest(folder).open("ab") as file:
         file.write(line)
     log = open_log()
-    assert (log.link, log.found) == (end, {"unanchored": 1})
+    assert (log.end, log.findings) == (end, {"unanchored": 1})
     assert begin_again(log).is_whole
 
 
@@ -152,7 +152,7 @@ def test_a_crash_before_the_head_was_written(open_log: Open, folder: Path) -> No
     log.append(a_life()[3:], 8)
     (folder / "head.json").write_bytes(before)
     log = open_log()
-    assert (log.link.seq, log.found) == (7, {"unanchored": 4})
+    assert (log.end.seq, log.findings) == (7, {"unanchored": 4})
     assert begin_again(log).is_whole
 
 
@@ -165,8 +165,8 @@ def test_a_head_that_is_gone(open_log: Open, folder: Path, data: bytes | None, s
     if data is not None:
         (folder / "head.json").write_bytes(data)
     log = open_log()
-    assert log.link.seq == 7
-    assert said in log.found["head"]
+    assert log.end.seq == 7
+    assert said in log.findings["head"]
     assert begin_again(log).is_whole
 
 
@@ -175,7 +175,7 @@ def test_a_cut_that_was_made_meanwhile_shows_for_ever(open_log: Open, folder: Pa
     lines, _ = sealed(a_life())
     newest(folder).write_bytes(text_of(lines[:4]))
     log = open_log()
-    assert log.found == {"lost": {"first": 5, "last": 7}}
+    assert log.findings == {"lost": {"first": 5, "last": 7}}
     (found,) = begin_again(log).findings
     assert (found.seq, found.problem) == (8, "records 5 to 7 are missing before it")
 
@@ -186,7 +186,7 @@ def test_an_edit_of_the_last_record(open_log: Open, folder: Path) -> None:
     forged, _ = sealed([draft(RecordKind.STOP, 1)], ChainEnd(6, hash_of(lines[5])))
     newest(folder).write_bytes(text_of([*lines[:6], *forged]))
     log = open_log()
-    assert log.found == {"edited": 7}
+    assert log.findings == {"edited": 7}
     (found,) = begin_again(log).findings
     assert found.seq == 8
 
@@ -195,7 +195,7 @@ def test_all_of_it_is_gone(open_log: Open, folder: Path) -> None:
     open_log().append(a_life(), 7)
     newest(folder).unlink()
     log = open_log()
-    assert log.found == {"lost": {"first": 1, "last": 7}}
+    assert log.findings == {"lost": {"first": 1, "last": 7}}
     assert newest(folder).name == "audit-0000000000000008.jsonl"
     assert "begins with record 8" in begin_again(log).findings[0].problem
 
@@ -221,7 +221,7 @@ def test_somebody_else_touches_it(open_log: Open, folder: Path, disturb: Callabl
     with pytest.raises(LogDisturbed):
         log.append([draft(RecordKind.GRANT)], 8)
     log = open_log()
-    assert log.link.seq == 7
+    assert log.end.seq == 7
     assert begin_again(log).end.seq == 8
 
 
@@ -241,7 +241,7 @@ def test_rotation_keeps_the_chain(open_log: Open, folder: Path) -> None:
     assert all(path.stat().st_size <= 1000 for path in log_files(folder))
     assert verdict(folder).records == 12
     log = open_log(max_file_bytes=1000)
-    assert (log.link.seq, log.found) == (12, {})
+    assert (log.end.seq, log.findings) == (12, {})
     assert begin_again(log).is_whole
     log_files(folder)[1].unlink()
     assert "are missing before it" in verdict(folder).findings[0].problem
@@ -251,7 +251,7 @@ def test_a_file_that_was_begun_and_nothing_more(open_log: Open, folder: Path) ->
     open_log().append(a_life(), 7)
     (folder / "audit-0000000000000008.jsonl").touch(mode=0o600)
     log = open_log()
-    assert (log.link.seq, log.found) == (7, {})
+    assert (log.end.seq, log.findings) == (7, {})
     assert begin_again(log).is_whole
     assert newest(folder).stat().st_size > 0
 
@@ -277,10 +277,10 @@ def test_superfluous_files_are_told_of_and_then_removed(open_log: Open, folder: 
 def test_the_last_record_of_any_bytes() -> None:
     lines, _ = sealed(a_life())
     text = text_of(lines)
-    assert tail_of(text).link.seq == 7
-    assert tail_of(text[:-1]) == Tail(tail_of(text).link, len(text) - 1)
-    assert (tail_of(text[:-2]).link.seq, tail_of(text[:-2]).end_bytes) == (6, len(text_of(lines[:6])))
-    assert tail_of(b"\n\n\nnothing").link == ChainEnd()
+    assert tail_of(text).end.seq == 7
+    assert tail_of(text[:-1]) == Tail(tail_of(text).end, len(text) - 1)
+    assert (tail_of(text[:-2]).end.seq, tail_of(text[:-2]).end_bytes) == (6, len(text_of(lines[:6])))
+    assert tail_of(b"\n\n\nnothing").end == ChainEnd()
     assert tail_of(b"").end_bytes == 0
 
 

@@ -31,7 +31,7 @@ def opener(folder: Path, max_file_bytes: int = 1 << 20, keep_files: int = 0) -> 
 def records_of(folder: Path) -> list[AuditRecord]:
     source = find_log([folder])
     assert source.head is not None
-    verifier = Verifier(source.head.link)
+    verifier = Verifier(source.head.end)
     records = [verifier.take(*line) for line in source.lines()]
     verdict = verifier.finish()
     assert verdict.is_whole, verdict.findings

@@ -24,7 +24,7 @@ def test_the_files_are_what_the_code_makes() -> None:
 
 def test_the_whole_one_is_whole() -> None:
     assert WHOLE.head is not None
-    verdict = verdict_of(FILES, WHOLE.head.link)
+    verdict = verdict_of(FILES, WHOLE.head.end)
     assert verdict.is_whole, verdict.findings
     assert (verdict.records, len(verdict.notes)) == (11, 1)
 
@@ -42,5 +42,5 @@ def test_its_sums() -> None:
 @pytest.mark.parametrize("case", json.loads((FOLDER / "broken.json").read_bytes()), ids=lambda case: str(case["what"]))
 def test_a_broken_one_shows_where(case: dict[str, Any]) -> None:
     assert WHOLE.head is not None
-    found = verdict_of(FILES | {case["file"]: bytes.fromhex(case["hex"])}, WHOLE.head.link).findings[0]
+    found = verdict_of(FILES | {case["file"]: bytes.fromhex(case["hex"])}, WHOLE.head.end).findings[0]
     assert {"file": found.file, "offset_bytes": found.offset_bytes, "seq": found.seq} == case["found"]
