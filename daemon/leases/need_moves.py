@@ -1,10 +1,10 @@
-"""Moves by need: which idle sessions of a card are moved to other cards of the host so that an acquire fits.
+"""Moves that make room: which idle sessions of a card are moved to other cards of the host so that an acquire fits.
 
 An acquire that fits on no card may fit after sessions have gone from one card to others that have room. A plan names
 sessions of one card and a target card for each. It moves few bytes: the smallest session that suffices, or else the
-largest ones first. Moves in progress are taken into account, so that no second plan is made for the same need. A
-session that was moved for others is not moved again for `MOVED_STAY_NS`, so that two needs can't move it back and
-forth.
+largest ones first. Moves in progress are taken into account, so that no second plan is made for the same acquire. A
+session that was moved to make room is not moved for that again within `MOVED_STAY_NS`, so that two acquires can't move
+it back and forth.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from gpulease.daemon.leases.model import Lease
 from gpulease.protocol.time_units import NS_PER_S
 
 MOVED_STAY_NS: Final = 60 * NS_PER_S
-"""Time in nanoseconds for which a session that was moved for another lease's need is not moved for need again."""
+"""Time in nanoseconds for which a session that was moved to make room for another lease is not moved for that again."""
 
 
 Moves = tuple[tuple[Lease, str], ...]
@@ -42,18 +42,19 @@ def plan_moves(
     Args:
         movable: Sessions of the card that may be moved now.
         missing_bytes: Bytes that the card lacks.
-        targets: The cards that may take them.
-        arriving: Bytes that moves in progress will take, by card.
+        targets: The cards that the sessions may move to.
+        arriving: Bytes that moves in progress will take on each card, by its uuid.
     """
     accounts = {account.card.uuid: account for account in targets}
     rooms = {uuid: account.free_bytes - arriving.get(uuid, 0) for uuid, account in accounts.items()}
-    others = sorted(movable, key=lambda lease: (lease.terms.size_bytes, lease.lease_id))
+    candidates = sorted(movable, key=lambda lease: (lease.terms.size_bytes, lease.lease_id))
     moves: list[tuple[Lease, str]] = []
     while missing_bytes > 0:
         # Take the smallest session that suffices alone; if there is none, take the largest ones first.
-        enough = [lease for lease in others if lease.terms.size_bytes >= missing_bytes]
-        for lease in [*enough, *reversed(others[: len(others) - len(enough)])]:
-            others.remove(lease)
+        enough = [lease for lease in candidates if lease.terms.size_bytes >= missing_bytes]
+        for lease in [*enough, *reversed(candidates[: len(candidates) - len(enough)])]:
+            # A session that no target has room for is dropped: the targets' room only shrinks.
+            candidates.remove(lease)
             card_uuid = _target_of(lease, accounts, rooms)
             if card_uuid is not None:
                 break

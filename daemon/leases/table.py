@@ -46,7 +46,7 @@ from gpulease.daemon.leases.persisted import LeaseRow, RecoveredState, WarmRow, 
 from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, ended_phase, phase_of, renewed_until
 from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.table_state import DeferrableRequest, LeaseStore, WaiterSnapshot
-from gpulease.daemon.leases.teardown import Teardown, lease_due_ns
+from gpulease.daemon.leases.teardown import Teardown, timer_due_ns
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol import fast_dataclass
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -683,7 +683,7 @@ class LeaseTable:
             self._admission.on_wait_timer(event.request, now_ns, effects)
 
     def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
-        due_ns = lease_due_ns(lease, event.kind)
+        due_ns = timer_due_ns(lease, event.kind)
         # A timer of an earlier generation is outdated: a renewal has armed another one.
         if lease.generation != event.generation or due_ns is None:
             return

@@ -1,8 +1,8 @@
 """The teardown of a lease, from its end until its bytes are proved free or its slice is fenced.
 
-The order is: refuse new work, grant a grace to work in flight, kill, wait for the reap, wait for the proof. Each step
-is taken once, even if events come twice, late or out of order. No step waits for the tenant. A worker that may be
-recycled is scrubbed during the grace instead, and killed at the grace's end if the scrub is not proved.
+The order is: refuse new work, give work in flight a grace period, kill, wait for the reap, wait for the proof. Each
+step is taken once, even if events come twice, late or out of order. No step waits for the tenant. A worker that may be
+recycled is not killed: it is scrubbed during the grace period. If the scrub is not proved by then, it is killed.
 """
 
 from gpulease.daemon.leases import denials
@@ -31,8 +31,8 @@ from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 
-def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
-    """Return the time at which a lease's timer of that kind is due; None if it can be dropped.
+def timer_due_ns(lease: Lease, kind: TimerKind) -> int | None:
+    """Return the time at which a lease's timer of that kind is due; None if the timer can be dropped.
 
     A timer that fires early is armed again for that time.
     """
@@ -56,7 +56,7 @@ def lease_due_ns(lease: Lease, kind: TimerKind) -> int | None:
 
 
 class Teardown:
-    """Ends leases. Each method appends what to execute to `effects`.
+    """Ends leases. Each method appends its effects to `effects`.
 
     Attributes:
         submits: The leases' submits, which end with them.
@@ -117,7 +117,7 @@ class Teardown:
         if lease.is_worker_gone:
             self._prove(lease, now_ns, effects)
             return
-        # Step 6: give work in flight its grace, then kill. A worker that was never ready has nothing in flight.
+        # Step 6: give work in flight its grace period, then kill. A worker that was never ready has nothing in flight.
         grace_ns = 0 if was_pending else self._grace_ns(lease, cause, effects)
         if grace_ns:
             lease.grace_due_ns = now_ns + grace_ns
@@ -132,7 +132,7 @@ class Teardown:
         # session.
         if recycling is None or cause is not Cause.FREED or not self._store.may_recycle(lease):
             return self._store.limits.grace_ns(cause)
-        # The scrub replaces the grace: the tenant has freed the lease, so none of its work is in flight.
+        # The scrub uses the grace period: the tenant has freed the lease, so none of its work is in flight.
         lease.is_scrubbing = True
         effects.append(ScrubWorker(lease.lease_id))
         return recycling.scrub_timeout_ms * NS_PER_MS
@@ -150,7 +150,7 @@ class Teardown:
     def resume(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Continue a teardown that an earlier table began.
 
-        Its grace is over, but its revocation word may not be flipped yet.
+        Its grace period is over, but its revocation word may not be flipped yet.
         """
         # The earlier daemon may have been killed between the journal and the page.
         if lease.cause is not None:
@@ -171,7 +171,7 @@ class Teardown:
             self.begin(lease, Cause.ISOLATED, denials.NO_HORIZON, now_ns, effects)
 
     def on_timer(self, lease: Lease, kind: TimerKind, now_ns: int, effects: list[Effect]) -> None:
-        """Act on a timer that `lease_due_ns` found due."""
+        """Act on a timer that `timer_due_ns` found due."""
         if kind in (TimerKind.EXPIRY, TimerKind.HORIZON):
             self.expire_if_due(lease, now_ns, effects)
         elif kind is TimerKind.ORPHAN:
