@@ -91,7 +91,7 @@ class Setting:
         example: A value in TOML, for the example file; "" to write the default.
         is_secret: Whether errors must not repeat the value.
         is_reloaded: Whether a reload applies it.
-        is_later: Whether it came after the first digests of settings in audit logs: its default is then not part of
+        added_later: Whether it came after the first digests of settings in audit logs: its default is then not part of
             the digest, so that an upgrade changes none.
     """
 
@@ -108,7 +108,7 @@ class Setting:
     example: str = ""
     is_secret: bool = False
     is_reloaded: bool = False
-    is_later: bool = False
+    added_later: bool = False
 
     @property
     def bounds_text(self) -> str:

@@ -122,7 +122,7 @@ def _leaves(value: Any, *path: str) -> Iterator[list[Any]]:
     if is_dataclass(value):
         inside = {item.name: getattr(value, item.name) for item in fields(value)}
         for entry in declared(type(value)).values():
-            if entry.setting.is_later and inside[entry.attribute] == entry.default:
+            if entry.setting.added_later and inside[entry.attribute] == entry.default:
                 del inside[entry.attribute]
     elif isinstance(value, Mapping):
         inside = {str(_plain(key)): item for key, item in value.items()}

@@ -177,7 +177,7 @@ def parse_rules(tables: Any) -> TenantRules:
 
     def limits_of(name: str, of_all: TenantLimits) -> TenantLimits:
         try:
-            return of_all.but(read_values(TenantLimits, tables[name]))
+            return of_all.with_settings(read_values(TenantLimits, tables[name]))
         except BadSetting as error:
             raise error.within(name) from None
 
@@ -231,7 +231,7 @@ class Config:
             least=0,
             most=MAX_SHUFFLE_SEED,
             example="1",
-            is_later=True,
+            added_later=True,
         ),
     ] = None
     launch_chains: Annotated[
@@ -239,13 +239,14 @@ class Config:
         Setting(
             "Whether one call of the CUDA driver queues up to 16 consecutive waiting launches. With false, each"
             " launch is a separate call.",
-            is_later=True,
+            added_later=True,
         ),
     ] = True
     vram_bytes: Annotated[
         tuple[int, ...],
         Setting(
-            "Lease at most this much of each card; with the cpu driver, an emulated card of each size.",
+            "The most that may be leased of each card. With the cpu driver, a list gives the sizes of the emulated"
+            " cards.",
             key="vram",
             what="a size, or a list of sizes",
             read=_read_cards,
@@ -288,7 +289,7 @@ class Config:
         ),
     ] = 10
     recycle_leases: Annotated[
-        int, Setting('With recycle = "same-tenant", most leases that a context serves.', least=1)
+        int, Setting('With recycle = "same-tenant", the maximum number of leases that a context serves.', least=1)
     ] = 1000
     placement: Annotated[
         PlacementOrder,
@@ -296,7 +297,7 @@ class Config:
             'The card that a lease gets if its tenant names none: with "spread" the emptiest; with "pack" the'
             " fullest that has room, so that other cards have room for large leases. In a fleet, use the same value"
             " as the --placement of its directories.",
-            is_later=True,
+            added_later=True,
         ),
     ] = PlacementOrder.SPREAD
     # --- bounds of control connections; tenants' own bounds are in [tenants] ---
@@ -340,7 +341,8 @@ class Config:
     audit_head: Annotated[
         Path | None,
         path_setting(
-            "A second file with the audit log's head, in a place that whoever can change the log can't change.",
+            "A second file for the audit log's head. Users who can change the log should not be able to change this"
+            " file.",
             "/mnt/apart/head.json",
         ),
     ] = None
@@ -372,7 +374,7 @@ class Config:
         frozenset[Demand],
         Setting(
             'The requests for which tenants need a token: "alloc" (acquiring a lease) and "renew" need an'
-            ' operator\'s token, "attach" (opening a session) a token of any tenant.',
+            ' operator\'s token, "attach" (opening a session) needs one of any tenant.',
             what=f"a list of {any_of(demand.value for demand in Demand)}",
             read=_read_demands,
         ),
@@ -492,7 +494,7 @@ class Config:
         Setting(
             "The fleet that this node belongs to: one etcd for all of its nodes. If this node can't reach etcd for"
             " horizon_s, its named leases end; `isolated` determines whether other leases are still granted meanwhile.",
-            is_later=True,
+            added_later=True,
         ),
     ] = None
     # --- the node's bounds ---

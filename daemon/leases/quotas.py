@@ -1,6 +1,6 @@
-"""Bounds of the node and of each tenant, and the phases of a lease.
+"""Limits of the node and of each tenant, and the phases of a lease.
 
-Each bound is listed with the mistake or attack that it stops. A phase shows what a tenant still has time for. WARNING:
+Each limit is listed with the mistake or attack that it stops. A phase shows what a tenant still has time for. WARNING:
 finish and free the lease, or renew it if that helps. GRACE: work in flight may finish, but no new work starts.
 TEARDOWN: only the proof that the memory is free is outstanding.
 """
@@ -50,10 +50,10 @@ def _read_devices(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Bounds of one tenant; None: only the node's own bound applies.
+    """Limits of one tenant; None: only the node's own limit applies.
 
     Raises:
-        ValueError: A bound is below 1, or the list of cards is empty.
+        ValueError: A limit is outside its setting's bounds, or the list of cards is empty.
     """
 
     max_vram_bytes: Annotated[
@@ -115,25 +115,25 @@ class TenantLimits:
             least=0,
             unit="bytes",
             example='"64GiB"',
-            is_later=True,
+            added_later=True,
         ),
     ] = None
     fleet_quota: Annotated[
         bool,
         Setting(
             "Whether the tenant's leases count against its quota in the fleet, which `gpulease fleet quota` sets."
-            " Set the same value at all nodes.",
-            is_later=True,
+            " Set the same value on all nodes.",
+            added_later=True,
         ),
     ] = False
     max_weight: Annotated[
         int,
         Setting(
             "The largest weight that the tenant's leases may have when the time of a card is shared. A request for"
-            " more is refused; an active lease with more, after a reload, counts with this weight.",
+            " more is refused; after a reload, an active lease with a larger weight counts as having this one.",
             least=1,
             most=WEIGHT.most,
-            is_later=True,
+            added_later=True,
         ),
     ] = 1
     max_share: Annotated[
@@ -144,7 +144,7 @@ class TenantLimits:
             least=1,
             most=100,
             example="30",
-            is_later=True,
+            added_later=True,
         ),
     ] = None
     may_latency: Annotated[
@@ -152,7 +152,7 @@ class TenantLimits:
         Setting(
             "Whether the tenant may have leases of the latency class: while such a lease has work outstanding, the"
             " other sessions of its card hold back.",
-            is_later=True,
+            added_later=True,
         ),
     ] = False
 
@@ -161,17 +161,17 @@ class TenantLimits:
         if self.devices is not None and not self.devices:
             raise ValueError("devices must name a card, or be left out")
 
-    def but(self, settings: Mapping[str, Any]) -> "TenantLimits":
+    def with_settings(self, settings: Mapping[str, Any]) -> "TenantLimits":
         return replace(self, **settings)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRules:
-    """Bounds of every tenant.
+    """Limits of every tenant.
 
     Attributes:
-        default: Bounds of tenants without their own.
-        by_name: Bounds of the other tenants.
+        default: Limits of tenants that have none of their own.
+        by_name: Limits of the other tenants, by their names.
     """
 
     default: TenantLimits = field(default_factory=TenantLimits)
@@ -235,8 +235,8 @@ DEFAULT_GRACE_MS: Final = MappingProxyType({cause: cause.row.grace_ms for cause 
 
 
 MAX_GRACE_MS: Final = 10_000
-"""Longest grace of an ended lease, during which its kernels run and its memory stays unavailable. A larger number is
-probably a mistake in the unit. It is also the longest time that a stopping daemon waits."""
+"""Longest grace period of an ended lease, during which its kernels run and its memory stays unavailable. A larger
+number is probably a mistake in the unit. It is also the longest time that a stopping daemon waits."""
 
 
 GRACES: Final = MappingProxyType(
@@ -303,7 +303,7 @@ class CoreLimits:
     ] = 10
     # Stops an endless wait from keeping a connection and a place in the queue for a client that no longer needs them.
     max_wait_s: Annotated[int, Setting("Longest time in seconds that a request may wait for room.", least=1)] = 3600
-    # Bounds that the operator sets per tenant.
+    # Limits that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
     # Stops a killed client from holding its slice until its time ends.
     orphan_s: Annotated[
@@ -331,17 +331,17 @@ class CoreLimits:
     ] = 30
     # Stops a session that never answers from blocking the requests for a region or for another size.
     session_timeout_s: Annotated[
-        int, Setting("Seconds in which a session must open a region or resize its lease.", least=1, is_later=True)
+        int, Setting("Seconds in which a session must open a region or resize its lease.", least=1, added_later=True)
     ] = 10
     # After this time the whole session ends, and the other tenants lose their regions. So it is longer than a lease's
-    # grace.
+    # grace period.
     region_grace_ms: Annotated[
         int,
         Setting(
             "Milliseconds that a launch may outlive a region that it named; after that the whole lease ends.",
             least=1,
             most=MAX_GRACE_MS,
-            is_later=True,
+            added_later=True,
         ),
     ] = 1000
     # Otherwise a tenant with many leases would get many shares of a card's time.
@@ -350,7 +350,7 @@ class CoreLimits:
         Setting(
             "Share each card's time between tenants by the weights of their leases even if every weight is 1. Without"
             " it, the time of a card is shared while one of its leases has another weight.",
-            is_later=True,
+            added_later=True,
         ),
     ] = False
     # The whole host shares its memory, so none is used unless the operator sets how much.
@@ -363,7 +363,7 @@ class CoreLimits:
             read=lambda value: 0 if value == 0 and value is not False else read_size(value),
             least=0,
             unit="bytes",
-            is_later=True,
+            added_later=True,
         ),
     ] = 0
     overcommit: Annotated[
@@ -373,7 +373,7 @@ class CoreLimits:
             " are never overcommitted.",
             least=1,
             most=64,
-            is_later=True,
+            added_later=True,
         ),
     ] = 1.0
     # Otherwise a session that has returned could be parked again before its tenant has used it.
@@ -383,7 +383,7 @@ class CoreLimits:
             "Milliseconds that a session stays on the card after it returned, and after each use, before it may be"
             " parked to make room for another lease.",
             least=0,
-            is_later=True,
+            added_later=True,
         ),
     ] = 1000
     # A parked session without a context takes no memory of the card, but its return takes some 0.3 s longer.
@@ -393,7 +393,7 @@ class CoreLimits:
             "Seconds after which the worker process of a parked session ends, too; 0: it never does.",
             key="cold_park_secs",
             least=0,
-            is_later=True,
+            added_later=True,
         ),
     ] = 0
     # Each park and return copies the whole session over the link that all sessions of the card share.
@@ -402,7 +402,7 @@ class CoreLimits:
         Setting(
             "Maximum number of parks per minute on one card; further parks are refused until later.",
             least=1,
-            is_later=True,
+            added_later=True,
         ),
     ] = 240
     # A move costs a park and a return at once. A park costs a return only if the session is used again.
@@ -411,7 +411,7 @@ class CoreLimits:
         Setting(
             "Whether idle parkable sessions are moved to other cards of the host when an acquire fits on no card but"
             " would fit then. Otherwise they are parked.",
-            is_later=True,
+            added_later=True,
         ),
     ] = False
     # Longest time by which a kernel that never ends may outlive its lease.
@@ -441,10 +441,10 @@ class CoreLimits:
 
 
 def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
-    """Return the denial for a time to live that exceeds the node's or the tenant's bound; None if it is allowed."""
+    """Return the denial for a time to live that exceeds the node's or the tenant's limit; None if it is allowed."""
     if ttl_ms < 1:
         return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
-    # Check the node's bound before the tenant's, so that the denial names the limit that would remain.
+    # Check the node's limit before the tenant's, so that the denial names the limit that would remain.
     if ttl_ms > limits.max_ttl_s * 1000:
         return denials.over_limit(
             "max_ttl_s",
