@@ -1,7 +1,7 @@
-"""A plain TCP stream, the measure for bulk copies over TCP.
+"""A plain TCP stream, the baseline for bulk copies over TCP.
 
-Two processes share one connection on loopback. The kernel copies each byte once into one buffer, and nothing else is
-done. `python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
+Two processes share one connection on loopback. Linux copies each byte once into the receiver's buffer, and
+neither process does anything else. `python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
 """
 
 import socket
@@ -13,12 +13,12 @@ from gpulease.client.bench.figures import gigabytes_per_s
 
 COPIES: Final = 15
 _TIMEOUT_S: Final = 60.0
-_TO_HERE: Final = b"r"
-_TO_THERE: Final = b"w"
+_READ: Final = b"r"
+_WRITE: Final = b"w"
 
 
 def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
-    """GB/s by size, to the far end (write) and back (read); a byte acknowledges the end of each copy."""
+    """Return GB/s by size, to the far end (write) and back (read); the far end acknowledges each write with a byte."""
     figures: dict[str, float] = {}
     for size in sizes:
         # The far end is another process, as a remote daemon would be.
@@ -46,15 +46,15 @@ def _rates(sock: socket.socket, size: int) -> dict[str, float]:
     answer = memoryview(bytearray(1))
 
     def write() -> None:
-        sock.sendall(_TO_THERE)
+        sock.sendall(_WRITE)
         sock.sendall(data)
         _fill(sock, answer)
 
     def read() -> None:
-        sock.sendall(_TO_HERE)
+        sock.sendall(_READ)
         _fill(sock, data)
 
-    # Once before timing: buffers of the sockets grow to their size.
+    # Write once before timing, so that the sockets' buffers have grown.
     write()
     return {
         f"write_{size >> 20}m_gb_s": gigabytes_per_s(write, size, COPIES),
@@ -63,7 +63,7 @@ def _rates(sock: socket.socket, size: int) -> dict[str, float]:
 
 
 def _fill(sock: socket.socket, buffer: memoryview) -> bool:
-    """Receive until the buffer is full; False if the stream ends before."""
+    """Receive until the buffer is full. Return False if the stream ends before that."""
     while buffer:
         count = sock.recv_into(buffer)
         if not count:
@@ -73,15 +73,15 @@ def _fill(sock: socket.socket, buffer: memoryview) -> bool:
 
 
 def serve(port: int, size: int) -> None:
-    """Receive and send as the other end asks, until it closes."""
-    data, word = memoryview(bytearray(size)), memoryview(bytearray(1))
+    """Receive and send as the other end requests, until it closes the connection."""
+    data, direction = memoryview(bytearray(size)), memoryview(bytearray(1))
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while _fill(sock, word):
-            # A word before each copy says which way it goes.
-            if word.tobytes() == _TO_THERE:
+        while _fill(sock, direction):
+            # The byte before each copy is its direction.
+            if direction.tobytes() == _WRITE:
                 _fill(sock, data)
-                sock.sendall(word)
+                sock.sendall(direction)
             else:
                 sock.sendall(data)
 

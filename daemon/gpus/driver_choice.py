@@ -1,4 +1,4 @@
-"""The choice of cards by the operator's driver setting and the host's drivers. No choice falls back silently."""
+"""Chooses cards from the driver setting and the host's drivers. No choice falls back silently."""
 
 import os
 from pathlib import Path
@@ -12,11 +12,11 @@ _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/versi
 DEFAULT_VRAM_BYTES: Final = 8 << 30
 """The size of the embedded driver's default card. The host commits its memory only when it is written."""
 
-PRETENDED: Final = (
+EMULATION_WARNING: Final = (
     "this host has no NVIDIA driver, so its cards are emulated: kernels run on the CPU, in the host's "
     "memory. Install the driver and restart gpuleased, or start it with --driver cpu if this is intended"
 )
-"""The warning about pretended cards that the settings did not ask for."""
+"""The warning about emulated cards that the settings did not request."""
 
 
 def has_nvidia_driver() -> bool:
@@ -29,15 +29,14 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
 
     Raises CardsUnavailable. An operator with a broken driver wants an error, not computation on the host.
     """
-    # "auto" falls back to emulated cards only where no NVIDIA driver is present, and warns then. A broken driver is an
-    # error.
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
-        return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,), "" if driver == "cpu" else PRETENDED)
-    # Several sizes describe emulated cards. Real cards share one bound.
+        warning = "" if driver == "cpu" else EMULATION_WARNING
+        return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,), warning=warning)
+    # Only emulated cards may each have a size; for real cards there is one bound for all.
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
             "several vram sizes were given for real cards",
-            hint="Give one, the most to lease of each card, or none.",
+            hint="Give one size, the most that may be leased of each card, or none.",
             status=os.EX_CONFIG,
         )
     try:

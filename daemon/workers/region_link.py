@@ -17,8 +17,8 @@ class RegionLink:
 
     Args:
         channel: The broker's end of the worker's channel, which must not block.
-        is_held: Whether orders wait for `release`: a worker that was taken over is sent its page once all words are on
-          it.
+        is_held: Whether orders wait for `release`: a worker that was taken over receives the page only after all words
+          are written to the page.
 
     Attributes:
         page: The page.
@@ -47,7 +47,7 @@ class RegionLink:
             self._outbox.send(message.to_map())
         except ChannelClosed:
             self._outbox.close()
-        self._wait_for_room()
+        self._flush_when_writable()
 
     def show_page(self) -> None:
         """Send the page, unless it was sent, before the first client that asks for it.
@@ -60,7 +60,7 @@ class RegionLink:
             self._send_page()
         except ChannelClosed:
             self._outbox.close()
-        self._wait_for_room()
+        self._flush_when_writable()
 
     def _send_page(self) -> None:
         if not self._is_page_sent:
@@ -69,18 +69,18 @@ class RegionLink:
 
     def release(self) -> None:
         """Send the page, then the held orders, to a worker that was taken over. Raises OSError as `order` does."""
-        # From now on `order` sends at once. The held orders are sent first, in order.
+        # Clear `_held` first: then `order` sends, below, the held orders one by one.
         held_orders, self._held = self._held or [], None
         try:
             self._send_page()
         except ChannelClosed:
             return
-        self._wait_for_room()
+        self._flush_when_writable()
         for message in held_orders:
             self.order(message)
 
     def move_to(self, channel: socket.socket) -> None:
-        """Continue with another worker of the same lease, which is sent the page.
+        """Continue with another worker of the same lease. The next order sends the page to it.
 
         Orders that still wait are dropped.
         """
@@ -96,15 +96,15 @@ class RegionLink:
         self._outbox.close()
         self.page.close()
 
-    def _wait_for_room(self) -> None:
+    def _flush_when_writable(self) -> None:
         if self._outbox:
             asyncio.get_running_loop().add_writer(self._channel, self._flush)
 
     def _flush(self) -> None:
         try:
-            # A worker that has ended needs no orders; the zygote reports its end to the registry.
             self._outbox.flush()
         except ChannelClosed:
+            # A worker that has ended needs no orders; the zygote reports its end to the registry.
             self._outbox.close()
         if not self._outbox:
             asyncio.get_running_loop().remove_writer(self._channel)

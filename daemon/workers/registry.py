@@ -163,11 +163,11 @@ class Workers:
     @property
     def can_start(self) -> bool:
         """Return whether there is a zygote to fork workers."""
-        return self._zygotes.now.is_running
+        return self._zygotes.current.is_running
 
     def findings(self) -> list[dict[str, Any]]:
         """Return the measures of the workers' sandbox: for each, whether it is on, and its extent or why it is off."""
-        return self._zygotes.now.findings
+        return self._zygotes.current.findings
 
     async def start(self, zygotes: Sequence[FoundZygote] = ()) -> None:
         """Take over the zygotes of an earlier daemon, and start one if none of them can fork workers here.
@@ -336,7 +336,7 @@ class Workers:
             return
         try:
             # Step 1: make its pages and its channel.
-            worker, peer_end = Worker.create(spec, self._zygotes.now)
+            worker, peer_end = Worker.create(spec, self._zygotes.current)
         except OSError as error:
             self._not_started(spec, error)
             return
@@ -344,7 +344,7 @@ class Workers:
         self._workers[spec.lease_id] = self._unforked[spec.lease_id] = worker
         with peer_end:
             try:
-                self._zygotes.now.spawn(spec, peer_end.fileno(), worker.page.fds, worker.channel.fileno())
+                self._zygotes.current.spawn(spec, peer_end.fileno(), worker.page.fds, worker.channel.fileno())
                 # The zygote has the pages now, and this process its mappings.
                 worker.page.close_fds()
             except ChannelClosed as error:

@@ -63,7 +63,7 @@ class Zygotes:
         wipes_heap: Whether zygotes and their workers overwrite memory that they free.
 
     Attributes:
-        now: The zygote that forks workers, running or not.
+        current: The zygote that forks workers, running or not.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Zygotes:
         self._sandbox = sandbox
         self._folder = folder
         self._wipes_heap = wipes_heap
-        self.now = self._new()
+        self.current = self._new()
         self._earlier: list[ZygoteClient] = []
         self._restart: asyncio.Task[None] | None = None
 
@@ -89,8 +89,8 @@ class Zygotes:
         """Take over a zygote of an earlier daemon. From now on it forks workers, if it can and no other zygote does."""
         zygote = self._new()
         # Only one zygote forks for this broker. All others keep their workers and end with the last of them.
-        if zygote.take_over(found_zygote) and not self.now.is_running:
-            self.now = zygote
+        if zygote.take_over(found_zygote) and not self.current.is_running:
+            self.current = zygote
         else:
             zygote.retire()
             self._earlier.append(zygote)
@@ -98,19 +98,19 @@ class Zygotes:
 
     async def start(self) -> None:
         """Start a zygote, unless one that was taken over forks workers. Raises ZygoteBroken."""
-        if not self.now.is_running:
-            await self.now.start()
+        if not self.current.is_running:
+            await self.current.start()
 
     async def stop(self) -> None:
         """End all zygotes, and with them their workers."""
         await self._stop_restarting()
-        for zygote in (self.now, *self._earlier):
+        for zygote in (self.current, *self._earlier):
             zygote.stop()
 
     async def leave(self) -> None:
         """Close the channels to all zygotes, which keep their workers and wait for the next broker."""
         await self._stop_restarting()
-        for zygote in (self.now, *self._earlier):
+        for zygote in (self.current, *self._earlier):
             zygote.leave()
 
     async def _stop_restarting(self) -> None:
@@ -127,7 +127,7 @@ class Zygotes:
     def _on_gone(self, zygote: "ZygoteClient") -> None:
         # Report the ends of its workers first; the next zygote starts without them.
         self._on_exit(zygote)
-        if zygote is not self.now:
+        if zygote is not self.current:
             log_event(LogEvent.ZYGOTE_LEFT)
             self._earlier.remove(zygote)
             return
@@ -137,9 +137,9 @@ class Zygotes:
     async def _start_again(self) -> None:
         while True:
             await asyncio.sleep(RESTART_DELAY_S)
-            self.now = self._new()
+            self.current = self._new()
             try:
-                await self.now.start()
+                await self.current.start()
             except ZygoteBroken as error:
                 log_event(LogEvent.ZYGOTE_NOT_STARTED, reason=str(error), hint=error.hint)
                 continue

@@ -1,4 +1,4 @@
-"""A host without an NVIDIA driver, where nobody asked for pretended cards: everybody who looks is warned."""
+"""A host without an NVIDIA driver, where nobody requested emulated cards: everybody who looks is warned."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import pytest
 
 from gpulease.client.core import daemon_warnings
 from gpulease.client.sync.driver import ask
-from gpulease.daemon.gpus.driver_choice import PRETENDED, has_nvidia_driver
+from gpulease.daemon.gpus.driver_choice import EMULATION_WARNING, has_nvidia_driver
 from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon
@@ -19,17 +19,17 @@ def test_log_health_and_a_first_lease_warn(
 ) -> None:
     monkeypatch.setattr(daemon_warnings, "_logged", set())
     daemon = start_daemon(driver="auto", vram=["64MiB"])
-    assert f"WARNING {PRETENDED}" in daemon.log()
+    assert f"WARNING {EMULATION_WARNING}" in daemon.log()
     report = ask(Opcode.HEALTH, Empty(), daemon.address).report
     assert report["ready"] is True
     assert next(check for check in report["checks"] if check["check"] == "cards") == {
         "check": "cards",
         "ok": True,
-        "detail": PRETENDED,
+        "detail": EMULATION_WARNING,
     }
     for _ in range(2):
         daemon.builder().min_vram(1 << 20).acquire().free()
-    assert caplog.record_tuples == [("gpulease", logging.WARNING, f"the daemon warns: {PRETENDED}")]
+    assert caplog.record_tuples == [("gpulease", logging.WARNING, f"the daemon warns: {EMULATION_WARNING}")]
 
 
 def test_who_asked_for_them_is_not_warned(

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from typing import Any, Final, Self
 
+from gpulease.client.decode.blocked_sighup import sighup_blocked
 from gpulease.client.decode.decode_errors import ModelRejected, TextProcessesFailed
-from gpulease.client.decode.held_hangups import hangups_held
 from gpulease.client.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpacked
 
 MODULE: Final = "gpulease.client.decode.text.text_fork_server"
@@ -93,7 +93,7 @@ class ForkServer:
         tokenizer_copy = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
             # Popen returns after exec, which is too short to block the loop noticeably.
-            with hangups_held():
+            with sighup_blocked():
                 process = subprocess.Popen(  # noqa: ASYNC220
                     # -P: the current folder must not provide modules of the program.
                     [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(tokenizer_copy)],

@@ -81,7 +81,7 @@ def test_a_worker_for_which_no_descriptor_is_left_leaves_none_behind(room: int) 
         workers = Workers("cpu")
         workers.deliver_to(told.append)
         await workers.start()
-        zygote, spec = workers._zygotes.now, WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
+        zygote, spec = workers._zygotes.current, WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
         pid = zygote._pid
         try:
             os.kill(pid, signal.SIGSTOP)
@@ -123,7 +123,7 @@ def test_what_a_worker_says_of_its_end_is_cut_and_one_line(
     with ours, theirs:
         send_message(theirs, {"op": op, "reason": said})
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
-        workers._on_worker_message(Worker(spec, page, ours, workers._zygotes.now, pid=1))
+        workers._on_worker_message(Worker(spec, page, ours, workers._zygotes.current, pid=1))
     page.close()
     assert told == [event(LEASE, taken)]
 
@@ -136,7 +136,7 @@ def test_a_lost_context_is_heard_of_once_in_each_lease() -> None:
     ours, theirs = channel_pair()
     page = BrokerPage()
     with ours, theirs:
-        worker = Worker(WorkerSpec(LEASE, "GPU-0", 1, is_shared=False), page, ours, workers._zygotes.now, pid=1)
+        worker = Worker(WorkerSpec(LEASE, "GPU-0", 1, is_shared=False), page, ours, workers._zygotes.current, pid=1)
         for number in range(3):
             send_message(theirs, {"op": "faulted", "reason": f"{number}"})
             workers._on_worker_message(worker)
@@ -162,5 +162,5 @@ def test_whose_doing_an_end_was(is_killed: bool, reason: str, told: tuple[str, b
     ours, theirs = channel_pair()
     with ours, theirs:
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
-        assert Worker(spec, page, ours, workers._zygotes.now, pid=1, is_killed=is_killed).end_reason(reason) == told
+        assert Worker(spec, page, ours, workers._zygotes.current, pid=1, is_killed=is_killed).end_reason(reason) == told
     page.close()

@@ -32,7 +32,7 @@ def test_one_whose_channel_somebody_else_has_is_not_heard_for_ever() -> None:
             while True:
                 send_message(theirs, {"op": "look"})
         spec = WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
-        workers._read_last_messages(Worker(spec, page, ours, workers._zygotes.now, pid=1))
+        workers._read_last_messages(Worker(spec, page, ours, workers._zygotes.current, pid=1))
         assert select.select([ours], [], [], 0)[0], "there is more, which is not heard"
     page.close()
     assert told == [SessionFaulted(LEASE, "lost")]

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from gpulease.client.decode.held_hangups import hangups_held
+from gpulease.client.decode.blocked_sighup import sighup_blocked
 from gpulease.client.decode.openai.completion_intake import Submitted, reply_to_error
 from gpulease.client.decode.openai.fronts.front_messages import (
     Begin,
@@ -299,12 +299,12 @@ class _Front:
             await self._serve_once()
             if self._is_stopping:
                 return
-            # Before the first connection the operator is there to read why, so the server ends.
+            # At start the operator is watching: end the server with an error.
             if not self.started.done():
                 self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
                 return
             self._models.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
-            # One that served for a while is not one that can't start.
+            # A front that served for a while can start: count failures anew.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
                 failures = 0
             await asyncio.sleep(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -316,7 +316,7 @@ class _Front:
             # A new program, not a fork: this process has threads, a lease and an event loop.
             command = (sys.executable, "-P", "-m", "gpulease.client.decode.openai.fronts.front_process")
             descriptors = theirs.fileno(), self._sock.fileno()
-            with hangups_held():
+            with sighup_blocked():
                 self._process = await asyncio.create_subprocess_exec(
                     *command, *map(str, descriptors), stdin=asyncio.subprocess.DEVNULL, pass_fds=descriptors
                 )

@@ -1,4 +1,4 @@
-"""Keeps a SIGHUP to the whole group from ending a process that has only just been started."""
+"""Keeps a SIGHUP to the whole process group from ending a process that has only just been started."""
 
 import signal
 from collections.abc import Iterator
@@ -6,14 +6,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def hangups_held() -> Iterator[None]:
+def sighup_blocked() -> Iterator[None]:
     """Block SIGHUP in this thread, so that a process that is started meanwhile begins with it blocked.
 
-    Its imports take a second, before which it can't ignore the signal. This process gets it a moment later.
+    Its imports take a second, before which it can't ignore the signal. This process receives a SIGHUP that was blocked
+    a moment later.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
-        # Not what it was before: starts of several processes overlap.
+        # Do not restore the earlier mask: starts of several processes overlap.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
