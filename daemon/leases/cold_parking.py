@@ -416,9 +416,9 @@ class ColdParking:
                 return self._park(lease, now_ns, effects)
             case ((ParkPhase.PARKING | ParkPhase.PROVING), _):
                 return None
+            case ParkPhase.PARKED, ParkDepth.WARM if state.stays_here:
+                return denials.cant_leave(lease.lease_id, state.stays_here)
             case ParkPhase.PARKED, ParkDepth.WARM if not state.is_awaited:
-                if state.stays_here:
-                    return denials.cant_leave(lease.lease_id, state.stays_here)
                 self._leave(lease, state, now_ns, effects)
                 return None
             case ParkPhase.PARKED, ParkDepth.LEAVING:

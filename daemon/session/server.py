@@ -284,9 +284,19 @@ class SessionServer:
         The process may have been stopped, or have waited inside the driver for another connection: then the rest of the
         frame has come, or the peer has read, and only that was not noticed.
         """
-        self._serve(connection)
-        # A request of a parked session now waits for the return. The rest of its frame is read after that, and its
-        # time begins again.
+        if self._session.is_away and not connection.is_paused:
+            # Half a frame alone must not bring a parked session back: only what has come since does. The rest of the
+            # frame is read after the return, and its time begins again.
+            try:
+                self._session.switch_to(connection.streams, connection.holder)
+                has_come = connection.wire.receive(connection.receive_buffer)
+                if has_come:
+                    self._hold(connection)
+            except (ConnectionLost, FramingError) as lost:
+                self._drop(connection, lost)
+                return
+        else:
+            self._serve(connection)
         if connection.fd not in self._connections or connection.fd in self._held:
             return
         error = connection.overdue(time.monotonic())

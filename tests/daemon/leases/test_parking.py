@@ -529,6 +529,22 @@ def test_a_session_that_waits_for_room_moves_to_a_card_that_has_it(is_cold: bool
     assert one(s.do(SessionReturned(1, number, 60)), SessionMoved).lease.card_uuid == "GPU-b"
 
 
+def test_a_move_of_a_session_that_has_to_stay_is_refused_for_good_while_it_waits_for_room() -> None:
+    s = Scenario(card(0), card(1), limits=LIMITS)
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    s.do(MoveRequested(7, 1, "root", None, True))
+    number = number_of(s, 1)
+    s.do(SessionParked(1, number, 60))
+    s.do(RegionProved(1))
+    s.do(SessionStays(1, number, "it has something", is_lasting=True))
+    s.active(2, 80, selector="0")
+    s.do(ReturnWanted(1, number))
+    assert state_of(s, 1).is_awaited
+    denied = one(s.do(MoveRequested(9, 1, "root", "1", True)), RequestDenied)
+    assert denied.denial.reason is DenialReason.UNSUPPORTED
+    assert "it has something" in denied.denial.message
+
+
 def test_a_request_waits_for_a_session_that_sends_its_image() -> None:
     for stays in (True, False):
         s = scenario()

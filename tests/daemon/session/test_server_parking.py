@@ -41,7 +41,9 @@ from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, OutOfMemory, Page
 from gpulease.daemon.host.ipc import channel_pair
 from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.session import connection
+from gpulease.daemon.session.connection import AttachedConnection
 from gpulease.daemon.session.huge_mapping import HugeMapping
+from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
 from gpulease.protocol.opcodes import Opcode, Status
@@ -154,22 +156,44 @@ def test_any_request_waits_for_the_return(name: str, ring: bool) -> None:
             assert made.read(handle, 0, 8) == b"abcdefgh"
 
 
+def park_within_a_frame(made: Worker) -> tuple[int, bytes]:
+    """Park when the worker has received all but 4 bytes of a write; return the buffer and these bytes."""
+    handle = made.alloc(8)
+    made.give_memory(MEMORY)
+    frame = made.next_frame(Opcode.MEM_WRITE, MemWrite(handle, 0, b"whatever"))
+    made.sock.sendall(frame[:-4])
+    wait_until(lambda: not unread_bytes(made.sock), "the worker has received it")
+    made.park()
+    return handle, frame[-4:]
+
+
 def test_half_a_frame_of_a_parked_session_is_not_dropped_for_a_late_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest came while the worker was stopped: it is read once the session is back."""
     with worker(is_parkable=True) as (made, _):
-        handle = made.alloc(8)
-        made.give_memory(MEMORY)
-        frame = made.next_frame(Opcode.MEM_WRITE, MemWrite(handle, 0, b"whatever"))
-        made.sock.sendall(frame[:-4])
-        wait_until(lambda: not unread_bytes(made.sock), "the worker has received it")
-        made.park()
-        monkeypatch.setattr(connection, "FRAME_TIMEOUT_S", -1.0)
+        handle, rest = park_within_a_frame(made)
+
+        def notice_late(attached: AttachedConnection, now_s: float) -> FramingError:
+            monkeypatch.undo()
+            made.sock.sendall(rest)
+            return FramingError("the rest of a frame did not arrive")
+
+        monkeypatch.setattr(AttachedConnection, "overdue", notice_late)
         made.hear(ReturnWantedReport)
-        made.sock.sendall(frame[-4:])
-        monkeypatch.undo()
         made.bring_back()
         assert made.reply() == Empty()
         assert made.read(handle, 0, 8) == b"whatever"
+
+
+def test_a_client_that_stalls_within_a_frame_does_not_bring_a_parked_session_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with worker(is_parkable=True) as (made, _):
+        park_within_a_frame(made)
+        monkeypatch.setattr(connection, "FRAME_TIMEOUT_S", -1.0)
+        failure = made.reply()
+        assert isinstance(failure, Failure)
+        assert "the rest of a frame did not arrive" in failure.message
+        assert made.hears_nothing(ReturnWantedReport, 0.05)
 
 
 @pytest.mark.parametrize("ring", [False, True])
