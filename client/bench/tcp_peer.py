@@ -1,7 +1,7 @@
 """A plain TCP stream, the baseline for bulk copies over TCP.
 
-Two processes share one connection on loopback. Linux copies each byte once into the receiver's buffer, and
-neither process does anything else. `python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
+Two processes share one connection on loopback, and neither does anything but send or receive into one buffer.
+`python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
 """
 
 import socket
