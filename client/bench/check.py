@@ -1,7 +1,7 @@
 """Measures every promised figure in one run, for `bounds` to check. `gpulease bench --check` prints the result.
 
-The two figures of a ratio are measured in the same run, one beside the other. What misses a bound is measured once more
-and judged by the better of both: other work on the host makes figures worse, and never better.
+The two figures of a ratio are measured in the same run, at nearly the same time. What misses a bound is measured once
+more and judged by the better of both: other work on the host makes figures worse, and never better.
 """
 
 import json
@@ -20,7 +20,7 @@ from gpulease.client.bench.bounds import (
     load_bounds,
     outcomes,
 )
-from gpulease.client.bench.check_parts import PARTS, DaemonKind, MeasuredDaemon, Part, daemon_of, require_decode
+from gpulease.client.bench.check_parts import PARTS, CheckPart, DaemonKind, MeasuredDaemon, daemon_of, require_decode
 from gpulease.client.bench.figures import LogLine
 from gpulease.client.bench.host_floors import with_floors
 from gpulease.client.console.card import card_title
@@ -49,7 +49,7 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
     has_running = running_address() is not None
     run: _Run | None = None
 
-    def kind_of(part: Part) -> DaemonKind:
+    def kind_of(part: CheckPart) -> DaemonKind:
         return DaemonKind.REACHABLE if part.kind is DaemonKind.ANY and not has_running else part.kind
 
     for kind, parts in groupby(PARTS, kind_of):
@@ -65,7 +65,7 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
 
 
 class _Run:
-    """Measures parts into one report."""
+    """Measures parts, retries those that missed a bound within AGAIN_S, and collects the report."""
 
     def __init__(self, daemon: MeasuredDaemon) -> None:
         card = daemon.card
@@ -80,8 +80,8 @@ class _Run:
             "took_s": self._took_s,
         }
 
-    def measure(self, parts: Sequence[Part], daemon: MeasuredDaemon) -> None:
-        """Measure the parts that have bounds, and then those once more that missed one, while there is time for it."""
+    def measure(self, parts: Sequence[CheckPart], daemon: MeasuredDaemon) -> None:
+        """Measure the parts that have bounds, and once more those that missed one, while time is left."""
         bounded = {bound.part for bound in self._bounds}
         measured = [part for part in parts if part.name in bounded]
         for part in measured:
@@ -90,13 +90,13 @@ class _Run:
         promises = outcomes(self._bounds, self.report)
         missed = {promise.bound.part for promise in promises if promise.value is not None and not promise.is_kept}
         for part in measured:
-            # As long again as the first time: a part for which no time is left stays as it was measured.
+            # A second measurement takes as long as the first. A part for which no time is left keeps its first figures.
             if part.name in missed and self._took_s[part.name] <= self._left_s:
                 daemon.log(f"once more, because a bound was missed: {part.text}")
                 self._left_s -= self._took_s[part.name]
                 self._again[part.name] = self._figures(part, daemon)
 
-    def _figures(self, part: Part, daemon: MeasuredDaemon) -> dict[str, Any]:
+    def _figures(self, part: CheckPart, daemon: MeasuredDaemon) -> dict[str, Any]:
         began_s = time.monotonic()
         figures = with_floors(lambda: part.measure(daemon), floors_of(part.name, self._bounds))
         self._took_s[part.name] = round(time.monotonic() - began_s, 1)

@@ -1,4 +1,4 @@
-"""The parts of `gpulease bench --check`: each measures some figures, and the host's floors beside them.
+"""The parts of `gpulease bench --check`: each measures some figures, and the host's floors at the same time.
 
 A part's figures have paths that begin with its name. Only parts with a bound for the driver are measured.
 """
@@ -54,7 +54,7 @@ CONTEXT: Final = 128
 
 
 class DaemonKind(Enum):
-    """The daemon that a part needs."""
+    """What a part requires of the daemon on which it is measured."""
 
     ANY = "the running one, or a private one"
     REACHABLE = "one that listens for TCP and TLS"
@@ -84,11 +84,11 @@ class MeasuredDaemon:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckPart:
     """One part of the check.
 
     Attributes:
-        name: The begin of its figures' paths.
+        name: The first key of its figures' paths.
         text: What it measures.
         kind: The daemon that it needs.
         measure: Returns its figures.
@@ -138,7 +138,7 @@ def _gate(daemon: MeasuredDaemon) -> Mapping[str, Any]:
 
 def _remote(daemon: MeasuredDaemon) -> Mapping[str, Any]:
     rounds = ROUNDS[daemon.driver]
-    # Other peers' streams beside each: a plain one, and openssl's.
+    # Each is compared with another program's stream: a plain one, and openssl's.
     report: dict[str, Any] = {
         "tcp": medians([bulk_copies(daemon.tcp, COPY_SIZES) for _ in range(rounds)]),
         "stream": medians([stream_rates(COPY_SIZES) for _ in range(rounds)]),
@@ -235,19 +235,21 @@ def require_decode() -> None:
 
 
 PARTS: Final = (
-    Part("session", "a session's calls and copies", DaemonKind.ANY, _session),
-    Part("leases", f"{LEASES} leases, each acquired and freed, expired, and revoked", DaemonKind.ANY, _lives),
-    Part("gate", f"how soon a worker stops launching, over {FLIPS} flips", DaemonKind.ANY, _gate),
-    Part("regions", "regions", DaemonKind.ANY, _regions),
-    Part("decode", "steps of the decode engine", DaemonKind.ANY, _decode),
-    Part("decoder", "a decoder compared with its engine", DaemonKind.ANY, _decoder),
-    Part("rebind", f"a rebind behind {REBIND_TOKENS} tokens", DaemonKind.ANY, _rebind),
-    Part("load", "a checkpoint loaded from the page cache", DaemonKind.ANY, _load),
-    Part("core", "the lease core with its journal, audit log and log", DaemonKind.ANY, _core),
-    Part("remote", "copies over TCP and TLS", DaemonKind.REACHABLE, _remote),
-    Part("round_trips", "round trips compared with C", DaemonKind.WARM, _round_trips),
-    Part("warm", f"{LEASES} leases with ready contexts", DaemonKind.WARM, _warm),
-    Part("first", f"first uses in {LEASES} sessions", DaemonKind.WARM, _first),
-    Part("gateway", "requests of one lease each, the tenant's own contexts used again", DaemonKind.RECYCLING, _gateway),
+    CheckPart("session", "a session's calls and copies", DaemonKind.ANY, _session),
+    CheckPart("leases", f"{LEASES} leases, each acquired and freed, expired, and revoked", DaemonKind.ANY, _lives),
+    CheckPart("gate", f"how soon a worker stops launching, over {FLIPS} flips", DaemonKind.ANY, _gate),
+    CheckPart("regions", "regions", DaemonKind.ANY, _regions),
+    CheckPart("decode", "steps of the decode engine", DaemonKind.ANY, _decode),
+    CheckPart("decoder", "a decoder compared with its engine", DaemonKind.ANY, _decoder),
+    CheckPart("rebind", f"a rebind behind {REBIND_TOKENS} tokens", DaemonKind.ANY, _rebind),
+    CheckPart("load", "a checkpoint loaded from the page cache", DaemonKind.ANY, _load),
+    CheckPart("core", "the lease core with its journal, audit log and log", DaemonKind.ANY, _core),
+    CheckPart("remote", "copies over TCP and TLS", DaemonKind.REACHABLE, _remote),
+    CheckPart("round_trips", "round trips compared with C", DaemonKind.WARM, _round_trips),
+    CheckPart("warm", f"{LEASES} leases with ready contexts", DaemonKind.WARM, _warm),
+    CheckPart("first", f"first uses in {LEASES} sessions", DaemonKind.WARM, _first),
+    CheckPart(
+        "gateway", "requests of one lease each, the tenant's own contexts used again", DaemonKind.RECYCLING, _gateway
+    ),
 )
-"""All parts, those of one daemon in a row. `decode` is before `rebind`, whose bound is a ratio to a decode step."""
+"""All parts, those of one daemon in a row. `decode` is before `rebind`: that is compared with a decode step."""

@@ -2,11 +2,11 @@
 
 Hosts differ in their Python's speed by a factor of two, and not alike for all work: a short loop stays in the caches,
 and a request that passes through several processes is run cold. So each floor does one kind of work, with nothing of
-gpulease in it, and is measured beside the figures that do the same kind:
+gpulease in it, and is measured in turn with the figures that do the same kind:
 
-- `call_us`: a short call that packs a frame into mapped memory and loads a word of it, over and over. For calls that
+- `call_us`: a short call that packs a frame into mapped memory and loads a word of it, repeated. For calls that
   the client does alone.
-- `parse_us`: a text parsed by the standard library's own Python, over and over. For work with much code, such as a
+- `parse_us`: a text parsed by the standard library's own Python, repeated. For work with much code, such as a
   request of the gateway.
 - `exchange_us`: that parse in another process, which an asyncio loop there starts after a pause, and which is waited
   for. For whatever wakes processes.
@@ -39,7 +39,7 @@ PARSES: Final = 60
 EXCHANGE_PEERS: Final = 2
 EXCHANGES: Final = 40
 PAUSE_S: Final = 0.002
-"""Pause before each exchange, in seconds: both processes sleep, and their code is no longer in the nearest caches."""
+"""Pause before each exchange, in seconds: both processes sleep, and their code has left the nearest caches."""
 
 RING_BYTES: Final = 1 << 20
 _FRAME: Final = struct.Struct("<QQIIQ")
@@ -65,7 +65,7 @@ def with_floors(measure: Callable[[], Mapping[str, Any]], names: Collection[str]
 
 
 class _Frames:
-    """Packs frames into mapped memory, one behind the other, as the client does with launches."""
+    """Packs frames into mapped memory, one after the other, as the client does with launches."""
 
     __slots__ = ("_acquire", "_data", "_end", "_release", "_tail", "_words")
 
@@ -78,7 +78,7 @@ class _Frames:
     def put(self, number: int, size: int, kind: int) -> bool:
         tail = self._tail
         end = tail + _FRAME.size
-        # Back to the start at the memory's end: there is no reader to wait for.
+        # Back to the start at the memory's end, without a wait, because nothing reads.
         if end > self._end:
             tail, end = 0, _FRAME.size
         _FRAME.pack_into(self._data, tail, number, size, kind, kind, end)
@@ -93,7 +93,7 @@ class _Frames:
         self._data.release()
 
 
-class _Caller:
+class _NumberedCalls:
     """Checks and numbers a call before it is packed, in a method of its own, as the client does."""
 
     def __init__(self, frames: _Frames) -> None:
@@ -120,7 +120,7 @@ class CallFloor:
         self._mapped = mmap.mmap(-1, RING_BYTES)
         with memoryview(self._mapped) as memory:
             self._frames = _Frames(memory)
-        self._caller = _Caller(self._frames)
+        self._caller = _NumberedCalls(self._frames)
 
     def burst_us(self, count: int) -> float:
         """Microseconds of one call, the mean of `count`."""
@@ -160,7 +160,7 @@ class CallFloor:
         return samples, percentile(floors, 50)
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the mapped memory; the floor can't be measured afterwards."""
         self._frames.release()
         self._mapped.close()
 

@@ -9,7 +9,7 @@ import pytest
 from gpulease.client.bench import check
 from gpulease.client.bench.bounds import load_bounds, parse_bounds
 from gpulease.client.bench.check import AGAIN_S, _Run, check_promises
-from gpulease.client.bench.check_parts import PARTS, DaemonKind, MeasuredDaemon, Part
+from gpulease.client.bench.check_parts import PARTS, CheckPart, DaemonKind, MeasuredDaemon
 from gpulease.client.bench.first_uses import first_uses
 from gpulease.client.bench.host_floors import FLOORS, host_floors, with_floors
 from gpulease.client.bench.session_speed import fresh_copies
@@ -35,7 +35,7 @@ class _Measured:
     """A part whose figure is another one in each measurement."""
 
     def __init__(self, name: str, figure: str, values: list[float], took_s: float = 1.0) -> None:
-        self.part = Part(name, f"the {name}", DaemonKind.ANY, self._measure)
+        self.part = CheckPart(name, f"the {name}", DaemonKind.ANY, self._measure)
         self.values, self._figure, self._took_s = values, figure, took_s
 
     def _measure(self, daemon: MeasuredDaemon) -> Mapping[str, Any]:
