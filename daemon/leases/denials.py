@@ -744,7 +744,7 @@ def too_many_deferred(lease_id: int, most: int) -> Denial:
     return Denial(
         DenialReason.BUSY,
         f"Lease {lease_id:032x} is returning to its card, and {most} requests wait for that already.",
-        "Try again when they have been answered.",
+        "Try again after they have been answered.",
     )
 
 

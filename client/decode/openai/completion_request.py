@@ -277,7 +277,7 @@ def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
             raise invalid("truncation_side is taken with truncate_prompt_tokens alone", "truncation_side")
         return None
     if most == 0:
-        raise invalid("truncate_prompt_tokens must be 1 or more, or -1 for what fits", "truncate_prompt_tokens")
+        raise invalid("truncate_prompt_tokens must be 1 or more, or -1 for what fits, not 0", "truncate_prompt_tokens")
     return Cut(None if most == ALL_TOKENS else most, answer_tokens, side == "right")
 
 

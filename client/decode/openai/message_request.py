@@ -155,7 +155,7 @@ def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
         if _kind(block) == "tool_result":
             _check_members(where, block, _BLOCK_MEMBERS["tool_result"], "messages")
             _check_id(where, block, "tool_use_id")
-            # `is_error` has no place in templates; the content says what went wrong.
+            # Templates have no field for `is_error`; the content describes the error.
             content = block.get("content")
             text = "" if content is None else _text(where, content, "messages")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
@@ -181,7 +181,7 @@ def _assistant(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
                 {"id": block.get("id"), "type": "function", "function": function}
             )
         elif "tool_calls" in message:
-            raise invalid(f"{where}: a text behind a tool_use is not supported", "messages", "unsupported_parameter")
+            raise invalid(f"{where}: a text after a tool_use is not supported", "messages", "unsupported_parameter")
         else:
             message["content"] += _text(where, [block], "messages")
     return [message]
