@@ -5,7 +5,7 @@ and what bounds it:
 
 - `figure`: its path in the report, keys joined by dots. The first key is the part of the run that measures it.
 - `of` and `beside`: a divisor's path, and its short name. The bound is then one of `figure / of`, which does not depend
-  on how fast the host or card is. PART.host.NAME is a floor of `host_floors`, measured beside that part.
+  on how fast the host or card is. PART.host.NAME is a floor of `host_floors`, measured with that part.
 - `at_most` or `at_least`: the bound.
 - `goal`: a better value that is not reached yet.
 - `needs`: what a host may lack. Without it the row is left out; any other missing figure is a missed bound.
@@ -96,7 +96,7 @@ class Bound:
 
 
 def _unit_s(path: str) -> float:
-    """The unit of a time in seconds, by the end of its path; 1 for anything else, whose ratios have like units."""
+    """The unit of a time in seconds, by the end of its path; 1 for anything else: its divisor has the same unit."""
     return _UNITS_S.get(path.replace(".", "_").rpartition("_")[2], 1.0)
 
 
@@ -106,8 +106,8 @@ class BoundOutcome:
 
     Attributes:
         bound: The bound.
-        figure: What was measured; None if nothing.
-        divisor: What was measured beside it; None if nothing, or if the bound is not a ratio.
+        figure: What was measured; None if it is missing.
+        divisor: The measured divisor; None if it is missing, or if the bound is not a ratio.
         value: The bounded value: of two measurements, the better one.
         is_kept: False if the value is beyond the bound, or missing although the host lacks nothing; None if left out.
         first_value: The value that missed the bound at first, if the part was measured again.
@@ -187,7 +187,7 @@ def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[BoundOu
     """How a report keeps each bound, in the bounds' order. A missed one is judged by the better of two measurements."""
     figures = dict(flat({name: part for name, part in report.items() if name != AGAIN}))
     again: Mapping[str, Any] = report.get(AGAIN, {})
-    # A part that was measured once stays as it was, also where another part's ratio needs it.
+    # A part that was measured once keeps its figures, also where another part's ratio needs it.
     later = figures | dict(flat(again))
     results = []
     for bound in bounds:

@@ -76,7 +76,7 @@ class _GatewayLoad:
         return took_s
 
     def loaded(self, at_a_time: int, seconds: float) -> dict[str, float]:
-        """Keep requests in flight; returns their rate and times, the reciprocal of the rate, and the floor beside."""
+        """Keep requests in flight; returns their rate and times, the reciprocal of the rate, and the floor."""
         self.floors_us.clear()
         figures = load_figures(self.ask, at_a_time, seconds)
         return figures | {"each_ms": 1e3 / figures["per_s"], "floor_us": percentile(self.floors_us, 50)}

@@ -241,7 +241,7 @@ def _goals(figures: Mapping[str, Figures], host: Figures) -> dict[str, dict[str,
     goals = {}
     for row in ROWS:
         bound, name = bounds[row.promise], row.figure(50)
-        # Beside a figure of ours is another caller's figure of that name, or a floor of the host.
+        # A figure of ours is divided by another caller's figure of that name, or by a floor of the host.
         if bound.beside in CALLERS:
             divisor = figures.get(bound.beside, {}).get(name)
         else:

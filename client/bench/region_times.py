@@ -99,7 +99,7 @@ class _Bench:
         for count in (1, MAX_REGIONS):
             regions = [self._lease.region(2 * MIB, ttl_secs=TTL_S) for _ in range(count)]
             names = self._session.region_set(regions)
-            # The set names all regions; each launch compares their words. Launches without and with it in turn.
+            # The set names all regions; each launch compares their words. Launch without and with it in turn.
             for _ in range(GATE_BURSTS):
                 for name, launch in (("launch", self._launch), (f"launch_in_{count}", partial(self._launch, names))):
                     bursts.setdefault(name, []).append(per_call_us(launch, self._session.sync, launches))

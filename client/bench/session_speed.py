@@ -73,7 +73,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 
 
 def _own_share(launch: Callable[[], object], sync: Callable[[], object]) -> dict[str, float]:
-    """How long a launch occupies its caller while the worker executes earlier ones, and the host's floor beside it."""
+    """How long a launch occupies its caller while the worker executes earlier ones, and the host's floor then."""
     # Fewer launches than the ring holds, from an empty queue, so that none waits for room.
     with contextlib.closing(CallFloor()) as floor:
         samples, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)

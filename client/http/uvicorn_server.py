@@ -305,7 +305,7 @@ async def serve_within(
 
     # No access log, no websockets and no header that names the server; limits are those of this module.
     class Protocol(TimelyProtocol):
-        """The connections of this server."""
+        """A connection of this server, with its replies to requests that it refuses."""
 
     Protocol.refuse = staticmethod(refuse)
     config = uvicorn.Config(

@@ -231,7 +231,7 @@ async def _rate(
 
 
 def _floor_us() -> float:
-    """Time of plain Python that this thread needs for a TOML text now, in microseconds: the host's own speed."""
+    """CPU time in which this thread parses FLOOR_TEXT now, in microseconds: a measure of the host's speed."""
     samples = []
     for _ in range(FLOOR_SAMPLES):
         began_s = time.thread_time()

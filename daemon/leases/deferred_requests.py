@@ -44,7 +44,7 @@ class DeferredRequests:
         is_move = isinstance(event, events.MoveRequested)
         if lease is None or lease.park is None or not must_wait(lease.park, is_move=is_move):
             return False
-        # The handler finds the same denial.
+        # The handler denies it for the same reason.
         is_operator = not isinstance(event, SubmitRequested) and event.is_operator
         denial = self._store.denial_unless_owner(event.lease_id, event.tenant, is_operator)
         if denial is not None or self._store.denial_for(event.lease_id, now_ns) is not None:
@@ -56,7 +56,7 @@ class DeferredRequests:
         group = DeferredGroup(lease.lease_id, is_move)
         self._groups[event.request] = group
         self._store.deferred.setdefault(group, {})[event.request] = DeferredRequest(event, now_ns + wait_ns)
-        # The session's own wait for room begins now, too. Its timer comes first and has the better reason.
+        # The session's own wait for room begins now, too. Its timer fires first, with the more precise reason.
         self._bring_back(lease, lease.park, now_ns, effects)
         effects.append(ArmTimer(WaitTimerFired(event.request), now_ns + wait_ns))
         return True
@@ -85,14 +85,14 @@ class DeferredRequests:
         return any(lease and lease.park and not must_wait(lease.park, is_move=group.is_move) for lease, group in leases)
 
     def _bring_back(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
-        # In every other phase or depth, the answer that comes next leads here again.
+        # In every other phase or depth, the next answer causes another check.
         is_settled = state.phase is ParkPhase.PARKED and state.depth in (ParkDepth.WARM, ParkDepth.COLD)
         if is_settled and not state.is_awaited and lease.state is LeaseState.ACTIVE:
             state.is_awaited = True
             self._await_return(lease, state, now_ns, effects)
 
     def refuse(self, lease_id: int, denial: Denial, effects: list[Effect]) -> None:
-        """Refuse what waits for a session that can't return now, or whose lease has ended."""
+        """Refuse the requests that wait for a session that can't return now, or that has ended with its lease."""
         for request in self._of(lease_id):
             self._remove(request)
             effects.append(RequestDenied(request, denial))

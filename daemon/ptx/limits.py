@@ -88,7 +88,7 @@ MAX_SIMPLIFIED_ACCESSES = 1024
 MAX_OPTIMISED_LINES = 200_000
 
 # A kernel is compiled in a fraction of the time at first, and optimised before the launch that follows this time in its
-# first code, which takes up to four times as long. Optimising takes as long as this, about: a kernel that needs it has
+# first code, which takes up to four times as long. Optimising takes about as long as this: a kernel that needs it has
 # cost at most twice as much as if that had been known.
 FIRST_CODE_NS = 100_000_000
 

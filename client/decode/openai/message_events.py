@@ -43,7 +43,7 @@ class MessageEvents:
         """Begin a message.
 
         Args:
-            request_id: The request's id, of which all ids are made.
+            request_id: The request's id, from which all ids are derived.
             model: The model's name.
             prompt_tokens: Tokens of the prompt.
             seed: The seed of its sampling; None if the caller chose it.
@@ -119,7 +119,7 @@ class MessageEvents:
 
     def _add_call(self, part: CallPart) -> Iterator[Event]:
         if part.name:
-            # Blanks before a call are not a text.
+            # Blanks before a call are not a text block.
             self._blanks = ""
             yield from self._close()
             call_id = f"toolu_{self._id}_{part.index}"
@@ -146,7 +146,7 @@ class MessageEvents:
             try:
                 block["input"] = json.loads(self._arguments)
             except (ValueError, RecursionError):
-                # A call that is cut off is no JSON. A whole message leaves it out; its stop_reason says why.
+                # A call that is cut off is not valid JSON. A whole message omits it; its stop_reason says why.
                 return
         self.content.append(block)
 

@@ -94,7 +94,7 @@ SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
 
 HEALTH_PATHS: Final = ("/healthz", "/health", "/v1/health", "/ping")
-"""Where the health report is: as other servers have it, so that load balancers need no other path."""
+"""Paths of the health report: those of other servers, so that load balancers need no change."""
 
 MESSAGES_PATH: Final = "/v1/messages"
 """Where Anthropic's API begins."""
@@ -558,7 +558,7 @@ class _ChatEndpoint(_EngineEndpoint):
 
 
 class _Responses(_ChatEndpoint):
-    """POST /v1/responses."""
+    """POST /v1/responses: a chat in the form of OpenAI's Responses API."""
 
     job = staticmethod(read_response)
     prompt = "input"
@@ -569,7 +569,7 @@ class _Responses(_ChatEndpoint):
 
 
 class _Messages(_ChatEndpoint):
-    """POST /v1/messages."""
+    """POST /v1/messages: a chat in the form of Anthropic's Messages API."""
 
     job = staticmethod(read_message)
     prompt = "messages"

@@ -266,7 +266,7 @@ def check_parameters(
             continue
         if parameter is None or not is_known:
             text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
-            # The name is the caller's own, and may be no name at all.
+            # The caller chose the name, so it may be any text.
             is_name = name.isascii() and name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
             raise invalid(text, where + name if is_name else None, "unknown_parameter")
         if parameter.is_used or parameter.is_ignored:

@@ -273,7 +273,7 @@ class PageFeed(DecoderObserver):
                 for name, spec in served.items()
                 if viewer is None or spec.permits(viewer)
             ],
-            # How much a prefix is used says something about other tenants.
+            # How much a prefix is used would reveal the work of other tenants.
             "prefixes": self._prefixes() if is_seen else [],
             "steps": self._steps if is_seen else None,
             "tokens_s": round(sum(rates.values()) if is_seen else rates.get(viewer or "", 0.0), 1),
@@ -426,7 +426,7 @@ class DecodePage:
     def _is_full(self, viewer: str | None) -> bool:
         if viewer is None:
             return self._streams[None] >= MAX_STREAMS
-        # Tenants can't take the operator's streams, nor one of them all.
+        # Tenants can't use up the operator's streams, and one tenant can't use up those of all.
         of_tenants = self._streams.total() - self._streams[None]
         return self._streams[viewer] >= MAX_TENANT_STREAMS or of_tenants >= MAX_STREAMS
 

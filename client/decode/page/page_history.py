@@ -36,7 +36,7 @@ class TimeCounts:
         self._latest = None if latest is None else deque[tuple[int, int]](maxlen=latest)
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """Add a time to its bucket, `count` times."""
+        """Count a time of `seconds` in its bucket, `count` times; times under the shortest count as that."""
         bucket = round(math.log(max(seconds, SHORTEST_TIME_S)) / _LOG_RATIO)
         self._counts[bucket] += count
         if self._latest is None:

@@ -33,7 +33,7 @@ class Cut:
     keeps_begin: bool
 
     def of(self, tokens: list[int], context: int) -> list[int]:
-        """Return the tokens that are kept."""
+        """Return the tokens that are kept of a prompt, at least one, if the context has `context` positions."""
         # The answer's last token takes no position, because it is never computed.
         most = max(1, context + 1 - self.answer_tokens) if self.most is None else self.most
         return tokens[:most] if self.keeps_begin else tokens[-most:]

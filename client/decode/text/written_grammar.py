@@ -535,7 +535,7 @@ def _has_end(part: Part, ended: Collection[str]) -> bool:
 
 
 def _written(part: Part, names: Mapping[str, str]) -> str:
-    """Return a part as text of a Lark grammar."""
+    """Return a part as text of a Lark grammar, with rules and terminals by their names in `names`."""
     match part:
         case Lexeme():
             return part.written

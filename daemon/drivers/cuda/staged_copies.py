@@ -42,7 +42,7 @@ def copy_staged(
     Args:
         parts: The parts; none may change until the return.
         pin: Pins memory by address and size. Returns what unpins it; None if the driver refuses.
-        begin: Begins a copy to the card, by target, source and size. Returns an event behind it.
+        begin: Begins a copy to the card, by target, source and size. Returns an event that is recorded after it.
         finish: Waits for such an event, and polls.
         poll: May raise to give up.
     """
@@ -62,7 +62,7 @@ def copy_staged(
                         filling.append((pool.submit(ctypes.memmove, buffer, source, size), target, buffer, size))
                     if not filling:
                         break
-                    # Step 2: the oldest one that is full goes to the card.
+                    # Step 2: copy the oldest full one to the card.
                     future, target, buffer, size = filling.popleft()
                     _await_full(future, poll)
                     reading.append((begin(target, buffer, size), buffer))
@@ -71,7 +71,7 @@ def copy_staged(
                         finish(reading[0][0], poll)
                         buffers.append(reading.popleft()[1])
             finally:
-                # Also when it is given up: nothing may read the buffers any more when they are unpinned.
+                # Also after an error: nothing may read the buffers while they are unpinned.
                 for event, _ in reading:
                     finish(event, _ignore)
     return True

@@ -227,7 +227,7 @@ class KernelRunning(ctypes.Structure):
 
     `block_ns` is how long a block of it took last, 0 if that is not known. `entry` is the address of its runner, 0
     before it is compiled. `first_code_ns` is for how much longer launches may run its first code: the stream counts it
-    down, and where it becomes negative, native code launches the kernel no more until Python has optimised it. 0 means
+    down, and when it becomes negative, native code stops launching the kernel until Python has optimised it. 0 means
     that the code is not timed: it is optimised.
     """
 

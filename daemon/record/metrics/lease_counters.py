@@ -34,7 +34,7 @@ _OF_SESSIONS: Final = (
 """What workers count on their control pages."""
 
 _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {families.IMAGE_MISMATCHES}
-"""What facts count; a mismatch is a particular of one."""
+"""The families that facts count; one kind of fact also says whether there was an image mismatch."""
 
 _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)

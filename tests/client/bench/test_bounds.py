@@ -69,7 +69,7 @@ def test_a_missed_bound_is_judged_by_the_better_of_two_measurements(second: floa
     first = {"a": KEPT["a"] | {"call_ms": 3.0}, "c": KEPT["c"]}
     report = first | {"again": {"a": KEPT["a"] | {"call_ms": second, "launch_us": 9.0}}}
     launch, _, _, call = outcomes(parse_bounds(FILE, "cuda"), report)
-    # What was kept at first stays as it was.
+    # A bound that was kept at first keeps its value.
     assert (launch.value, launch.is_kept, launch.first_value) == (0.25, True, None)
     assert (call.value, call.is_kept, call.first_value) == (value, is_kept, 3000.0)
     (row,) = check_table([call], {}).splitlines()[1:]
@@ -118,7 +118,7 @@ def test_the_file_has_bounds_of_each_driver_with_units_and_divisors_named(driver
     bounds = load_bounds(driver)
     assert len({bound.name for bound in bounds}) == len(bounds) > 25
     assert all(bound.unit and bool(bound.of) == bool(bound.beside) for bound in bounds)
-    # Each bound has a part of the run that measures it, and its host's floors are measured beside that part.
+    # Each bound has a part of the run that measures it, and its host's floors are measured with that part.
     assert {bound.part for bound in bounds} <= {part.name for part in PARTS}
     assert all(bound.of.startswith(f"{bound.part}.host.") for bound in bounds if bound.floor)
     assert {bound.floor for bound in bounds if bound.floor} <= set(FLOORS)

@@ -401,7 +401,7 @@ def test_one_stream_too_many_is_refused(scene: Scene) -> None:
     streams[None] = MAX_STREAMS
     answer = scene.client().get("/page/events")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5")
-    # Tenants have others, of which one tenant can't have all.
+    # Tenants have other streams, of which one tenant can't use all.
     assert scene.client("ann").head("/page/events").status_code == 200
     streams["ann"] = MAX_TENANT_STREAMS
     assert [scene.client(tenant).head("/page/events").status_code for tenant in ("ann", "bob")] == [503, 200]

@@ -459,7 +459,7 @@ def cold(s: Scenario, lease_id: int) -> int:
 
 @pytest.mark.parametrize(("request_", "effect"), NEEDS_SESSION)
 def test_a_request_brings_a_session_back_and_is_handled_then(request_: Event, effect: type[Effect]) -> None:
-    # Parked warm: the request is what brings it back.
+    # Parked warm: the request brings it back.
     s = scenario()
     s.active(1, 20, park_idle_ms=0)
     parked(s, 1)

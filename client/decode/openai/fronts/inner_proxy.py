@@ -89,7 +89,7 @@ class InnerProxy:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _pass_on(self, connection: h11.Connection, sock: socket.socket, send: Send) -> None:
-        """Step 2: the reply, piece by piece."""
+        """Step 2: forward the reply, piece by piece. Raises ClientDisconnect if the connection ends before it does."""
         while True:
             try:
                 part = connection.next_event()

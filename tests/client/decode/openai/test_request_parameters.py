@@ -243,6 +243,6 @@ def test_options_of_a_stream_are_looked_at_likewise() -> None:
     assert parsed(False, streamed(continuous_usage_stats=True, include_usage=True)).has_running_usage
     unknown = refusal(False, streamed(include_use=True))
     assert (unknown.code, unknown.param) == ("unknown_parameter", "stream_options.include_use")
-    # A text that is no name is not repeated as one.
+    # A text that is not a name is not repeated in the error.
     for name in ("x" * 1000, "\ud800", "a\n"):
         assert refusal(False, {name: 1}).param is None
