@@ -21,7 +21,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_is_measured(kept: frozenset[str]) -> None:
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         figures = runner.run(measure(LEASES, kept))
-    rates = {f"{name}_{unit}" for name in ("grants", "renewals", "mixed") for unit in ("per_s", "cpu_us")}
+    rates = {
+        f"{name}_{unit}" for name in ("grants", "renewals", "mixed") for unit in ("per_s", "us", "cpu_us", "floor_us")
+    }
     lateness = {f"{name}_late_{part}_ms" for name in ("expiry", "burst") for part in ("p50", "p99", "max")}
     assert set(figures) == rates | lateness
     assert all(figures[name] > 0 for name in rates)
