@@ -58,6 +58,7 @@ The claims page, by byte offset:
      168  time at which the current such interval began, ns; 0 for none
      176  1 if the worker keeps this account of time and obeys the limits; 0 from an older worker
      184  times at which the last finished busy interval began and ended, in two words, ns
+     200  what the worker says about a session that moves between workers, see `Transfer`
      512  for each of 16 connections, three words: its number in the session, 0 for none; its process's id, 0 if
           unknown; the bytes that it holds
 
@@ -203,6 +204,20 @@ class Counter(IntEnum):
     TIME_VERSION = 22
     LAST_BUSY_FROM_NS = 23
     LAST_BUSY_UNTIL_NS = 24
+    TRANSFER = 25
+
+
+class Transfer(IntEnum):
+    """Which of a lease's workers has the session, for a broker that finds several; a value of `Counter.TRANSFER`.
+
+    NONE: no image has left the worker or arrived in it; also of an older worker, which writes nothing. LEFT: the worker
+    has sent the session's image, and serves nothing until it is ordered to stay. SERVES: it has adopted the image, or
+    was ordered to stay, and reads what the session's clients send.
+    """
+
+    NONE = 0
+    LEFT = 1
+    SERVES = 2
 
 
 SESSION_TOTALS: Final = (
@@ -731,6 +746,14 @@ def overran(polled_ns: int, since_ns: int, bound_ms: int) -> str:
 def overran_on(claims_fd: int, bound_ms: int) -> str:
     """Return the result of `overran` for a claims page, which need not be mapped."""
     return overran(_counter(claims_fd, Counter.LAST_POLL_NS), _counter(claims_fd, Counter.KERNEL_SINCE_NS), bound_ms)
+
+
+def transfer_on(claims_fd: int) -> Transfer:
+    """Return what a worker says on its claims page about its session; NONE for a value that no worker writes."""
+    try:
+        return Transfer(_counter(claims_fd, Counter.TRANSFER))
+    except ValueError:
+        return Transfer.NONE
 
 
 def _counter(claims_fd: int, counter: Counter) -> int:

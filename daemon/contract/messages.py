@@ -47,7 +47,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Final
 
-from gpulease.daemon.contract.control_page import MAX_LATENCY_WORDS, PageState
+from gpulease.daemon.contract.control_page import MAX_LATENCY_WORDS, PageState, Transfer
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import (
     BYTES,
@@ -276,6 +276,7 @@ class EndedWorker(Message):
         overran: The kernel for which the zygote ended its lease; "" if it did not.
         page: The last state of its lease's page, without the cause; None if the page was not read.
         cause: The cause of the lease's end on that page.
+        transfer: What the worker said about its session, see `Transfer`; None from an older zygote.
     """
 
     OP: ClassVar[str] = "ended"
@@ -286,6 +287,7 @@ class EndedWorker(Message):
     overran: Text = ""
     page: Annotated[PageState | None, converted(_page, _page_map).optional()] = None
     cause: Annotated[str | None, TEXT.optional()] = None
+    transfer: Annotated[Transfer | None, one_of(Transfer).optional()] = None
 
     @property
     def last_page(self) -> PageState | None:

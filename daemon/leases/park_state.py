@@ -175,9 +175,9 @@ class ParkState:
     def is_cold(self) -> bool:
         """Return whether the session has no worker, or one that may not have restored it completely yet.
 
-        A former worker that is held counts as its worker until another one adopts its image.
+        A former worker that is held counts as its worker. A restarted daemon sees whether the next one has it by then.
         """
-        if self.held_id and self.depth is not ParkDepth.ADOPTING:
+        if self.held_id:
             return False
         return self.depth in (ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
 

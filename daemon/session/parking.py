@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from gpulease.daemon.contract.control_page import Counter
+from gpulease.daemon.contract.control_page import Counter, Transfer
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import (
     ImagedReport,
@@ -375,6 +375,14 @@ class SessionParking:
         if self._finish is not None:
             raise CantLeave("it came from another process and must return to its card once before", is_lasting=False)
         return self._memory, self._report
+
+    def note_left(self) -> None:
+        """Show on the claims page that the image was sent, and that this process serves nothing any more."""
+        self._counters[Counter.TRANSFER] = Transfer.LEFT
+
+    def note_serves(self) -> None:
+        """Show on the claims page that only this process has the session. Call this before it reads from clients."""
+        self._counters[Counter.TRANSFER] = Transfer.SERVES
 
     def report(self, message: ImagedReport | LeaveRefusedReport | ReturnFailedReport) -> None:
         self.outbox.append(message)

@@ -492,6 +492,7 @@ class SessionServer:
             parking.report(LeaveRefusedReport(order.number, f"its image can't be sent: {error}", False))
         else:
             self._has_left = True
+            parking.note_left()
             for fd in self._connections.keys() - self._held:
                 self._poll.unregister(fd)
             self._ready.clear()
@@ -555,6 +556,7 @@ class SessionServer:
         if not self._has_left:
             return
         self._has_left = False
+        self._session.parking.note_serves()
         for connection in self._connections.values():
             if connection.fd in self._held:
                 continue
@@ -580,12 +582,15 @@ class SessionServer:
             parking.report(ReturnFailedReport(order.number, str(error), True))
             return
         if order.refusal:
+            parking.note_serves()
             # The session's bytes do not fit. Report that, and the broker has the waiting requests refused.
             parking.report(ReturnFailedReport(order.number, order.refusal, False))
             self._send_reports()
             return
         parking.bring_back(ReturnOrder(order.number))
         self._has_left = parking.is_misfit
+        if not parking.is_misfit:
+            parking.note_serves()
         # Report before anything is served: if this process dies, the broker must know whether the session was complete.
         self._send_reports()
         if not parking.is_parked:

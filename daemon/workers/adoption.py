@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from gpulease.daemon.contract.control_page import PageState, boot_ns
-from gpulease.daemon.host.processes import has_ended, name_of
+from gpulease.daemon.contract.control_page import PageState, Transfer, boot_ns
+from gpulease.daemon.host.processes import has_ended, is_exiting, name_of
 from gpulease.daemon.leases import (
     Cause,
     Event,
@@ -43,10 +43,16 @@ STRAY_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LeftoverWorker:
-    """A worker of an earlier daemon, and the state of its lease's page: the current one, or that when it was reaped."""
+    """A worker of an earlier daemon, as it is now, or as it was when it was reaped.
+
+    Attributes:
+        page: The state of its lease's page.
+        transfer: What it says about its session; None if that is not known.
+    """
 
     worker: FoundWorker
     page: PageState
+    transfer: Transfer | None = Transfer.NONE
 
     @property
     def is_alive(self) -> bool:
@@ -120,7 +126,11 @@ def _restore(
     for lease in rows:
         own = [candidate for candidate in others if candidate.worker.spec.lease_id == lease.lease_id]
         # While a hung context is being replaced, a lease has two workers, and the second one has no deadline yet.
+        # While a session passes from one worker to another, both have the lease's deadline.
         best = max(own, key=lambda candidate: (candidate.is_leased, candidate.is_alive), default=None)
+        has_session: bool | None = None
+        if lease.terms.is_parkable and lease.state is LeaseState.ACTIVE:
+            has_session, best = _with_session(own, best)
         # No zygote has the lease's worker: it died with its zygote, or `end_stray` kills it.
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
@@ -131,15 +141,72 @@ def _restore(
         # memory free, on this worker's card.
         if lease.state is not LeaseState.FENCED:
             on_page = on_page._replace(card_uuid=best.worker.spec.card_uuid)
-        # The worker that adopts a session has its deadline, and so does the worker that the session has left. It is
-        # unknown which of them serves it.
-        is_ambiguous = sum(candidate.is_leased and candidate.is_alive for candidate in own) > 1
-        if is_ambiguous and lease.terms.is_parkable and lease.state is LeaseState.ACTIVE:
-            on_page = on_page._replace(is_cold=True)
+        # What the workers say is newer than the record.
+        if has_session is not None:
+            on_page = on_page._replace(is_cold=not has_session)
         horizon = horizon_on(best.page, clocks) if lease.terms.is_claimed else None
         restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon)
         adoptions.append(Adoption(restored, best.worker))
     return adoptions, others
+
+
+def _with_session(
+    own: Sequence[LeftoverWorker], best: LeftoverWorker | None
+) -> tuple[bool | None, LeftoverWorker | None]:
+    """Find the worker that has the session of a parkable lease.
+
+    The claims are those of the tenant's own workers: by false ones, it harms only its own session.
+
+    Returns:
+        Whether there is one, and that one; None and `best` if only the journal knows.
+    """
+    leased = [candidate for candidate in own if candidate.is_leased]
+    serving = [candidate for candidate in leased if candidate.transfer is Transfer.SERVES]
+    if len(serving) == 1:
+        return True, serving[0]
+    if len(leased) < 2:
+        return None, best
+    # The session has left a worker, and is in no other: it is as it was, and that worker can serve it again.
+    left = [candidate for candidate in leased if candidate.is_alive and candidate.transfer is Transfer.LEFT]
+    if len(left) == 1 and not serving and all(candidate.transfer is not None for candidate in leased):
+        return True, left[0]
+    # It is unknown which of them served the session last.
+    return (False if serving or sum(candidate.is_alive for candidate in leased) > 1 else None), best
+
+
+def _found(worker: FoundWorker) -> LeftoverWorker:
+    transfer = worker.transfer()
+    # The earlier broker has killed it, because the session was in its image.
+    if transfer is Transfer.LEFT and worker.fds is not None and is_exiting(worker.pid):
+        transfer = None
+    return LeftoverWorker(worker, worker.page(), transfer)
+
+
+def _stop_arrivals(left_workers: Sequence[LeftoverWorker]) -> list[LeftoverWorker]:
+    """Kill the workers in which sessions are arriving but have not arrived, and return all workers as they are then.
+
+    A session continues in the worker that it has left. So its next worker must not finish in the meantime. Blocks until
+    these workers have ended.
+    """
+    by_lease: dict[int, list[LeftoverWorker]] = {}
+    for candidate in left_workers:
+        if candidate.is_leased and candidate.is_alive and not candidate.worker.spec.submit_of:
+            by_lease.setdefault(candidate.worker.spec.lease_id, []).append(candidate)
+    arrivals: list[FoundWorker] = []
+    for own in by_lease.values():
+        transfers = [candidate.transfer for candidate in own]
+        if Transfer.LEFT in transfers and Transfer.SERVES not in transfers:
+            arrivals += [candidate.worker for candidate in own if candidate.transfer is not Transfer.LEFT]
+    for worker in arrivals:
+        if worker.fds is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(worker.fds[0], signal.SIGKILL)
+    for worker in arrivals:
+        if worker.fds is not None:
+            has_ended(worker.fds[0], STRAY_TIMEOUT_S)
+    if not arrivals:
+        return list(left_workers)
+    return [_found(one.worker) for one in left_workers]
 
 
 def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
@@ -191,7 +258,7 @@ def adopt(
         regions: The regions that the journal has.
     """
     # Step 1: decide, only from the pages and the journal.
-    left_workers = [LeftoverWorker(worker, worker.page()) for worker in workers.found_workers()]
+    left_workers = _stop_arrivals([_found(worker) for worker in workers.found_workers()])
     clocks = time.monotonic_ns(), boot_ns()
     adoptions = reconcile(rows, left_workers, overheads, latest_ns, lambda: secrets.randbits(128) or 1, clocks)
     # Step 2: register every worker before the first event, because its effects address workers by number.

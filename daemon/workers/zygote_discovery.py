@@ -13,7 +13,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.contract.control_page import PageState, state_of
+from gpulease.daemon.contract.control_page import PageState, Transfer, state_of, transfer_on
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     HANDOVER,
@@ -74,6 +74,8 @@ class FoundWorker:
         reason: How it ended; None while it lives.
         last_page: The state of its lease's page when it was reaped; None while it lives.
         overran: Description of the kernel for which the zygote ended its lease; "" if it did not.
+        last_transfer: What it had said about its session when it was reaped; None while it lives, or if its zygote does
+          not report that.
     """
 
     serial: int
@@ -83,10 +85,15 @@ class FoundWorker:
     reason: str | None = None
     last_page: PageState | None = None
     overran: str = ""
+    last_transfer: Transfer | None = None
 
     def page(self) -> PageState:
         """Return the latest state that a broker, or the zygote, wrote on the page of its lease."""
         return self.last_page or _NO_PAGE if self.fds is None else state_of(self.fds[1])
+
+    def transfer(self) -> Transfer | None:
+        """Return what it says now about its session; None if it has ended and its zygote does not report that."""
+        return self.last_transfer if self.fds is None else transfer_on(self.fds[2])
 
 
 @dataclass(slots=True)
@@ -240,7 +247,14 @@ def _add_worker(zygote: FoundZygote) -> bool:
         case EndedWorker() as ended:
             close_all(fds)
             worker = FoundWorker(
-                ended.serial, ended.spec, ended.pid, None, ended.reason, ended.last_page, ended.overran
+                ended.serial,
+                ended.spec,
+                ended.pid,
+                None,
+                ended.reason,
+                ended.last_page,
+                ended.overran,
+                ended.transfer,
             )
             zygote.workers.append(worker)
         case HandoverDone():

@@ -23,11 +23,13 @@ from gpulease.daemon.contract.control_page import (
     NO_FDS,
     PageFds,
     PageState,
+    Transfer,
     boot_ns,
     flip_word,
     gone_by,
     overran_on,
     state_of,
+    transfer_on,
 )
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import EndedWorker, EndSession, HandoverDone, LivingWorker
@@ -55,6 +57,7 @@ class WorkerEntry:
         channel_fd: The broker's end of the worker's channel; -1 if the zygote dies with its broker.
         reason: How the worker ended; None while it lives.
         last_page: The state of the lease's page when the worker was reaped.
+        last_transfer: What the worker had said about its session by then.
         deadline_ns: When the lease ends, as the last broker wrote it. Set while no broker runs.
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
@@ -73,6 +76,7 @@ class WorkerEntry:
     channel_fd: int = -1
     reason: str | None = None
     last_page: PageState | None = None
+    last_transfer: Transfer | None = None
     deadline_ns: int = 0
     kill_due_ns: int | None = None
     is_killed: bool = False
@@ -142,6 +146,7 @@ class WorkerTable:
             if remember:
                 # A broker flips the word before it records the end. If it died in between, only the page shows the end.
                 worker.last_page = state_of(worker.page_fds.lease)
+                worker.last_transfer = transfer_on(worker.page_fds.claims)
             worker.close()
             if remember:
                 self._ended[worker.serial] = worker
@@ -178,8 +183,11 @@ class WorkerTable:
         for worker in self._ended.values():
             page, reason = worker.last_page, worker.reason or ""
             cause = None if page is None else page.cause
-            ended = EndedWorker(worker.serial, worker.pid, reason, worker.spec, worker.overran, page, cause)
-            yield ended, ()
+            transfer = worker.last_transfer
+            yield (
+                EndedWorker(worker.serial, worker.pid, reason, worker.spec, worker.overran, page, cause, transfer),
+                (),
+            )
         yield HandoverDone(), ()
 
     # --- while there is a broker ---

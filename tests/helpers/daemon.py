@@ -56,6 +56,7 @@ class Faults:
     withhold_proof_while: Path | None = None
     inflate_while: Path | None = None
     hang_syncs_while: Path | None = None
+    hang_commits_while: Path | None = None
     others_in: Path | None = None
     names_in: Path | None = None
     leaks_descriptors: bool = False
@@ -70,6 +71,7 @@ class Faults:
                 "withhold_proof_while",
                 "inflate_while",
                 "hang_syncs_while",
+                "hang_commits_while",
                 "others_in",
                 "names_in",
                 "stops_workers_at",

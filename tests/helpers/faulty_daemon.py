@@ -6,7 +6,7 @@ FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.co
 `helpers.stopping_worker` at which its workers stop themselves; `fleet_design`, that of `helpers.broken_fleet` by which
 its fleet process decides; and paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes
 back; as long as `inflate_while` does, every worker seems to hold a TiB; as long as `hang_syncs_while` does, no file
-gets to the disk.
+gets to the disk; as long as `hang_commits_while` does, no row gets to the journal.
 `others_in` is a file of two numbers: the bytes of each card that belong to no process, and those of a program outside
 the daemon; while it is not there, there are none.
 `names_in` is a folder in which `helpers.local_claims` keeps the claims of names.
@@ -26,6 +26,7 @@ from gpulease.daemon.__main__ import main
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading, CardSource, CardsUnavailable
+from gpulease.daemon.record.journal.journal import _StoreTarget
 from gpulease.daemon.workers.registry import Workers
 from helpers.local_claims import serve_names
 
@@ -53,6 +54,8 @@ def break_things(faults: dict[str, Any]) -> None:
         run_instead("gpulease.daemon.fleet", "helpers.broken_fleet", faults["fleet_design"])
     if faults["hang_syncs_while"] is not None:
         hang_syncs(Path(faults["hang_syncs_while"]))
+    if faults["hang_commits_while"] is not None:
+        hang_while(Path(faults["hang_commits_while"]), _StoreTarget, "commit")
     if faults["inflate_while"] is not None:
         inflated = Path(faults["inflate_while"])
 
@@ -86,20 +89,22 @@ def run_instead(module: str, instead: str, *arguments: str) -> None:
 
 
 def hang_syncs(flag: Path, call: str = "fdatasync") -> None:
-    """A disk that takes its time: fdatasync(2), or that call, returns when the flag is gone.
+    """A disk that takes its time: fdatasync(2), or that call, returns when the flag is gone."""
+    hang_while(flag, os, call)
 
-    It says in the flag that one waits.
-    """
-    sync = getattr(os, call)
 
-    def hanging(fd: int) -> None:
+def hang_while(flag: Path, of: Any, name: str) -> None:
+    """Have a function of a class or module begin only when the flag is gone; it says in the flag that a call waits."""
+    call = getattr(of, name)
+
+    def hanging(*arguments: Any) -> Any:
         while flag.exists():
             with contextlib.suppress(FileNotFoundError), flag.open("r+") as file:
                 file.write("waits")
             time.sleep(0.01)
-        sync(fd)
+        return call(*arguments)
 
-    setattr(os, call, hanging)
+    setattr(of, name, hanging)
 
 
 def card_sources() -> list[type[CardSource]]:

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from gpulease.daemon.contract import messages
-from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.control_page import PageState, Transfer
 from gpulease.daemon.contract.guests import Guest
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
@@ -130,7 +130,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     ),
     (
         HANDOVER_MESSAGES,
-        messages.EndedWorker(3, 77, "ended", SPEC, "", PageState(None, 5, 6), ""),
+        messages.EndedWorker(3, 77, "ended", SPEC, "", PageState(None, 5, 6), "", Transfer.LEFT),
         {
             "op": "ended",
             "serial": 3,
@@ -140,6 +140,7 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
             "overran": "",
             "page": [None, 5, 6],
             "cause": "",
+            "transfer": 1,
         },
     ),
     (HANDOVER_MESSAGES, messages.HandoverDone(), {"op": "told"}),

@@ -79,6 +79,7 @@ from gpulease.daemon.leases import (
     SpawnWorker,
     StaySession,
     TimerEvent,
+    WarmEnded,
     WarmState,
     WarmUp,
     WorkerExited,
@@ -125,6 +126,7 @@ class ModelWorker:
         gone: Bytes of ended regions that nothing else of the session may use yet.
         card: Its card.
         has_left: It has sent its image: it does nothing until it is killed, or stays.
+        serves: It has adopted an image, or was ordered to stay, as its claims page says.
         is_new: It waits for the image of a cold session.
         of_lease: The lease for which its zygote knows it.
         is_leased: Its page has a deadline.
@@ -143,6 +145,7 @@ class ModelWorker:
     gone: dict[int, int] = field(default_factory=dict)
     card: str = CARD.uuid
     has_left: bool = False
+    serves: bool = False
     is_new: bool = False
     of_lease: int = 0
     is_leased: bool = False
@@ -191,7 +194,11 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.disk = Disk()
         self.now_ns = 10_000 * MS
         self.workers: dict[int, ModelWorker] = {}
-        self.dead: dict[int, int] = {}
+        # Workers that were reaped and that their zygotes still know, and those that the last event had them forget.
+        self.reaped: list[ModelWorker] = []
+        self.forgotten: list[ModelWorker] = []
+        # The worker that may have served the session of each lease last.
+        self.served_by: dict[int, ModelWorker] = {}
         self.timers: list[tuple[int, TimerEvent]] = []
         self.kills: list[int] = []
         # Of the last event: kills that need not wait until the disk has its rows.
@@ -222,7 +229,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
         # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
-        self.unrecorded_kills = []
+        self.unrecorded_kills, self.forgotten = [], []
         self.before_last = dict(self.ended), {lease_id: list(kinds) for lease_id, kinds in self.records.items()}
         for effect in effects:
             self.execute(effect)
@@ -237,6 +244,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case SpawnWorker(lease_id, card, terms):
                 worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
                 worker.size, worker.of_lease = terms.size_bytes, lease_id
+                self.served_by[lease_id] = worker
                 worker.answers.append(WorkerReady(lease_id))
             case SetDeadline(worker_id):
                 if worker_id in self.workers:
@@ -259,6 +267,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     renamed.worker_id = to_id
                     if not (is_held or was_held):
                         renamed.answers, renamed.size = [], 0
+                for reaped in self.reaped:
+                    reaped.worker_id = to_id if reaped.worker_id == from_id else reaped.worker_id
+            case WarmEnded(warm_id):
+                self.forget(warm_id)
             case KillWorker(worker_id, after_record):
                 self.kills.append(worker_id)
                 if not after_record:
@@ -288,6 +300,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case ProveRegion():
                 self.proofs = [one for one in self.proofs if one.region_id != effect.region_id] + [effect]
             case LeaseEnded(lease):
+                self.forget(lease.lease_id)
                 self.images.pop(lease.lease_id, None)
                 self.lent.discard(lease.lease_id)
                 self.ended[lease.lease_id] = self.ended.get(lease.lease_id, 0) + 1
@@ -363,7 +376,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         order = worker.orders.pop(0)
         # After a restart no broker knows of the image, and the session's next order is another one than to stay.
         if worker.has_left and isinstance(order, ParkSession | ReturnSession | StaySession):
-            worker.has_left = False
+            self.serve(worker)
             self.read_words(worker)
         match order:
             case LeaveSession(lease_id, number, carries):
@@ -371,17 +384,19 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 if worker.on_card or worker.park != number or is_busy:
                     worker.answers.append(SessionStays(lease_id, number, "it is busy", is_lasting=luck % 2 == 1))
                     return
-                worker.has_left, self.imaged[lease_id] = True, number
+                worker.has_left, worker.serves, self.imaged[lease_id] = True, False, number
                 self.image_regions[lease_id] = dict(worker.regions), dict(worker.gone)
                 worker.answers.append(SessionImaged(lease_id, number, 1000))
             case AdoptSession(lease_id, number, refusal) if refusal and luck % 5 != 1:
                 worker.is_new, worker.park, worker.has_memory = False, number, True
+                self.serve(worker)
                 worker.answers.append(SessionReturnFailed(lease_id, number, refusal))
             case AdoptSession(lease_id, number):
                 if luck % 5 == 1:
                     worker.answers.append(SessionReturnFailed(lease_id, number, "it moved", is_mismatch=True))
                     return
                 worker.is_new, worker.park, worker.has_memory = False, number, True
+                self.serve(worker)
                 regions, gone = self.image_regions[lease_id]
                 worker.regions, worker.gone = dict(regions), dict(gone)
                 self.read_words(worker)
@@ -419,9 +434,17 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case EndRegion(region_id=region_id):
                 worker.end_region(region_id, is_shown=luck % 3 > 0)
 
+    def serve(self, worker: ModelWorker) -> None:
+        worker.has_left, worker.serves = False, True
+        self.served_by[worker.of_lease] = worker
+
+    def forget(self, worker_id: int) -> None:
+        self.forgotten += [worker for worker in self.reaped if worker.worker_id == worker_id]
+        self.reaped = [worker for worker in self.reaped if worker.worker_id != worker_id]
+
     def reap(self, worker_id: int) -> None:
         if worker_id in self.workers:
-            del self.workers[worker_id]
+            self.reaped.append(self.workers.pop(worker_id))
         self.proofs = [one for one in self.proofs if one.lease_id != worker_id]
         self.send(WorkerExited(worker_id, "signal 9"))
 
@@ -669,22 +692,25 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         # Each step of a worker may meet the new daemon: its orders and answers stay in the channel.
         if is_tail_lost:
             self.disk.lose_tail()
+            self.reaped += self.forgotten
             self.ended, self.records = self.before_last
         contents = self.disk.read()
-        if is_tail_lost:
-            self.check_unrecorded_kills({kept.lease_id for kept in contents.leases if not kept.is_cold})
+        killed = [self.workers.get(worker_id) for worker_id in self.unrecorded_kills] if is_tail_lost else []
         self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
         self.images, self.lent = {}, set()
         self.cards = {kept.lease_id: kept.card_uuid for kept in contents.leases}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
-        beside = self.find_workers({kept.lease_id for kept in contents.leases})
+        beside, has_session = self.find_workers({kept.lease_id for kept in contents.leases})
         for kept in contents.leases:
-            own = [worker for worker in self.workers.values() if worker.of_lease == kept.lease_id]
-            if sum(worker.is_leased for worker in own) > 1:
-                kept = kept._replace(is_cold=True)
-            if kept.lease_id in self.workers:
-                kept = kept._replace(card_uuid=self.workers[kept.lease_id].card)
-            self.send(LeaseRestored(kept, has_worker=kept.lease_id in self.workers, has_session=True))
+            if kept.lease_id in has_session:
+                kept = kept._replace(is_cold=not has_session[kept.lease_id])
+            if (own := self.workers.get(kept.lease_id)) is not None:
+                kept = kept._replace(card_uuid=own.card)
+            self.send(LeaseRestored(kept, has_worker=own is not None, has_session=True))
+            lease = self.table.get(kept.lease_id)
+            if own is not None and lease is not None and lease.state is LeaseState.ACTIVE:
+                assert self.served_by[kept.lease_id] is own, "a session continues as it was before"
+                assert own not in killed, "a worker that its record needs was killed"
         for region in contents.regions:
             self.send(RegionRestored(region))
         for worker in self.workers.values():
@@ -709,28 +735,41 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.send(DrainTimerFired())
         self.send(PoolTimerFired())
 
-    def check_unrecorded_kills(self, lease_ids: set[int]) -> None:
-        """Check that no lease, of these that have a worker by their rows, has lost it although it continues."""
-        for worker_id in self.unrecorded_kills:
-            worker, live = self.workers.get(worker_id), self.table._store.live
-            if worker is not None and worker.is_leased and worker.of_lease in lease_ids & live.keys():
-                assert live[worker.of_lease].state is not LeaseState.ACTIVE, "a worker that its record needs was killed"
+    def find_workers(self, lease_ids: set[int]) -> tuple[dict[int, int], dict[int, bool]]:
+        """Number the workers as a new daemon does.
 
-    def find_workers(self, lease_ids: set[int]) -> dict[int, int]:
-        """Number the workers as a new daemon does; return the lease of each that is one too many, by its number."""
+        Returns the lease of each that is one too many, by its number; and for some leases whether a worker has the
+        session, which is newer than the record.
+        """
         beside: dict[int, int] = {}
+        has_session: dict[int, bool] = {}
         for lease_id in lease_ids:
             own = [worker for worker in self.workers.values() if worker.of_lease == lease_id]
             own.sort(key=lambda worker: worker.is_leased, reverse=True)
+            leased = [worker for worker in (*own, *self.reaped) if worker.of_lease == lease_id and worker.is_leased]
+            serving = [worker for worker in leased if worker.serves]
+            left = [worker for worker in own if worker.is_leased and worker.has_left]
+            best = own[0] if own else None
+            if len(serving) == 1:
+                has_session[lease_id], best = True, serving[0]
+            elif len(leased) > 1 and len(left) == 1 and not serving:
+                has_session[lease_id], best = True, left[0]
+                # The others are killed before they can do anything more.
+                for worker in own:
+                    worker.orders = [] if worker is not best else worker.orders
+            elif sum(worker.is_leased for worker in own) > 1:
+                has_session[lease_id] = False
+            own.sort(key=lambda worker: worker is best, reverse=True)
             for worker in own:
                 del self.workers[worker.worker_id]
-            for number, worker in enumerate(own):
-                worker.worker_id = self.next_number() + (1 << 20) if number else lease_id
-                worker.answers = [] if number else worker.answers
+            for worker in own:
+                is_own = worker is best
+                worker.worker_id = lease_id if is_own else self.next_number() + (1 << 20)
+                worker.answers = worker.answers if is_own else []
                 self.workers[worker.worker_id] = worker
-                if number:
+                if not is_own:
                     beside[worker.worker_id] = lease_id
-        return beside
+        return beside, has_session
 
     # --- what must hold ---
 

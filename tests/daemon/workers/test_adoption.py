@@ -1,13 +1,14 @@
 """Which leases and workers of an earlier daemon go on: `reconcile`, without processes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpulease.daemon.contract.control_page import PageState
+from gpulease.daemon.contract.control_page import PageState, Transfer
 from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.leases import (
     FIRST_SUBMIT_ID,
@@ -57,9 +58,10 @@ def left(
     size: int = 100,
     overran: str = "",
     submit_of: int = 0,
+    transfer: Transfer | None = Transfer.NONE,
 ) -> LeftoverWorker:
     spec = WorkerSpec(lease_id, CARD, size, is_shared=True, submit_of=submit_of, timeout_ms=50)
-    return LeftoverWorker(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page)
+    return LeftoverWorker(FoundWorker(next(SERIALS), spec, 77, None, reason, overran=overran), page, transfer)
 
 
 def decide(
@@ -158,6 +160,53 @@ def test_of_two_workers_the_one_that_was_granted_is_the_leases(
     assert isinstance(restored, LeaseRestored)
     assert (serial, other) == (own.worker.serial, hung.worker.serial)
     assert found == WorkerFound(1000, CARD, 107, 5)
+
+
+PARKABLE = KEPT._replace(terms=replace(KEPT.terms, park_idle_ms=0))
+NONE, LEFT, SERVES = Transfer
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "chosen", "has_session"),
+    [
+        # Each worker: what it says about the session, and whether it lives.
+        ([(LEFT, True), (SERVES, True)], 1, True),
+        ([(LEFT, True), (NONE, True)], 0, True),
+        ([(LEFT, True), (NONE, False)], 0, True),
+        # One that served the session last, and is dead, has taken it along.
+        ([(LEFT, True), (SERVES, False)], 1, True),
+        ([(LEFT, False), (SERVES, True)], 1, True),
+        ([(None, False), (SERVES, True)], 1, True),
+        # The record is older than the only worker's word, and newer than its silence.
+        ([(SERVES, True)], 0, True),
+        ([(NONE, True)], 0, None),
+        ([(LEFT, True)], 0, None),
+        # Nobody knows: two that say nothing or the same, or one whose end its zygote does not describe.
+        ([(NONE, True), (NONE, True)], None, False),
+        ([(LEFT, True), (LEFT, True)], None, False),
+        ([(SERVES, True), (SERVES, True)], None, False),
+        ([(LEFT, True), (NONE, True), (None, False)], None, False),
+    ],
+)
+def test_a_session_continues_in_the_worker_that_served_it_last(
+    workers: list[tuple[Transfer | None, bool]], chosen: int | None, has_session: bool | None, is_cold: bool
+) -> None:
+    found = [left(5, transfer=transfer, reason=None if lives else ENDED) for transfer, lives in workers]
+    (restored, serial), *others = decide([PARKABLE._replace(is_cold=is_cold)], found)
+    assert isinstance(restored, LeaseRestored)
+    assert restored.kept.is_cold == (is_cold if has_session is None else not has_session)
+    if chosen is not None:
+        assert (serial, restored.has_worker) == (found[chosen].worker.serial, workers[chosen][1])
+    assert len(others) == len(workers) - 1
+    assert all(isinstance(event, WorkerFound) and event.beside_lease_id == 5 for event, _ in others)
+
+
+def test_what_workers_say_is_for_running_parkable_leases_alone() -> None:
+    serving, granted = left(5, PageState(None, 0, 0), transfer=SERVES), left(5)
+    for kept in (KEPT, PARKABLE._replace(state=LeaseState.DRAINING, cause=Cause.FREED), PARKABLE):
+        ((restored, serial), _) = decide([kept], [serving, granted])
+        assert (restored, serial) == (LeaseRestored(kept, has_worker=True), granted.worker.serial)
 
 
 def test_workers_of_nobody_are_told_with_what_they_hold() -> None:

@@ -1,0 +1,100 @@
+"""kill -9 of the broker while a session passes from one worker to another, before a record says so.
+
+Both workers live then, and each has, or had, the session: the next broker continues it in the one that served it last.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from gpulease.client import GpuLease, GpuLeaseError, GpuSession
+from helpers.audit_log import records
+from helpers.daemon import Faults
+from helpers.lasting import LastingDaemon
+from helpers.parking import row
+from helpers.waiting import wait_until
+
+MIB = 1 << 20
+CONFIG = """
+audit = "{audit}"
+[limits]
+park_memory = "256MiB"
+park_stay_ms = 0
+"""
+
+
+def workers_of(node: LastingDaemon, lease: GpuLease) -> list[int]:
+    name = f"gpul-{lease.lease_id:032x}"[:15]
+    return [info.pid for info in node.processes() if info.name == name]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("step", ["arriving", "arrived", "arrived, and died"])
+def test_a_killed_broker_finds_both_workers(
+    start_lasting: Callable[..., LastingDaemon], tmp_path: Path, step: str
+) -> None:
+    audit, hang, stops_at = tmp_path / "audit", tmp_path / "hang", tmp_path / "step"
+    # The kill of the former worker waits for a record that the journal does not get.
+    constants = {"gpulease.daemon.record.group_commit:MAX_WAIT_S": 600.0}
+    faults = Faults(constants, hang_commits_while=hang, stops_workers_at=stops_at)
+    stops_at.write_text("")
+    node = start_lasting(vram=("256MiB", "256MiB"), config=CONFIG.format(audit=audit), faults=faults)
+    cards = [card["uuid"] for card in node.now.inventory().details]
+    lease = node.now.builder(32 * MIB).lease_secs(600).timeout(60).parkable().device("0").acquire()
+    with GpuSession(lease) as session:
+        buffer = session.mem_alloc(4)
+        session.mem_write(buffer, 0, b"left")
+        session.sync()
+        (former,) = workers_of(node, lease)
+        hang.write_text("")
+        stops_at.write_text("arriving" if step == "arriving" else "")
+        moving = threading.Thread(target=move, args=(lease,))
+        moving.start()
+        wait_until(lambda: len(workers_of(node, lease)) == 2, "the next worker is there", seen=node.processes)
+        (following,) = set(workers_of(node, lease)) - {former}
+        if step == "arriving":
+            wait_until(lambda: state_of(following) == "T", "the next worker stops")
+            stops_at.write_text("")
+        else:
+            session.mem_write(buffer, 0, b"came")
+            session.sync()
+        assert workers_of(node, lease).count(former), "the former worker is there"
+        # The next worker, if it is to die, dies while no broker runs.
+        node.kill()
+        if step == "arrived, and died":
+            os.kill(following, signal.SIGKILL)
+        hang.unlink()
+        node.start()
+        moving.join()
+        if step == "arrived, and died":
+            wait_until(lambda: row(node.address, lease)["state"] == "torndown", "the lease has ended")
+            assert row(node.address, lease)["cause"] == "worker_died"
+            with pytest.raises(GpuLeaseError):
+                session.mem_read(buffer, 0, 4)
+        else:
+            card, mark, pid = (0, b"left", former) if step == "arriving" else (1, b"came", following)
+            assert session.mem_read(buffer, 0, 4) == mark
+            assert row(node.address, lease)["card_uuid"] == cards[card]
+            wait_until(lambda: workers_of(node, lease) == [pid], "the other worker has ended", seen=node.processes)
+            # It is whole: it can leave again.
+            lease.move(1 - card)
+            assert session.mem_read(buffer, 0, 4) == mark
+    with suppress(GpuLeaseError):
+        lease.free()
+    wait_until(lambda: not node.now.leases(), "the lease has ended")
+    ends = [record["data"]["lease"] for record in records(audit) if record["kind"] == "end"]
+    assert ends == [f"{lease.lease_id:032x}"]
+
+
+def move(lease: GpuLease) -> None:
+    # The broker is killed before it has answered.
+    with suppress(GpuLeaseError):
+        lease.move(1)
