@@ -183,7 +183,7 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
 def _range_of(part: slice, length: int, number: int) -> tuple[int, int, int]:
     """(start, step, count) of a slice of a dimension of that length. Raises InvalidRequest."""
     try:
-        # Python's own rules: negative numbers count from the end, and what lies outside is cut.
+        # Python's own rules for slices: negative numbers count from the end, and parts outside the array are left out.
         start, stop, step = part.indices(length)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"index {number}: {quoted(part)}: {error}") from None

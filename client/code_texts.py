@@ -14,7 +14,7 @@ _BINARY: Final = (b"\x7fELF", b"\x50\xed\x55\xba")
 # Every PTX module must begin with this directive, after comments (PTX ISA, ".version").
 _PTX: Final = re.compile(rb"^\s*\.version\s", re.MULTILINE)
 
-# What kernels and their helpers are declared with; neither word is one of PTX.
+# The words that declare kernels and their helpers in CUDA C; neither is a word of PTX.
 _CUDA_C: Final = re.compile(rb"\b__(?:global|device)__\b")
 
 # One line without the marks of code, and one of the usual endings.

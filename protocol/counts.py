@@ -6,7 +6,7 @@ def counted(number: int, one: str, many: str = "") -> str:
 
     Args:
         number: How many.
-        one: The noun, with what stands before it.
+        one: The noun in the singular, with its article or adjective.
         many: Its plural; "" for `one` with an s.
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"

@@ -29,7 +29,7 @@ REQUEST_ID_BYTES: Final = 16
 
 
 class JournalRow(Enum):
-    """How a lease's row in the journal has an option, if no value stands for earlier rows without it."""
+    """The form of an option in a lease's row of the journal, if earlier rows without it have no default value."""
 
     ALWAYS = auto()
     """Every row has it, even those of the first version."""

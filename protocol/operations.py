@@ -19,7 +19,7 @@ from gpulease.protocol.opcodes import Opcode, SessionOption, Status
 
 
 class Trait(Flag):
-    """What else is true of an operation.
+    """Further properties of an operation.
 
     Of control operations:
         READ_ONLY: It changes nothing, so a peer that may only look may ask it.
@@ -263,7 +263,7 @@ _ALL: Final = (
         Trait.NONE,
         "ends any lease whatever it is doing; the reply comes when the outcome is certain",
     ),
-    # What only operators may ask needs no permission, and no token can give it: the trait decides.
+    # A request that only operators may send needs no permission, and no token can permit it: the trait decides.
     _control(
         Opcode.FENCE_CLEAR,
         m.FenceClear,

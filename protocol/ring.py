@@ -266,7 +266,7 @@ class RingWriter:
         limit = tail + min(room, self._capacity // PIECES_PER_RING, self._lap + self._capacity - tail)
         if self._check_reader is not None:
             self._check_reader()
-            # A smaller piece may go without another look; a larger one is looked at each time.
+            # The reader need not be checked again before a smaller piece; before a larger one, it is checked each time.
             self._limit = min(limit, tail + CHECK_BYTES)
         else:
             self._limit = limit
@@ -536,7 +536,7 @@ class SharedMemoryRequest:
     words: bool = False
 
     def to_options(self) -> tuple[Tlv, ...]:
-        """The options of an ATTACH: one for each kind of memory that is wanted."""
+        """The options of an ATTACH: one for each kind of memory that the client requests."""
         options = [Tlv(SharedMemory.RING, bytes([RING_VERSION]))] * self.ring
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
@@ -547,7 +547,7 @@ class SharedMemoryRequest:
     def from_options(cls, options: Iterable[Tlv]) -> Self:
         """Return the request in an ATTACH's options."""
         values = {option.type: option.value for option in options}
-        # What is absent, of another version or of another length is not wanted.
+        # An option that is missing, of another version or of another length counts as not requested.
         ring = values.get(SharedMemory.RING) == bytes([RING_VERSION])
         return cls(ring, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)
 
@@ -578,7 +578,8 @@ class SharedMemoryGrant:
     def from_options(cls, options: Iterable[Tlv]) -> Self:
         """Return the shared memory in the options of ATTACH's reply."""
         values = {option.type: option.value for option in options}
-        # The same rule for what is given: a client that does not know a layout gets no such memory.
+        # The same rule applies to memory that the worker offers: a client that does not know a layout gets no such
+        # memory.
         ring = values.get(SharedMemory.RING)
         layout = None if ring is None else RingLayout.from_bytes(ring)
         return cls(layout, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)

@@ -1,8 +1,8 @@
 """The session's words: a page that the broker writes, and that the session's worker and its clients map read-only.
 
-It says whether the lease and each of its regions go on. A client refuses a launch by one load of it, and the worker
-looks at the regions' words before each launch. There is one page for each session, with no word of another session.
-Clients are never trusted: a page that no client has decides what a worker does after the lease's end.
+It shows whether the lease and each of its regions are still active. A client refuses a launch by one load of it, and
+the worker looks at the regions' words before each launch. There is one page for each session, with no word of another
+session. Clients are never trusted: a page that no client has decides what a worker does after the lease's end.
 
 Each field is an aligned, native u64, read and written one at a time (x86-64: such a store is seen whole, and stores
 are seen in their order).

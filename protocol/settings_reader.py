@@ -74,7 +74,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field's annotation says of a setting.
+    """The properties of a setting, from its field's annotation.
 
     Attributes:
         does: What it decides, in sentences for operators.
@@ -124,7 +124,7 @@ class Setting:
 
     def has_within(self, number: float) -> bool:
         """Return whether a number is within the bounds; nan never is."""
-        # 0 usually means "off", so it is taken besides the bounds and is checked first.
+        # 0 usually means "off", so it is allowed in addition to the bounds and is checked first.
         if self.or_zero and number == 0:
             return True
         # Comparisons with nan are false, so nan fails whichever bound there is.
@@ -164,7 +164,7 @@ class Declared:
 
     @property
     def what(self) -> str:
-        """What the value must be, to follow "must be"."""
+        """A phrase to follow "must be" in error messages."""
         setting = self.setting
         # The setting's own words first; then what its choices or its type say.
         if setting.what:
@@ -311,7 +311,7 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
 
 
 def read_settings(kind: type[Settings], table: Any) -> Settings:
-    """Return a table as the class that declares its settings. Raises BadSetting, also for what the class refuses."""
+    """Return a table as the class that declares its settings. Raises BadSetting, also if the class does."""
     values = read_values(kind, table)
     # The class may check its settings against each other, and says what is wrong without a setting's name.
     try:

@@ -72,7 +72,7 @@ NOT_RUN: Final = {
     "etcdctl snapshot restore": "on each of etcd's hosts",
     "etcdctl put /gpulease/v1/generation": "on one host",
     "etcd --quota-backend-bytes": "Use three members",
-    "etcdctl --endpoints h1:2379,h2:2379,h3:2379 endpoint status": "defragment one after the other",
+    "etcdctl --endpoints h1:2379,h2:2379,h3:2379 endpoint status": "defragment one member after the other",
     "etcdctl --endpoints h1:2379 endpoint status --write-out fields": "If etcd runs out of space",
 }
 """Shell blocks that are only parsed, by their beginning, and what their section tells the reader of what they need."""

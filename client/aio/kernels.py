@@ -49,7 +49,7 @@ class Kernel:
         """Compile the function for these arguments if needed, load it, and start it; do not wait.
 
         Args:
-            place: What stands in the brackets: Triton's grid, or numba's `blocks, threads`.
+            place: The value in the brackets: Triton's grid, or numba's `blocks, threads`.
             args: Positional arguments of the kernel.
             keywords: Keyword arguments of the kernel.
             stream: As in `GpuSession.launch`.

@@ -156,8 +156,8 @@ class GpuLease(LeaseView):
     async def revoke_token(self, token: bytes | str | Grant) -> None:
         """End one token of this lease and every token attenuated from it; the lease's other tokens stay valid.
 
-        The next operation of a session that was opened with it raises Denied. Revoking a token that has ended is no
-        error.
+        The next operation of a session that was opened with it raises Denied. Revoking a token that has already ended
+        is not an error.
 
         Raises:
             Denied: The token was not issued by this node.

@@ -284,7 +284,7 @@ class GpuSession(SessionView):
 
         The compiler runs in a thread; the event loop continues.
         """
-        # In a thread: the compiler takes seconds, in which the loop must go on.
+        # Compile in a thread: it takes seconds, and the event loop must not be blocked.
         ptx = await asyncio.to_thread(ptx_of, source, options, arch or self._arch)
         return await self.module_load(checked_version(ptx, self.cuda_version))
 

@@ -1,1 +1,1 @@
-"""What `gpulease bench` measures: sessions, leases, regions, fleets and the decode engine."""
+"""The measurements of `gpulease bench`: sessions, leases, regions, fleets and the decode engine."""

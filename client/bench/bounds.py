@@ -162,7 +162,7 @@ def _bound(name: str, promise: Mapping[str, Any], row: Mapping[str, Any]) -> Bou
         None if goal is None else float(goal),
         str(row.get("needs", "")),
     )
-    # Step 3: the goal must lie beyond the bound, or it would already be promised.
+    # Step 3: the goal must be stricter than the bound, or it would already be promised.
     if bound.goal is not None and not bound.holds(bound.goal, limit):
         raise ValueError(f"{name}: its goal of {bound.goal:g} must be better than its bound of {limit:g}")
     return bound

@@ -1,7 +1,7 @@
 """Measures every promised figure in one run, for `bounds` to check. `gpulease bench --check` prints the result.
 
-The two figures of a ratio are measured in the same run, at nearly the same time. What misses a bound is measured once
-more and judged by the better of both: other work on the host makes figures worse, and never better.
+The two figures of a ratio are measured in the same run, at nearly the same time. If a figure misses its bound, it is
+measured once more and the better result counts: other work on the host can only make a figure worse.
 """
 
 import json

@@ -54,7 +54,7 @@ CONTEXT: Final = 128
 
 
 class DaemonKind(Enum):
-    """What a part requires of the daemon on which it is measured."""
+    """The requirements that a part has for the daemon on which it is measured."""
 
     ANY = "the running one, or a private one"
     REACHABLE = "one that listens for TCP and TLS"

@@ -89,7 +89,7 @@ async def tile_figures(
             "cost": times[chosen] / times[best] - 1,
         }
     best_step_us = step_s * 1e6 - (chosen_us - best_us)
-    # What the step would take with the best of each: the cost is a share of that.
+    # The cost is a share of the time of a step in which each linear layer uses its best kernel.
     share = {"step_cost": (chosen_us - best_us) / best_step_us} if best_step_us > 0 else {}
     yield {"linear": "all", "chosen_us": chosen_us, "best_us": best_us, "cost": chosen_us / best_us - 1} | share
 

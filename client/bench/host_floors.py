@@ -48,7 +48,7 @@ _TEXT: Final = "".join(
     f'[lease_{number}]\nholder = "tenant-{number}"\nbytes = {number << 20}\nends = 12.{number}\nat = [0, {number}]\n'
     for number in range(6)
 )
-"""What the parses parse: some hundred microseconds of Python."""
+"""The source that `parse` parses, which takes a few hundred microseconds."""
 
 
 def host_floors(names: Collection[str] | None = None) -> Figures:
@@ -57,7 +57,7 @@ def host_floors(names: Collection[str] | None = None) -> Figures:
 
 
 def with_floors(measure: Callable[[], Mapping[str, Any]], names: Collection[str] | None = None) -> dict[str, Any]:
-    """What `measure` returns, and under HOST the floors before and after it: their means."""
+    """Return the result of `measure`, and under HOST the means of the floors before and after it."""
     before = host_floors(names)
     figures = dict(measure())
     after = host_floors(names)

@@ -1,4 +1,4 @@
-"""What a shared prefix saves: the time to the first token behind it, and the sequences that a region holds at once.
+"""Measure what a shared prefix saves: the time to the first token after it, and how many sequences fit in a region.
 
     python -m gpulease.client.bench.prefix_times [MODEL | SHAPE [PREFIX [BLOCKS]]]
 

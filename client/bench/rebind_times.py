@@ -86,7 +86,7 @@ async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: i
     # The blocks that the prompt fills, the last one perhaps in part.
     used = list(range(-(-prompt // PAGE)))
     await _compute(engine, old, prompt)
-    # What the first region holds is the reference for both ways.
+    # The contents of the first region are the reference for both ways.
     saved = await engine.save_pool(old, used)
     replay_ms = await _median_ms(rounds, lambda: _compute(engine, new, prompt))
     # Both ways must give the same bits, or their times must not be compared.

@@ -42,7 +42,7 @@ TRAIN_LAUNCHES: Final = 20
 """Launches before one sync in the row of that name."""
 
 STEP: Final = 3
-"""What each launch adds to every counter."""
+"""The number that each launch adds to every counter."""
 
 PATTERN: Final = 0x5A
 

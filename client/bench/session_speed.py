@@ -118,8 +118,8 @@ def _copies(session: GpuSession, buffer: Buffer, name: str, array: "NDArray[np.u
 def fresh_copies(address: str, size: int) -> dict[str, float]:
     """GB/s of the first, second and fifth copy from and into an array that was never copied; medians of FRESH_ARRAYS.
 
-    A user's large arrays are often copied only a few times. What is prepared for an array, such as its pinned pages,
-    or learned from its copies, must not make these slow.
+    A user's large arrays are often copied only a few times. Preparations for one array, such as pinning its pages, must
+    not make these copies slow.
     """
     return medians([_fresh_copies(address, size) for _ in range(FRESH_ARRAYS)])
 

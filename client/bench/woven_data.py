@@ -22,7 +22,7 @@ GRID: Final = (256,)
 BLOCK: Final = (256,)
 
 _WORDS: Final = struct.Struct("<3Q")
-"""What the kernels of a request store: where the pointers led to, calls of the module, wrong words."""
+"""The values that a request's kernels store: where the pointers led to, the module's calls, the wrong words."""
 
 
 def woven_ptx() -> bytes:

@@ -212,7 +212,7 @@ def bench(
 
 def _plan(driver: str, quick: bool, options: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> RunSize:
     """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
-    # What is given replaces the usual size; 0 is not accepted, so `or` is enough.
+    # An option replaces the usual size. 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
     rounds, launches, leases = (chosen or default for chosen, default in zip(options, usual, strict=True))
     return RunSize(driver, rounds, launches, leases, QUICK_GATE_FLIPS if quick else GATE_FLIPS, tcp, tls)

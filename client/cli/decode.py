@@ -44,7 +44,7 @@ PROMPT_ROWS: Final = 16
 """
 
 HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""What a terminal gets instead of control characters. Stops a model's text from controlling the terminal."""
+"""The text that a terminal gets instead of control characters. Stops a model's text from controlling the terminal."""
 
 
 @dataclass(frozen=True, slots=True)

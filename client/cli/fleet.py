@@ -164,7 +164,7 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
 
 def _ask_node(node: Report, op: Opcode, body: Body) -> Any:
     """Send a request to a node, at the first of its addresses that answers."""
-    # Any of its addresses will do; the last error stands for all.
+    # Any of its addresses will do. If none works, raise the error of the last one.
     error: GpuLeaseError = Disconnected(f"node {node['node_id']} has no address")
     for address in node["addresses"]:
         try:

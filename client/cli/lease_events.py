@@ -97,7 +97,7 @@ _NEXT: Final = {
     Phase.GRACE: "what still runs is killed in {} at most",
     Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
 }
-"""What follows a phase, and when. Only a warning's time is the time to the lease's end."""
+"""The phase that follows a phase, and when. Only a warning's time is the time to the lease's end."""
 
 
 def event_text(event: LeaseEvent) -> str:

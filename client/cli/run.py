@@ -183,7 +183,7 @@ class _LeasedProgram:
             events.close()
 
     def _environment(self) -> Mapping[str, str]:
-        # What GpuSession.attach() reads.
+        # The environment variables that GpuSession.attach() reads.
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:

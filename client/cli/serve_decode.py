@@ -140,7 +140,7 @@ async def _serve(
     def decoder_now() -> Decoder | None:
         return next(iter(serving), None)
 
-    # What sees every step: the metrics, the page if an operator has a key, the audit records.
+    # The observers of every step: the metrics, the page if an operator has a key, the audit records.
     if settings.operator_digest is None:
         metrics, routes = DecodeMetrics(names, decoder_now), []
         observers = [*observers, metrics]

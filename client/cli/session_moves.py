@@ -1,4 +1,4 @@
-"""What commands that move several sessions share: retries, the list of outcomes, and refusals of ended leases."""
+"""Code shared by commands that move several sessions: retries, the list of outcomes, and refusals of ended leases."""
 
 import sys
 import time

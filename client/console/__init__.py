@@ -1,1 +1,1 @@
-"""What programs for operators share: exit statuses, checked reports, tables, daemons that end with their program."""
+"""Code of programs for operators: exit statuses, checked reports, tables, daemons that end with their program."""

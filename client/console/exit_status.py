@@ -107,7 +107,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
     """End as the signal ends any program: a shell sees that, and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
-    # What was printed before the signal still belongs to the user.
+    # The user still gets the output that was printed before the signal.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError):  # SIGKILL has no other handler

@@ -82,7 +82,7 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
     until_s = time.monotonic() + wait_s
     while True:
         try:
-            # Each try waits for the name at the node for what is left of the time.
+            # Each attempt waits for the name at the node for the remaining time.
             return builder_of(address, name).timeout(max(1.0, until_s - time.monotonic())).acquire()
         except GpuLeaseError:
             if time.monotonic() >= until_s:

@@ -29,7 +29,7 @@ SOCKET_NAME_BYTES: Final = 40
 """Room for `/gpulease-xxxxxxxx/daemon.sock` after the folder of temporary files, in bytes."""
 
 UNWINDING: Final = (signal.SIGTERM, signal.SIGHUP)
-"""Signals, besides an interrupt, that end a program without a handler for them."""
+"""Signals other than an interrupt that end a program without a handler for them."""
 
 CACHE_VARIABLE: Final = "GPULEASE_CPU_CACHE"
 """Names the folder in which workers cache compiled kernels. Without it they compile them again in each session."""

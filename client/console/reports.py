@@ -117,7 +117,7 @@ def health_of(report: object) -> tuple[bool, list[Report]]:
 
 
 def json_text(report: object) -> str:
-    """A report as received, as JSON. Raises MalformedReport for what JSON can't represent."""
+    """A report as received, as JSON. Raises MalformedReport if JSON can't represent the report."""
     try:
         return indented_json(report, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

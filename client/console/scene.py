@@ -1,4 +1,4 @@
-"""What the checks of `gpulease verify` run on: one card, its leases and its figures; and `MatrixCheck`, a check."""
+"""The environment of `gpulease verify`'s checks: one card, its leases, its memory; and `MatrixCheck`, a check."""
 
 import time
 from collections.abc import Callable

@@ -118,7 +118,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
         return ""
     lines = []
     for line, row in zip(others, (head, *rows), strict=True):
-        # The first line stands next to the row, the rest below it at the same indentation.
+        # The first line is next to the row, and the others are below it with the same indentation.
         first, *rest = wrap(shown(row[-1]), width - begin) or [""]
         pad = " " * (begin - width_of(line))
         lines += [f"{line}{pad}{first}".rstrip(), *(" " * begin + line_rest for line_rest in rest)]

@@ -298,7 +298,7 @@ def host_array(values: Any, dtype: Any) -> NDArray[Any]:
     wanted_dtype = None if dtype is None else checked_dtype(dtype, "array")
     try:
         data = np.asarray(values)
-        # Without a wanted dtype the values decide, and numpy's choice must be a type that the card has.
+        # If no dtype is given, numpy chooses one from the values; it must be a type that the card supports.
         if wanted_dtype is None:
             checked_dtype(data.dtype, "array")
         return np.ascontiguousarray(data, wanted_dtype).reshape(data.shape)

@@ -60,7 +60,8 @@ OTHER_PEERS: Final = {
     b"<": _HTTP,
     b"SSH-": ("an SSH server answers there, not gpuleased", "Name the port that gpuleased listens at"),
 }
-"""What is wrong with the address, and what to do, by the first bytes with which another peer answers plain frames."""
+"""Error texts for an address at which another kind of server answers, by the first bytes of its answer to a plain
+frame."""
 
 Clock = Callable[[], float]
 

@@ -336,7 +336,7 @@ class _Search(Generic[T]):
             left_s = max(0.0, wait_until - self._clock())
 
     def _waits_for_name(self) -> bool:
-        """Return whether a name is wanted and there is time for further rounds, which ask this node again."""
+        """Return whether the request has a name, and there is time for further rounds, which ask this node again."""
         return bool(self._place.name) and self._end - self._clock() > LOST_ANSWER_S
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:

@@ -27,7 +27,7 @@ _LAUNCH: Final = "launch of a graph"
 
 @dataclass(frozen=True, slots=True)
 class GraphContents:
-    """What a finished recording holds.
+    """The contents of a finished recording.
 
     Attributes:
         body: The message that makes the graph.

@@ -37,7 +37,7 @@ KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tupl
 
 @dataclass(frozen=True, slots=True)
 class LaunchAttributes:
-    """The attributes of a launch besides its shape.
+    """The attributes of a launch, without its shape.
 
     Attributes:
         cooperative: Whether all blocks run at the same time, so that they may wait for each other.
@@ -131,8 +131,8 @@ class _LatestLaunch:
 class Launches(LaunchCommands):
     """A session's launches, each by the cheapest of three ways.
 
-    A launch like the module's last one is sent from a template at once. A launch with a known template is checked for
-    what may have changed. Any other is checked completely, and leaves a template.
+    A launch like the module's last one is sent from a template at once. If there is a template for the launch, check
+    only the values that may have changed. Any other is checked completely, and leaves a template.
     """
 
     def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:

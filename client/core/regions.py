@@ -302,7 +302,7 @@ def close_with_clean_up(region: RegionHandle) -> Procedure[None]:
 
 
 def region_clean_up(lease: LeaseHandle, tenant: str | None) -> RegionCleanUp:
-    """What `open_region` may make. Args as there. Raises InvalidRequest."""
+    """An object that `open_region` may create. Args as there. Raises InvalidRequest."""
     return RegionCleanUp(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
 
 

@@ -50,7 +50,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class HeldToken:
-    """What a node says about a token that was presented to it.
+    """A node's answer about a token that was presented to it.
 
     Attributes:
         lease_id: The lease that it is for.

@@ -51,7 +51,7 @@ class DecodeLog:
         self._write(logging.INFO, event, tenant, fields)
 
     def warning(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write an event that an operator may want to investigate; the decoder recovers by itself."""
+        """Log an event that an operator may want to investigate, although the decoder recovers without help."""
         self._write(logging.WARNING, event, tenant, fields)
 
     def error(self, event: str, *, tenant: str = "", **fields: Field) -> None:

@@ -138,7 +138,7 @@ class EngineRebuilt:
 
 
 class PrefixChange(StrEnum):
-    """What happened to a shared prefix, as `PrefixChanged` reports it."""
+    """The kind of change to a shared prefix that `PrefixChanged` reports."""
 
     LOAD = "load"
     """Its blocks were computed, and prompts use them from now on."""

@@ -49,7 +49,7 @@ MAX_BAD_SEQUENCE: Final = 16
 """Longest of these, in tokens. With each emitted token, up to so many lengths are looked up."""
 
 MAX_STOP_TOKENS: Final = 128
-"""Most tokens that end one request's sequence, besides the model's."""
+"""Most tokens that end one request's sequence, in addition to the model's."""
 
 LEAST_DEPTH: Final = 1e-30
 """The depth of a min_p of 1, which keeps the highest logits alone: 0 would keep all."""
@@ -406,7 +406,7 @@ class StepTokens:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What an answered step changed.
+    """The changes that the results of a step have caused.
 
     Attributes:
         tokens: The tokens that it emitted.

@@ -52,7 +52,7 @@ GUIDE: Final = np.dtype(
         ("padding", "<i4", (3,)),
     ]
 )
-"""What a row of a guided step has in addition to its ROW."""
+"""The fields of a row of a guided step, in addition to its ROW."""
 
 ENTRY: Final = np.dtype([("token", "<i4"), ("addend", "<f4"), ("divisor", "<f4"), ("subtrahend", "<f4")])
 """A change of one token's logit: the addend is added, the sum is divided by the divisor if it is above 0 and else
@@ -61,7 +61,7 @@ multiplied with it, and the subtrahend subtracted."""
 RANKED: Final = np.dtype([("token", "<i4"), ("logit", "<f4")])
 """One of a row's likeliest tokens, and its logit."""
 
-# What a step sends back for each row: enough to report log-probabilities without the logits.
+# The result that a step returns for each row: enough to report log-probabilities without the logits.
 RESULT: Final = np.dtype([("token", "<i4"), ("logit", "<f4"), ("top_logit", "<f4"), ("total", "<f4")])
 """A row's token, its logit, the highest logit, and the sum of e^(logit - highest) over all tokens."""
 
@@ -90,7 +90,7 @@ def _bytes(count: int) -> "np.dtype[np.void]":
 
 @dataclass(frozen=True, slots=True)
 class StepGuidance:
-    """What a guided step has in addition to its rows.
+    """The data that a guided step has in addition to its rows.
 
     Attributes:
         guides: GUIDE records, one for each row.

@@ -1,6 +1,6 @@
 """Lists of tokens that an answer may have, or may not: `allowed_token_ids`, and `bad_words` as sequences of tokens.
 
-What is allowed next follows from the emitted tokens alone, so a replay continues with the same choices.
+The allowed next tokens follow from the emitted tokens alone, so a replay continues with the same choices.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What changes the logits of one request's next token: biases, penalties, and a mask of the tokens that may come next.
+"""Changes to the logits of one request's next token: biases, penalties, and a mask of the tokens that may come next.
 
 A guide's state follows from the prompt and the emitted tokens alone, so a replay continues with the same choices.
 """

@@ -66,7 +66,7 @@ def values_of(path: Path, kind: type, table: Any, *keys: str) -> dict[str, Any]:
 
 def read_model_tables(path: Path) -> dict[str, Any]:
     """Return the tables `[models.NAME]`, unchecked, by their names. Raises InvalidRequest."""
-    # Anything besides [models.NAME] is a mistake, such as a setting outside of its table.
+    # Anything other than [models.NAME] is a mistake, such as a setting outside of its table.
     settings = read_file(path)
     tables = settings.pop("models", None)
     if settings or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:

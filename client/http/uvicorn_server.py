@@ -152,7 +152,7 @@ class TimelyProtocol(H11Protocol):
         # h11 raises if a second reply is sent, which uvicorn would log with a traceback.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             text = "The request is not valid HTTP/1.1, or its line and headers are too long."
-            # What was sent has no path that is known.
+            # The bytes received contain no known path.
             reply = self.refuse(_NO_REQUEST, Problem(400, "malformed_request", text))
             head = h11.Response(status_code=reply.status_code, headers=reply.raw_headers, reason=b"Bad Request")
             for event in (head, h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):

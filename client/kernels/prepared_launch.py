@@ -1,4 +1,4 @@
-"""What every compiler of Python functions gives a session: a call, prepared as a launch."""
+"""A call of a compiled Python function, prepared as a launch. Every compiler of Python functions returns this."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class FunctionKernel(Protocol):
         """Compile for the types of a call's arguments, unless that was done before, and pack the arguments.
 
         Args:
-            place: What stands in the call's brackets.
+            place: The value in the call's brackets.
             args: Positional arguments.
             keywords: Arguments by name.
 

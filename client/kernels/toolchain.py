@@ -1,4 +1,4 @@
-"""What all compilers share: the target architecture, and the errors of a missing compiler or a refused source."""
+"""Code shared by all compilers: the target architecture, and errors for a missing compiler or a refused source."""
 
 import re
 from typing import Any, Final

@@ -264,7 +264,7 @@ class TritonKernel:
             # Triton's passes raise all kinds of exceptions; the user gets one kind of error with the full text.
             raise compile_error(f"Triton's kernel {self.name}", f"{type(error).__name__}: {error}") from None
         metadata = compiled.metadata
-        # What launches here don't have would fail on the card: refuse it by name.
+        # Refuse features that launches here don't have by name, because the launch would fail on the card.
         if metadata.global_scratch_size or metadata.profile_scratch_size:
             raise Unsupported(f"kernel {self.name} wants scratch memory, which no launch gives it")
         if settings.num_ctas > 1:

@@ -30,7 +30,7 @@ class Region(RegionView):
 
     def __init__(self, state: RegionHandle) -> None:
         super().__init__(state)
-        # What closes the region if its block ends without `__exit__`; None outside a block.
+        # The finalizer that closes the region if its block ends without `__exit__`; None outside a block.
         self._left: weakref.finalize[..., Any] | None = None
 
     def renew(self, seconds: float) -> None:

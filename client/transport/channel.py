@@ -235,7 +235,7 @@ class Channel:
         if self.link.received == self._received_before:
             self.link.buffer_updated(count)
         else:
-            self.link.advance()  # it was counted, and perhaps not looked at
+            self.link.advance()  # it was counted, but perhaps not processed
 
     def _receive_into(self, buffer: memoryview, counts: list[int]) -> None:
         """Receive once. The call that receives also stores the number of bytes in `counts`, as in `_Outbox`."""

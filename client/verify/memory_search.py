@@ -49,7 +49,7 @@ def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, in
 
 def count_in_span(memory: int, at: int, end: int, secret: bytes) -> int:
     """Count the run of bytes between two addresses; 0 if they can't be read."""
-    # The process may unmap a page between the look at its map and this read.
+    # The process may unmap a page after its map was read and before this read.
     try:
         return os.pread(memory, end - at, at).count(secret)
     except OSError:

@@ -104,7 +104,8 @@ def _check_place(setting: str, path: Path, *, is_folder: bool) -> None:
     Raises:
         ConfigError: The place can't be used. Unlike with a full disk, waiting would not help.
     """
-    # Check in the order in which an operator would look: the place itself, its folder, and the right to write there.
+    # Check in the order in which an operator would check: the path itself, its folder, and the permission to write
+    # there.
     if path.exists() and path.is_dir() != is_folder:
         raise ConfigError(
             f"setting {setting}: {path} must be a {'folder, not a file' if is_folder else 'file, not a folder'}"

@@ -173,9 +173,9 @@ class FleetFrontend:
         self._refused = ""
         self._unanswered = ""
         self._clock = ""
-        """What an operator should know about this node's clock."""
+        """A message for operators about this node's clock."""
         self._unreadable = ""
-        """What an operator should know about values in etcd that can't be read."""
+        """A message for operators about values in etcd that can't be read."""
         self._unreadable_of_previous = self._unreadable_count = 0
         """Number of such values that earlier processes found, and that this one found."""
         self._unreadable_lines = RateLimit(LINE_EVERY_S)
@@ -654,15 +654,15 @@ _UNANSWERED: Final = {
     Note.REJECTED: "refuses this node's record",
     Note.BEAT_UNKNOWN: "has not answered in time",
 }
-"""What etcd did, as a clause, when it does not have the node's record."""
+"""The reason why etcd does not have the node's record, as a clause."""
 
 _ADVICE: Final = {
     "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
     "certificate": "check ca, certificate and key of [fleet], and their expiry dates",
     "handshake": "check ca, certificate and key of [fleet], and their expiry dates",
 }
-"""What an operator can do about an error of etcd, or of the connection to it, by words in the error's text. An error
-about space already contains the advice."""
+"""Hints for operators about errors of etcd, or of the connection to it, by words in the error's text. An error about
+space already contains the advice."""
 
 
 def _advice(text: str) -> str:
@@ -684,7 +684,7 @@ _QUOTA_HINTS: Final = {
     ClaimRefusal.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
     ClaimRefusal.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
 }
-"""What a tenant can do when its quota is used up, as every other node would answer the same."""
+"""The hint for a tenant whose quota is used up; every other node would refuse it, too."""
 
 
 def _failure(reason: ClaimRefusal, text: str, retry_after_ms: int = 0) -> Failure:

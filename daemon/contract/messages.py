@@ -406,11 +406,11 @@ class ResizeSliceOrder(Message):
     size_bytes: Annotated[int, U64.named("size")]
 
 
-# --- parking: broker to worker ---
-# The broker gives each park of a session a number that is larger than all earlier ones. Every message here except
-# ParkMemoryOrder has the number of its park. The worker ignores an order about another park than its current one, and
-# the broker ignores such a report. Both sides may repeat messages: the worker answers an order again that it has
-# already carried out, so a broker that takes a worker over can simply send the order for the state that it wants.
+# --- parking: broker to worker --- The broker gives each park of a session a number that is larger than all earlier
+# ones. Every message here except ParkMemoryOrder has the number of its park. The worker ignores an order about another
+# park than its current one, and the broker ignores such a report. Both sides may repeat messages: the worker answers an
+# order again that it has already carried out, so a broker that takes a worker over can simply send the order for the
+# state that it needs.
 
 
 @dataclass(frozen=True, slots=True)

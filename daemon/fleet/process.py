@@ -1,7 +1,7 @@
 """The fleet process: it sends a member's effects to etcd and to the broker, and brings their answers back.
 
 `Member` decides. A heartbeat waits until the broker has written the last membership deadline to the control pages, and
-the heartbeat's mark to the journal. So a hanging broker does not look alive to the fleet, and its names become free.
+the heartbeat's mark to the journal. So the fleet does not consider a hanging broker alive, and its names become free.
 """
 
 import asyncio
@@ -259,7 +259,8 @@ class FleetProcess:
 
     def _wake(self) -> None:
         self._timer = None
-        # No heartbeat before the broker has set the last deadline: a broker that hangs must not look alive.
+        # Send no heartbeat before the broker has set the last deadline: the fleet must not consider a hanging broker
+        # alive.
         if self._due_ns is None or self._unset_horizons:
             return
         if self._clock_ns() < self._due_ns:

@@ -71,7 +71,8 @@ class NvidiaCards:
 
     def why_no_context(self) -> CardsUnavailable | None:
         """Return the reason why CUDA can't use the cards that NVML lists; None without one."""
-        # NVML works here, or the daemon would not have started. What fails is CUDA, which a child process can ask.
+        # NVML works here, or the daemon would not have started. Only CUDA can fail in this way, and a child process can
+        # check it.
         answer = cuinit.ask()
         if answer.number == 0:
             return None
@@ -156,8 +157,8 @@ class NvidiaCards:
             unattributed_bytes = used - sum(self._processes(uuid).values())
             found_bytes = max(0, total - used - RESERVE_BYTES)
         self._unattributed_bytes[uuid] = unattributed_bytes
-        # What processes outside the daemon held then. It reduced the capacity, so it must not count as outside use
-        # again.
+        # The bytes that processes outside the daemon held at that time. It reduced the capacity, so it must not count
+        # as outside use again.
         self._earlier_bytes[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
         capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
         return CardFacts(

@@ -163,7 +163,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
 
 
 class SharedCall(Generic[T]):
-    """A slow call of the driver, shared by threads that each want a fresh result.
+    """A slow call of the driver, shared by threads that each need a fresh result.
 
     A call answers all threads that asked before it began. A thread that asks during a call waits for the next one and
     shares it. One of the asking threads makes the call.

@@ -1,4 +1,4 @@
-"""What keeps the daemon from starting, said to its operator.
+"""Errors that keep the daemon from starting, with texts for its operator.
 
 Each part of the daemon has a subclass of its own for what it lacks. Some of them are also raised while the daemon runs,
 where their readers try again or report them.

@@ -173,7 +173,7 @@ class _LossyText(io.TextIOBase):
                 data = data[os.write(self._fd, data) :]
         except OSError:
             pass
-        # What was lost counts as written, or the caller would try again.
+        # Lost bytes count as written, because the caller would otherwise try again.
         return len(text)
 
 

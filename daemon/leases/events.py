@@ -394,7 +394,7 @@ class WorkerFound:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """An operator wants the node, or one card, empty in `within_ms`; see `admission.Drains`.
+    """An operator requests that the node, or one card, be empty within `within_ms`; see `admission.Drains`.
 
     Attributes:
         card: UUID or index of the card; None for the whole node.

@@ -89,7 +89,7 @@ class RegionState(Enum):
 
 
 class CauseRow(NamedTuple):
-    """What the daemon does when a lease or region ends for a cause.
+    """The rules for the end of a lease or region, by its cause.
 
     Attributes:
         ends_pending: Whether it can end a lease that is not granted yet.
@@ -869,7 +869,7 @@ class Recycling:
 
     # Stops an idle context from holding memory and a process for long.
     idle_s: int = 10
-    # What a scrub misses, such as leaks in the driver, lasts no longer than the process.
+    # Remains that a scrub misses, such as leaks in the driver, last no longer than the process.
     max_leases: int = 1000
     # Stops a tenant that frees many leases at once from leaving a process for each.
     max_idle: int = 16

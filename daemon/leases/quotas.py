@@ -476,7 +476,7 @@ def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:
 
 
 WARNING_PART: Final = 10
-"""The last tenth of a lease's time is its warning. A tenant that wants to keep the lease renews it earlier."""
+"""The last tenth of a lease's time is its warning. To keep the lease, a tenant renews it earlier."""
 
 MAX_WARNING_S: Final = 30
 """Longest warning before a lease's deadline."""

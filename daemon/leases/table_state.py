@@ -139,7 +139,7 @@ class LeaseStore:
         self.by_request: dict[tuple[str, str], Lease] = {}
         self.epochs = HighestEpochs()
         self.horizon: Horizon | None = None
-        # What concerns the node as a whole: the queue, a drain, the shutdown.
+        # The state of the node as a whole: the queue, a drain, the shutdown.
         self.queue = WaitQueue(limits, order)
         self.under_earlier_rules: set[str] = set()
         self.renamed: set[str] = set()
@@ -430,7 +430,7 @@ class LeaseStore:
 
     def return_region(self, lease: Lease, region: TableRegion, trigger: Trigger, now_ns: int) -> None:
         """Return a region's slot, and its bytes except those kept in its place, to its lease, and remember it."""
-        # What the region holds before and after: kept bytes stay charged.
+        # The bytes that the region holds before and after: kept bytes stay charged.
         before_bytes = region.charge_bytes
         region.move(trigger, now_ns)
         region.ended_ns = region.ended_ns or now_ns

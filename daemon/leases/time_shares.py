@@ -89,7 +89,7 @@ MAX_SLACK_ROUNDS: Final = 2
 _SLACK_KEPT: Final = 0.97
 """The most extra time that can be given away, in rounds, and the fraction of it that remains after a round without idle
 time. With a smaller fraction, rounds with and without idle time would alternate. With a larger one, time would be given
-away long after it is wanted again."""
+to others long after its owner needs it again."""
 
 _TAKERS: Final = -1
 """A number that no session has, for all sessions that take turns together."""
@@ -458,7 +458,7 @@ def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
 
 
 def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
-    """Divide a total by weights, up to each one's bound. What one does not take is divided among the others."""
+    """Divide a total by weights, up to each one's bound. The others divide the time that one does not take."""
     parts: dict[AnyKey, float] = {}
     rest_ns, rest_weight = total_ns, sum(weights[key] for key in bounds)
     # Go in the order in which they would reach their bounds if all got the same per unit of weight.

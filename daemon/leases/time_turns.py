@@ -2,7 +2,7 @@
 
 The driver gives each of two busy sessions about half of the time only while both always have work queued. After a
 session was held back for some milliseconds, it gets up to two thirds of the time, and no worker can measure that. So
-sessions that want all of the card but may not have it take turns, instead of being held back when they have used up
+sessions that could use all of the card, but may not, take turns, instead of being held back when they have used up
 their part. Each begins work only in its own turn, and only as much as ends in it. Then a session's GPU time is its
 turn's length, whatever the driver does.
 

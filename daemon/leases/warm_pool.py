@@ -1,15 +1,16 @@
 """The pool of warm contexts: how many there are, which lease gets one, and when they are dropped.
 
-1. Each card has as many contexts as the operator wants. They are made one at a time, after a pause since a lease last
-   took one over, and never while an acquire of that card is in progress. Each loss makes the pause before the next one
-   longer.
+1. Each card has as many contexts as the operator's setting requires. They are made one at a time, after a pause since a
+   lease last took one over, and never while an acquire of that card is in progress. Each loss makes the pause before
+   the next one longer.
 2. A context is charged to its card like that of a lease, so a lease that takes it over adds only its slice.
 3. Leases have priority: admission counts the pool's bytes as free, and contexts that occupy a placed lease's room are
    killed. The lease starts only once their bytes are proved free.
 4. A card that one lease has to itself keeps no contexts, and neither does a drained node. A lease's fence leaves the
    rest of the card to the pool. Each fenced context reduces the pool by one until an operator clears the fence, and so
-   does a dropped one until its bytes are proved free. So a driver that loses every context fences no more than are
-   wanted. A fenced context that served a tenant does not count, because that tenant may have caused the fence.
+   does a dropped one until its bytes are proved free. So if the driver loses every context, no more are fenced than the
+   setting requires. A fenced context that served a tenant does not count, because that tenant may have caused the
+   fence.
 5. A lease that loses its warm context before it is ready gets a new one, as if there were no pool.
 6. Submits take over contexts like leases, but only those that served no tenant. Their lease already holds the bytes of
    a second context, so the pool's bytes for it become free.

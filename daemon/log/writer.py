@@ -403,7 +403,7 @@ class QueueingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Implement `logging.Handler.emit`. Never waits and raises nothing."""
         try:
-            # The shape too: lines stand in the order of their times.
+            # The format, too, because lines are in the order of their times.
             with self._lock:
                 self._queue(self._shape.line(record))
         except Exception:
@@ -509,7 +509,7 @@ class QueueingHandler(logging.Handler):
 
     def _await_line(self) -> None:
         """Wait for lines or the end, with the lock released."""
-        # Lines come in bursts: while one lasts, look from time to time instead of being woken.
+        # Lines come in bursts: during a burst, poll from time to time instead of being woken.
         for _ in range(GATHERS):
             self._lock.release()
             try:

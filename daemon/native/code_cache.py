@@ -32,7 +32,7 @@ _for_workers: list[PrivateFolder | None] = []
 
 
 def key_of(kind: bytes, content: bytes, maker: ModuleType) -> bytes:
-    """Return the cache key for what the package `maker` compiles from some content."""
+    """Return the cache key for the code that the package `maker` compiles from this content."""
     return hashlib.sha256(kind + b"\0" + _identity(maker) + content).digest()
 
 

@@ -184,7 +184,7 @@ class CpuGraph:
             )
             before, tail = record[:_TAG_AT], record[_TAG_END:]
             return lambda tag, _: context.submit(b"".join((before, tag, tail)), is_shared)
-        # A copy: it is made by the caller's thread, and waits for what is queued before it.
+        # The caller's thread makes the copy, after waiting for everything that is queued before it.
         address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
         if isinstance(step, DataStep) or step.to_device:
             return lambda _, poll: context.mem_write(address, memory, poll)
@@ -645,7 +645,7 @@ class CpuContext:
     ) -> tuple[bytes, bool]:
         """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected.
 
-        What is replayed is optimised at once.
+        Kernels of a graph are replayed, so optimize them at once.
         """
         head, is_shared = self._head(kernel, grid, block, shared_bytes, tag, is_replayed=is_replayed)
         if len(params) != kernel.parameter_bytes:

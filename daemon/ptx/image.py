@@ -322,7 +322,7 @@ _HANDLES = _Handles()
 
 
 class ModulePlace(NamedTuple):
-    """What the tenant's data may contain of a module: addresses of variables, and handles of functions.
+    """The parts of a module to which the tenant's data may refer: addresses of variables, and handles of functions.
 
     Attributes:
         first_number: The number of its first kernel.

@@ -90,7 +90,7 @@ class ParkedMemory:
             sizes = {offset: size for offset, (_, size) in saved.items()}
             if regions:
                 self._regions.restore(regions[0])
-            # What is not within the range of regions is an allocation.
+            # An address outside the range of regions belongs to an allocation.
             allocations = {at: size for at, size in sizes.items() if not self._regions.covers(address + at)}
             self._arena.restore(allocations, used_bytes)
             if sizes.keys() - allocations.keys() != {at - address for at, _ in self._regions.active()}:

@@ -22,7 +22,7 @@ _FLAGS = b" #+-0"
 _SIGNED = b"di"
 _TEXT_ROOM = MAX_PRINT_WIDTH * 2 + 400  # a double has up to 309 digits before the point
 
-# What each byte means after a percent sign; native code reads the same table.
+# The meaning of each byte after a percent sign; native code reads the same table.
 MARKS = bytearray(256)
 for _mark, _bytes in (
     (Mark.FLAG, b" #+-0123456789.h"),
@@ -101,7 +101,7 @@ def joined(texts: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 @dataclass(slots=True)
 class _Conversion:
-    """What was read of a conversion so far: its text, the values of its stars, and whether its argument has 64 bits."""
+    """The part of a conversion read so far: its text, the values of its stars, whether its argument has 64 bits."""
 
     text: bytearray = field(default_factory=bytearray)
     stars: list[int] = field(default_factory=list)
@@ -181,7 +181,7 @@ def _number(conversion: _Conversion, kind: int, value: int) -> bytes:
 
 def _layout(conversion: _Conversion) -> tuple[bytes, int, int | None]:
     """Return flags, width and precision. A negative width means left-aligned, a negative precision none (C's rules)."""
-    # Stars take their values in the order in which they stand: width first.
+    # Stars take their values in the order of the text: width first.
     text = bytes(conversion.text).replace(b"h", b"")
     stars = iter(conversion.stars)
     start = len(text) - len(text.lstrip(_FLAGS))

@@ -85,7 +85,7 @@ Request = TenantRequest | RevokeRequested | FenceClearRequested | DrainRequested
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FactRow:
-    """What a kind of fact comes from, and what is made of it.
+    """The sources of a kind of fact, and the records, log events and counters that it leads to.
 
     Attributes:
         sources: The types of the event or effect that is its `Fact.source`.
@@ -194,7 +194,7 @@ class FactKind(Enum):
         audit=RecordKind.DENY,
         counts=(families.DENIALS,),
     )
-    # What happens to leases, up to their end.
+    # Facts about leases, up to their end.
     FAULTED = FactRow(
         sources=(SessionFaulted,),
         logs=(LogEvent.SESSION_FAULTED,),
@@ -342,7 +342,7 @@ class ReceivedRequest(NamedTuple):
 
 
 class Times(NamedTuple):
-    """The life of a lease so far, in monotonic nanoseconds; None for what has not happened.
+    """The times of a lease's life so far, in monotonic nanoseconds; None for a step that has not happened.
 
     Attributes:
         asked_ns: When it was requested.

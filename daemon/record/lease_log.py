@@ -1,7 +1,7 @@
 """Logs the life of each lease, from the request to the proof that its memory is free.
 
 `LeaseLog` logs what the audit log records, and what that leaves out: requests before they are granted, the queue, the
-workers. What a tenant can repeat at will is bounded for each tenant and event; what is left out is counted.
+workers. Events that a tenant can repeat at will are limited for each tenant and event; those left out are counted.
 """
 
 import asyncio

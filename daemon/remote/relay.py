@@ -36,7 +36,8 @@ from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.protocol.fast_dataclass import dataclass
 
 HANDSHAKE_S: Final = 5.0
-"""From a whole ClientHello to the end of the handshake, one round trip. Stops a peer that begins and does not go on."""
+"""From a whole ClientHello to the end of the handshake, one round trip. Stops a peer that begins and does not
+continue."""
 
 STOPPED_S: Final = 0.5
 """A wait that ends so much later than its limit, in seconds, means that the process was stopped. Then the time of the
@@ -521,7 +522,7 @@ def keep_only(descriptors: tuple[int, ...]) -> None:
 def confine(descriptors: tuple[int, ...]) -> None:
     """Give up everything but these descriptors, and those that come on them, for good.
 
-    Raises OSError; then the relay must not go on.
+    Raises OSError; the relay must then exit.
     """
     keep_only(descriptors)
     set_name(SPARE_NAME)

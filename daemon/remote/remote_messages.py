@@ -72,7 +72,7 @@ Serial = Annotated[str, matching(f"-?[0-9A-F]{{1,{MAX_SERIAL_CHARS}}}")]
 
 @dataclass(frozen=True, slots=True)
 class Listen(Message):
-    """Accept connections from one more listening socket, besides the earlier ones."""
+    """Accept connections from another listening socket, in addition to the earlier ones."""
 
     OP: ClassVar[str] = "listen"
 

@@ -65,7 +65,7 @@ _ANY_PORT: Final = 0
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
 
-# What a path is needed for: to read it, to use a device, to name threads below /proc/self, to keep files in a folder.
+# The purpose of a path: to read it, to use a device, to name threads below /proc/self, to keep files in a folder.
 _READ: Final = PathAccess.READ_FILE | PathAccess.READ_DIR
 _USE: Final = PathAccess.READ_FILE | PathAccess.WRITE_FILE | PathAccess.READ_DIR | PathAccess.IOCTL_DEV
 _NAME_THREADS: Final = _READ | PathAccess.WRITE_FILE | PathAccess.TRUNCATE
@@ -105,7 +105,7 @@ def abi() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a ruleset forbids.
+    """The kinds of access that a ruleset forbids.
 
     Attributes:
         files: All of the file system except the needed paths.

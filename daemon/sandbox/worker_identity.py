@@ -24,7 +24,8 @@ STANDARD = (0, 1, 2)
 def keep_only(kept_fds: Iterable[int]) -> None:
     """Close every descriptor of this process except these and the standard ones."""
     spared = {*STANDARD, *kept_fds}
-    # The list and not close_range(2): the descriptors to keep lie anywhere among the others.
+    # Close each listed descriptor instead of using close_range(2), because the descriptors to keep are among the
+    # others.
     for entry in os.listdir("/proc/self/fd"):
         if int(entry) not in spared:
             try:

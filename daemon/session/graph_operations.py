@@ -193,8 +193,8 @@ class GraphOperations(OperationHandler):
         if self._needs_set:
             raise no_set()
         number, session_graph, values = self._graph_of(memoryview(frame.payload))
-        # If the values are the same as last time, and no reply is wanted, native code can serve such launches from now
-        # on.
+        # If the values are the same as last time, and the request is quiet, native code can serve such launches from
+        # now on.
         is_repeated = (
             self.records.is_read and frame.flags and values == session_graph.latest_values and not session_graph.regions
         )

@@ -1,7 +1,7 @@
 """The holders of what is made in a session: each connection, and the lease itself.
 
-What a connection made belongs to it and ends with it (`ended_connections.py`), unless it is kept by a name
-(`kept_buffers.py`): then the lease holds it.
+An object belongs to the connection that created it, and ends with it (`ended_connections.py`), unless it is kept by
+name (`kept_buffers.py`): then the lease holds it.
 """
 
 from collections.abc import MutableSequence

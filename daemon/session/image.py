@@ -54,7 +54,7 @@ class CantLeave(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionParts:
-    """What a session consists of, and the name of its driver."""
+    """The parts of a session, and the name of its driver."""
 
     resources: SessionResources
     modules: ModuleOperations
@@ -68,7 +68,7 @@ class SessionParts:
     region_sets: RegionOperations
 
     def check(self) -> None:
-        """Raise CantLeave for what could not be made again in another process."""
+        """Raise CantLeave if the session has something that can't be created again in another process."""
         if self.ended.has_any:
             raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
         if self.regions.is_busy:

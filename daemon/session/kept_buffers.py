@@ -27,7 +27,7 @@ class KeepOperations(OperationHandler):
     """MEM_KEEP and MEM_KEPT.
 
     Attributes:
-        holder: The holder of kept allocations, which stands for the lease.
+        holder: The holder of kept allocations, which represents the lease.
     """
 
     def __init__(self, resources: SessionResources) -> None:

@@ -328,7 +328,7 @@ class Planner:
             self._compile_kernel(kernel, threads)
 
     def _charge(self, kernel: DriverKernel) -> None:
-        """Charge the slice for what the driver takes at a kernel's first launch."""
+        """Charge the slice for the memory that the driver takes at a kernel's first launch."""
         with _named(kernel):
             # Keep the bytes from before the charge, so that `refused` can undo it.
             self._kept_before = self._ledger.kept_bytes

@@ -101,7 +101,7 @@ class MemoryOperations(OperationHandler):
             elif frame.flags:
                 pinned.ticket = self._context.begin_write(address, data, self._check_lease)
             else:
-                # The request wants a reply, which confirms this write and all earlier ones, so wait for the copy.
+                # The reply confirms this write and all earlier ones, so wait for the copy.
                 self._context.write_pinned(address, data, self._check_lease)
         self._count_copy(len(data))
         self._ledger.show(handle)

@@ -169,7 +169,7 @@ class SessionServer:
         """Serve. Returns when the broker is gone or orders a scrub."""
         self._channel.setblocking(False)
         self._poll.register(self._channel, select.POLLIN)
-        # Build in advance the reply for what nearly every client asks for.
+        # Build the reply to the usual request in advance.
         self._reply_body(
             SharedMemoryGrant(RING_LAYOUT, MAX_ARENA_BYTES, words=True), owns=True, has_word=self._has_sync_word
         )

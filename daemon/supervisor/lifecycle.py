@@ -183,7 +183,7 @@ class Supervised:
                 stack.push_async_callback(reloader.stop)
                 if reload_wanted.is_set():
                     reloader.ask()
-            # What exists now lives until the end, so the collector need not examine it again.
+            # The objects that exist now live until the end, so the garbage collector need not examine them again.
             collect_rarely()
             number = await stop_signal
             # SIGINT comes from a person at a terminal, SIGTERM from the service manager. The exit of the stack then

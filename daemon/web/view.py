@@ -60,7 +60,7 @@ class Pseudonyms:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What a change is of.
+    """The subject of a change.
 
     Attributes:
         tenant: Its tenant.

@@ -82,7 +82,7 @@ class ChildKind:
     Attributes:
         name: Its name in sentences, with "the".
         module: The module to run. Its arguments are the channel's descriptor, the broker's process id, and `arguments`.
-        sends: The messages that it may send, besides those of every helper process.
+        sends: The messages that it may send, in addition to those of every helper process.
         broken: Clause that precedes the reason when the process reports that it can't work.
         environment: Variables in addition to the daemon's own.
         passes_descriptors: Whether the process sends descriptors.

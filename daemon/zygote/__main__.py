@@ -319,7 +319,7 @@ class Zygote:
         close_all(fds)
 
     def _send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send the broker a message, if there is one. What the next broker must know is in the table, too."""
+        """Send the broker a message, if there is one. The table also has the facts that the next broker needs."""
         if self._channel is None:
             return
         try:

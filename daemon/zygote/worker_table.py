@@ -222,7 +222,7 @@ class WorkerTable:
             # The new broker ends leases by its own rules; kills that were decided stay.
             if not worker.is_killed:
                 worker.kill_due_ns = None
-            # What the old broker promised on the page is remembered, to distinguish it from what the new one writes.
+            # Keep the values that the old broker wrote to the page, to distinguish them from those of the new broker.
             worker.left_gone_by_ns = gone_by(worker.page_fds.lease).unrefused_ns
             worker.poll_ns = self._poll_ns = 0
 
@@ -264,7 +264,7 @@ def _end_if_overdue(worker: WorkerEntry, now_ns: int) -> int:
     if now_ns < worker.poll_ns:
         return worker.poll_ns
     # Three reasons, in this order: the membership deadline, after which another node may serve the name; the time by
-    # which the broker wanted the worker gone; a kernel that runs for too long.
+    # which the broker planned to end the worker; a kernel that runs for too long.
     page = state_of(worker.page_fds.lease)
     overdue_ns = _gone_by_ns(worker, page) + OVERDUE_NS
     horizon_ns = _horizon_ns(page, now_ns)

@@ -89,7 +89,7 @@ def _overview(view: View, samples: ScreenSamples, address: str, now_s: float, wi
 def _title(view: View, samples: ScreenSamples, address: str) -> Line:
     pace = "paused" if view.is_paused else f"every {view.every_s:g} s"
     line: Line = [("gpulease top", Style.HEAD), (f"  {shown(address)}  {pace}", Style.PLAIN)]
-    # What is filtered is named, so that a short list is not taken for all.
+    # Show the filter, so that a filtered list is not mistaken for all leases.
     if view.card is not None:
         line.append((f"  GPU {view.card} only", Style.PLAIN))
     if view.pattern:
@@ -108,7 +108,7 @@ def _warnings(view: View, samples: ScreenSamples, now_s: float) -> list[Line]:
         lines.append([(f"{age}{shown(samples.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
         lines.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
-    # The node's drain stands above the cards; a card's own stands in its line.
+    # The node's drain is shown above the cards, and a card's own drain in its line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
         end_text = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"

@@ -28,7 +28,7 @@ NO_CHOICE: Final = "Choose a lease first, with the arrow keys"
 
 
 class Mode(Enum):
-    """What the keys mean at present: commands, or the text of a question."""
+    """The meaning of keys at the moment: commands, or the text of an answer to a question."""
 
     BROWSE = auto()
     HELP = auto()
@@ -117,7 +117,7 @@ def press(view: View, key: str, samples: ScreenSamples) -> Pressed:
         return _leave_mode(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
     if key == "backspace":
         return replace(view, typed=view.typed[:-1]), None
-    # What an entered line means depends on the question that was asked.
+    # The meaning of an entered line depends on the question.
     if key == "enter":
         return _ENTERED[view.mode](view)
     if len(key) == 1 and key.isprintable() and len(view.typed) < MAX_TYPED:

@@ -1,4 +1,4 @@
-"""What a completion takes on its way to the scheduler, and what its reply is made from: without HTTP.
+"""A completion's way to the scheduler, and the parts of its reply. This module knows nothing of HTTP.
 
 `DecoderSource` is next to a model's decoder, and `served_models` finds it. A front has a source that asks the decoder's
 process (`fronts`).
@@ -296,7 +296,7 @@ def _name_of(tenant: str, request_id: str, place: int) -> str:
 
 
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
-    """Return the reply to an error. What the caller must not see is only logged."""
+    """Return the reply to an error. Details that the caller must not see are only logged."""
     api_error = api_error_of(error)
     # Log unexpected errors, and those with texts that the caller must not see.
     if api_error is None or api_error.message != str(error):

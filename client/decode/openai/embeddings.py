@@ -1,7 +1,7 @@
 """`/v1/embeddings`: vectors of texts, for models with files that say how they pool.
 
-Each input is a prompt of its own, in steps that it shares with everybody's. Its vector has a length of 1 and the same
-bits in any company.
+Each input is a prompt of its own, in steps that it shares with everybody's. Its vector has a length of 1, and the same
+bits whatever else is in the batch.
 """
 
 import base64

@@ -53,7 +53,8 @@ _SAME_NAMES: Final = ("model", "max_tokens", "stream", "temperature", "top_k", "
 """The parameters that a chat has by the same name and with the same values."""
 
 _NAMES: Final = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
-"""What errors of the chat are about, by the parameters of the message, where those have other names."""
+"""Parameters of a chat, by the message's parameters with another name. Errors of the chat are translated by this
+table."""
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 """Chats' values of `tool_choice`, by the types of messages'."""

@@ -231,7 +231,7 @@ def browsers_of(origins: Sequence[str]) -> list[Middleware]:
     """Return the middleware that lets pages of some origins call an application from a browser."""
     if not origins:
         return []
-    # A key is needed for everything that a page could want, and browsers send it only if the page has it.
+    # Every endpoint that a page could use needs a key, and browsers send the key only if the page has it.
     return [
         Middleware(
             CORSMiddleware,
@@ -646,7 +646,7 @@ async def _served(log: DecodeLog, reply: "_Reply", serving: Coroutine[Any, Any, 
 
 
 def _api_error(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
-    """Return the reply to an error. What the caller must not see is only logged."""
+    """Return the reply to an error. Details that the caller must not see are only logged."""
     if isinstance(error, ClientDisconnect):
         return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
     return reply_to_error(error, log, reply.tenant, reply.request_id)

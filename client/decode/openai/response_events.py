@@ -20,7 +20,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "top_p": 1.0,
     "user": None,
 }
-"""What the reply repeats where the request has no value."""
+"""The values that the reply contains if the request has none."""
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"

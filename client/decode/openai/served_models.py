@@ -235,7 +235,7 @@ def _by_names(names: Sequence[str], fields: Mapping[str, Any]) -> list[dict[str,
 
 
 class Route(msgspec.Struct):
-    """What must be known of a body to find its model: the rest of it is parsed in another process.
+    """The part of a body that is needed to find its model. The rest is parsed in another process.
 
     Attributes:
         model: The model's name.

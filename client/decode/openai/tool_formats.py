@@ -151,7 +151,7 @@ class ToolCallParser:
         self._written = written
         self._head = re.compile(rf'\{{"name": "({NAME.pattern})", "{written.arguments}": ')
         self._buffer = ""
-        # What the parser is in: "text", "between" calls, or a call's "arguments".
+        # The parser's position: in "text", "between" calls, or in a call's "arguments".
         self._state = "text"
         self._depth, self._in_text, self._is_escaped = 0, False, False
 

@@ -407,7 +407,8 @@ class ContinuousBatchScheduler:
             is_live = [not sequence.is_ended for sequence in sampled]
             sampled, requests = list(compress(sampled, is_live)), list(compress(requests, is_live))
             rows, tables = rows[is_live], tables[is_live]
-        # All sequences get their tokens at once; those with something else to do are looked at one by one below.
+        # First append the tokens of all sequences at once. Then handle one by one the sequences that need more than
+        # this.
         columns, new = self._columns, values[rows]
         places = columns.known[tables]
         columns.known[tables] = places + _ONE
@@ -415,7 +416,8 @@ class ContinuousBatchScheduler:
         tokens: list[int] = new.tolist()
         for sequence, token in zip(sampled, tokens, strict=True):
             sequence.tokens.append(token)
-        # Service is charged as it is received: a request that ends early is charged only for what it emitted.
+        # A tenant is charged for tokens as they are emitted, so a request that ends early costs only the tokens it
+        # emitted.
         for tenant, count in step.count_tenants(sampled).items():
             counter, price = tenant.counter, tenant.price
             # Token by token, as rounding makes another sum of the product.

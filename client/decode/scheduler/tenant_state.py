@@ -39,7 +39,7 @@ class UnadmittedRequest:
 
 
 class SequenceColumns:
-    """What each step reads and changes of live sequences: a column each, by their rows of the block tables.
+    """Columns of values of live sequences that each step reads and changes, indexed by the rows of the block tables.
 
     A step may have a thousand rows; numpy updates them all at once. For single sequences, `LiveSequence` reads and
     writes them.

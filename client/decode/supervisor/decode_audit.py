@@ -85,7 +85,7 @@ class TokenDigest:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBy:
-    """What a request's output depends on, besides its prompt and its sampling.
+    """The things that a request's output depends on, other than its prompt and its sampling.
 
     Attributes:
         model: The model's name: the last part of its path; on a server of many models, its name in requests.
@@ -213,7 +213,7 @@ def digests_of(sampling: SamplingParameters) -> dict[str, str]:
 
 
 def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
-    """Return a record's members for what changes the choice of tokens further, those alone that are set."""
+    """Return the record's members for other parameters that change the choice of tokens; only those that are set."""
     usual = SamplingParameters()
     changes: dict[str, Any] = {
         name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(usual, name)

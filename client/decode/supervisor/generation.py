@@ -58,7 +58,7 @@ class Generation:
             token.
     """
 
-    # Every step reads and changes these of a thousand generations: they are to lie close together.
+    # Every step reads and changes these attributes of a thousand generations, so keep them close together in memory.
     __slots__ = (
         "__weakref__",
         "_cancel",

@@ -359,7 +359,7 @@ class ModelPool:
         """
         if (state := _state_of(path)) != self._tokenizers.get(path, (None,))[0]:
             tokenizer = checkpoint.tokenizer()
-            # What the processes for texts will need of it takes as long.
+            # The processes for texts take as long to load their part of it.
             tokenizer.values()
             self._tokenizers[path] = state, tokenizer
 
@@ -466,7 +466,7 @@ class ModelPool:
                 name = type(error).__name__
                 self._apply(self.residency.load_failed(model, name, self._clock(), is_for_room=is_for_room))
                 return
-            # What its end raises changes nothing: its lease ends in any case, at the latest by its time.
+            # Errors of its end are ignored: its lease ends in any case, at its deadline at the latest.
             self.log.failure("model_not_closed", error, model=model)
         self._opened.pop(model, None)
         self.counts[model, "unload"] += 1

@@ -323,7 +323,7 @@ def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
         case CompletionReason.END_OF_SEQUENCE | CompletionReason.MAX_TOKENS_REACHED:
             return None
         case CompletionReason.CANCELLED:
-            return None  # Its caller wanted that.
+            return None  # Its caller closed it.
         case CompletionReason.DEADLINE_EXCEEDED:
             reason = end.kept_out_by or AdmissionReason.POOL_EXHAUSTED
             return WaitedTooLong(reason, end.detail or "it waited as long as it may", None)

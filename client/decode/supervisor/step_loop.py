@@ -353,7 +353,7 @@ class StepLoop:
         """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
         plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
         self._pending.clear()
-        # What was under way is lost; its plans are voided by `engine_lost`.
+        # The steps in flight are lost; `engine_lost` voids their plans.
         self._starting = self._refusal = None
         sequences = dict.fromkeys(sequence for plan in plans for sequence in plan.sequences if not sequence.is_ended)
         return [sequence.request.continues or sequence.request.request_id for sequence in sequences]

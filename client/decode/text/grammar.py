@@ -332,7 +332,7 @@ def _check_work(text: str) -> None:
         try:
             pending: list[Any] = [decoder.raw_decode(text, match.end())[0]]
         except (ValueError, RecursionError):
-            # A part of a text that is no schema, or a schema that the library refuses.
+            # Part of a text is not a schema, or is a schema that the library refuses.
             continue
         # All values, of whatever keyword: a `$ref` may refer to each of them.
         while pending:

@@ -20,7 +20,7 @@ MAX_CHAT_DEPTH: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is kept of a prompt that has too many tokens: its end, or its beginning.
+    """The part that is kept of a prompt with too many tokens: its end, or its beginning.
 
     Attributes:
         most: Most tokens that are kept; None: as many as the context has room for, before the answer.

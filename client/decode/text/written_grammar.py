@@ -37,7 +37,7 @@ With lexemes of this length, they are some 10^6 characters, which take a second 
 """
 
 COMMON_CHARACTERS: Final = 100
-"""What one of the common terminals of Lark counts, such as that of numbers."""
+"""The count for one of Lark's common terminals, such as the one for numbers."""
 
 _IS_EBNF: Final = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 _EBNF_NAME: Final = re.compile(r"(?P<name>[A-Za-z0-9_-]+)[ \t]*::=")
@@ -73,7 +73,7 @@ _CHARACTER: Final = re.compile(
 """A character of a string or a set, as it is or escaped."""
 
 _ESCAPED: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b", "v": "\v", "0": "\0"}
-"""What is not itself behind a backslash."""
+"""Characters that mean another character after a backslash."""
 
 _MARKS: Final[Mapping[str, tuple[int, int | None]]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 """Repetitions that are marks."""
@@ -255,7 +255,7 @@ class _Reader:
         return int(digits)
 
     def _literal(self, text: str) -> Part:
-        # In Lark, i right behind a string stands for both cases. Looking for a range skips spaces.
+        # In Lark, an i directly after a string means that case does not matter. Looking for a range skips spaces.
         flag = "i" if not self.is_ebnf and self._text.startswith("i", self._place) else ""
         self._place += len(flag)
         if not flag and self._taken("range"):
@@ -269,7 +269,7 @@ class _Reader:
     def _set(self, text: str) -> Part:
         """Return EBNF's set of characters as one of a regular expression."""
         sign, text = ("^", text[1:]) if text.startswith("^") else ("", text)
-        # Pairs of a character and whether it was escaped: an escaped - is no range.
+        # Pairs of a character and whether it was escaped: an escaped - does not make a range.
         characters = [(self._character(match), match[0][0] == "\\") for match in _CHARACTER.finditer(text)]
         written, place = "", 0
         while place < len(characters):

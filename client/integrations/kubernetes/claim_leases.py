@@ -104,7 +104,7 @@ class ClaimLeases:
         self._address, self._socket = address, Path(address.removeprefix("unix:"))
         self._node, self._files, self._cluster = node, files, cluster
         self._lease_s, self._on_message, self._shares_users = lease_s, on_message, shares_users
-        # What was reported about each claim's devices, so that a report is written when it changes.
+        # The last report about each claim's devices, so that a report is written only when it changes.
         self._reported: dict[str, list[dict[str, Any]]] = {}
         # Whether the API server has answered all requests of this round. One that is away must not delay renewals.
         self._api_answers = True

@@ -1,4 +1,4 @@
-"""What the scheduler allocated to a ResourceClaim on this node, parsed and checked.
+"""The devices that the scheduler allocated to a ResourceClaim on this node, parsed and checked.
 
 Cards have consumable capacity (KEP-5075): the scheduler assigns parts of one card's `vram` to several claims. The
 daemon decides again at each lease, so that a scheduler with an outdated view can't assign a byte twice.

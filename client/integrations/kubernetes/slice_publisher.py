@@ -187,7 +187,7 @@ class SlicePublisher:
         try:
             devices = self._devices()
         except GpuLeaseError as error:
-            # The daemon has not answered since the driver's start. What an earlier driver published stays.
+            # The daemon has not answered since the driver's start. The slices that an earlier driver published stay.
             self._report(error)
             return False
         owner = self._owner or Owner(self._node, self._cluster.node_uid(self._node))
@@ -208,7 +208,7 @@ class SlicePublisher:
             try:
                 self._cluster.delete_slice(write.name)
             except ClusterRefused as refused:
-                # Deleted already: that is what was wanted.
+                # It is already deleted, as intended.
                 if refused.code != _NOT_FOUND:
                     raise
             with self._guard:

@@ -419,7 +419,7 @@ def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, re
     # Enough is free, in pieces on several cards: Slurm counts the sum, so it could not know.
     if sum(int(card["available_bytes"]) for card in candidates) >= request.size_bytes * request.cards:
         return str(refusal)
-    # The job wants more than a card can ever give, or leases of jobs fill the cards: the count in gres.conf, or
+    # The job requests more than a card can ever lease, or leases of jobs fill the cards: the count in gres.conf, or
     # LARGEST_CARD_MIB, leaves out the contexts. Nothing is wrong with the node, which its jobs may use.
     return f"{refusal} {OVERCOUNTED}"
 

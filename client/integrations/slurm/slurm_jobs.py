@@ -47,7 +47,7 @@ class JobState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What a job requests on each of its nodes.
+    """A job's request on each of its nodes.
 
     Attributes:
         size_bytes: Bytes on each card.

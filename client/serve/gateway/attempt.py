@@ -118,7 +118,7 @@ class Effects(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait between two looks at another attempt."""
+        """Wait between two reads of another attempt's state."""
         ...
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
@@ -265,7 +265,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 if left_s <= 0:
                     raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
                 effects.sleep(min(back_off_s(attempts, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))
-                # Pauses grow, because each look is a transaction of the store.
+                # Pauses grow, because each read is a transaction of the store.
                 attempts += 1
 
 

@@ -190,7 +190,8 @@ class Gateway:
                 token_nonce=0,
                 now_secs=time.time(),
             )
-            # What is left of both waits limits the wait in the daemon's queue and for attempts of other gateways.
+            # The time that remains of both waits limits the waits in the daemon's queue and for attempts of other
+            # gateways.
             effects = self._effects(left_s, join_s)
             # Not abandoned on cancellation: a client that disconnects must not end an attempt between launch and
             # record.

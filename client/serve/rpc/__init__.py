@@ -4,7 +4,7 @@
         models.describe()
         models.call(1, image).payload
 
-Neither side spins while it is idle: a server sleeps until a caller rings, and a caller looks for its reply for a
+Neither side spins while it is idle: a server sleeps until a caller rings, and a caller polls for its reply for a
 bounded time and then sleeps. To ring is to send one byte through the connection's socket, called a bell.
 """
 

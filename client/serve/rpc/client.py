@@ -339,7 +339,7 @@ class _Connection:
             left_ms = (deadline_s - time.monotonic()) * 1000
             if left_ms <= 0 or not self._bell.poll(left_ms):
                 raise CallTimedOut("rpc: no answer in time; the call may have been done")
-            # Old bells may be left over from replies that were found by polling, so look at the reply itself.
+            # Bells may be left over from replies that were found by polling, so check the reply itself.
             has_ended = not self._sock.recv(_BELLS_BYTES)
             if self._shared.reply.status:
                 return

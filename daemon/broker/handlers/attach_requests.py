@@ -221,7 +221,7 @@ class AttachHandler:
     def _hand_over(self, attempt: _Attempt) -> bool:
         request, memory_request = attempt.request, SharedMemoryRequest()
         options = request.body.options if isinstance(request.body, Attach) else ()
-        # A relay's socket looks like a local peer's, but shared memory would end at the relay.
+        # A relay's socket is local, like that of a client on this host, but shared memory would reach only the relay.
         if not self._peer.is_relayed:
             memory_request = SharedMemoryRequest.from_options(options)
 

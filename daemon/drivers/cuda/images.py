@@ -106,7 +106,7 @@ class CudaModule:
             address, size_bytes = self.variable(name)
             if size_bytes:
                 places.append((address, size_bytes))
-            # What kernels can't write is in the image.
+            # Memory that kernels can't write has the same contents as the image.
             elif is_writable:
                 raise DriverError(f"the driver does not report where the variable {name!r} is")
         return places
@@ -135,7 +135,8 @@ def load_image(
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
     admit(weight.device_bytes, weight.shared_bytes, kept_bytes)
-    # For compiled PTX, the text can show that kernels need no cooperative launch although their machine code looks so.
+    # For compiled PTX, the text can show that a kernel needs no cooperative launch although its machine code suggests
+    # it.
     cooperative = weight.cooperative if image.startswith(_ELF) else confirm_by_text(text_of(image), weight.cooperative)
     listed = _list_kernels(cubin)
     # A module takes memory, so it is loaded last; a failure below unloads it.

@@ -185,7 +185,7 @@ class MappedPages:
             piece.saved_at, at = at, at + piece.size_bytes
         self._copy(self._api.cuMemcpyDtoHAsync, host, ready, poll, is_out=True)
         copied_ns = time.monotonic_ns()
-        # Step 2: leave the card. A call that fails here leaves the session half unmapped, so it can't go on.
+        # Step 2: leave the card. If a call fails here, the session is half unmapped and can't continue.
         self.is_broken = True
         for piece in self._pieces:
             for address, size_bytes in piece.mappings:

@@ -8,7 +8,8 @@ back to the card, and the scratch is mapped repeatedly in the rest's place. So a
 its own region's zeros, or what such kernels wrote there, and the context lives.
 
 A piece can only be mapped whole (the driver answers CUDA_ERROR_NOT_SUPPORTED otherwise), so the rest is a multiple of
-the scratch. What remains of the region's size is a piece between the two: it is zeroed with the scratch, and stays.
+the scratch. The rest of the region's size is a piece between the two: it is zeroed together with the scratch, and
+stays.
 
 The regions of a parkable session lie one after another in the range that its slice has reserved (slice_pages.py).
 Another process that adopts the session reserves the same range. Once the range is used up, further regions get

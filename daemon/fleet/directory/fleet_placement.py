@@ -102,7 +102,7 @@ def place(
 
 
 def _candidates(view: FleetView, query: PlaceQuery) -> list[tuple[int, str]]:
-    """Return the largest slice and the id of each node with these labels, and with room on the wanted card."""
+    """Return the largest slice and the id of each node with these labels, and with room on the requested card."""
     index, room = view.index, _ROOMS.get(query.exclusivity, Room.ANY)
     # Each index gives a set of nodes, or None for "any".
     labelled, cards = index.with_labels(query.labels or {}), index.with_card(query.device)

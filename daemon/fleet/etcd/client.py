@@ -78,8 +78,8 @@ READ_TRIES: Final = 3
 others."""
 
 WATCH_LIFE_S: Final = 600.0
-"""Longest life of one watch's stream. The watch then continues on another stream, so that a broken stream that looks
-alive does not stay forever."""
+"""Longest life of one watch's stream. The watch then continues on another stream, so that a stream that is broken
+without an error does not stay forever."""
 
 WATCH_RETRY_S: Final = 0.2
 """Time from a watch's interruption to its next attempt. Keeps refusing members from being asked in a busy loop."""
@@ -366,8 +366,8 @@ class EtcdClient:
                 if _is_refusal(error):
                     return TransactionRejected(reason)
                 self._prefer_another(member)
-                # A write goes to a second member only after this one error, which etcd raises before it looks at the
-                # write.
+                # A write is sent to a second member only after this one error, which etcd returns before it processes
+                # the write.
                 if not is_read and error.details() != _NO_LEADER:
                     return Unknown(reason)
                 unfit.append(member)

@@ -336,8 +336,8 @@ class Member:
     def _lose_store(self, text: str, answer: TransactionAnswer, due_ns: int = 0) -> None:
         """Lose the membership of a store that is not the joined one, or that is an earlier state of it.
 
-        An earlier state looks like the joined store again once its revisions have risen. So the identity remembers that
-        it was one. Another cluster can be recognised by its number at any time.
+        An earlier state of the store can't be distinguished from the joined one once its revisions have risen. So the
+        identity remembers that it was one. Another cluster can be recognised by its number at any time.
         """
         if self._identity.cluster_id in (0, answer.cluster_id):
             self._identity = replace(self._identity, is_restored=True)

@@ -63,7 +63,7 @@ RETRY_AFTER_MS: Final = 1_000
 
 @dataclass(slots=True)
 class _ClaimRequest:
-    """A wanted claim.
+    """A claim that the broker has requested.
 
     Attributes:
         nonce: The nonce of all attempts.
@@ -92,7 +92,7 @@ class NodeClaims:
         self._former: frozenset[tuple[str, int]] = frozenset()
         """Claims of this daemon's earlier memberships; their leases are over."""
 
-    # --- what the broker wants ---
+    # --- requests of the broker ---
 
     def add_request(self, claim: ClaimWanted, now_ns: int) -> None:
         """Take a request for a name; `advance` makes the first attempt."""

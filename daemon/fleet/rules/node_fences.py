@@ -10,8 +10,8 @@ memberships before it are over. A mark stays; a later membership has a higher re
 If a record is gone without a mark (an operator removed it, or a node of an earlier version), its last heartbeat is
 unknown: the wait counts from the moment at which a node saw that it was gone.
 
-After an outage of etcd all nodes look silent: a node fences others only after they had the time of two heartbeats to
-return.
+After an outage of etcd all nodes have been silent. So a node fences others only after they had the time of two
+heartbeats to return.
 """
 
 from typing import Final
@@ -83,7 +83,7 @@ class NodeFences:
         due_ns = max(silent_ns + membership.wait_ns, back_ns)
         if now_ns < due_ns:
             return False, min(next_ns, due_ns)
-        # The mark is read with the next look; only then may the claims be deleted.
+        # The next read shows the mark; only then may the claims be deleted.
         self._fence(node_id, records[0].mod_revision, now_ns)
         return False, next_ns
 

@@ -80,7 +80,7 @@ RETRY_AFTER_MS: Final = 1_000
 
 @dataclass(slots=True)
 class _BytesRequest:
-    """A wanted claim of bytes.
+    """A claim of bytes that the broker has requested.
 
     Attributes:
         nodes: Nodes with entries, to be checked because no bytes are left.
@@ -148,7 +148,7 @@ class QuotaShards:
     def drop(self, request: int, now_ns: int) -> None:
         """Forget a request, and remove what its last attempt wrote."""
         pending = self._requests.pop(request, None)
-        # What its attempts may have written must go, or it would count against the tenant.
+        # Delete everything that its attempts may have written, because it would count against the tenant.
         if pending and (pending.is_asking or pending.may_be_written):
             self.end(pending.demand.tenant, pending.demand.lease_id, now_ns)
 

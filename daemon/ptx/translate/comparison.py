@@ -83,7 +83,7 @@ _FLOAT = tuple(FLOAT_CONDITIONS)
 _WORDS = ("u32", "s32")
 _SHORT = ("u16", "s16", *_WORDS)
 
-# What represents true, by the type of the result.
+# The value that represents true, by the type of the result.
 _TRUE = {
     **{kind: (1 << int(kind[1:])) - 1 for kind in _SHORT},
     "f16": 0x3C00,

@@ -53,7 +53,7 @@ _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is known about a function in a launch that is not cooperative.
+    """Facts about a function in a launch that is not cooperative.
 
     Attributes:
         reached: The instructions that may run.

@@ -105,7 +105,7 @@ def tiles_of(shape: str, kind: str) -> Tiles:
 _ROOM, _START, _STEP = Value("ptr", "%room"), Value("i64", "%start"), Value("i64", "%step")
 _COUNTER = Value("ptr", "%counter")
 
-# What the functions below return: whether all accesses were allowed, and the first address that was not.
+# The result of the functions below: whether all accesses were allowed, and the first address that was not.
 _RESULT = "{ i1, i64 }"
 
 

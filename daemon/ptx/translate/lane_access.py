@@ -255,7 +255,7 @@ class _Access:
         return self.ir.wide_value(self._kind, f"load {self._vector}, {values}"), last
 
     def _values(self) -> Value:
-        """Return memory for what the lanes load or store, each lane's scalars together."""
+        """Return memory for the values that the lanes load or store, with each lane's scalars together."""
         return self.t.room(f"values.{self._kind}.{self._count}", self._vector)
 
     def _call_each(self, values: Value, *, is_store: bool) -> str:

@@ -3,11 +3,11 @@
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
 The mask's bits are the threads that exist; tid.x is the first one's, and the others' follow. It returns a
-`ReturnStatus`; for a fault, the bits above the low 8 are the lane at fault. Blocks stand in PTX's order, each with a
-mask of the lanes that wait for it. The earliest of those blocks always runs next, so lanes that a branch separated meet
-again where its ways do (uniformity.py). Registers that are equal in all lanes are scalars, others vectors. In a vector,
-a lane that does not take part keeps its element if it may still need it. What can't be written for vectors is run lane
-by lane.
+`ReturnStatus`; for a fault, the bits above the low 8 are the lane at fault. Basic blocks are in PTX's order, each with
+a mask of the lanes that wait for it. The earliest of these blocks always runs next, so lanes that a branch has
+separated run together again where its paths join (uniformity.py). Registers that are equal in all lanes are scalars,
+others vectors. In a vector, a lane that does not take part keeps its element if it may still need it. Operations
+without a vector form run lane by lane.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 # How many threads run together: as many as the widest hosts' registers hold of 32-bit numbers.
 LANES = 16
 
-# Local windows of a block lie side by side; each is aligned as strictly as any variable may ask.
+# The local windows of a block are adjacent; each has the strictest alignment that a variable may require.
 LOCAL_STEP = 256
 
 # Opcodes that have an effect, and can be run lane by lane.

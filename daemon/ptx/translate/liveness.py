@@ -133,7 +133,7 @@ def count_merges(instructions: Sequence[Instruction], effects: Sequence[Register
     # A register written once needs no merging, unless its initial 0 may still be seen.
     for instruction, effect in zip(instructions, effects, strict=True):
         registers |= effect.reads | effect.writes
-        # What a guarded instruction writes counts among what it reads.
+        # A guarded instruction may keep the old values of the registers that it writes, so these count as read, too.
         writes = effect.writes if instruction.guard is None else effect.reads
         rewritten |= written & writes
         written |= writes

@@ -40,7 +40,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 _MEMORY = ("ld", "st", "atom", "red", "cp")
 _COSTLY = WAITING.union(_MEMORY)
 
-# What a `stmatrix` counts for: its rows are stored word by word.
+# The number of accesses that a `stmatrix` counts as: its rows are stored word by word.
 _STMATRIX_ACCESSES = 8
 
 

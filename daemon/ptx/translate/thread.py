@@ -1,4 +1,4 @@
-"""What the families' functions work through: a thread's registers, its frame, its ends and its calls."""
+"""The interface that the families' functions use: a thread's registers, its frame, its exits and its calls."""
 
 from gpulease.daemon.ptx.limits import (
     MAX_LIVE_REGISTERS,

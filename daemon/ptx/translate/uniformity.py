@@ -26,12 +26,12 @@ _RETURNS = ("ret", "exit")
 
 
 class Unordered(Exception):
-    """A way between a branch and its end lies after that end in the text, so lanes that part may not meet there."""
+    """A path from a branch is after the join in the text, so lanes that it separates may stay separated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """What is known of a kernel's lanes.
+    """Facts about a kernel's lanes.
 
     Attributes:
         live: The registers needed where each block begins, as bits.

@@ -1,7 +1,8 @@
 """Writes LLVM IR in which a value is one for all lanes, or a vector with an element for each.
 
 Code that translates instructions need not know which: a value's `type` is that of one lane either way, and an operation
-with a vector among its operands widens the others. What can't be written so, raw text or a branch, raises NotWide.
+with a vector among its operands widens the others. An operation that has no vector form, such as raw text or a branch,
+raises NotWide.
 """
 
 from gpulease.daemon.ptx.native.structures import ReturnStatus

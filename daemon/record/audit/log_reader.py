@@ -61,7 +61,7 @@ def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
 
     The head is read first: a daemon that writes meanwhile can only make the log longer than its head.
     """
-    # The head lies next to the log unless the caller says otherwise.
+    # The head is in a file next to the log, unless the caller names another file.
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
     files: list[Path] = []
@@ -100,7 +100,7 @@ _OWN_COLUMNS: Final = frozenset({"lease", "tenant", "by"})
 def line_of(record: AuditRecord) -> str:
     """Format a record: number, time, kind, tenant, lease and particulars."""
     data = record.data
-    # What explains a record best comes first, then the other particulars in the record's order.
+    # The most important particulars come first, then the others in the record's order.
     party = data.get("tenant", data.get("by", ""))
     names = [name for name in _FIRST if name in data]
     names += [name for name in data if name not in _FIRST and name not in _OWN_COLUMNS]

@@ -94,7 +94,7 @@ def _left(fact: Fact) -> Particulars:
 def _moved(fact: Fact) -> Particulars:
     moved = fact.source
     details = {"from_card": moved.from_uuid, "moved_bytes": bounded(moved.moved_bytes)}
-    # What it has used so far was used on the card that it left.
+    # The time that it has used so far was used on the card that it left.
     return _lease(moved.lease) | details | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 
 

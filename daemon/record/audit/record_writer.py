@@ -88,7 +88,7 @@ MAX_QUEUED: Final = 32_768
 """Records, some 30 MB. Stops a hung disk from using up the broker's memory."""
 
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
-"""The part of them for what tenants can repeat at will; the rest is for grants and ends."""
+"""The part of them for events that tenants can repeat at will; the rest is for grants and ends."""
 
 
 class RecordQueue(CommitQueue[Draft]):

@@ -123,7 +123,7 @@ _MEMBERS: Final = {"at", "boot", "data", "kind", "mono_us", "prev", "seq"}
 
 
 class LeaseStage(IntEnum):
-    """What a record shows of its lease. A lease never returns to an earlier stage."""
+    """The members of its lease that a record shows. A lease never returns to an earlier stage."""
 
     LIVE = 0
     FENCED = 1
@@ -150,7 +150,7 @@ class RecordKind(StrEnum):
     # The daemon.
     START = "start", False, None
     STOP = "stop", False, None
-    # Leases, regions and submits. What a tenant can repeat is minor.
+    # Leases, regions and submits. Events that a tenant can repeat at will are minor.
     GRANT = "grant", False, LeaseStage.LIVE
     ADOPT = "adopt", False, LeaseStage.LIVE
     RENEW = "renew", True, LeaseStage.LIVE

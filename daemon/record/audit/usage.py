@@ -19,7 +19,8 @@ The rules:
   (`data.since_us`).
 - Open leases count to the last record, or to the head's `alive_us` if that is given.
 - GPU time is what records say of a lease so far (`gpu_us` of `use`, `move`, `end` and `fence`): each counts what is
-  more than in all of the lease's records before. What a `move` adds was used on the card that the lease left.
+  more than in all of the lease's records before. The GPU time that a `move` adds was used on the card that the lease
+  left.
 
 Only the monotonic clock counts, and only differences inside one boot: the wall clock may step. It says only which day a
 time belongs to (UTC): by the wall clock of the lease's grant, and for GPU time, of the record. So GPU time of up to ten
@@ -56,7 +57,7 @@ class Used:
 
 
 class DayOfTenant(NamedTuple):
-    """What the sums of one day are of. `day` is a date of ISO 8601, in UTC."""
+    """The key of one day's sums. `day` is a date of ISO 8601, in UTC."""
 
     day: str
     tenant: str
@@ -81,7 +82,7 @@ MAX_DAYS: Final = 3660
 
 @dataclass(slots=True)
 class _Open:
-    """A lease that counts. What it had before `part_us` is in the sums already.
+    """A lease that counts. The time before `part_us` is already in the sums.
 
     Attributes:
         part_us: Since when it has had this size on this card, or has been parked.

@@ -552,7 +552,7 @@ class Contents:
             changes.append(Change(RowKind.DRAIN, DRAIN_KEY, self.drain_ns))
         self.card_drains = dict.fromkeys(self.card_drains, 0)
         changes += [Change(RowKind.CARD_DRAIN, uuid.encode(), 0) for uuid in self.card_drains]
-        # What remains are the fenced leases as they were just changed.
+        # The remaining rows are the fenced leases that were just changed.
         self.leases = [c.content for c in changes if isinstance(c.content, LeaseRow)]
         self.cards.clear()
         self.relays.clear()

@@ -429,7 +429,7 @@ def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
 
 
 class _Alone(Collector):
-    """A collector of one family, as the library's renderer wants it."""
+    """A collector of one family, in the form that the library's renderer expects."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

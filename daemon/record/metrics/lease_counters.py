@@ -31,7 +31,7 @@ _OF_SESSIONS: Final = (
     families.SESSION_GPU_SECONDS,
     families.SESSION_HELD_BACK_SECONDS,
 )
-"""What workers count on their control pages."""
+"""The counters on workers' control pages."""
 
 _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {families.IMAGE_MISMATCHES}
 """The families that facts count; one kind of fact also says whether there was an image mismatch."""

@@ -2,8 +2,8 @@
 
 If launches wait in a row, the driver's calls are the bottleneck. A card's driver takes a graph of 16 kernels, with all
 parameters set again, in the time of four launches. So the plans that follow each other become a chain, which native
-code replays whenever as many frames of these plans have arrived. What a chain takes of the card must fit in the lease's
-allowance, because no tenant pays for it.
+code replays whenever as many frames of these plans have arrived. The memory that a chain takes on the card must fit in
+the lease's allowance, because no tenant pays for it.
 """
 
 import ctypes
@@ -80,7 +80,7 @@ class Chains:
             return None
         self._ledger.add_graph(chain.device_bytes)
         self._chains.append(chain)
-        # What native code reads: a step for each launch, then the record.
+        # The memory that native code reads: a step for each launch, then the record.
         steps = (ChainStep * len(plans))(
             *(ChainStep(plan.address, params) for plan, params in zip(plans, chain.params, strict=True))
         )

@@ -385,7 +385,8 @@ class NativeServing:
         front, middle, tail = map(ctypes.addressof, texts)
         self._plans_made += 1
         launch_buffer = None if launch is None else ctypes.create_string_buffer(launch, len(launch))
-        # What a refusal says of the kernel; only a launch that names regions can be refused for one.
+        # The part of a refusal that describes the kernel. Only a launch that names regions can be refused because of
+        # one.
         refusal = kernel_part(plan.kernel.name) if pattern.trailer_bytes else b""
         refusal_buffer = ctypes.create_string_buffer(refusal, len(refusal))
         plan.record = record = PlanRecord(

@@ -1,6 +1,6 @@
 """The session's account of the card's time, and the limits on it, for Python and for native code.
 
-Python's side of pacing.ll, in which the rules stand. Native code begins and ends intervals for what it serves itself;
+Python's side of pacing.ll, which contains the rules. Native code begins and ends intervals for what it serves itself;
 Python calls the same functions for everything else. Both hold work back before it begins, so that a tenant's next
 launches wait in the ring, as they do while the card's queue is full.
 """

@@ -39,7 +39,7 @@ def refusal_front(op: Opcode = Opcode.SYNC) -> bytes:
 
 def kernel_part(kernel: str) -> bytes:
     """Return the bytes of a LAUNCH_IN's refusal about its operation and kernel."""
-    # They stand between the region's two parts, which do not depend on the kernel.
+    # They are between the region's two parts, which do not depend on the kernel.
     front, _ = _parts()
     return _payload(kernel)[len(front) : -_BACK_BYTES]
 

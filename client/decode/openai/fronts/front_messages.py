@@ -83,7 +83,7 @@ class FrontReady(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """What a front needs to know.
+    """The facts that a front needs.
 
     Attributes:
         model_path: The only model, for its tokenizer; "" on a server of many, where `RequestSubmitted` has it.
@@ -181,7 +181,7 @@ class Reuse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
-    """What a step computed for a front's requests: scores of prompts, tokens, and ends behind them."""
+    """The results of a step for a front's requests: scores of prompts, tokens, and then the ends of sequences."""
 
     reuses: list[Reuse]
     scores: list[SequenceTokens]

@@ -304,7 +304,7 @@ class _Front:
                 self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
                 return
             self._models.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
-            # A front that served for a while can start: count failures anew.
+            # A front that has served for a while is able to start, so reset the count of failures.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
                 failures = 0
             await asyncio.sleep(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
