@@ -41,5 +41,5 @@ def _disown_all() -> None:
         inherited.disown()
 
 
-# Only in the child: the parent's objects stay as they are.
+# Only in the child: the parent's objects stay unchanged.
 os.register_at_fork(after_in_child=_disown_all)

@@ -110,7 +110,7 @@ MAX_TLVS: Final = 64
 """Most TLVs in one list. Unknown ones are skipped, so without this a peer could keep the receiver busy."""
 
 MAX_TOKEN_BYTES: Final = 4096
-"""Longest token. The daemon's tokens have some 450 bytes, and each narrowing adds some 200. Bounds the work of a
+"""Longest token. The daemon's tokens have about 450 bytes, and each narrowing adds about 200. Bounds the work of a
 signature check."""
 
 AUDIENCE_BYTES: Final = 32

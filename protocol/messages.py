@@ -318,9 +318,8 @@ class LeaseEvent(Body):
     reason: str = wire(text())
 
 
-# --- regions ---
-# A region is a part of a lease's memory that ends by itself. The broker opens and ends it; the session's worker and its
-# clients see that in the session's words.
+# --- regions --- A region is a part of a lease's memory with its own end. The broker opens and ends it; the session's
+# worker and its clients see that in the session's words.
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,7 +566,7 @@ class Freed(Body):
 
 @dataclass(frozen=True, slots=True)
 class StreamWait(Body):
-    """Order later work of `stream` behind all work queued in `other` so far."""
+    """Order later work of `stream` after all work queued in `other` so far."""
 
     stream: int = wire(U64)
     other: int = wire(U64)

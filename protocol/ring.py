@@ -56,10 +56,10 @@ READS_PER_CLOCK: Final = 16
 of the ring."""
 
 NO_DATA: Final = memoryview(bytearray())
-"""No buffer, for `take_if` with a frame that has no data behind its expected bytes."""
+"""No buffer, for `take_if` with a frame that has no data after its expected bytes."""
 
 CHECK_BYTES: Final = 16 << 10
-"""The bytes after which a writer checks that the reader still exists (`RingWriter`): some 130 launches. A check
+"""The bytes after which a writer checks that the reader still exists (`RingWriter`): about 130 launches. A check
 takes half a microsecond."""
 
 _WORDS_PER_LINE: Final = 64 // 8

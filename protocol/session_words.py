@@ -8,7 +8,7 @@ Each field is an aligned, native u64, read and written one at a time (x86-64: su
 are seen in their order).
 
     byte                                        field
-       0  epoch: raised behind every change     an unchanged epoch says that no region's word or deadline has changed
+       0  epoch: raised after every change      an unchanged epoch says that no region's word or deadline has changed
           of a region
        8  lease's word                          0 while it lives, then the (positive) number of its end's status
       16  lease's generation                    raised by each renewal

@@ -163,7 +163,7 @@ async def _given_back(
     making: "asyncio.Task[None]", results: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
 ) -> None:
     while not making.done():
-        # When the loop closes it cancels both tasks: the one that makes the result then ends by itself.
+        # When the loop closes it cancels both tasks: the one that makes the result then ends on its own.
         with suppress(asyncio.CancelledError):
             await asyncio.wait((making,))
     # The operation finished after its caller had gone.

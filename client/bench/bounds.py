@@ -21,7 +21,7 @@ DRIVERS: Final = ("cuda", "cpu")
 
 FALL: Final = 1.25
 """A value that is worse than an earlier one by this factor is reported as a regression. Values of two runs on the same
-kind of card differ by some tenths."""
+kind of card differ by a few tenths."""
 
 AGAIN: Final = "again"
 """Key of the report's parts that were measured a second time, because they missed a bound."""

@@ -259,7 +259,7 @@ class _StepsAgain:
         self._engine, self._count, live = service.decoder.engine, count, service.live()
         self._pools = [service.decoder.regions.pools[sequence.tenant.config.id] for sequence in live]
         self._first = np.array(first)
-        # Blocks behind a sequence's window are free again: its rows take the region's first block instead.
+        # Blocks before a sequence's window are free again: its rows take the region's first block instead.
         max_blocks = max(len(sequence.blocks) for sequence in live)
         self._blocks = np.array(
             [sequence.blocks + [0] * (max_blocks - len(sequence.blocks)) for sequence in live]

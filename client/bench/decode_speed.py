@@ -125,7 +125,7 @@ Steps = dict[tuple[int, int], StepTime]
 
 def _beside(figure: Figure, steps: Steps) -> Figure:
     """Add the ratio of tokens per second on the lease to those of this way, and whether the results are equal."""
-    # Only steps of the same batch and context are compared; other figures stay as they are.
+    # Only steps of the same batch and context are compared; other figures stay unchanged.
     leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
     if leased is None or "ms" not in figure:
         return figure

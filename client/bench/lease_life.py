@@ -125,7 +125,7 @@ AGAIN:
     ret;
 }
 """
-"""A kernel that never ends by itself: its flag stays 0."""
+"""A kernel that never ends on its own: its flag stays 0."""
 
 _END_POLL_S: Final = 0.002
 

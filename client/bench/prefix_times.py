@@ -26,7 +26,7 @@ BLOCKS: Final = 60
 
 ROUNDS: Final = 5
 OWN_TOKENS: Final = 16
-"""Tokens of each prompt behind the prefix."""
+"""Tokens of each prompt after the prefix."""
 
 ANSWER: Final = 32
 SEQUENCES: Final = 64
@@ -94,7 +94,7 @@ class _PrefixLoad:
         return took_s
 
     async def first_tokens(self, rounds: int) -> dict[str, Any]:
-        """Time the first token behind a prefix that is new, and behind one that a sequence before had."""
+        """Time the first token after a prefix that is new, and after one that an earlier sequence had."""
         new, reused = [], []
         await self._read(self._prompt(0, 0))
         for text in range(1, rounds + 1):

@@ -32,7 +32,7 @@ SLICE_BYTES: Final = 256 << 20
 
 WARM_LAUNCHES: Final = 50
 BURST_LAUNCHES: Final = 1000
-"""Launches between two syncs of a pipelined burst: each launch's share of a sync is then some hundredths of it."""
+"""Launches between two syncs of a pipelined burst: each launch's share of a sync is then a few hundredths of it."""
 
 OWN_LAUNCHES: Final = 500
 """Launches of a burst that times the caller's own time: fewer than the CUDA driver queues, or the ring holds."""

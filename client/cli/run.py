@@ -187,7 +187,7 @@ class _LeasedProgram:
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
-        """Wake the main thread when the lease has ended. A daemon that goes away for good does not report that."""
+        """Wake the main thread when the lease has ended. A daemon that goes away permanently does not report that."""
         while not self._has_ended:
             try:
                 for event in events:

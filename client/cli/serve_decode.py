@@ -213,7 +213,7 @@ async def _serve(
 
         async with _going_on(stop_with_decoder()):
             await serve_within(app, sock, hosts=hosts, stop_s=STOP_LIMIT_S, began=servers.append, refuse=refuse)
-        # If the decoder ended by itself, this raises the reason, and the service's unit restarts the process.
+        # If the decoder ended on its own, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
 
 

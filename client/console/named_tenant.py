@@ -48,7 +48,7 @@ class Tenant:
         self._thread.join()
 
     def join(self) -> None:
-        """Wait until the session has ended by itself."""
+        """Wait until the session has ended on its own."""
         self._thread.join()
 
     def await_kernels(self, count: int) -> None:

@@ -120,7 +120,7 @@ def _mark_new_fleet(members: list[EtcdMember], folder: Path) -> None:
     """Write the fleet's generation as soon as there is a leader."""
     until_s = time.monotonic() + ETCD_START_S
     while (leader := leader_of(members)) is None:
-        # A member that has ended will not start by itself: report its last line now.
+        # A member that has ended will not start on its own: report its last line now.
         ended = [number for number, member in enumerate(members) if member.process.poll() is not None]
         if ended or time.monotonic() > until_s:
             log_lines = (folder / f"m{ended[0] if ended else 0}" / "log").read_text(errors="replace").splitlines()

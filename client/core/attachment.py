@@ -1,4 +1,4 @@
-"""A session's connection to its worker: opened by ATTACH, and ended for good by `Attachment.finish`."""
+"""A session's connection to its worker: opened by ATTACH, and ended permanently by `Attachment.finish`."""
 
 import socket
 from collections.abc import Callable
@@ -387,7 +387,7 @@ class Attachment:
             self.finish(_CLOSED)
 
     def finish(self, failure: Failure) -> None:
-        """End the session for good. A reason that is known already is kept."""
+        """End the session permanently. A reason that is known already is kept."""
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()

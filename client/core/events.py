@@ -165,7 +165,7 @@ class Subscription(Generic[E]):
         if channel.link.notifications and not self._is_over:
             event = self._read(channel.link.notifications.popleft())
             if self._is_last(event):
-                # The lease has ended, so no further event can come; the program's loop ends by itself.
+                # The lease has ended, so no further event can come; the program's loop ends on its own.
                 self.close()
             return event
         # None instead of an event: either this side has closed the subscription, or the connection has ended.

@@ -297,7 +297,7 @@ def lease_report_of(reports: Any, operation: str) -> LeaseReport:
 
 
 LEASE_OVER_FOR_BROKER: Final = frozenset(end.status for end in LEASE_ENDS.values()) | {Status.FENCED, Status.NOT_FOUND}
-"""Statuses with which the broker reports that a lease has ended for good. A daemon that stops sends DISCONNECTED. Do
+"""Statuses with which the broker reports that a lease has ended permanently. A daemon that stops sends DISCONNECTED. Do
 not use this for the client's own failures, where DISCONNECTED means nothing for the lease."""
 
 LEASE_OVER: Final = LEASE_OVER_FOR_BROKER - {Status.SESSION_FAILED}

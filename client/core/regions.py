@@ -141,7 +141,7 @@ class RegionHandle(LeaseHandle):
 
     def close(self) -> Procedure[None]:
         """End it if it has not ended, and release its addresses in the session that is open here."""
-        # Step 1: end it. Only FENCED is raised if it had ended by itself: its memory was not proved free.
+        # Step 1: end it. Only FENCED is raised if it had ended on its own: its memory was not proved free.
         if self.end_failure is None and self.parent.end_failure is None:
             try:
                 # A region of another tenant is revoked, the lease's own is freed: the cause in the audit log differs.

@@ -61,7 +61,7 @@ MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request. Ids are logged, audited and returned, so they must not fill disks."""
 
 MAX_SALT_CHARACTERS: Final = 1024
-"""Longest cache salt. It stays in memory with its request; a random one has some 40 characters."""
+"""Longest cache salt. It stays in memory with its request; a random one has about 40 characters."""
 
 MAX_WAIT_S: Final = 3600.0
 """Longest time in seconds that a request may wait, so that it can't occupy a place in the queue forever."""
@@ -91,7 +91,7 @@ class SamplingParameters:
         frequency_penalty: Subtracted from it as often as it was emitted.
         logit_bias: Tokens, each with what is added to its logit before the penalties.
         allowed_token_ids: The only tokens that can be chosen, also to end the sequence; () for all.
-        bad_words: Sequences of tokens that are not emitted: the last token of each can't be chosen behind the others.
+        bad_words: Sequences of tokens that are not emitted: the last token of each can't be chosen after the others.
         min_tokens: Tokens that are emitted before one that ends the sequence can be chosen.
         stop_token_ids: Further tokens that end the sequence.
         ignores_end: Whether the model's end tokens do not end the sequence.
@@ -220,7 +220,7 @@ class TenantConfig:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Tokens that the operator shares with all tenants: prompts that begin with them begin behind computed blocks.
+    """Tokens that the operator shares with all tenants: prompts that begin with them begin after computed blocks.
 
     Only full blocks are shared. Raises ValueError for tokens that fill none.
 
@@ -315,7 +315,7 @@ class PromptRequest:
 
     @property
     def prompt_blocks(self) -> int:
-        """The blocks that it needs at its admission: those of its prompt and of the first token behind that."""
+        """The blocks that it needs at its admission: those of its prompt and of the first token after that."""
         return min(len(self.token_ids), self.positions - 1) // PAGE + 1
 
     @property
@@ -420,7 +420,7 @@ class StepOutcome:
 
     @property
     def events(self) -> "list[AnyEvent]":
-        """The tokens and ends in the order in which they happened: an end comes right behind its last token."""
+        """The tokens and ends in the order in which they happened: an end comes right after its last token."""
         events: list[AnyEvent] = list(self.tokens)
         for end, index in zip(reversed(self.ends), reversed(self.last_tokens), strict=True):
             events.insert(index + 1, end)

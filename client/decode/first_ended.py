@@ -8,7 +8,7 @@ from typing import Any
 async def first_ended(*works: Awaitable[Any]) -> list[asyncio.Future[Any] | None]:
     """Wait until at least one has ended; then cancel the others and wait for their end.
 
-    Returns for each its future if it ended by itself, with its result or exception, and None if it was cancelled.
+    Returns for each its future if it ended on its own, with its result or exception, and None if it was cancelled.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

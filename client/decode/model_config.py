@@ -78,7 +78,7 @@ class YarnScaling:
 
     Attributes:
         factor: What the slow frequencies are divided by.
-        beta_fast: Frequencies that turn more often than this within the original context stay as they are.
+        beta_fast: Frequencies that turn more often than this within the original context stay unchanged.
         beta_slow: Those that turn less often than this are divided by the whole factor.
         original_context: Positions that the model was trained for before the scaling.
         attention_factor: What cosines and sines are multiplied by.

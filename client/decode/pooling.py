@@ -1,4 +1,4 @@
-"""One vector of a text: its rows behind the model's last norm, pooled, with a length of 1.
+"""One vector of a text: its rows after the model's last norm, pooled, with a length of 1.
 
 Rows come in ascending order, however the prompt was cut into steps, and each is added by itself. So a text's vector,
 like its tokens, has the same bits whatever else is in the batch.

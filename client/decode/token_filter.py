@@ -28,7 +28,7 @@ class TokenFilter:
         Args:
             vocabulary: Number of the model's tokens; all others here are below it.
             allowed: The tokens that are allowed; () allows all.
-            bad_words: Sequences of tokens. The last token of each is not allowed behind its other tokens.
+            bad_words: Sequences of tokens. The last token of each is not allowed after its other tokens.
         """
         is_allowed = np.full(32 * mask_words(vocabulary), not allowed)
         is_allowed[list(allowed)] = True

@@ -201,7 +201,7 @@ class KeepingServer(uvicorn.Server):
 
 
 class GuardedApp:
-    """An ASGI application behind the checks of `protocol.http_origin`, and behind a limit of connections.
+    """An ASGI application behind the checks of `protocol.http_origin` and a limit of connections.
 
     The checks refuse requests of other sites' pages in a browser on this host (CSRF, DNS rebinding).
 

@@ -20,7 +20,7 @@ class RefusedForUser(GpuLeaseError):
 
 
 def become(user: int, group: int, groups: Sequence[int]) -> None:
-    """Become a user for good, in `group` and the supplementary `groups`. Raises OSError if this process is not root."""
+    """Become a user permanently, in `group` and supplementary `groups`. Raises OSError if this process is not root."""
     # Groups before the user, because only root may change groups.
     os.setgroups(groups)
     os.setresgid(group, group, group)

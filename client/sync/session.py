@@ -43,7 +43,7 @@ SPIN_NS: Final = 200_000
 sleeping thread takes tens of microseconds."""
 
 LATENCY_SPIN_NS: Final = 1_000_000
-"""SPIN_NS for a session of the latency class. Next to a session that saturates the card, a reply takes some 0.2 ms."""
+"""SPIN_NS for a session of the latency class. Next to a session that saturates the card, a reply takes about 0.2 ms."""
 
 
 class GpuSession(SessionView):

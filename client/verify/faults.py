@@ -255,7 +255,7 @@ def _worker_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
 
 
 def _client_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
-    """The client's process is killed, or stopped for good; then the operator frees its lease."""
+    """The client's process is killed, or stopped permanently; then the operator frees its lease."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.copy_loop", scene.address]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -4,7 +4,7 @@ Prints one JSON object.
 
 A session in this process gets launches as fast as it takes them, like a worker's session. Another process sets the
 revocation word of the session's page, like the broker, at a random time. Two figures are measured: the time from then
-to the refusal of a SYNC behind the launches, and the launches that began after it. The two processes have a core each,
+to the refusal of a SYNC after the launches, and the launches that began after it. The two processes have a core each,
 if there are two; otherwise the scheduler would be measured.
 """
 
@@ -205,7 +205,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Driv
             session.take_launches(reader)
             if time.monotonic_ns() > until_ns:
                 raise NotRefused("launches are still taken a second after the word was to be set")
-        # Step 3: the SYNC behind them is what a client would wait for.
+        # Step 3: the SYNC after them is what a client would wait for.
         reply = session.handle(Frame(Opcode.SYNC, 0, 0, 2, LEASE, memoryview(b"")))
         refused_ns = time.monotonic_ns()
         answers = FrameReader(MAX_PAYLOAD_BYTES)

@@ -383,7 +383,7 @@ class Runtime:
                 self._handle(event, time.monotonic_ns())
             except Exception as error:
                 # This is a bug of ours, or a lack of memory. No caller can catch the error, so answer the event's
-                # request here. The events behind it are still handled.
+                # request here. The events after it are still handled.
                 if isinstance(error, MemoryError):
                     self.memory_reserve.release()
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__}")

@@ -91,7 +91,7 @@ class WebActionRunner:
         self._runtime.metrics.refused(operation, Status.DENIED)
 
     def _post(self, event_for: Callable[[int], Event], on_outcome: OnResult) -> None:
-        # Log and record the action as the page's: the person behind it has the token, and is not a tenant.
+        # Log and record the action as the page's: the page's user has the token, and is not a tenant.
         number = self._runtime.expect(on_outcome)
         self._runtime.history.note_requester(number, BY_PAGE)
         self._runtime.post(event_for(number))

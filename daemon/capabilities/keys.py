@@ -131,7 +131,7 @@ class KeyFileBroken(Exception):
 def load_or_make(path: Path, now_ns: int) -> KeyRing:
     """Return the ring in a file; make a new one without a file. Raises KeyFileBroken."""
     try:
-        # O_NONBLOCK: opening a FIFO would block for ever.
+        # O_NONBLOCK: opening a FIFO would block forever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         ring = KeyRing.fresh(now_ns)

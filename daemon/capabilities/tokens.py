@@ -28,10 +28,10 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 
 MAX_BLOCKS: Final = 8
-"""Blocks of one token, the daemon's included. Each costs a signature check of some 50 us."""
+"""Blocks of one token, the daemon's included. Each costs a signature check of about 50 us."""
 
 EVALUATION_LIMIT: Final = timedelta(seconds=1)
-"""The library's default of 1 ms refuses valid tokens on a busy host. An evaluation here takes some 20 us, so only
+"""The library's default of 1 ms refuses valid tokens on a busy host. An evaluation here takes about 20 us, so only
 a host that does not schedule this process reaches the limit."""
 
 MAX_FACTS: Final = 256

@@ -75,7 +75,7 @@ class WorkerSpec(WorkerOptions, Message):
 
 
 class WorkerExit(IntEnum):
-    """Exit statuses of a worker that ends by itself. Any other status comes from the operating system or a bug."""
+    """Exit statuses of a worker that ends on its own. Any other status comes from the operating system or a bug."""
 
     OK = 0
     NO_CONTEXT = 3

@@ -60,7 +60,7 @@ def _is_left(size_bytes: int) -> bool:
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     block = libc.malloc(size_bytes)
-    # A block behind the first one keeps malloc from giving that one back to the host.
+    # A block after the first one keeps malloc from giving that one back to the host.
     guard = libc.malloc(size_bytes)
     if not block or not guard:
         return True

@@ -17,7 +17,7 @@ import msgpack
 from gpulease.daemon.host.unix_place import bound_to_path
 
 MAX_MESSAGE_BYTES: Final = 124 << 10
-"""Largest datagram. The largest honest one carries bytes that a tenant sent behind its ATTACH: at most a control
+"""Largest datagram. The largest honest one carries bytes that a tenant sent after its ATTACH: at most a control
 connection's receive buffer, 64 KiB and a header. A process that overwrites memory that it frees
 (host/heap_wipe.py) would map 128 KiB again for each message, in 70 us."""
 

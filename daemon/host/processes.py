@@ -128,7 +128,7 @@ def started_ticks(pid: int) -> int:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Field 3 begins behind the name, which may hold spaces and parentheses.
+            # Field 3 begins after the name, which may hold spaces and parentheses.
             return int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, ProcessLookupError):
         return 0

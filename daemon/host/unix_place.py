@@ -67,7 +67,7 @@ class UnixPlace:
         self._is_made_here = False
 
     def bind(self) -> socket.socket:
-        """Create a listening socket. Replaces an existing socket file if no process listens behind it.
+        """Create a listening socket. Replaces an existing socket file if no process listens at it.
 
         Raises:
             CannotListen: A process listens, or may listen.

@@ -48,7 +48,7 @@ def own_build() -> str:
     """Return the build of this process.
 
     Call it first at the start of the process: later the files may be newer than the code that runs. Only processes that
-    may meet those of another daemon need it. It takes some 15 ms.
+    may meet those of another daemon need it. It takes about 15 ms.
     """
     package = Path(__file__).parents[1]
     libraries = (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))

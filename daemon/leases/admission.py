@@ -140,7 +140,7 @@ class Admission:
             effects.append(ArmTimer(HoldTimerFired(), due_ns))
 
     def drop(self, waiter: Waiter) -> None:
-        """Remove a waiter from the queue, so that the waiters behind it can be placed."""
+        """Remove a waiter from the queue, so that the waiters after it can be placed."""
         self._store.queue.leave(waiter)
         self._store.has_freed_room = True
 

@@ -457,7 +457,7 @@ to no process for 74 ms; a shorter time would reduce the capacity whenever a lar
 class Others:
     """Memory of one card that neither leases nor the pool hold, beyond what was there at the measurement.
 
-    1. Others hold two kinds of bytes. Unowned bytes belong to no process: they are the driver's own and, for some 0.1
+    1. Others hold two kinds of bytes. Unowned bytes belong to no process: they are the driver's own and, for about 0.1
        s, those of a process that has just died. Some of the driver's own bytes stay until the card's last context ends
        (150 MiB for managed memory on an H200). Outside bytes belong to processes that are not workers of the daemon.
     2. Both kinds are booked and reduce the card's capacity. A change, up or down, is booked once it has lasted

@@ -142,7 +142,7 @@ def _validate_lease(store: LeaseStore, lease: Lease) -> None:
         raise InvariantBroken(f"{_name(lease)} and the pool have the same context.")
     if not has_ended and lease.free_request is not None:
         raise InvariantBroken(f"{_name(lease)} is being freed but has not ended.")
-    # Teardown: some timer must be armed, otherwise a lost answer would leave the lease DRAINING for ever.
+    # Teardown: some timer must be armed, otherwise a lost answer would leave the lease DRAINING forever.
     if state is LeaseState.DRAINING:
         is_moving = lease.grace_due_ns is not None or lease.reclaim_due_ns is not None
         if not is_moving:

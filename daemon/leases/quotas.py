@@ -319,7 +319,7 @@ class CoreLimits:
     max_tombstones: Annotated[int, Setting("How many ended leases the daemon remembers.", least=0)] = 65_536
     # Otherwise a lease that is renewed every second for a day would have 86,400 history entries.
     max_story_entries: Annotated[int, Setting("How many events of each lease the daemon remembers.", least=1)] = 64
-    # Stops a driver that hangs in cuInit from keeping its bytes and its requester for ever.
+    # Stops a driver that hangs in cuInit from keeping its bytes and its requester forever.
     spawn_timeout_s: Annotated[int, Setting("Seconds in which a new worker must be ready.", least=1)] = 60
     # Longest time for which a hung warm context delays the lease that takes it over. Then the lease gets a new one.
     adopt_timeout_s: Annotated[
@@ -386,7 +386,7 @@ class CoreLimits:
             added_later=True,
         ),
     ] = 1000
-    # A parked session without a context takes no memory of the card, but its return takes some 0.3 s longer.
+    # A parked session without a context takes no memory of the card, but its return takes about 0.3 s longer.
     cold_park_s: Annotated[
         int,
         Setting(
@@ -466,7 +466,7 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 
 RENEWAL_SLACK_MS: Final = 1000
 """Most by which a renewed deadline may exceed the drain's. Normally the drain ends the lease and reports that. If the
-drain's end does not reach the worker, the worker still stops by itself at this deadline."""
+drain's end does not reach the worker, the worker still stops on its own at this deadline."""
 
 
 def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:

@@ -647,7 +647,7 @@ class WaitQueue:
 
     def next_placeable(self) -> tuple[Waiter, CardAccount] | None:
         """Return the first waiter that can be placed without passing one that holds it back, and its card."""
-        # Go through the queue once. Each waiter that finds no room blocks its cards for all behind it, while its hold
+        # Go through the queue once. Each waiter that finds no room blocks its cards for all after it, while its hold
         # lasts.
         blocked: set[str] = set()
         for waiter in self._waiters.values():
@@ -720,7 +720,7 @@ def mark_of(lease_id: int) -> int:
 class RevokedIds:
     """A set of ids at 8 bytes each, as a sorted array. Adding to a million moves 8 MB, in 0.5 ms.
 
-    Revoked ids are kept for ever, so that a revoked lease is never reported as "not found".
+    Revoked ids are kept forever, so that a revoked lease is never reported as "not found".
 
     Args:
         marks: Marks of the ids in the set from the start, in ascending order.

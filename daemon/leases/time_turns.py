@@ -45,7 +45,7 @@ _SATURATES: Final = 0.95
 
 _MOST_IDLE: Final = 0.15
 """Fraction of its turns that a session may leave idle (neither working nor waiting) in the long run without losing its
-turns. A client that waits for its work before it launches more leaves some 1 ms idle each time."""
+turns. A client that waits for its work before it launches more leaves about 1 ms idle each time."""
 
 _MOST_LATE: Final = 0.5
 """Fraction of its turns that it may leave unused while it waits: for a latency session, because its worker noticed the

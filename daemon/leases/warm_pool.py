@@ -421,7 +421,7 @@ class WarmPool:
         # A session that can't return to a new worker waits again, for fewer bytes, to return to its former one.
         while account.awaiting:
             lease = next(iter(account.awaiting.values()))
-            # Stop at the first that lacks room. A smaller lease behind it must not take the bytes it waits for.
+            # Stop at the first that lacks room. A smaller lease after it must not take the bytes it waits for.
             if account.used_bytes + lease.awaited_bytes > account.capacity_bytes:
                 return
             # From now on the bytes count as used, and the time limit of the start runs.

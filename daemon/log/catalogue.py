@@ -341,7 +341,7 @@ class LogEvent(Enum):
     )
     FLEET_NOT_STARTED = LogKind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
     FLEET_BACK = LogKind("fleet.back", INFO, "the fleet process is back")
-    # Messages of the fleet process, and the store behind it.
+    # Messages of the fleet process, and of the store behind it.
     FLEET_JOINED = LogKind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
     FLEET_FENCED = LogKind(
         "fleet.fenced", ERROR, "the fleet has declared this node dead: its named leases end", ("reason",)

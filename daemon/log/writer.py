@@ -351,7 +351,7 @@ def _prefix(level: int) -> str:
 
 
 MAX_WAITING_BYTES: Final = 4 << 20
-"""Bytes of waiting lines, some ten thousand. Stops a reader that stopped from filling the broker's memory."""
+"""Bytes of waiting lines, about ten thousand. Stops a reader that stopped from filling the broker's memory."""
 
 WRITE_BYTES: Final = 4096
 """Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""

@@ -32,7 +32,7 @@ MAX_REGISTERS_PER_RANGE = 1 << 20
 # Bounds the compile time and memory of one kernel: generic accesses, the worst, take 13 s and 1.7 GB at this number.
 MAX_INSTRUCTIONS = 1 << 15
 
-# Of all kernels and functions of an image: each is an object of some 700 bytes while the image is loaded.
+# Of all kernels and functions of an image: each is an object of about 700 bytes while the image is loaded.
 MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
 # Of a kernel into which functions are inlined because their loops watch memory, though it might call them: each loop
@@ -62,8 +62,8 @@ MAX_LIVENESS_BITS = 1 << 28
 # Visits of a block while liveness settles: real kernels need a few per block, made-up ones can need millions.
 MAX_LIVENESS_VISITS = 1 << 20
 
-# Values that LLVM merges where control flows together, in one function: each takes some 4 KB and 10 us. 100 KB of text
-# with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, some 10,000.
+# Values that LLVM merges where control flows together, in one function: each takes about 4 KB and 10 us. 100 KB of text
+# with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, about 10,000.
 MAX_MERGES = 1 << 18
 
 # Lines of IR of a kernel and its functions, or of kernels with functions in common: a generic access has 54, an
@@ -199,7 +199,7 @@ MAX_PRINT_WIDTH = 1024
 # Threads of the host that run blocks: each has a stack; kernels that keep more busy are rare.
 MAX_HOST_THREADS = 64
 
-# Blocks under way at a time, which may wait for one another: some 8 for each multiprocessor of a large card. What they
+# Blocks that run at a time, which may wait for one another: about 8 for each multiprocessor of a large card. What they
 # touch of these areas is host memory outside of any slice, so it has bounds of its own: four blocks with the most local
 # memory, and 215 with the most shared memory, of which a large card holds 132.
 MAX_RESIDENT_BLOCKS = 1024
@@ -212,11 +212,11 @@ RESIDENT_FRAME_BYTES = 80 << 20
 CHUNKS_PER_THREAD = 16
 MAX_CHUNK_BLOCKS = 64
 
-# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking one costs some 5 us here, and
-# as much again before it does anything.
+# Sleeping threads are woken only if this much of a launch is left, in nanoseconds: waking one costs about 5 us, and as
+# much again before it does anything.
 WAKE_NS = 20_000
 
-# How often an idle thread polls for more work, yielding the core in between (some 0.3 us), before it sleeps.
+# How often an idle thread polls for more work, yielding the core in between (about 0.3 us), before it sleeps.
 HELPER_YIELDS = 64
 
 # --- The stream ------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ SPIN_S = 50e-6
 # How often a sleeping waiter wakes to poll, nanoseconds.
 POLL_INTERVAL_NS = 1_000_000
 
-# How long the stream's thread polls for more work before it sleeps, in rounds of some 40 ns.
+# How long the stream's thread polls for more work before it sleeps, in rounds of about 40 ns.
 IDLE_SPINS = 512
 
 # How long `close` waits for a kernel that is still running, seconds, before it leaves it to the process's end.

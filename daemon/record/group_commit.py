@@ -219,7 +219,7 @@ class GroupCommitter(Generic[Item]):
                 queue.wait_for_close(RETRY_S)
             # Read before the queue is emptied: an item that was put before the close is then certainly taken.
             is_last = queue.is_closed
-            # A group that failed stays as it is and is filled up: its items keep their order and go first.
+            # A group that failed stays unchanged and is filled up: its items keep their order and go first.
             if len(self._group) < target.max_group:
                 self._group += queue.take(target.max_group - len(self._group), 0 if self._failure else target.idle_s)
             self._try_to_commit()

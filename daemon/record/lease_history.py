@@ -189,7 +189,7 @@ class LeaseHistory:
             facts.insert(0, Fact(FactKind.WORKER_EXITED, now_ns, event, event.worker_id, None, None, times))
 
     def _take_in(self, event: Any, now_ns: int, *, names_tenant: bool) -> None:
-        # Request 0 is the daemon's own and is never answered, so it would be remembered for ever.
+        # Request 0 is the daemon's own and is never answered, so it would be remembered forever.
         if request := event.request:
             issuer = event.tenant if names_tenant else THE_DAEMON
             self._requests[request] = ReceivedRequest(self._requesters.pop(request, issuer), now_ns, event)

@@ -353,7 +353,7 @@ class TlsAcceptor:
         # A certificate that was renewed or revoked must count for the very next connection.
         self._reload_identity()
         self._end_slow_handshakes()
-        # Serve the source that has the fewest handshakes under way, so that one host with many connections does not
+        # Serve the source that has the fewest handshakes in progress, so that one host with many connections does not
         # hold up the others.
         while self._ready and len(self._handshakes) < MAX_HANDSHAKES:
             connection = oldest_of_smallest_source(self._ready, self._handshakes.values())

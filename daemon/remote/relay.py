@@ -364,7 +364,7 @@ class Pump:
                 # With a buffer, read() returns a count; its type stub says otherwise.
                 got = cast(int, self._tls.read(RECORD_BYTES, self._plain[count:]))
                 if not got:
-                    # close_notify; bytes behind it are ignored.
+                    # close_notify; bytes after it are ignored.
                     self._net_ended = True
                     break
                 count += got
@@ -520,7 +520,7 @@ def keep_only(descriptors: tuple[int, ...]) -> None:
 
 
 def confine(descriptors: tuple[int, ...]) -> None:
-    """Give up everything but these descriptors, and those that come on them, for good.
+    """Give up everything but these descriptors, and those that come on them, permanently.
 
     Raises OSError; the relay must then exit.
     """

@@ -1,6 +1,6 @@
 """The limits on one worker's use of the host (setrlimit(2)), each with the attack that it stops.
 
-RLIMIT_AS is not among them: CUDA maps some 15 GiB of addresses for each context, and the embedded driver maps many
+RLIMIT_AS is not among them: CUDA maps about 15 GiB of addresses for each context, and the embedded driver maps many
 times its slice.
 """
 
@@ -12,7 +12,7 @@ from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DESCRIPTORS: Final = 4096
-"""Stops a worker that opens descriptors until the host has none left. A context has some 45, a connection 2 or 3."""
+"""Stops a worker that opens descriptors until the host has none left. A context has about 45, a connection 2 or 3."""
 
 MAX_FILE_BYTES: Final = 1 << 30
 """Stops a file that fills the host's memory or disk. An arena is such a file, so this bounds arenas too."""

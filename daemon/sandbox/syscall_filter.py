@@ -94,7 +94,7 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
 def unless_argument(place: int, values: tuple[int, ...], then: int, mask: int = 0xFFFFFFFF) -> Code:
     """Return instructions that continue if the low half of an argument is one of these values."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
-    # A hit jumps behind the last instruction of this part, a miss goes to the next comparison.
+    # A hit jumps after the last instruction of this part, a miss goes to the next comparison.
     code += [(_IF_EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
     return code + result(then)
 

@@ -308,7 +308,7 @@ watchdog have their turn."""
 
 ALONE_QUANTUM_NS: Final = 4_000_000
 """QUANTUM_NS for a session's only connection, while the session has no regions (orders about regions are urgent). A
-request that arrives while the worker's loop does its other work waits for some 20 us: with a round per QUANTUM_NS, that
+request that arrives while the worker's loop does other work waits for about 20 us: with a round per QUANTUM_NS, that
 wait was a launch's p99."""
 
 _REPLY_WORDS_AT: Final = 256

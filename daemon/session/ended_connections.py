@@ -174,7 +174,7 @@ class EndedConnections(OperationHandler):
                     self._ended.remove(ended)
                 continue
             except DriverError:
-                # The objects are lost with the context, or the driver keeps them for good: they count as used until the
+                # The objects are lost with the context, or the driver never frees them: they count as used until the
                 # lease ends.
                 self._ended.remove(ended)
                 continue

@@ -11,7 +11,7 @@ plan's pattern byte for byte, the worker neither parses nor checks it again (`La
 order. So while the number of ended kernels of a stream does not change, and another kernel is queued, one and the same
 kernel runs. Its time counts from the poll that first saw it, or that saw that the previous kernel had ended: never
 earlier than the kernel's real start. On the control page the broker reads the start time of the oldest running kernel,
-and ends the worker if that kernel runs for too long. A kernel that waits for room on the card, behind kernels of other
+and ends the worker if that kernel runs for too long. A kernel that waits for room on the card, after kernels of other
 streams, also counts as running, because polls can't distinguish the two.
 """
 

@@ -318,7 +318,7 @@ class SessionParking:
         )
 
     def refuse_late(self, order: ParkOrder) -> bool:
-        """Refuse a park that has waited behind a request for too long; False if it has not."""
+        """Refuse a park that has waited for a request for too long; False if it has not."""
         is_late = time.monotonic_ns() >= order.until_ns
         if is_late:
             self._refuse(order.number, ParkRefusal.RUNNING, _RUNNING)

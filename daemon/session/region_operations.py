@@ -45,7 +45,7 @@ MAX_REGION_SETS: Final = 4096
 """Most region sets of a session. Stops a loop that makes sets and never releases them."""
 
 MAX_SET_MEMBERS: Final = 65_536
-"""Most members of all of a session's sets together: each takes some 100 bytes of the host's memory, which no slice
+"""Most members of all of a session's sets together: each takes about 100 bytes of the host's memory, which no slice
 bounds."""
 
 MAX_REPEATS: Final = 100

@@ -670,7 +670,7 @@ class Session:
 
         Serve no request afterwards.
 
-        Raises DriverError if that fails, or if something stays for good.
+        Raises DriverError if that fails, or if something stays permanently.
         """
         if self._resources.is_parked:
             raise DriverError("it is parked")

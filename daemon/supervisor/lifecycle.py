@@ -60,13 +60,13 @@ class Reloader:
         self._is_wanted = False
 
     def ask(self) -> None:
-        """Reload. A reload that is under way may have read an older file, so another one follows it."""
+        """Reload. A reload that is in progress may have read an older file, so another one follows it."""
         self._is_wanted = True
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._reload_while_wanted())
 
     async def stop(self) -> None:
-        """Wait for the reload that is under way, and drop the one that would follow it."""
+        """Wait for the reload that is in progress, and drop the one that would follow it."""
         self._is_wanted = False
         if self._task is not None:
             await self._task
@@ -196,7 +196,7 @@ class Supervised:
         """Have the service manager store this daemon's own listening sockets, and drop the unused ones."""
         if not self._notifier.is_connected:
             return
-        # Stored sockets that no setting names would keep clients waiting for ever.
+        # Stored sockets that no setting names would keep clients waiting forever.
         for name in {stale_socket.name for stale_socket in service.stale}:
             await self._drop_stored(name)
         for address, fd in service.bound:

@@ -24,7 +24,7 @@ from gpulease.daemon.web.view import Pseudonyms
 from gpulease.daemon.web.web_messages import START, WebStart
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
-"""The process's private memory. An honest one uses some 60 MiB. Stops an attacker who makes it grow."""
+"""The process's private memory. An honest one uses about 60 MiB. Stops an attacker who makes it grow."""
 
 NICENESS: Final = 5
 """Tenants' work has priority over the page that shows it."""

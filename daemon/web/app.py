@@ -222,7 +222,7 @@ class Site:
     async def _file(self, request: Request) -> Response:
         file = self._page.get(request.scope["path"])
         if file is None:
-            # Starlette's routes match a path with a line feed behind it, too.
+            # Starlette's routes match a path with a line feed after it, too.
             raise HTTPException(404)
         content, kind = file
         return Response(content, media_type=kind)

@@ -212,7 +212,7 @@ class BrokerChannel:
     async def _ask(self, expected: type[Done], request: Callable[[int], FromWeb]) -> Done:
         if self._channel is None:
             raise BrokerSilent("the daemon has not answered yet")
-        # The number pairs this request with its answer; others may be under way.
+        # The number pairs this request with its answer; others may be in progress.
         number = next(self._numbers)
         answer: asyncio.Future[ActionOutcome] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer

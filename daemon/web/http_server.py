@@ -50,8 +50,8 @@ class BoundedHttp(H11Protocol):
 
     def _eviction_victim(self) -> "BoundedHttp":
         others = [other for other in self.connections if isinstance(other, BoundedHttp) and other is not self]
-        # Prefer a connection without a request under way; then one that does not read its answer. A connection that is
-        # being served is never cut.
+        # Prefer a connection without a request; then one that does not read its answer. A connection that is being
+        # served is never cut.
         idle = [other for other in others if not other.is_answering]
         stalled = [other for other in others if other._stall is not None]
         return min(idle or stalled or [self], key=lambda other: other._idle_since_s)
@@ -96,7 +96,7 @@ class BoundedHttp(H11Protocol):
         super().connection_lost(error)
 
     def _update_deadline(self) -> None:
-        # While an answer is under way, the time is the server's, not the peer's.
+        # While an answer is in progress, the time is the server's, not the peer's.
         if self.is_answering or self.transport.is_closing():
             self._deadline = _cancel(self._deadline)
         elif self._deadline is None:

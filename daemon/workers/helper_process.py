@@ -32,7 +32,7 @@ START_TIMEOUT_S: Final = 30.0
 """Longest time until a process serves. The web process imports an HTTP server, which takes seconds from a cold disk."""
 
 EXIT_S: Final = 1.0
-"""Time for which a process that has closed its channel may end by itself, so that the log has the reason. Then it is
+"""Time for which a process that has closed its channel may end on its own, so that the log has the reason. Then it is
 killed."""
 
 END_TIMEOUT_S: Final = 5.0
@@ -188,7 +188,7 @@ class ChildProcess:
         self._heartbeat.begin()
 
     async def stop(self) -> None:
-        """End the process for good, and cancel a restart that is due."""
+        """End the process permanently, and cancel a restart that is due."""
         # Cancel the restart first: otherwise it would start the next process while this one is being ended.
         if self._restarting is not None:
             self._restarting.cancel()

@@ -159,7 +159,7 @@ zygote must be dead before such a worker's bytes are fenced (reclaim_timeout_s o
 
 MAX_WAITING: Final = 16_384
 """Most messages that wait for room in the channel: several for each possible lease (max_leases of [limits], 4096). The
-kernel has room for some 180. Stops a zygote that does not read from filling the broker's memory."""
+kernel has room for about 180. Stops a zygote that does not read from filling the broker's memory."""
 
 
 class ZygoteClient:

@@ -66,7 +66,7 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 ALONE_S: Final = 60.0
-"""Time for which a zygote without workers waits for a broker. Stops one from staying for ever when none returns."""
+"""Time for which a zygote without workers waits for a broker. Stops one from staying forever when none returns."""
 
 HANDOVER_TIMEOUT_S: Final = 30.0
 """Longest time for a new broker to read one message. Stops one that hangs from preventing the ends of leases."""
@@ -119,7 +119,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
     except (DriverError, SandboxBroken) as error:
         send_message(channel, HelperBroken(str(error), error.hint).to_map())
         return None
-    # A fork copies only the calling thread: any other would leave its locks held for ever in the worker.
+    # A fork copies only the calling thread: any other would leave its locks held forever in the worker.
     if len(os.listdir("/proc/self/task")) != 1:
         send_message(channel, HelperBroken("a thread was started before the fork", "").to_map())
         return None

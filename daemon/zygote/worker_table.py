@@ -246,7 +246,7 @@ PAGE_POLL_NS: Final = 500_000_000
 
 BEYOND_NS: Final = 100_000_000
 """Time after a lease's membership deadline after which the zygote acts although there is a broker. Another node may
-serve the lease's name some hundredths of that deadline's length later, so the zygote does not wait for a second
+serve the lease's name a few hundredths of that deadline's length later, so the zygote does not wait for a second
 here."""
 
 ISOLATED: Final = "isolated"

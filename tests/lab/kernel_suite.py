@@ -102,7 +102,7 @@ def table_of(*outputs: list[dict[str, Any]]) -> str:
     for (tool, feature), by_driver in sorted(rows.items()):
         cells = [_cell(by_driver.get(driver, [])) for driver in ("cpu", "cuda")]
         text.append(f"| {tool} | {feature} | {cells[0]} | {cells[1]} |")
-    text += ["", "What is refused, and the sentence that is said:", ""]
+    text += ["", "The refused kernels, with the error message:", ""]
     for line in (line for output in outputs for line in output if line["outcome"] != "ok"):
         driver = "the embedded driver" if line["driver"] == "cpu" else "a card"
         text.append(f"- {line['tool']}, `{line['kernel']}`, on {driver}: {_shortened(line['said'])}")

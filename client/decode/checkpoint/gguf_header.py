@@ -29,7 +29,7 @@ MAX_PAIRS: Final = 4096
 """Most keys of metadata that a file may have."""
 
 MAX_TENSORS: Final = 1 << 16
-"""Most tensors; a model of 1,024 layers has some 12,000."""
+"""Most tensors; a model of 1,024 layers has about 12,000."""
 
 MAX_DIMENSIONS: Final = 4
 """The most dimensions that GGML's tensors have."""

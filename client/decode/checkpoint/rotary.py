@@ -142,7 +142,7 @@ def rotary_tables(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64.
 
-    Both are multiplied by the rotation's attention factor, but for pairs that stay as they are: their cosines are 1.
+    Both are multiplied by the rotation's attention factor, but for pairs that stay unchanged: their cosines are 1.
     """
     angles = np.outer(np.arange(begin, end), frequencies_of(config) / rotation.divisors)
     # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 with exact products,

@@ -46,7 +46,7 @@ CHUNK_BYTES: Final = 8 << 20
 enough for a smooth progress bar."""
 
 WINDOW_BYTES: Final = 16 << 20
-"""Bytes of a window. A card's bus copies it in some 0.35 ms. With larger ones, threads and card wait longer for each
+"""Bytes of a window. A card's bus copies it in about 0.35 ms. With larger ones, threads and card wait longer for each
 other (H200's host, 2.5 GB: 6 windows of 16 MiB take 81 to 101 ms, 4 of 32 MiB 119 to 135)."""
 
 PART_BYTES: Final = 4 << 20

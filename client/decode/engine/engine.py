@@ -1,7 +1,7 @@
 """The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
 
 A step is one graph launch that names the regions of its rows' tenants. It begins only if all of them are valid. Two
-steps may be under way, so that the host plans the next one while the card computes. If the host does not know a row's
+steps may be in progress, so that the host plans the next one while the card computes. If the host does not know a row's
 token yet, the row takes it from the previous step, on the card.
 """
 
@@ -55,7 +55,7 @@ from gpulease.client.decode.row_records import (
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Most steps under way: one is computed, and one waits. With a worker on another host only one may be: without shared
+"""Most steps in flight: one is computed, and one waits. With a worker on another host only one may be: without shared
 memory a step's graph can't copy rows and results, so separate requests copy them before and after it."""
 
 MAX_REGION_SETS: Final = 256
@@ -147,7 +147,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _GuideArrays:
-    """Arrays in the arena that a guided step's copies read and write. Each of the two steps under way has its own."""
+    """Arrays in the arena that a guided step's copies read and write. Each of the two steps in flight has its own."""
 
     guides: Rows
     entries: Rows
@@ -162,7 +162,7 @@ class DecodeEngine:
         lease: The lease that it is on.
         session: The engine's session.
         limits: Rows, sequences and positions that it has room for.
-        max_steps: Number of steps that may be under way: MAX_STEPS, or 1 in a session without shared memory.
+        max_steps: Number of steps that may be in progress: MAX_STEPS, or 1 in a session without shared memory.
         ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
             if that step had no guidance.
         normed: The rows after the last norm, f32 [rows, width], of the step that `finish` returned last; None if that
@@ -176,7 +176,7 @@ class DecodeEngine:
         self.lease = lease
         self._forward: ForwardPass | None = forward
         self._buckets = buckets_of(self.limits.max_rows)
-        # Graphs by bucket of rows, parity and kind: each of the two steps under way has its own stream, row and result
+        # Graphs by bucket of rows, parity and kind: each of the two steps in flight has its own stream, row and result
         # arrays.
         self._graphs: dict[tuple[int, int, StepKind], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
@@ -303,7 +303,7 @@ class DecodeEngine:
         return BlockPool(region, blocks)
 
     async def close_pool(self, pool: BlockPool) -> None:
-        """End a pool's region and release its addresses. No step under way may name it."""
+        """End a pool's region and release its addresses. No step in flight may name it."""
         # Cached sets that name the region can't be launched any more.
         for pools in [pools for pools in self._sets if pool in pools]:
             del self._sets[pools]
@@ -321,9 +321,9 @@ class DecodeEngine:
     async def save_pool(self, pool: BlockPool, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
 
-        Steps that name other pools may continue, but no step that names this one may be under way. Raises RegionFailed
-        if the pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and
-        again meanwhile, and what a session's end raises.
+        Steps that name other pools may continue, but no step in flight may name this one. Raises RegionFailed if the
+        pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and again
+        meanwhile, and what a session's end raises.
         """
         # Uninitialised: every byte is overwritten, or an error is raised.
         contents = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
@@ -383,7 +383,7 @@ class DecodeEngine:
     async def fill_pool(self, pool: BlockPool, tokens: Sequence[int]) -> None:
         """Compute the keys and values of these tokens at a sequence's first positions, in the pool's blocks in order.
 
-        No step may be under way, and no sequence may have the first row of the block tables. Raises RequestRejected for
+        No step may be in flight, and no sequence may have the first row of the block tables. Raises RequestRejected for
         more tokens than the pool's blocks or a sequence have room for, and what `start` and `finish` raise.
         """
         max_tokens = min(pool.blocks * PAGE, self.limits.positions)
@@ -416,20 +416,20 @@ class DecodeEngine:
         chosen: "NDArray[np.intp] | None" = None,
         is_pooled: bool = False,
     ) -> int:
-        """Start a step after those under way, without waiting for it. Returns its number.
+        """Start a step after those in progress, without waiting for it. Returns its number.
 
         Args:
             rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before with a result.
             pools: The pools of the rows' sequences.
             guidance: What changes the choice of tokens, or reports more of them. Rows without any are unaffected.
-            prefixes: Sequences that begin behind blocks which earlier steps have computed: the row of the block tables,
+            prefixes: Sequences that begin after blocks which earlier steps have computed: the row of the block tables,
                 and the first entries of it. A row writes only its own position's entry.
             chosen: The rows whose results are used; None: all. The other rows' results may be unset, which takes less
                 time. With guidance, all rows have results.
             is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
-        NoModelLoaded after `close`, and what a session's end raises. Then this step is not under way, but earlier ones
+        NoModelLoaded after `close`, and what a session's end raises. Then this step is not in flight, but earlier ones
         still are.
         """
         count, max_rows = len(rows), self.forward.limits.max_rows
@@ -440,7 +440,7 @@ class DecodeEngine:
         # The previous step was refused, so this one has no tokens to start from.
         if self._refused is not None:
             raise self._refused
-        # The two steps under way alternate between two streams and two sets of arrays.
+        # The two steps in flight alternate between two streams and two sets of arrays.
         number, parity = self._next, self._next % self.max_steps
         bucket = self._bucket(count)
         rows_in, stream = self._rows[parity], self._streams[parity]
@@ -460,7 +460,7 @@ class DecodeEngine:
             self._check_guidance(guidance, count)
         if prefixes:
             self._check_prefixes(prefixes)
-        # From now on the step is under way: a copy of blocks in another task may receive its refusal.
+        # From now on the step is in progress: a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
         try:
             region_set = await self._region_set(frozenset(pools))
@@ -540,11 +540,11 @@ class DecodeEngine:
             await session.mem_write(forward.masks, 0, arrays.masks[:masks], stream=stream)
 
     async def finish(self) -> Results:
-        """Wait for the oldest step under way. Returns RESULT records, one for each of its rows.
+        """Wait for the oldest step in flight. Returns RESULT records, one for each of its rows.
 
         Results of rows that were not `chosen` are unset. Raises RegionFailed, with the `lease_id` of the pool that
         ended: then this step and those after it did not begin, and have left the pipeline. The same holds for the
-        errors of a session's end. Raises RequestRejected if no step is under way.
+        errors of a session's end. Raises RequestRejected if no step is in progress.
         """
         if not self._steps:
             raise RequestRejected("No step is under way", "`start` one first")
@@ -606,7 +606,7 @@ class DecodeEngine:
             await self._streams[parity].sync()
 
     def _keep_refusal(self, error: RegionFailed) -> bool:
-        """Keep a step's refusal until that step's turn to finish. Returns False if no step under way was refused.
+        """Keep a step's refusal until that step's turn to finish. Returns False if no step in flight was refused.
 
         Of two refusals, the earlier step's is kept. Once it is reported, the next step is refused as well.
         """
@@ -622,7 +622,7 @@ class DecodeEngine:
     async def logits(self, rows: int) -> "NDArray[np.float32]":
         """Read the logits [rows, vocabulary] of the last step, which had `rows` rows, all with results.
 
-        No step may be under way.
+        No step may be in progress.
         """
         forward = self.forward
         vocabulary = forward.weights.config.vocabulary

@@ -50,7 +50,7 @@ LAUNCH_BYTES: Final = 8 << 10
 in pages of 2 MiB.)"""
 
 MAX_RECORDED_LAUNCHES: Final = 11_000
-"""Most launches in the graphs of a model, without a second set for the other step under way, if some compute the head
+"""Most launches in the graphs of a model, without a second set for the other step in flight, if some compute the head
 for HEAD_ROWS. So the two sets fit into what a worker may take of an NVIDIA card in addition to its lease, 176 MiB.
 Models that exceed it have only the graphs that they need, and a larger lease (`excess_launches`)."""
 
@@ -58,7 +58,7 @@ MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
 
 LAUNCHES_A_TURN: Final = 32
-"""Most launches in one turn of the event loop. Recording one takes some 30 us of Python."""
+"""Most launches in one turn of the event loop. Recording one takes about 30 us of Python."""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
@@ -195,7 +195,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         }
     # Bytes of one f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _split_rows(rows, config) * heads * limits.splits * 4
-    # Buffers of one step, reused by every layer. Two steps under way run one after the other on the card.
+    # Buffers of one step, reused by every layer. Two steps in flight run one after the other on the card.
     sizes = {
         "h": rows * config.width * 4,
         "x": rows * max(config.width, heads * config.head_width) * 2,
@@ -239,7 +239,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
 
 
 def excess_launches(config: ModelConfig, limits: StepLimits) -> int:
-    """Return by how many launches a model's graphs, for one of the steps under way, exceed MAX_RECORDED_LAUNCHES."""
+    """Return by how many launches a model's graphs, for one of the steps in flight, exceed MAX_RECORDED_LAUNCHES."""
     return max(0, _graphs(config, limits.max_rows, ()) * _most_launches(config) - MAX_RECORDED_LAUNCHES)
 
 
@@ -384,7 +384,7 @@ class ForwardPass:
                 "sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks
             )
             return
-        # The row's own logits stay as they are: probabilities are theirs.
+        # The row's own logits stay unchanged: probabilities are theirs.
         chosen: dict[str, Value] = {
             "guided": b["guided"], "bests": b["guided_bests"], "tokens": b["guided_tokens"], "guides": b["guides"],
         }  # fmt: skip
@@ -534,7 +534,7 @@ def _kinds(rows: int, config: ModelConfig, few: Iterable[int]) -> list[StepKind]
 
 
 def _graphs(config: ModelConfig, max_rows: int, few: Iterable[int]) -> int:
-    """Return the number of graphs for one step under way, if those of prompts may compute the head for `few` rows."""
+    """Return the number of graphs for one step in flight, if those of prompts may compute the head for `few` rows."""
     return sum(len(_kinds(rows, config, few)) for rows in buckets_of(max_rows))
 
 

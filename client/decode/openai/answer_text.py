@@ -80,7 +80,7 @@ class AnswerText:
         *,
         includes_stop: bool = False,
     ) -> None:
-        """Begin an answer, behind `offset` characters of an echoed prompt.
+        """Begin an answer, after `offset` characters of an echoed prompt.
 
         `shown` are special tokens with a text here.
 
@@ -174,7 +174,7 @@ PromptLogprobs = dict[str, dict[str, Any]]
 
 
 PROMPT_TOKENS_AT_ONCE: Final = 32
-"""Tokens of a prompt whose log-probabilities are named without a pause, in some 5 ms."""
+"""Tokens of a prompt whose log-probabilities are named without a pause, in about 5 ms."""
 
 
 async def prompt_logprobs(

@@ -42,7 +42,7 @@ MAX_CHOICES: Final = 128
 """Most choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
 
 MAX_REPLY_SCORES: Final = 1 << 20
-"""Most log-probabilities of one reply, which is built in memory: some 64 MB of JSON."""
+"""Most log-probabilities of one reply, which is built in memory: about 64 MB of JSON."""
 
 MAX_TOOLS: Final = 128
 """Most tools, as in OpenAI's API."""
@@ -252,7 +252,7 @@ def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str,
         raise invalid(text, "continue_final_message")
     messages = _messages(parameters.get("messages"))
     if continues and messages[-1].get("tool_calls"):
-        # The prompt would end behind the message's content, without its calls.
+        # The prompt would end after the message's content, without its calls.
         text = "continue_final_message can't be combined with a last message that has tool_calls"
         raise invalid(text, "continue_final_message")
     return messages, variables, continues

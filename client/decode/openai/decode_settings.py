@@ -54,7 +54,7 @@ DEFAULT_CHAT_TOKENS: Final = 256
 """Default tokens of a chat's answer. Blocks are reserved for all of them, so it is much less than the context."""
 
 MAX_HTTP_PROCESSES: Final = 64
-"""Most processes that speak HTTP. Each has a tokenizer of its own, some 100 MB."""
+"""Most processes that speak HTTP. Each has a tokenizer of its own, about 100 MB."""
 
 MIN_CORES_FOR_FRONTS: Final = 4
 DEFAULT_MOST_FRONTS: Final = 8

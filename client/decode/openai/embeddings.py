@@ -81,7 +81,7 @@ def _inputs(value: Any) -> list[Any]:
 async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
     """Wait for the vector of an input's generation. Raises what the generation raises, and ApiError if cancelled."""
     async for _ in generation:
-        # One token is emitted, behind the last row. It is not used.
+        # One token is emitted, after the last row. It is not used.
         pass
     if generation.pooled is None or generation.pooled.count < len(generation.request.token_ids):
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its vectors were complete.")

@@ -852,7 +852,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again behind the reply, so the log has its traceback.
+    # Starlette raises the error again after the reply, so the log has its traceback.
     text = "The server failed; its log says more."
     headers = {"X-Request-Id": request_id_of(request)}
     return refusal_of(ApiError(FAILED, "internal_error", text), headers, error_form_of(request.scope))

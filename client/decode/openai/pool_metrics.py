@@ -62,7 +62,7 @@ class PoolMetrics(ServerMetrics):
         return self._models[model]
 
     def _served(self) -> dict[str, DecodeMetrics]:
-        # Those that a reload removed would otherwise be kept for ever.
+        # Those that a reload removed would otherwise be kept forever.
         if (pool := self._pool()) is not None:
             self._models = {name: counts for name, counts in self._models.items() if name in pool.residency.models}
         return self._models

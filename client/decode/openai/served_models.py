@@ -252,7 +252,7 @@ _ROUTES: Final = msgspec.json.Decoder(Route)
 def route_of(body: bytes) -> Route:
     """Return where a body goes. Raises ApiError for one that is not JSON, or has another form.
 
-    It makes no objects of the other members, so 4 MiB take some 10 ms, where `json` takes up to 500.
+    It makes no objects of the other members, so 4 MiB take about 10 ms, where `json` takes up to 500.
     """
     try:
         return _ROUTES.decode(body)

@@ -1,10 +1,10 @@
-"""Ends a text before its first stop, or behind it, however the text is split into pieces."""
+"""Ends a text before its first stop, or after it, however the text is split into pieces."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """A text that grows piece by piece and ends before a stop; with `includes_stop`, behind it.
+    """A text that grows piece by piece and ends before a stop; with `includes_stop`, after it.
 
     The stop that is completed first ends the text; of several completed by the same character, the longest one. So the
     result does not depend on the pieces. Text that may be the beginning of a stop is held back: fewer characters than

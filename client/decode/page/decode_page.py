@@ -106,7 +106,7 @@ MAX_TENANTS: Final = 64
 """
 
 MAX_HISTORIES: Final = 256
-"""Most tenants with an hour of their own, of some 100 kB each. Further ones see their figures without it."""
+"""Most tenants with an hour of their own, of about 100 kB each. Further ones see their figures without it."""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
 """The reason for a revocation, as it appears in the audit log and in the tenant's error."""

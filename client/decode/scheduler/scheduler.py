@@ -123,7 +123,7 @@ class ContinuousBatchScheduler:
 
     **Blocks.** A region serves only its tenant (`RegionBlocks`). A prompt begins with the blocks that the tenant's
     earlier sequences have computed for the same tokens, if their steps were answered. If another sequence is computing
-    the next block, the prompt waits for that. A sequence that needs a block first frees its blocks behind its `window`,
+    the next block, the prompt waits for that. A sequence that needs a block first frees its blocks before its `window`,
     if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay waits
     first in the queue. So the oldest sequence always continues, and alone it fits into the region. No other tenant is
     affected. A prompt is charged in full, however much of it was reused.
@@ -311,7 +311,7 @@ class ContinuousBatchScheduler:
         Returns:
             One Completed, or nothing.
         """
-        # If it is live, its rows under way are discarded when their step is answered.
+        # If it is live, its rows in progress are discarded when their step is answered.
         if sequence := self._live.get(request_id):
             return [self._finish(sequence, reason)]
         if waiting := self._waiting.get(request_id):
@@ -434,7 +434,7 @@ class ContinuousBatchScheduler:
             elif position > sequence.last:
                 reason = CompletionReason.MAX_TOKENS_REACHED
             else:
-                # A row at `position` may be under way, but not the next one: before that, `plan` finds a block.
+                # A row at `position` may be in progress, but not the next one: before that, `plan` finds a block.
                 if sequence.acts_at <= position < sequence.last and not self._grow(sequence):
                     self._short.append(sequence)
                 continue
@@ -467,7 +467,7 @@ class ContinuousBatchScheduler:
     def revoked(self, tenant_id: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
         """Process the loss of a tenant's region: its sequences end, and their replays wait for `rebound`.
 
-        Requests that waited keep waiting. Steps under way remain valid for the other tenants. A replay that would have
+        Requests that waited keep waiting. Steps in flight remain valid for the other tenants. A replay that would have
         to wait too long for the limiter is refused with AdmissionReason.REBIND_LIMITED.
         """
         tenant = self.tenants[tenant_id]
@@ -477,7 +477,7 @@ class ContinuousBatchScheduler:
     def engine_lost(
         self, now: float, reason: CompletionReason = CompletionReason.ENGINE_ERROR, wait_s: float = 0.0
     ) -> list[AnyEvent]:
-        """Process the loss of the engine: steps under way are void, and every tenant's sequences end and are replayed.
+        """Process the loss of the engine: steps in flight are void, and every tenant's sequences end and are replayed.
 
         It costs no tenant a permit of its limiter. Replays, also those of earlier losses, may wait for at least
         `wait_s` seconds.
@@ -643,7 +643,7 @@ class ContinuousBatchScheduler:
             # A replay was admitted once already, so it is the tenant's first request.
             tenant.waiting.appendleft(waiting)
             return waiting
-        # Behind all requests of the same priority, and behind every replay.
+        # After all requests of the same priority, and after every replay.
         queue, place = tenant.waiting, len(tenant.waiting)
         while place and queue[place - 1].request.priority > request.priority and not queue[place - 1].request.attempt:
             place -= 1
@@ -778,8 +778,8 @@ class ContinuousBatchScheduler:
                 (old if tenant.is_contending else new).append(tenant)
             else:
                 tenant.is_contending = False
-        # A tenant that was idle, or behind its own limits, must not catch up on that time: it begins at the level of
-        # those who contended all along, or at that of the last admission.
+        # A tenant that was idle, or held back by its own limits, must not catch up on that time: it begins at the level
+        # of those who contended all along, or at that of the last admission.
         least = min((tenant.counter for tenant in old), default=self._virtual_counter)
         for tenant in new:
             tenant.counter = max(tenant.counter, least)
@@ -795,7 +795,7 @@ class ContinuousBatchScheduler:
     # --- Prefixes. ---
 
     def _reuse(self, sequence: LiveSequence) -> None:
-        """Let a prompt without a row begin behind what is computed of it, and decide whether it waits for more."""
+        """Let a prompt without a row begin after what is computed of it, and decide whether it waits for more."""
         region, keys, index = sequence.tenant.blocks, sequence.keys, sequence.reused // PAGE
         # Blocks that others have published since its admission take the place of its own, which are empty.
         while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
@@ -1098,7 +1098,7 @@ def _allocate_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[s
     region, request, keys = tenant.blocks, waiting.request, tenant.keys_of(waiting)[: waiting.request.reusable_blocks]
     prefix, shared = region.find_shared(keys)
     blocks = list(range(region.size, region.size + shared))
-    # Computed ones first: they are in use then, and no block that is taken behind them can be one of them.
+    # Computed ones first: they are in use then, and no block that is taken after them can be one of them.
     for key in keys[shared:]:
         if (block := region.share(key)) is None:
             break

@@ -83,7 +83,7 @@ class LiveSequence:
         last: The last position that can have a row: the token that it yields is the last one to be emitted.
         filled: Positions of the prompt that answered steps have computed.
         preemptions: How often the request was preempted.
-        is_ended: Whether the request ended; the results of its rows under way are discarded.
+        is_ended: Whether the request ended; the results of its rows in progress are discarded.
         end_tokens: Tokens that end it.
         is_guided: Whether its request has a guide.
     """
@@ -129,7 +129,7 @@ class LiveSequence:
         # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
         # `next_position` moves when a row is planned, `filled` when its step is answered: the two differ by what is
-        # under way.
+        # in progress.
         self._columns = columns
         columns.known[table], columns.newest[table] = self.prompt, self.tokens[-1]
         self.filled = self.next_position = 0
@@ -290,7 +290,7 @@ class TenantState:
     def blocks_to_save(self) -> list[int]:
         """Return the blocks with keys and values of live sequences, and forget the contents of all others.
 
-        Valid only while no step with its rows is under way.
+        Valid only while no step with its rows is in progress.
         """
         # Kept blocks do not move: copying them would take longer than they save.
         self.blocks.forget()

@@ -34,7 +34,7 @@ from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import US_PER_S
 
 MAX_PENDING: Final = 16_384
-"""Most records that wait for the daemon, some 30 MB. Without a limit, a daemon that stays down would make the server
+"""Most records that wait for the daemon, about 30 MB. Without a limit, a daemon that stays down would make the server
 run out of memory."""
 
 AT_ONCE: Final = 64
@@ -237,7 +237,7 @@ class DecodeAudit(DecoderObserver):
     Attributes:
         server: A random name, in all of its records.
         written: Records that are in the audit log.
-        lost: Records that will never be written, because the queue was full or the daemon refused them for good.
+        lost: Records that will never be written, because the queue was full or the daemon refused them permanently.
     """
 
     def __init__(self, by: ComputedBy) -> None:
@@ -318,8 +318,8 @@ class DecodeAudit(DecoderObserver):
             outcomes = [error] * len(batch)
         undone = []
         for note, failure in zip(batch, outcomes, strict=True):
-            # The daemon refuses this record for good. Subclasses of InvalidRequest mean that the lease ended: then the
-            # decoder acquires another one, and the record is written over that.
+            # The daemon will always refuse this record. Subclasses of InvalidRequest mean that the lease ended: then
+            # the decoder acquires another one, and the record is written over that.
             if type(failure) is InvalidRequest:
                 self._count_lost(1, str(failure))
             elif failure is None:

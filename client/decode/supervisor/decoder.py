@@ -80,7 +80,7 @@ MAX_TEXT_PROCESSES: Final = 64
 """Most processes that parse texts. Each may take half a GiB, the memory of TextLimits."""
 
 STEP_PAUSE_S: Final = 0.001
-"""Seconds between two checks whether the last step under way has ended, which takes milliseconds."""
+"""Seconds between two checks whether the last step in flight has ended, which takes milliseconds."""
 
 DEFAULT_TENANT: Final = "default"
 

@@ -2,7 +2,7 @@
 
     Serving --fault isolation--> Isolating --all cleared--> Serving
     Serving | Isolating --loss--> Lost
-    Serving | Isolating | Lost --another engine is ready--> Adopting --no step is under way--> Serving | Isolating
+    Serving | Isolating | Lost --another engine is ready--> Adopting --no step is in progress--> Serving | Isolating
     any --close--> Closed
 
 Each event is a method. It changes the phase and returns effects, which the supervisor carries out in their order. One
@@ -31,7 +31,7 @@ class PendingLoss:
 
     Attributes:
         error: What ended the engine.
-        is_aborting: Whether the steps under way were aborted, because they did not end by themselves.
+        is_aborting: Whether the steps in flight were aborted, because they did not end by themselves.
     """
 
     error: Exception
@@ -61,7 +61,7 @@ class Isolating(Generic[EngineT]):
         engine: The engine.
         since: When it took over, in monotonic seconds.
         cleared_at: For each suspect, how many tokens it must have emitted to be cleared. That is beyond the position of
-            the loss by as many tokens as steps may have been under way.
+            the loss by as many tokens as steps may have been in progress.
         pending_loss: The engine's loss, if it was reported and the step loop has not handled it yet.
     """
 
@@ -99,7 +99,7 @@ class Lost(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class Adopting(Generic[EngineT]):
-    """Another engine is ready. It takes over as soon as no step is under way.
+    """Another engine is ready. It takes over as soon as no step is in progress.
 
     Attributes:
         successor: The engine that is ready.
@@ -111,12 +111,12 @@ class Adopting(Generic[EngineT]):
 
     @property
     def engine(self) -> EngineT:
-        """The engine that computes the steps under way. It is not the successor yet."""
+        """The engine that computes the steps in flight. It is not the successor yet."""
         return self.before.engine
 
     @property
     def pending_loss(self) -> PendingLoss | None:
-        """The pending loss of the engine that computes the steps under way."""
+        """The pending loss of the engine that computes the steps in flight."""
         return self.before.pending_loss
 
 
@@ -149,7 +149,7 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class AwaitAnswers(Generic[EngineT]):
-    """Give the steps under way some time to end by themselves, then call `answers_overdue`."""
+    """Give the steps in flight some time to end by themselves, then call `answers_overdue`."""
 
     engine: EngineT
     error: Exception
@@ -157,7 +157,7 @@ class AwaitAnswers(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class AbortSteps:
-    """Stop waiting for the steps under way: the engine's host does not respond."""
+    """Stop waiting for the steps in flight: the engine's host does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class EngineLifecycle(Generic[EngineT]):
         return self.loss is not None and self.loss.number == loss_number
 
     def is_change_due(self) -> bool:
-        """Return whether the steps under way must end before the next one starts, so that the phase can change."""
+        """Return whether the steps in flight must end before the next one starts, so that the phase can change."""
         phase = self.phase
         if type(phase) is Serving:
             # Suspects that could not be computed before, because their tenant was suspended, may be computable now.
@@ -361,7 +361,7 @@ class EngineLifecycle(Generic[EngineT]):
             error: What ended it.
             now: The monotonic clock.
             steps: Steps that the decoder has computed in all.
-            under_way: The requests with rows in the steps under way, each with the number of tokens it has emitted.
+            under_way: The requests with rows in the steps in flight, each with the number of tokens it has emitted.
         """
         # Step 1: count losses in a row, which decide the pause. Losses without a step in between are one outage, unless
         # the engine had been there for long.
@@ -419,7 +419,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- another engine takes over ---
 
     def offer(self, engine: EngineT) -> list[Effect[EngineT]]:
-        """Let an engine take over once no step is under way. Raises the error that ended the decoder, if any."""
+        """Let an engine take over once no step is in progress. Raises the error that ended the decoder, if any."""
         phase = self.phase
         if isinstance(phase, Closed):
             raise phase.error
@@ -434,7 +434,7 @@ class EngineLifecycle(Generic[EngineT]):
             self.phase = self.phase.before
 
     def adopt(self, now: float) -> list[Effect[EngineT]]:
-        """Let the successor take over. No step may be under way, and the caller then calls `isolate_next`."""
+        """Let the successor take over. No step may be in progress, and the caller then calls `isolate_next`."""
         phase = self.phase
         assert isinstance(phase, Adopting)
         before, engine = phase.before, phase.successor
@@ -454,7 +454,7 @@ class EngineLifecycle(Generic[EngineT]):
     def isolate_next(self) -> list[Effect[EngineT]]:
         """Compute the next group of suspects alone, from their prompts; without suspects, compute all requests.
 
-        No step may be under way.
+        No step may be in progress.
         """
         phase, isolation, requests = self.phase, self.isolation, self._requests
         assert isinstance(phase, Serving | Isolating)
@@ -467,7 +467,7 @@ class EngineLifecycle(Generic[EngineT]):
             group = isolation.next(requests.is_computable)
         effects: list[Effect[EngineT]] = []
         if group:
-            # Step 3: the place of the loss may be as many tokens ahead as steps were under way; only after those is a
+            # Step 3: the place of the loss may be as many tokens ahead as steps were in progress; only after those is a
             # suspect cleared.
             cleared_at = {name: requests.emitted_tokens(name) + MAX_UNANSWERED_STEPS for name in group}
             self.phase = Isolating(phase.engine, phase.since, cleared_at, phase.pending_loss)

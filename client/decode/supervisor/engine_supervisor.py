@@ -44,10 +44,10 @@ class SupervisedSteps(Protocol):
         """Wake the loop if it is idle, so that it checks again what is to be computed or changed."""
 
     def abort(self) -> None:
-        """Stop waiting for the steps under way, because the pending loss is handled next."""
+        """Stop waiting for the steps in flight, because the pending loss is handled next."""
 
     def drop(self) -> Iterable[str]:
-        """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
+        """Forget the steps in flight. Returns the requests with rows in them, by their callers' ids."""
 
     def is_suspended(self, tenant_id: str) -> bool:
         """Return whether a tenant waits for `resume`."""
@@ -164,14 +164,14 @@ class EngineSupervisor:
 
     def lose(self, error: Exception) -> None:
         """Process the loss of the engine: the step loop found this error, or it was pending."""
-        # Drop the steps under way first: their results will not come, and their requests may be suspects.
+        # Drop the steps in flight first: their results will not come, and their requests may be suspects.
         under_way = {name: self.emitted_tokens(name) for name in self._steps.drop()}
         self._apply(self._life.lose(error, self._clock(), steps=self._steps.computed, under_way=under_way))
 
     def change(self) -> None:
         """Make the change that is due: another engine takes over, or the next suspects are computed.
 
-        No step is under way.
+        No step is in progress.
         """
         phase, now = self._life.phase, self._clock()
         # Only isolation makes a change on the same engine.
@@ -221,7 +221,7 @@ class EngineSupervisor:
 
     def lease_warned(self, serving: ServingEngine, warning: GpuLeaseError) -> None:
         """Leave a fleet's node before the lease there ends. The engine repeats the call until the lease has ended."""
-        # Ignore warnings of old leases, and while a change is under way.
+        # Ignore warnings of old leases, and while a change is in progress.
         if serving is self.serving and self._life.is_serving and not self._changing.locked():
             self.log.warning("engine_leaves", cause=cause_of(warning))
             # `_changing` is not held here, so a failed attempt is repeated with the next warning.
@@ -268,7 +268,7 @@ class EngineSupervisor:
             self.log.info(line.event, **line.fields)
 
     def _end_sequences(self, reason: CompletionReason, wait_s: float) -> None:
-        """End every tenant's sequences, which are replayed on this engine or the next one. No step is under way."""
+        """End every tenant's sequences, which are replayed on this engine or the next one. No step is in progress."""
         self._ledger.deliver(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
 
     def _bind_regions(self) -> None:

@@ -1,8 +1,8 @@
 """Finds the request that ends engines: suspects are computed in groups, which are halved with each further loss.
 
-After a fault of the context, the requests with rows in the steps under way are suspects. They are computed again in
+After a fault of the context, the requests with rows in the steps in flight are suspects. They are computed again in
 halves: a half that ends an engine is halved again, and a request that ends an engine alone is given up. If a worker was
-killed from outside, only requests that were also under way at the previous kill, at the same position, become suspects.
+killed from outside, only requests that also ran at the previous kill, at the same position, become suspects.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ class FaultIsolation:
         return len(self.current) + sum(map(len, self._groups))
 
     def fault(self, under_way: Iterable[str]) -> str:
-        """Record a loss that one of the requests with rows under way may have caused.
+        """Record a loss that one of the requests with rows in progress may have caused.
 
         Returns the request to give up, because it was computed alone; "" if none was.
         """
@@ -54,9 +54,9 @@ class FaultIsolation:
         return ""
 
     def killed(self, tokens: Mapping[str, int], max_tokens: int) -> list[str]:
-        """Record a kill from outside, with the tokens emitted so far by each request with rows under way.
+        """Record a kill from outside, with the tokens emitted so far by each request with rows in progress.
 
-        Returns the requests that were also under way at the previous kill and have emitted fewer than `max_tokens`
+        Returns the requests that were also in progress at the previous kill and have emitted fewer than `max_tokens`
         tokens since. They may be the reason why the host ran out of memory.
         """
         # A request counts as a suspect only if it was near the same position at two kills in a row.

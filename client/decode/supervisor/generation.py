@@ -99,7 +99,7 @@ class Generation:
         """Wait for the next token.
 
         Raises AdmissionRefused if the request or its replay finds no room, and WaitedTooLong if it found none
-        in time; EngineDecodeFailed if the engine is lost for good, and RequestBreaksEngine if this request is the
+        in time; EngineDecodeFailed if the engine is lost permanently, and RequestBreaksEngine if this request is the
         cause; SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed;
         RequestRejected if another task already iterates. A generation that its caller cancelled ends without an error.
         """

@@ -229,7 +229,7 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                # It ended for good. A replay that found no engine in time failed by the loss, not by a lack of room.
+                # It ended permanently. A replay that found no engine in time failed by the loss, not by a lack of room.
                 reason, failure = event.reason, entry.generation.failure or error_of(event)
                 if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
                     self._log_lost(entry, reason)

@@ -1,7 +1,7 @@
 """Drives the engine: plans steps, starts them, takes their results, and handles the ends of tenants' regions.
 
-One task runs the loop. Up to two steps are under way, so that the next one is planned while one is computed. A change
-of engines waits until no step is under way.
+One task runs the loop. Up to two steps are in progress, so that the next one is planned while one is computed. A change
+of engines waits until no step is in progress.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class StepLoop:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Cancel the loop, and wait until it has ended. Does not wait for steps under way."""
+        """Cancel the loop, and wait until it has ended. Does not wait for steps in flight."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -151,11 +151,11 @@ class StepLoop:
             supervisor.fail(EngineDecodeFailed(text, "See its log, and open another decoder"))
 
     async def _advance(self) -> None:
-        """Do one turn: start steps and finish one, or, with none under way, handle a region's end or change engines."""
+        """Do one turn: start steps and finish one, or, with none in flight, handle a region's end or change engines."""
         life = self._life
         if (pending := life.phase.pending_loss) is not None:
             raise pending.error
-        # A region's end and a change of engines are handled when no step is under way, so none is started before that.
+        # A region's end and a change of engines are handled when no step is in flight, so none is started before that.
         if self._refusal is None and not life.is_change_due():
             await self._start_steps()
         if self._pending:
@@ -189,7 +189,7 @@ class StepLoop:
                 pools += [serving.regions.prefixes[name][1] for name in names]
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
-                # Prompts that begin behind computed blocks: no row of theirs writes those blocks' table entries.
+                # Prompts that begin after computed blocks: no row of theirs writes those blocks' table entries.
                 prefixes = [
                     (joined.table, joined.blocks[: joined.reused // PAGE]) for joined in plan.joined if joined.reused
                 ]
@@ -198,7 +198,7 @@ class StepLoop:
                 rows, chosen = self._rows_of(plan), plan.sampled_rows if plan.chunks else None
                 await engine.start(rows, pools, guidance, prefixes, chosen=chosen, is_pooled=is_pooled)
             except RegionFailed as error:
-                # The plan is undone. The sequences end only when the steps under way have ended, because the refusal
+                # The plan is undone. The sequences end only when the steps in flight have ended, because the refusal
                 # may be one of those steps' own.
                 self._starting = None
                 self._on_region_lost(error)
@@ -211,7 +211,7 @@ class StepLoop:
             self._starting = None
 
     async def _finish_step(self) -> None:
-        """Wait for the oldest step under way, and pass its tokens on to the scheduler and the callers."""
+        """Wait for the oldest step in flight, and pass its tokens on to the scheduler and the callers."""
         plan = self._pending[0]
         engine = self._life.phase.engine.engine
         try:
@@ -279,7 +279,7 @@ class StepLoop:
     # --- regions that end or move ---
 
     def _on_region_lost(self, error: RegionFailed) -> None:
-        """Keep a step's refusal until no step is under way, and report it to observers once per region."""
+        """Keep a step's refusal until no step is in progress, and report it to observers once per region."""
         # The same region may refuse two steps in a row.
         refusal, self._refusal = self._refusal, error
         tenant_id = self.regions.tenant_of(error.lease_id)
@@ -338,7 +338,7 @@ class StepLoop:
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Use this pool in the rows of the tenant's sequences from now on."""
-        # Called with the tenant held and no step under way, so all of its later rows use the new addresses.
+        # Called with the tenant held and no step in flight, so all of its later rows use the new addresses.
         for sequence in self.scheduler.tenants[tenant_id].live.values():
             self._use_pool(sequence, pool)
         self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
@@ -346,11 +346,11 @@ class StepLoop:
     # --- what the supervisor calls ---
 
     def abort(self) -> None:
-        """Stop waiting for the steps under way; the pending loss is taken next."""
+        """Stop waiting for the steps in flight; the pending loss is taken next."""
         self._task.cancel()
 
     def drop(self) -> Iterable[str]:
-        """Forget the steps under way. Returns the requests with rows in them, by their callers' ids."""
+        """Forget the steps in flight. Returns the requests with rows in them, by their callers' ids."""
         plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
         self._pending.clear()
         # The steps in flight are lost; `engine_lost` voids their plans.
@@ -386,7 +386,7 @@ def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
         if guide.masks is not None:
             record["mask"] = len(masks)
             masks.append(guide.masks.mask)
-    # Rows of scored prompts: each reports the token behind it. The last one's is not known: that row chooses it.
+    # Rows of scored prompts: each reports the token after it. The last one's is not known: that row chooses it.
     for sequence, first_row, count in plan.chunks:
         request = sequence.request
         if request.scores_prompt:

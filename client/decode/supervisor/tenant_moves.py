@@ -269,7 +269,7 @@ class TenantMoves:
             self._user.wake()
 
     async def _save(self, tenant_id: str, pool: BlockPool, blocks: list[int] | None = None) -> _Saved:
-        """Wait until no step of a held tenant is under way, then copy `blocks`; None means all written blocks."""
+        """Wait until no step of a held tenant is in progress, then copy `blocks`; None means all written blocks."""
         user, regions = self._user, self._user.regions
         # Steps that were planned before the hold still write the tenant's blocks.
         while user.scheduler.is_under_way(tenant_id):

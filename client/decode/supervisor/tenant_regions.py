@@ -90,7 +90,7 @@ class TenantRegions:
     async def open_prefix(self, prefix: SharedPrefix) -> None:
         """Open a shared prefix's region, compute its blocks, and renew it for as long as it exists.
 
-        No step may be under way. Raises what `GpuLease.region` and `DecodeEngine.fill_pool` raise.
+        No step may be in progress. Raises what `GpuLease.region` and `DecodeEngine.fill_pool` raise.
         """
         pool = await self._engine.open_pool(prefix.blocks, ttl_secs=REGION_TTL_S)
         region = lease_text(pool.region.lease_id)
@@ -103,7 +103,7 @@ class TenantRegions:
         await self._engine.fill_pool(pool, prefix.token_ids[: prefix.blocks * PAGE])
 
     def drop_prefix(self, name: str) -> None:
-        """Close, in the background, the region of a shared prefix that has ended. No step under way may name it."""
+        """Close, in the background, the region of a shared prefix that has ended. No step in flight may name it."""
         _, pool = self.prefixes.pop(name)
         self._rebinding.start(self._end(pool, self._prefix_renewals.pop(name)))
 
@@ -122,7 +122,7 @@ class TenantRegions:
         return await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=self._life_s or REGION_TTL_S)
 
     def exchange(self, tenant_id: str, pool: BlockPool) -> None:
-        """Give a tenant another region, and end its old one, which no step under way may name."""
+        """Give a tenant another region, and end its old one, which no step in flight may name."""
         old, renewal = self.pools[tenant_id], self._renewals.pop(tenant_id, None)
         self._bind(tenant_id, pool)
         self._rebinding.start(self._end(old, renewal))
@@ -132,7 +132,7 @@ class TenantRegions:
         self._rebinding.start(self._end(pool, None))
 
     async def release(self, tenant_id: str) -> None:
-        """End a tenant's region, and open no other. No step under way may name it."""
+        """End a tenant's region, and open no other. No step in flight may name it."""
         pool, renewal = self.pools.pop(tenant_id), self._renewals.pop(tenant_id, None)
         await self._close(pool, renewal)
 

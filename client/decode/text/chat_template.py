@@ -33,7 +33,7 @@ MAX_ERROR_CHARACTERS: Final = 1000
 
 
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put behind a message to find its end in a prompt; that of transformers' chat_template_utils."""
+"""Put after a message to find its end in a prompt; that of transformers' chat_template_utils."""
 
 
 class ChatTemplate:

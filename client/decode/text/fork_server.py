@@ -159,7 +159,7 @@ class ForkServer:
     async def stop(self) -> None:
         """End the fork server and its workers. If it does not end within STOP_LIMIT_S, it is killed."""
         self._lose()
-        # Closing the control socket makes it end by itself; poll, because asyncio's child watchers are not used here.
+        # Closing the control socket makes it end on its own; poll, because asyncio's child watchers are not used here.
         deadline = self._loop.time() + STOP_LIMIT_S
         while self._process.poll() is None:
             if self._loop.time() > deadline:

@@ -1,6 +1,6 @@
 """Grammars: which tokens may come next, so that an answer has the form that its caller wants.
 
-llguidance computes the masks: its work for one is bounded (usually some 50 us), it takes JSON Schema and context free
+llguidance computes the masks: its work for one is bounded (usually about 50 us), it takes JSON Schema and context free
 grammars, compiles them lazily, and releases the interpreter's lock meanwhile. A grammar is a text in its Lark format.
 It comes from a tenant, so its size and the work for it are limited, and it is checked in a text process first.
 """
@@ -41,20 +41,20 @@ GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
     # An error with the parser's state would be longer than the grammar.
     "verbose_errors": False,
 }
-"""llguidance's limits: of a grammar's compilation, of one mask, and of a grammar's states, of some 2 kB each."""
+"""llguidance's limits: of a grammar's compilation, of one mask, and of a grammar's states, of about 2 kB each."""
 
 MAX_EXPANDED_ITEMS: Final = 100_000
 """Most characters of a grammar's regular expressions, with their repetitions written out, and of its `minLength`s.
 
 Where only one text can follow, the library computes all of it for a mask, which its limits do not bound: without this
-one, /a{1001}{1001}{1001}/ keeps a thread busy for as long as 10^9 characters take. 10^5 take some 0.1 s.
+one, /a{1001}{1001}{1001}/ keeps a thread busy for as long as 10^9 characters take. 10^5 take about 0.1 s.
 """
 
 MAX_REMAINDERS: Final = 100_000
 """Largest sum, and largest common multiple, of a grammar's `multipleOf`s, without their decimal points.
 
 For each the library visits every remainder, and of those that hold at once every combination, before its limits count:
-without this one, `multipleOf` 101, 103, 107 and 109 in one `allOf` take minutes. 10^5 remainders take some 0.3 s.
+without this one, `multipleOf` 101, 103, 107 and 109 in one `allOf` take minutes. 10^5 remainders take about 0.3 s.
 """
 
 WHITESPACE: Final = " ?"
@@ -305,7 +305,7 @@ class Grammars:
         return outcome
 
     async def stop(self) -> None:
-        """Forget what waits. Work under way ends by itself: it is bounded."""
+        """Forget what waits. Work in progress ends on its own: it is bounded."""
         self._turns.drain()
         if self._library is not None:
             self._library.cancel()

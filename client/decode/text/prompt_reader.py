@@ -105,7 +105,7 @@ class PromptReader:
     def read_word(self, word: str) -> list[tuple[int, ...]]:
         """Return the sequences of tokens that are a word, as vLLM's `bad_words` has them.
 
-        They are the word at the beginning of a text and behind a space, where that is another word of as many tokens.
+        They are the word at the beginning of a text and after a space, where that is another word of as many tokens.
         Raises RequestRejected for one that is not valid Unicode.
         """
         plain, spaced = (tuple(self._tokenizer.encode(space + word.lstrip(), begins=False)) for space in ("", " "))

@@ -9,11 +9,11 @@ Job = TypeVar("Job")
 class TenantTurns(Generic[Job]):
     """Queues of jobs, one for each tenant. Tenants take turns, one job each; a tenant's jobs keep their order.
 
-    The number of jobs of a tenant that are under way is limited. At the limit, other tenants get its turns.
+    The number of jobs of a tenant that are in progress is limited. At the limit, other tenants get its turns.
     """
 
     def __init__(self, max_concurrent: int) -> None:
-        """Args: max_concurrent: Most jobs of one tenant that are under way at the same time."""
+        """Args: max_concurrent: Most jobs of one tenant that are in progress at the same time."""
         self._max_concurrent = max_concurrent
         self._queues: dict[str, deque[Job]] = {}
         self._under_way: Counter[str] = Counter()
@@ -32,7 +32,7 @@ class TenantTurns(Generic[Job]):
                 del self._queues[tenant_id]
 
     def take(self) -> Job | None:
-        """Remove and return the next job, which is then under way; None if no tenant may have another."""
+        """Remove and return the next job, which is then in progress; None if no tenant may have another."""
         # In the order of the round: the first tenant that is below its limit has the turn.
         for tenant_id, queue in self._queues.items():
             if self._under_way[tenant_id] < self._max_concurrent:

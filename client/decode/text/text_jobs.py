@@ -42,7 +42,7 @@ class TextLimits:
 
     Attributes:
         memory_bytes: Memory that a job may take in addition to the tokenizer's. A prompt of a million tokens takes
-            some 400 MB.
+            about 400 MB.
         processor_s: Whole seconds of CPU time. 4 MiB of text take some five.
         wall_s: Seconds of wall time, which is longer than CPU time on a busy host.
     """

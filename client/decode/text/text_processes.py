@@ -124,12 +124,12 @@ class TextProcesses:
         return answer
 
     async def stop(self) -> None:
-        """End all processes. Jobs that wait or are under way raise NoModelLoaded."""
+        """End all processes. Jobs that wait or are in progress raise NoModelLoaded."""
         self._is_stopped = True
         for task in self._slots:
             task.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
-        # Jobs under way were failed by their tasks' cancellation; these had no task yet.
+        # Jobs in progress were failed by their tasks' cancellation; these had no task yet.
         for job in self._turns.drain():
             _fail(job, decoder_closed())
         if self._server is not None:

@@ -33,7 +33,7 @@ MAX_LEXEME: Final = 128
 """Most characters that one lexeme may demand, in a grammar of which the texts have no longest one.
 
 Where only one text can follow, the library computes all of it for a mask, up to as many lexemes as its limits allow.
-With lexemes of this length, they are some 10^6 characters, which take a second or two.
+With lexemes of this length, they are about 10^6 characters, which take a second or two.
 """
 
 COMMON_CHARACTERS: Final = 100
@@ -319,7 +319,7 @@ class _Reader:
     def _definition(self) -> re.Match[str] | None:
         """Return the begin of a definition here; None if here is none, or not at the begin of a line."""
         match = self._name.match(self._text, self._place)
-        # The line is searched behind a name alone: for each token, a long line would take quadratic time.
+        # The line is searched after a name alone: for each token, a long line would take quadratic time.
         if match is None or self._text[self._text.rfind("\n", 0, self._place) + 1 : self._place].strip():
             return None
         return match
@@ -410,7 +410,7 @@ class _Grammar:
         return regular_names
 
     def _in_order(self, names: Collection[str]) -> Iterator[str]:
-        """Yield those of some names that don't refer to themselves by others of them, behind what they refer to."""
+        """Yield those of some names that don't refer to themselves by others of them, after what they refer to."""
         waiting = {
             name: {rule_name for rule_name in _references(self._parts[name]) if rule_name in names} for name in names
         }

@@ -2,7 +2,7 @@
 
 A claim is prepared in steps: acquire a short lease for each device, as the user that the pod runs as, and record each
 before the next; extend the leases to their full time; write what containers get; mark the record as ready. A driver
-that is killed in between leaves leases that are in the record, and at most one that is not, which ends by itself within
+that is killed in between leaves leases that are in the record, and at most one that is not, which expires within
 FIRST_LEASE_S. A daemon that supports request ids returns that one to the next attempt.
 
 While a claim is prepared its leases are renewed every RENEW_S, so they survive an upgrade of the driver. The leases of
@@ -50,7 +50,7 @@ RENEW_S: Final = 60.0
 """Seconds between two renewals of a claim's leases."""
 
 FIRST_LEASE_S: Final = 30.0
-"""Life of a lease until its record is on the disk. If the driver is killed before that, the lease ends by itself."""
+"""Life of a lease until its record is on the disk. If the driver is killed before that, the lease ends on its own."""
 
 PROOF_LIMIT_S: Final = 30.0
 """Seconds to wait until memory is proved free. The kubelet's limit for the whole request is 45 s, then it retries."""

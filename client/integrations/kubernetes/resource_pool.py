@@ -178,7 +178,7 @@ def writes_to(
         stored: The slices in the cluster, of this node and this driver.
         owner: The Node.
         stored_as: The digests of lists of devices as the API server stored them, by the digests of what was sent. A
-            server that lacks a feature drops its fields; without this, the same write would be repeated for ever.
+            server that lacks a feature drops its fields; without this, the same write would be repeated forever.
     """
     parts = [list(devices[at : at + MAX_SLICE_DEVICES]) for at in range(0, len(devices), MAX_SLICE_DEVICES)] or [[]]
     desired = {slice_name(owner.name, number): part for number, part in enumerate(parts)}

@@ -62,7 +62,7 @@ class UserProcess:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        # A daemon that hangs must not hold up the kubelet's other requests about this claim for ever.
+        # A daemon that hangs must not hold up the kubelet's other requests about this claim forever.
         self._watchdog = threading.Timer(PROCESS_LIMIT_S, self._process.kill)
         self._watchdog.start()
         try:

@@ -56,12 +56,12 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Status
 
 LEASE_S: Final = 600.0
 """Seconds of a job's lease, which the service renews every RENEW_S while the job runs. So a lease survives a restart of
-the service, and the memory of a node that is gone for good is free after ten minutes."""
+the service, and the memory of a node that is gone permanently is free after ten minutes."""
 
 RENEW_S: Final = 60.0
 
 FIRST_LEASE_S: Final = 30.0
-"""Life of a lease until its record is on the disk. If the prolog is killed before that, the lease ends by itself."""
+"""Life of a lease until its record is on the disk. If the prolog is killed before that, the lease ends on its own."""
 
 WAIT_S: Final = 10.0
 """Seconds to wait for room, because the previous job may have just ended."""
@@ -330,7 +330,7 @@ def _end_finished(records: JobRecords, job: str) -> None:
 
     Raises RefusedForUser, MissingPrerequisite.
     """
-    # Ask without the lock: a prolog or an epilog must not wait for slurmctld, not even behind this.
+    # Ask without the lock: a prolog or an epilog must not wait for slurmctld, not even for this.
     record = records.read(job)
     # Only a definite answer ends a lease; a slurmctld that does not answer ends none.
     if record is None or state_of_job(job, record.node) is not JobState.OVER:

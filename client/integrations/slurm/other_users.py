@@ -21,7 +21,7 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        # In the child: drop root for good, run the action, and send the result through the pipe. It must not return
+        # In the child: drop root permanently, run the action, and send the result through the pipe. It must not return
         # into the parent's code.
         answer: dict[str, Any]
         try:

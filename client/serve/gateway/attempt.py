@@ -2,7 +2,7 @@
 
 The order of the steps, and the reasons:
 
-1. Reserve the request in the store. If it was done, the store returns its outcome. If another attempt is under way,
+1. Reserve the request in the store. If it was done, the store returns its outcome. If another attempt is in progress,
    wait for it, then refuse.
 2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it, all before any work on the card.
 3. As the lease's owner, copy the input in. The grant permits no copies, so only the owner has access to the memory.

@@ -161,7 +161,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Another attempt is under way. Its claim expires in `remaining_s`."""
+    """Another attempt is in progress. Its claim expires in `remaining_s`."""
 
     epoch: int
     remaining_s: float
@@ -197,7 +197,7 @@ def reserve(
     # Done before: the outcome is the answer to every repetition.
     if entry is not None and entry.phase is OperationPhase.COMPLETED:
         return entry, OperationCompleted(entry.epoch, entry.outcome)
-    # Given up for good: executing it now could be a second time.
+    # Given up permanently: executing it now could be a second time.
     if entry is not None and entry.phase is OperationPhase.UNKNOWN:
         return entry, UnknownOutcome(entry.epoch)
     if entry is not None and entry.phase is not OperationPhase.RELEASED:

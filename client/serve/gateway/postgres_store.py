@@ -84,7 +84,7 @@ class CommitWatch(Generic[WatchedConnection]):
             self._changed.wait_for(lambda: self._abandoned is not connection)
 
     def close(self) -> None:
-        """End the thread when no commit is under way. A second call does nothing."""
+        """End the thread when no commit is in progress. A second call does nothing."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -100,7 +100,7 @@ class CommitWatch(Generic[WatchedConnection]):
                 self._changed.notify_all()
 
     def _next(self) -> WatchedConnection | None:
-        """Wait for a commit that takes too long. Returns None when the watch is closed and no commit is under way."""
+        """Wait for a commit that takes too long. Returns None when the watch is closed and no commit is in progress."""
         with self._changed:
             while self._deadlines or not self._is_closed:
                 # A dict keeps the order of insertion. All have the same limit, so the oldest one ends first.

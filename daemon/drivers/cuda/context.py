@@ -128,7 +128,7 @@ class CudaContext:
         # An event with a known time on the host's clock, once events leave the process or come from another.
         self._anchor: tuple[TimedEvent, int] | None = None
         self._launcher = Launcher(self._stream.handle)
-        # The events behind work under a limit of time (CardProgress), once there was a limit.
+        # The events after work under a limit of time (CardProgress), once there was a limit.
         self._marks: list[Any] = []
         self._spin_s = SPIN_S
         # Memory that was passed to `pin`. It must outlive its registration, or the driver would mistake new memory at
@@ -373,7 +373,7 @@ class CudaContext:
         return self._ticket()
 
     def _make_room(self, poll: Poll) -> None:
-        """Wait for a full stream: beyond some 1,000 calls the driver blocks, and that wait can't be ended."""
+        """Wait for a full stream: beyond about 1,000 calls the driver blocks, and that wait can't be ended."""
         if self._streams.is_full or (self._has_one_stream and self._launcher.queued > MAX_AHEAD_OF_COPY):
             self._empty(poll)
         self._streams.count_copy()
@@ -898,7 +898,7 @@ def _address_of(memory: memoryview) -> int:
 # Copies of memory that is not pinned go through buffers of the driver in this process's memory. Kernels' parameters and
 # small copies go to the card with the commands, in another buffer. The bytes stay in all of these until others come,
 # and kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies below left nothing of
-# either; they did not reach what came with modules of less than some 100 KB.
+# either; they did not reach what came with modules of less than about 100 KB.
 
 STAGING_BYTES: Final = 2 << 20
 """Size of the driver's buffers for copies to the card, and of those from it: 2 MiB each were found."""

@@ -23,7 +23,7 @@ MAX_NAME_BYTES: Final = 32 << 10
 
 MAX_ROWS: Final = 1 << 17
 """Most section headers of one file, most symbols, and most calls. Stops a forged file with 64 MiB of them from
-costing a worker hundreds of MB. Real cubins have some tens of thousands at most."""
+costing a worker hundreds of MB. Real cubins have a few tens of thousands at most."""
 
 MODULE_GRAIN_BYTES: Final = 64 << 10
 """The sum of a module's small sections is rounded up to this: they share pages with other modules, with gaps."""

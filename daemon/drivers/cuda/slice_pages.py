@@ -26,7 +26,7 @@ MAX_RANGE_BYTES: Final = 4 << 40
 
 REGIONS_BYTES: Final = 4 << 40
 """Addresses for the regions of a parkable session, in bytes. No region gets those of an earlier one, so a session that
-opens regions for ever uses them up; from then on it can't leave its process. 4 TiB are 4,096 regions of 1 GiB. Each
+opens regions forever uses them up; from then on it can't leave its process. 4 TiB are 4,096 regions of 1 GiB. Each
 reservation of its own would begin at a multiple of 32 MiB (H200, driver 580)."""
 
 MAX_LOOKS: Final = 16

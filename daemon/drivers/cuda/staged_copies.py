@@ -17,7 +17,7 @@ from typing import Any, Final
 from gpulease.daemon.drivers.interface import Poll
 
 BUFFER_BYTES: Final = 8 << 20
-"""A buffer's size in bytes. Pinning all buffers takes some 5 ms."""
+"""A buffer's size in bytes. Pinning all buffers takes about 5 ms."""
 
 THREADS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 BUFFERS: Final = 2 * THREADS

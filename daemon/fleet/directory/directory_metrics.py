@@ -131,6 +131,6 @@ async def metrics_served(
     try:
         yield serving
     finally:
-        # Do not wait for scrapes that are under way.
+        # Do not wait for scrapes that are in progress.
         server.should_exit = server.force_exit = True
         await asyncio.wait({serving})

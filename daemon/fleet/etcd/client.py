@@ -275,7 +275,7 @@ class EtcdClient:
             await asyncio.sleep(WATCH_RETRY_S)
 
     async def close(self) -> None:
-        """Close all connections. The outcome of a transaction under way becomes Unknown."""
+        """Close all connections. The outcome of a transaction in progress becomes Unknown."""
         # Empty the list first: every loop over the members ends then.
         members, self._members = self._members, []
         if self._closing is not None:

@@ -296,7 +296,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Stopping(Message):
-    """The daemon stops: send no more heartbeats, and finish the deletions under way.
+    """The daemon stops: send no more heartbeats, and finish the deletions in progress.
 
     Leave the fleet if no claims remain.
     """
@@ -450,7 +450,7 @@ class QuotaRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Stopped(Message):
-    """The answer to Stopping: nothing is under way any more.
+    """The answer to Stopping: nothing is in progress any more.
 
     Attributes:
         has_left: The node's record is gone, and no claim remains. The next process joins as a new member.

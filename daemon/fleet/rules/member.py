@@ -285,7 +285,7 @@ class Member:
             self._note(Note.ISOLATED)
         self._claims.advance(now_ns)
         self._quotas.advance(now_ns)
-        # Leave last, once nothing is under way that could still write.
+        # Leave last, once nothing is in progress that could still write.
         if self._is_stopping and not self._has_left and self._membership.is_quiet:
             self._leave(now_ns)
         self._arm(now_ns)

@@ -23,7 +23,7 @@ from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
-"""Part of the horizon after which the daemon behind an unchanged record may be dead."""
+"""Part of the horizon after which the daemon of an unchanged record may be dead."""
 
 ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """The refusal while this node is not a member, and an operator need not act."""

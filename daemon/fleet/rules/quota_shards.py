@@ -73,7 +73,7 @@ MAX_TENANTS: Final = 1_024
 """Tenants with remembered nodes, from one request to the next. Bounds memory, whoever asks."""
 
 MAX_REMOVALS: Final = 256
-"""Removals under way above which a heartbeat starts no more. The same bound as MAX_RELEASES."""
+"""Removals in progress above which a heartbeat starts no more. The same bound as MAX_RELEASES."""
 
 RETRY_AFTER_MS: Final = 1_000
 
@@ -126,7 +126,7 @@ class QuotaShards:
         self._fences = fences
         self._requests: dict[int, _BytesRequest] = {}
         self._endings: dict[tuple[str, str], int] = {}
-        """When to try to remove the entry of a tenant's lease; without attempts that are under way."""
+        """When to try to remove the entry of a tenant's lease; without attempts that are in progress."""
         self._removing: set[tuple[str, str]] = set()
         self._read_nodes: dict[str, tuple[str, ...]] = {}
         """By tenant, the nodes to check, so that the bytes of a dead one return even without a waiting request."""
@@ -195,7 +195,7 @@ class QuotaShards:
                 # Leave the rest to a later heartbeat.
                 return
             tenant, lease_id = key
-            # It has an owner, or its removal is under way.
+            # It has an owner, or its removal is in progress.
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
                 continue
             # Another daemon with this node's id may have written it, and its lease may live until then.
@@ -227,7 +227,7 @@ class QuotaShards:
 
     def due_ns(self, now_ns: int) -> int | None:
         """Return when `advance` has something to do; None if nothing is due by itself."""
-        # An attempt under way has no time of its own: its answer is the next event.
+        # An attempt in progress has no time of its own: its answer is the next event.
         waiting = [request for request in self._requests.values() if not request.is_asking]
         deadlines = [max(request.demand.wait_until_ns, now_ns) for request in waiting]
         tries = [request.next_ns for request in waiting] if self._membership.is_member(now_ns) else []

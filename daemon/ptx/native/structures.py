@@ -250,7 +250,7 @@ class StreamState(ctypes.Structure):
     `completed` counts slots that the loop has finished; `faulted` is 1 from a fault until it is taken, and during that
     time `tag` and `kernel` are the launch's and `fault` is its record's address; `waiting` is 1 while the caller
     sleeps on `done`. What follows `done` is the caller's own (submit.ll): how many slots it filled, which threads
-    exist, where what kernels print begins, and where the counts of slots behind the marks (CardProgress) are.
+    exist, where what kernels print begins, and where the counts of slots after the marks (CardProgress) are.
     """
 
     _fields_ = (

@@ -91,7 +91,7 @@ class Callees:
         layout = signature.layout
         if layout not in self._dispatchers:
             self._dispatchers[layout] = f"dispatch{len(self._dispatchers)}"
-            # Any of them may be behind the pointer, so all must be translated.
+            # The pointer may refer to any of them, so all must be translated.
             for _, function in self._by_layout.get(layout, ()):
                 self.name(function)
         return self._dispatchers[layout]

@@ -31,7 +31,7 @@ _COUNT_MASK = (1 << _COUNT_BITS) - 1
 _SPACES = ("shared", "shared::cta", "shared::cluster")
 _SCOPES = ("cta", "cluster")
 
-# Counts `come` arrivals, of which `dropped` leave for good, and adds `bytes` to come. Returns the earlier object.
+# Counts `come` arrivals, of which `dropped` leave permanently, and adds `bytes` to come. Returns the earlier object.
 _ARRIVE = "mbarrier_arrive"
 _ARRIVE_IR = f"""
 declare i64 @llvm.usub.sat.i64(i64, i64)

@@ -22,9 +22,9 @@ from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.ptx.translate.waits import FRAME
 
 # How many turns of a loop that watches memory a thread makes before it lets the others run: a turn of all threads
-# costs some 20 ns each, so that is below a few per cent; and a thread that waits for many others does not spin for
+# costs about 20 ns each, so that is below a few per cent; and a thread that waits for many others does not spin for
 # long.
-# some 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
+# about 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
 TURNS = 1024
 
 # Counts the turns down, from the start whenever the function is entered.

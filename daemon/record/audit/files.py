@@ -42,7 +42,7 @@ REWRITE_BYTES: Final = 1 << 20
 """Bytes that `rewrite` holds in memory at a time."""
 
 TAIL_BYTES: Final = 4 << 20
-"""Bytes of a log's end that a start reads: some 8,000 records. A killed daemon can have written as many ends only to
+"""Bytes of a log's end that a start reads: about 8,000 records. A killed daemon can have written as many ends only to
 the log, or only to the journal. Reading them takes a tenth of a second."""
 
 _KINDS: Final = {kind.value: kind for kind in RecordKind}
@@ -160,7 +160,7 @@ class AuditLog:
     Attributes:
         end: The last durable record.
         findings: Problems that opening the log revealed and an auditor must know, as particulars of a record; empty if
-          there are none. "torn": offset, size and hash of the bytes behind the last record. "head": why the head can't
+          there are none. "torn": offset, size and hash of the bytes after the last record. "head": why the head can't
           be read. "unanchored": the number of records after the head. "lost": the first and the last record that are
           missing. "edited": the record whose hash differs.
         previous: The head that opening read; None if it could not be read.

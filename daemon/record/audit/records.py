@@ -106,7 +106,7 @@ FORMAT: Final = 1
 """The format's number, in every `start` record."""
 
 MAX_RECORD_BYTES: Final = 32 << 10
-"""Bytes of one line. A record has some hundred. Bounds the memory of a forged log's reader."""
+"""Bytes of one line. A record has a few hundred. Bounds the memory of a forged log's reader."""
 
 MAX_TEXT_CHARS: Final = 512
 """Characters of a text from a tenant, a kernel or a driver. Stops them from filling a record."""

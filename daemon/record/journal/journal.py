@@ -170,7 +170,7 @@ class Journal:
 
 
 _LASTING_DENIALS: Final = frozenset({DenialReason.FENCED, DenialReason.REVOKED})
-"""Denials that hold for ever: what they say about a lease must be durable before it is reported, like an outcome."""
+"""Denials that hold forever: what they say about a lease must be durable before it is reported, like an outcome."""
 
 
 class FileJournal(Journal):

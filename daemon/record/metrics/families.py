@@ -70,7 +70,7 @@ CARD: Final = ("UUID",)
 DENIED: Final = ("operation", "reason")
 
 LATENCY_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""A context's end takes a card some 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
+"""A context's end takes a card about 100 ms, and the embedded driver one or two. After 30 s a slice is fenced, unless
 the operator sets another time."""
 
 FLIP_BOUNDS_S: Final = (
@@ -78,7 +78,7 @@ FLIP_BOUNDS_S: Final = (
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
 """A launch sees a changed word within a tenth of a millisecond, or when its engine launches next. A region's pages take
-some hundred microseconds, and the launches in flight their time."""
+a few hundred microseconds, and the launches in flight their time."""
 
 LATENESS_BOUNDS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
@@ -312,7 +312,7 @@ OTHERS: Final = "other"
 
 MAX_TENANT_SERIES: Final = 64
 """Tenants with a label of their own. Names come and go on a host of many users: the bound stops them from growing the
-daemon, every scrape and Prometheus for ever. A known tenant keeps its label: a series that moved would be a counter
+daemon, every scrape and Prometheus forever. A known tenant keeps its label: a series that moved would be a counter
 that goes backwards."""
 
 MAX_PAIR_SERIES: Final = 512
@@ -351,7 +351,7 @@ class Histogram:
         if distribution is None:
             distribution = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
         distribution.total += max(0.0, value)
-        # The first bound that is not below the value; the cell behind the last bound is for everything above it.
+        # The first bound that is not below the value; the cell after the last bound is for everything above it.
         distribution.counts[bisect_left(self.family.bounds, value)] += 1
 
 
@@ -387,7 +387,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
 
 SAMPLES_PER_CHUNK: Final = 256
-"""Lines of one piece of text. A line takes some 3 us to make."""
+"""Lines of one piece of text. A line takes about 3 us to make."""
 
 Content = Mapping[MetricFamily, Mapping[Labels, float] | Histogram]
 """The values of each family. A family without values is left out of the text."""

@@ -16,7 +16,7 @@ from gpulease.daemon.session.ledger import Ledger
 from gpulease.daemon.session.native.layout import ChainStep, LaunchChainRecord
 
 GATHER_AFTER: Final = 1024
-"""Launches that have waited in a row before a chain is made, which takes as long as some hundred of them. A context
+"""Launches that have waited in a row before a chain is made, which takes as long as about a hundred of them. A context
 that has had a chain serves no other lease, so short sessions should have none."""
 
 LENGTHS: Final = (4, MAX_CHAIN)

@@ -277,7 +277,7 @@ class ServingState(ctypes.Structure):
 
 
 class PacingMark(ctypes.Structure):
-    """A mark of the driver behind work that was begun under a limit of time.
+    """A mark of the driver after work that was begun under a limit of time.
 
     estimate  The mean time of such work when it was begun, ns; 0 if it was never measured.
     mean      Address of that mean.

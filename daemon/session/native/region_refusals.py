@@ -22,7 +22,7 @@ NO_WORD: Final = (1 << 64) - 1
 """A word that no broker writes: no word of the page equals it."""
 
 REFUSAL_BYTES: Final = HEADER_BYTES + MAX_ERROR_TEXT_BYTES + 1024
-"""Room for a whole reply: the sentence and hint take some 200 bytes, the kernel's name at most MAX_ERROR_TEXT_BYTES."""
+"""Room for a whole reply: sentence and hint take about 200 bytes, the kernel's name at most MAX_ERROR_TEXT_BYTES."""
 
 _BACK_BYTES: Final = 48
 """The TLVs after the kernel's: the region's id, the site, the time of the flip and the position. serve.ll repeats this

@@ -50,7 +50,7 @@ from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
 """Most bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of the decoder's
-process; a step of a thousand tokens has some 50 kB."""
+process; a step of a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0

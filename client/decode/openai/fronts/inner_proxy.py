@@ -76,7 +76,7 @@ class InnerProxy:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         request = h11.Request(method=scope["method"], target=target, headers=headers)
         events = (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
-        # In one piece: a request that is refused for its head has no connection behind its reply, and a body that comes
+        # In one piece: a request that is refused for its head has no connection after its reply, and a body that comes
         # later would reset it.
         data = b"".join(connection.send(event) or b"" for event in events)
         # A reply may come before all of the body was read, and then the rest can't be sent: a stream of asyncio would
