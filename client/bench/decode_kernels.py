@@ -15,7 +15,7 @@ from gpulease.client.decode.checkpoint.weights import Plane
 from gpulease.client.decode.engine.engine import DecodeEngine
 from gpulease.client.decode.engine.forward_pass import chunk_of
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, manifest
-from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tiles_of
+from gpulease.client.decode.engine.linear_tiles import IN_TURNS, SM_80, grid_of, linear_grid, tiles_of
 from gpulease.client.handles import Buffer
 
 KERNEL_LAUNCHES: Final = 32
@@ -103,15 +103,15 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
     """
     kernels, values = manifest().kernels, launch.values
     rows, count, columns = _whole(launch, "R"), _count(launch), _whole(launch, "K")
-    function = kernels[launch.name].kernel
-    for name in dict.fromkeys((*tiles_of(function, SM_80), *tiles_of(function, target))):
+    function = kernels[launch.name].kernel.removesuffix(IN_TURNS)
+    tiles = (*tiles_of(function, SM_80), *tiles_of(function, target), *tiles_of(function + IN_TURNS, target))
+    for name in dict.fromkeys(tiles):
         # Skip tiles that read the weights too often, except the one in use.
         if kernels[name].constants["BM"] * MOST_READS < rows and name != launch.name:
             continue
-        grid = grid_of(name, rows, count)
         # A tile that does not split its sums has no parts to choose.
         if "chunk" not in values:
-            yield KernelLaunch(name, grid, **values)
+            yield KernelLaunch(name, grid_of(name, rows, count), **values)
             continue
         # The parts' sums need room in a buffer of the engine: leave out what does not fit.
         parts = values["parts"]
@@ -119,7 +119,7 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
         for chunk in _chunks(columns, _whole(launch, "chunk")):
             splits = -(-columns // chunk)
             if splits * rows * count * 4 <= parts.size_bytes:
-                yield KernelLaunch(name, (*grid, splits), **values | {"chunk": chunk})
+                yield KernelLaunch(name, linear_grid(name, rows, count, splits), **values | {"chunk": chunk})
 
 
 def _chunks(columns: int, chosen: int) -> list[int]:

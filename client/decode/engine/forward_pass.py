@@ -17,7 +17,7 @@ from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
-from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, tile_of, tiles_of
+from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, linear_grid, tile_of, tiles_of
 from gpulease.client.decode.model_config import Experts, ModelConfig
 from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
 from gpulease.client.handles import Buffer
@@ -520,7 +520,7 @@ class ForwardPass:
         # Kernels of different layouts have different weights' parameters between x and R.
         planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
-        grid, b = (*grid_of(name, rows, linear.rows), splits), self._buffers
+        grid, b = linear_grid(name, rows, linear.rows, splits), self._buffers
         return KernelLaunch(name, grid, parts=b[parts], x=b[x], **planes, **shape, chunk=chunk)
 
 

@@ -23,6 +23,16 @@ ENOUGH_WAITING_PROGRAMS: Final = 200
 """The same for 64 rows or fewer. Their programs wait for memory, so each multiprocessor needs more than one."""
 
 
+MULTIPROCESSORS: Final = 132
+"""Multiprocessors of an H100 or H200, each of which runs one program of a linear whose programs take turns."""
+
+IN_TURNS: Final = "_in_turns"
+"""Suffix of functions whose programs take turns at tiles; they give the same bits."""
+
+VECTOR: Final = 16
+"""Columns of the result must be a multiple of this for these programs: they store several at once."""
+
+
 def target_of(driver: str, compute_capability: int) -> str:
     """Return the architecture of a session's own kernels; the embedded driver has no wgmma."""
     return SM_90A if driver == "cuda" and compute_capability == 90 else SM_80
@@ -49,6 +59,11 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
     # Larger tiles read the weights less often, if they still fill the card.
     if rows <= _rows(small):
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
+    in_turns = tiles_of(function + IN_TURNS, target) if columns % VECTOR == 0 else []
+    if in_turns and _programs(in_turns[-1], rows, columns) * parts > MULTIPROCESSORS:
+        # More tiles than fit at once: copying and multiplying by different warps overlap one tile's end with the
+        # next one's beginning. The last turn may be of few tiles, so that smaller ones take less time.
+        return min(reversed(in_turns), key=lambda name: _turns_columns(name, rows, columns, parts))
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 
 
@@ -70,6 +85,19 @@ def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
     """
     tile = manifest().kernels[name].constants
     return -(-rows // tile["BM"]), -(-columns // tile["BN"])
+
+
+def linear_grid(name: str, rows: int, columns: int, parts: int) -> tuple[int, ...]:
+    """Return the programs of a linear's launch: of tiles, columns of tiles and parts, or of as many as run at once."""
+    if "COPIERS" not in manifest().kernels[name].constants:
+        return (*grid_of(name, rows, columns), parts)
+    return (min(_programs(name, rows, columns) * parts, MULTIPROCESSORS),)
+
+
+def _turns_columns(name: str, rows: int, columns: int, parts: int) -> int:
+    """Return how many columns of tiles a multiprocessor computes at most, one after the other."""
+    turns = -(-_programs(name, rows, columns) * parts // MULTIPROCESSORS)
+    return turns * manifest().kernels[name].constants["BN"]
 
 
 def _rows(name: str) -> int:

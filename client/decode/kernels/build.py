@@ -14,8 +14,9 @@ from typing import Any, Final
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from gpulease.client.decode.kernels import triton_source
+from gpulease.client.decode.kernels import gluon_source, triton_source
 
 TARGETS: Final = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90a": GPUTarget("cuda", 90, 32)}
 """sm_80 has mma, ldmatrix and cp.async, which every later card and the embedded driver run. sm_90a has wgmma, which
@@ -99,6 +100,16 @@ LINEAR_SILU_TILES_SM_90A: Final[dict[str, Tile]] = {
     "64x64": (64, 64, 64, 4, 4),
     "128x128": (128, 128, 64, 4, 8),
 }
+
+IN_TURNS_TILES_SM_90A: Final[dict[str, Tile]] = {"128x128": (128, 128, 64, 6, 8), "128x256": (128, 256, 64, 4, 8)}
+COPIERS: Final = 4
+"""Warps of these tiles that only copy, in addition to those that multiply."""
+
+COPIER_REGISTERS: Final = 88
+"""Registers of a thread that copies: one address for each row of its tiles."""
+
+IN_TURNS_REGISTERS: Final = 168
+"""Registers per thread on average: all 65,536 of a multiprocessor for its 384 threads."""
 
 NORM_BLOCKS: Final = {512: 4, 2048: 8, 4096: 16}
 """Columns that a norm reads at once, and its warps. Large blocks are faster, but leave lanes idle for small models."""
@@ -204,6 +215,8 @@ def jobs() -> dict[str, Job]:
         for name, tile in silu.items():
             compiled[f"linear_silu_bf16_{name}{suffix}"] = _linear_gated(s.linear_silu_bf16, tile, target)
             compiled[f"linear_gelu_bf16_{name}{suffix}"] = _linear_gated(s.linear_gelu_bf16, tile, target)
+    for name, tile in IN_TURNS_TILES_SM_90A.items():
+        compiled[f"linear_bf16_in_turns_{name}_sm_90a"] = _linear_in_turns(tile)
     for name, tile in QUANTISED_TILES.items():
         compiled[f"linear_q8_0_{name}"] = _linear(s.linear_q8_0, "w:c scales:h", tile, "sm_80")
         compiled[f"linear_q4_k_{name}"] = _linear(s.linear_q4_k, "w:u scales:h steps:u", tile, "sm_80")
@@ -226,6 +239,18 @@ def _linear(function: Any, weights: str, tile: Tile, target: str) -> Job:
     # The manifest lists parameters in this order; weights' planes come between x and R.
     types = _types(f"parts:f x:b {weights} R N K chunk")
     return Job(function, types, {"BM": rows, "BN": columns, "BK": depth}, warps, stages, ("K", "chunk"), target)
+
+
+def _linear_in_turns(tile: Tile) -> Job:
+    rows, columns, depth, stages, warps = tile
+    constants = {
+        "BM": rows, "BN": columns, "BK": depth, "STAGES": stages, "WARPS": warps, "COPIERS": COPIERS,
+        "COPIER_REGISTERS": COPIER_REGISTERS,
+    }  # fmt: skip
+    return Job(
+        gluon_source.linear_bf16_in_turns, _types("parts:f x:b w:b R N K chunk"), constants, warps,
+        divisible=("N", "K", "chunk"), target="sm_90a", registers=IN_TURNS_REGISTERS,
+    )  # fmt: skip
 
 
 def _linear_gated(function: Any, tile: Tile, target: str) -> Job:
@@ -311,7 +336,8 @@ def compiled(name: str, job: Job) -> tuple[str, dict[str, Any]]:
     names = job.function.arg_names
     aligned = [n for n, kind in job.types.items() if kind.startswith("*") or n in job.divisible]
     # Compile without a launch: types, constants and alignment are given instead of arguments.
-    source = ASTSource(
+    kind = GluonASTSource if job.function.is_gluon() else ASTSource
+    source = kind(
         fn=job.function,
         signature={n: job.types.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): job.constants.get(n) for n in names if n not in job.types},

@@ -3,7 +3,7 @@
 import pytest
 
 from gpulease.client.decode.engine.kernel_library import manifest
-from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A, target_of, tile_of
+from gpulease.client.decode.engine.linear_tiles import MULTIPROCESSORS, SM_80, SM_90A, linear_grid, target_of, tile_of
 
 FUNCTIONS = (
     "linear_bf16",
@@ -29,10 +29,18 @@ def test_a_card_without_kernels_of_its_own_has_the_least_tile_with_room(function
     [(1, 4096, 1, "16"), (16, 128256, 1, "16"), (17, 8192, 1, "64x64_sm_90a"), (64, 8192, 1, "64x64_sm_90a"),
      (64, 128256, 1, "64x128_sm_90a"),
      (65, 2048, 4, "64x128_sm_90a"), (256, 2048, 4, "64x128_sm_90a"), (256, 2048, 8, "128x256_sm_90a"),
-     (128, 128256, 1, "128x256_sm_90a"), (512, 64, 1, "64x128_sm_90a")],
+     (512, 64, 1, "64x128_sm_90a"),
+     (128, 128256, 1, "in_turns_128x256_sm_90a"), (512, 3072, 4, "in_turns_128x128_sm_90a"),
+     (512, 2048, 8, "in_turns_128x256_sm_90a"), (128, 128250, 1, "128x256_sm_90a")],
 )  # fmt: skip
 def test_a_card_of_9_0_has_its_own_for_many_rows(rows: int, columns: int, parts: int, tile: str) -> None:
     assert tile_of("linear_bf16", SM_90A, rows, columns, parts) == f"linear_bf16_{tile}"
+
+
+def test_programs_that_take_turns_are_as_many_as_run_at_once() -> None:
+    assert linear_grid("linear_bf16_in_turns_128x256_sm_90a", 256, 128256, 1) == (MULTIPROCESSORS,)
+    assert linear_grid("linear_bf16_in_turns_128x256_sm_90a", 100, 512, 4) == (8,)
+    assert linear_grid("linear_bf16_128x256_sm_90a", 256, 512, 4) == (2, 2, 4)
 
 
 def test_quantised_weights_have_the_same_kernels_on_every_card() -> None:

@@ -20,6 +20,8 @@ import gpulease.client.decode.kernels as kernels
 FOLDER: Final = Path(kernels.__path__[0])
 COMPARED: Final = Path(__file__).parents[2] / "client" / "decode" / "kernels" / "compared.sha256"
 
+SOURCES: Final = ("triton_source.py", "gluon_source.py")
+
 FEW: Final = 12
 """One of so many kernels is compiled by each run: a change of how all of them are compiled shows in any."""
 
@@ -40,11 +42,13 @@ def digest(jobs: dict[str, Any]) -> str:
 
     It is the same where comments and docstrings of the source change.
     """
-    tree = ast.parse((FOLDER / "triton_source.py").read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    parts = [ast.unparse(tree)]
+    parts = []
+    for name in SOURCES:
+        tree = ast.parse((FOLDER / name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        parts.append(ast.unparse(tree))
     for name, job in sorted(jobs.items()):
         options = (job.types, job.constants, job.warps, job.stages, job.divisible, job.target, job.registers)
         parts.append(f"{name} {job.function.fn.__name__} {options}")
