@@ -13,7 +13,7 @@ from gpulease.client.texts import quoted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DIMENSIONS: Final = 8
-"""Most dimensions of an array, which is what the copy kernel has room for. Stops data that was passed as a shape."""
+"""Most dimensions of an array: the copy kernel has room for no more. Stops data that was passed as a shape."""
 
 MAX_ARRAY_BYTES: Final = 1 << 47
 """Largest array, more than any card has. Stops a shape that is a mistake, and overflows in the copy kernel."""

@@ -3,7 +3,7 @@
 from typing import Final
 
 MAX_DOUBLINGS: Final = 64
-"""Failures in a row that lengthen a pause. Stops a count that grows for days from exceeding what a float holds."""
+"""Failures in a row that lengthen a pause. Stops a count that grows for days from exceeding the range of a float."""
 
 
 def back_off_s(failures: int, first_s: float, longest_s: float) -> float:

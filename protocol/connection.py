@@ -347,7 +347,7 @@ class Connection:
 
     def expect_reply(self, op: Opcode) -> int:
         """Return the number for a session request and await its reply. The caller builds the request's frame."""
-        # The daemon ends a connection that exceeds this, so fail this request alone.
+        # The daemon would end a connection that exceeds this limit, so fail only this request.
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
         request_id = self.last_request_id + 1

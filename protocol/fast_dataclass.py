@@ -88,7 +88,8 @@ else:
         parameters = cls.__dataclass_params__
         parameters.init = parameters.repr = True
         parameters.eq, parameters.frozen = eq, frozen
-        # Step 1: set what every instance needs: a constructor and, for a frozen class, methods that refuse assignment.
+        # Step 1: set the methods that every class needs: a constructor and, for a frozen class, methods that refuse
+        # assignment.
         cls.__init__ = _constructor(cls, class_fields, frozen=frozen)
         if frozen:
             cls.__setattr__, cls.__delattr__ = _refuse_to_set, _refuse_to_delete

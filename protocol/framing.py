@@ -105,7 +105,8 @@ def build_header(
 ) -> bytes:
     """Return the header of a frame; its payload is sent after it. Raises LocalProtocolError as `build_frame` does."""
     flags = int(flags)
-    # Refuse what the receiver would refuse, because that would end the connection, and with it every other request.
+    # Refuse a frame that the receiver would refuse, because the refusal would end the connection with every other
+    # request.
     if payload_bytes > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
     if op >> 16:

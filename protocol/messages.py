@@ -270,7 +270,7 @@ class LeaseRenewed(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRef(Body):
-    """A lease, by its id alone: LEASE_FREE, LEASE_QUERY."""
+    """The id of a lease: LEASE_FREE, LEASE_QUERY."""
 
     lease_id: int = wire(U128)
 
@@ -375,7 +375,7 @@ class ParkedSession(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseMove(Body):
-    """Move a parkable lease's session to another card, by its UUID or index. None: to the host's memory alone."""
+    """Move a parkable lease's session to another card, by its UUID or index. None: only to the host's memory."""
 
     lease_id: int = wire(U128)
     device: str | None = wire(optional(text()))

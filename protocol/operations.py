@@ -23,7 +23,7 @@ class Trait(Flag):
 
     Of control operations:
         READ_ONLY: It changes nothing, so a peer that may only look may ask it.
-        OPERATORS: Operators alone may ask it.
+        OPERATORS: Only operators may send it.
 
     Of session operations:
         IN_STREAM: It acts in the stream that STREAM_SELECT chose.

@@ -23,8 +23,9 @@ Neither side trusts the memory: it reads a word once, checks its copy, and uses 
 A sync needs no frame where the session gives SYNC_WORD: see `SyncWords`.
 
 A client and a worker on one host agree on the shared memory in the options of ATTACH and of its reply. The client names
-what it can use, the worker what it gives. The memory's descriptors come with the reply's first byte (SCM_RIGHTS,
-unix(7)), in the order of `SharedMemory`. An option of another length counts as unknown and is skipped.
+the kinds of memory that it can use, and the worker those that it provides. The memory's descriptors come with the
+reply's first byte (SCM_RIGHTS, unix(7)), in the order of `SharedMemory`. An option of another length counts as unknown
+and is skipped.
 """
 
 import struct
@@ -74,7 +75,7 @@ _LAYOUT: Final = struct.Struct(">BII")
 
 
 class Barrier(Protocol):
-    """A lock for this purpose alone. Acquiring and releasing it is a full memory barrier."""
+    """A lock that is used only for this. Acquiring and releasing it is a full memory barrier."""
 
     def acquire(self, blocking: bool = ..., /) -> bool: ...
 
@@ -119,7 +120,8 @@ class RingWriter:
         barrier: The memory barrier that the module describes.
         wake: Wakes the reader; may raise OSError if the reader is gone.
         check_reader: Called at least once for CHECK_BYTES put in; may raise OSError if the reader is gone. A reader
-            that was killed while it was awake is never woken, so `wake` alone would notice that once the ring is full.
+        that was killed while it was awake is never woken, so without this check the end is noticed only when the ring
+        is full.
 
     Attributes:
         tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.

@@ -54,7 +54,7 @@ _U64: Final = struct.Struct("=Q")
 
 
 class RegionWord(IntEnum):
-    """States of a region's word. ACTIVE alone lets launches begin."""
+    """States of a region's word. Launches may begin only in the state ACTIVE."""
 
     NONE = 0
     ACTIVE = 1

@@ -166,7 +166,7 @@ class Declared:
     def what(self) -> str:
         """A phrase to follow "must be" in error messages."""
         setting = self.setting
-        # The setting's own words first; then what its choices or its type say.
+        # Use the setting's own words if it has some, else a phrase for its choices or its type.
         if setting.what:
             return f"{setting.what} {setting.bounds_text}".rstrip()
         if setting.choices:
@@ -303,7 +303,7 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
         if (entry := settings.get(key)) is None:
             raise BadSetting(f"there is no setting {{}}; {did_you_mean(key, settings)}", (key,))
         values[entry.attribute] = entry.value_of(value)
-    # Step 3: what the file must have and lacks.
+    # Step 3: report required settings that the file lacks.
     missing = [key for key, entry in settings.items() if entry.default is MISSING and entry.attribute not in values]
     if missing:
         raise BadSetting(f"{{}} must be given{''.join(f', and {key}' for key in missing[1:])}", (missing[0],))

@@ -33,7 +33,7 @@ async def drive(procedure: Procedure[T]) -> T:
     alive.
     """
     try:
-        # A procedure yields what it has to wait for; the wait's result, or the error it raised, goes back in.
+        # A procedure yields each wait; the driver sends it the result of the wait, or raises the wait's error in it.
         step = procedure.send(None)
         while True:
             try:
@@ -97,7 +97,7 @@ class ConnectionLock(asyncio.Lock):
         task.add_done_callback(self._abandoned.discard)
 
     async def wait_for_abandoned(self) -> None:
-        """Wait until all of these tasks have ended and what they made was given back."""
+        """Wait until all of these tasks have ended and the objects that they created were given back."""
         # A task that ends may start another one, which gives back its result: look again.
         while self._abandoned:
             await asyncio.wait(self._abandoned)

@@ -75,7 +75,7 @@ class _Watch:
     _task: asyncio.Task[None]
 
     async def stop(self) -> None:
-        """End the task. Raises what a callback raised."""
+        """End the task. Raises the errors of a callback."""
         # Cancel, and wait until the task has left its procedure: then its connection is closed.
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -106,7 +106,7 @@ class WarningWatch(_Watch):
         self._task = task_of(self._run(on_warning))
 
     async def stop(self) -> None:
-        """Stop calling back. Raises what a callback raised."""
+        """Stop calling back. Raises the errors of a callback."""
         await super().stop()
 
     async def _run(self, on_warning: OnWarning) -> None:

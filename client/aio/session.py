@@ -196,13 +196,13 @@ class GpuSession(SessionView):
         return await make(self, upload(self, Array, values, dtype))
 
     async def zeros(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array of zeros on the card. Raises what `array` raises."""
+        """Make an array of zeros on the card. Raises the errors of `array`."""
         return await make(self, new(self, Array, shape, dtype, "zeros"))
 
     async def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Make an array on the card for a kernel to fill. Its memory is zero: no lease sees another lease's bytes.
 
-        Raises what `array` raises.
+        Raises the errors of `array`.
         """
         return await make(self, new(self, Array, shape, dtype, "empty_device"))
 
@@ -436,7 +436,7 @@ class GpuSession(SessionView):
 
         Up to 1 MiB is kept between calls; `is_lost` says whether there was more. Only this session receives its text.
 
-        Raises what `sync` raises, or Unsupported if the session's daemon is too old.
+        Raises the errors of `sync`, or Unsupported if the session's daemon is too old.
         """
         return await self._run(self._session.streams.printed())
 

@@ -8,7 +8,7 @@ and what bounds it:
   on how fast the host or card is. PART.host.NAME is a floor of `host_floors`, measured with that part.
 - `at_most` or `at_least`: the bound.
 - `goal`: a better value that is not reached yet.
-- `needs`: what a host may lack. Without it the row is left out; any other missing figure is a missed bound.
+- `needs`: something that a host may lack. Without it the row is left out; any other missing figure is a missed bound.
 """
 
 import tomllib

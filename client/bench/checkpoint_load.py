@@ -76,7 +76,7 @@ def warm_load_figures(address: str, shape: str) -> dict[str, float]:
         for file in _files(path):
             _prepare(file, is_cold=False)
         loads = [await _load_rate(address, checkpoint, path) for _ in range(ROUNDS)]
-        # The same number of bytes from ordinary memory: what a load can reach at best.
+        # The rate for the same number of bytes from ordinary memory, which is the best that a load can reach.
         async with _lease(address, moved) as lease, GpuSession(lease) as session:
             buffer, ordinary = await session.mem_alloc(moved), np.ones(moved, np.uint8)
             copies = [await _copy_rate(session, buffer, ordinary) for _ in range(ROUNDS)]

@@ -67,7 +67,7 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
     Returns:
         The rate, and percentiles of the seconds that `ask` returns.
 
-    Raises what the first failing call raises.
+    Raises the errors of the first failing call.
     """
     # Appending to a list is atomic, so threads need no lock.
     took_s: list[float] = []

@@ -1,6 +1,6 @@
-"""Times of what a session does for the first time: its first module, launch, copies, graph and region.
+"""Times of a session's first uses: its first module, launch, copies, graph and region.
 
-Figures of repeated calls don't show what a first call prepares, and short programs make little else.
+The times of repeated calls don't include the preparations of a first call, and short programs make mostly first calls.
 """
 
 import secrets

@@ -101,7 +101,7 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
             figures = {f"{count} at a time": load.loaded(count, seconds) for count in AT_A_TIME}
             if has_pool:
                 durations = []
-                # Requests that each find a full pool: what one alone would take.
+                # Requests that each find a full pool, so that each takes as long as a single request.
                 for _ in range(SPACED):
                     await_pool(address)
                     durations.append(load.ask())

@@ -106,7 +106,7 @@ def works() -> dict[str, KernelWork]:
     left, right, rows = drawn(MATRIX, MATRIX), drawn(MATRIX, MATRIX), drawn(ROWS, COLUMNS)
     x, y, weight, bias = drawn(VALUES), drawn(VALUES), drawn(COLUMNS), drawn(COLUMNS)
     few_x, few_y = x[:SMALL], y[:SMALL]
-    # From heavy to light: what the arithmetic, the memory and the launch itself cost.
+    # From heavy to light, so that the arithmetic, the memory and the launch itself each dominate one.
     return {
         "matmul": KernelWork(
             kernel="matmul",

@@ -4,8 +4,8 @@
 
 Each model is a lease filled with addresses into its own bytes (woven_data.py). A request launches kernels that follow
 them, and every word is compared afterwards, outside of the time. The requests come in turn, at random, and at random by
-Zipf's law, from one client. Loading again is what a server without parking does: the lease used least recently is
-freed, another one acquired, and its bytes are written from a file in the page cache.
+Zipf's law, from one client. A server without parking loads models again: it frees the lease used least recently,
+acquires another one, and writes its bytes from a file in the page cache.
 """
 
 import contextlib

@@ -46,7 +46,7 @@ async def measure(
 ) -> list[dict[str, Any]]:
     """Return the figures of a decoder that reuses prefixes, and of one that does not.
 
-    Raises what `Decoder.open` raises.
+    Raises the errors of `Decoder.open`.
     """
     figures = []
     outputs: dict[bool, list[list[int]]] = {}

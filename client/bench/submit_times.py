@@ -43,7 +43,7 @@ def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> d
             single.append(_run(submission))
         if has_pool:
             return _figures("warm_submit", single)
-        # One job right after the other: what a tenant gets that does not wait.
+        # One job right after the other, as for a tenant that does not pause.
         in_a_row = [_run(submission) for _ in range(count)]
         return _in_a_session(lease, ptx) | _figures("submit", single) | _figures("submit_next", in_a_row)
 

@@ -258,7 +258,7 @@ def session_rounds(
 def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
     """Time leases and jobs.
 
-    With a pool, only those with ready contexts: otherwise it would be chance what a lease gets.
+    With a pool, measure only leases with ready contexts: otherwise chance would decide whether a lease gets one.
     """
     figures = warm_acquisition(address, leases) if has_pool else acquisition(address, leases)
     return figures | submit_figures(address, transform_ptx(), leases, has_pool=has_pool)

@@ -39,7 +39,7 @@ class _LastingRequest(LeaseRequest):
     """Acquires a lease that needs no connection."""
 
     def acquire(self, use: Callable[[engine.LeaseHandle], None]) -> None:
-        """Acquire the lease and use it; it is freed if that fails. Raises what `GpuBuilder.acquire` raises."""
+        """Acquire the lease and use it; it is freed if that fails. Raises the errors of `GpuBuilder.acquire`."""
         # This command ends at once, and with it the lease's only connection.
         self.orphan_secs(0)
         acquisition = engine.lease_clean_up()
@@ -142,9 +142,9 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
 
 
 def _reset(lease_id: LeaseId) -> int:
-    """Free what no open session of a lease holds; returns the number of bytes.
+    """Free everything that no open session of a lease holds; returns the number of bytes.
 
-    Raises what `GpuSession.reset` raises.
+    Raises the errors of `GpuSession.reset`.
     """
     # Imported only here: importing these takes longer than the other commands take to run.
     from gpulease.client.sync.lease import GpuSharedLease

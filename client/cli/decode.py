@@ -178,7 +178,7 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
     context, length = prompt.checkpoint.config.context, len(prompt.tokens)
     # Cut the output to the model's context; the decoder refuses a prompt that is too long by itself.
     max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
-    # One sequence alone: the step's rows serve its prompt, and then one token at a time.
+    # There is only one sequence: a step's rows serve its prompt, and then one token at a time.
     settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:

@@ -82,7 +82,7 @@ def _card_table(cards: list[Report], width: int | None) -> str:
 
 def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -> str:
     """Describe every measure, or only those that are off; "" if none is off."""
-    # On request all measures, otherwise only what an operator should know.
+    # Show all measures on request, otherwise only those that an operator should know about.
     if is_whole:
         measures = [[finding["measure"], "on" if finding["on"] else "OFF", finding["detail"]] for finding in sandbox]
         return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)

@@ -282,7 +282,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
     # As many positions as a small region holds.
     positions = min(open_model(model).config.context, DEMO_POSITIONS)
     blocks = DEMO_SEQUENCES * -(-positions // PAGE)
-    # Keys of this run alone, printed once and kept nowhere.
+    # Keys for this run only, printed once and stored nowhere.
     keys = {tenant: secrets.token_hex(16) for tenant in DEMO_TENANTS}
     for tenant, key in keys.items():
         click.echo(f"Key of {tenant}: {key}")

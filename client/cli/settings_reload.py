@@ -44,7 +44,7 @@ class SettingsReload:
     def begin(self, apply: "Callable[[DecodeSettings], Awaitable[str]]") -> None:
         """Have settings applied from now on.
 
-        `apply` returns what the log is to say. If it raises a GpuLeaseError, the server keeps what it has.
+        `apply` returns the text for the log. If it raises a GpuLeaseError, the server keeps its earlier settings.
         """
         self._apply = apply
         self._begun.set()

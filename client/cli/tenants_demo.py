@@ -257,7 +257,7 @@ def run_tenants_demo(
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:
         ann = Ann(process, lines)
-        # Step 1: ann alone, as a base for comparison.
+        # Step 1: only ann works, as a base for comparison.
         before = first_card(address)
         # bob takes so much that carol can't have as much before his end.
         size = _bob_bytes(before["available_bytes"], is_private=is_private)

@@ -17,7 +17,7 @@ def listing_of(fleet: Fleet) -> Report:
 
 
 def _checked(report: Any) -> Report:
-    """Check what a directory sent. Raises Disconnected if it is not a listing."""
+    """Check a directory's answer. Raises Disconnected if it is not a listing."""
     # Collect what is used later, by kind, and check all of a kind at once. A missing member raises here.
     try:
         texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]

@@ -222,7 +222,7 @@ def lasting_daemon(folder: Path, settings: str = "") -> PrivateDaemon:
 
 
 def end_all(daemon: PrivateDaemon) -> None:
-    """Stop a daemon. One that has crashed is started again, to end what it left."""
+    """Stop a daemon. Start a node that has crashed again, so that it ends the leases that it left."""
     try:
         if daemon.has_crashed:
             daemon.start()

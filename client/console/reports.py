@@ -79,7 +79,7 @@ def first_card(address: str, *figures: str) -> Report:
         address: The daemon's address.
         figures: Numbers that the card's report must have, too.
 
-    Raises MalformedReport, or what `ask` raises.
+    Raises MalformedReport, or an error of `ask`.
     """
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
     if not cards:

@@ -213,7 +213,7 @@ def shown(text: str) -> str:
 
     Bidirectional controls and zero-width characters are escaped, too: they would hide or reorder other characters.
     """
-    # The usual case, without a look at each character.
+    # The usual case, without a check of each character.
     if text.isascii() and text.isprintable():
         return text
     return "".join(mark if _is_plain(mark) else escape(mark) for mark in unicodedata.normalize("NFC", text))

@@ -226,7 +226,7 @@ class RefusalStream(Subscription[ForwardRevoked]):
 
 
 def warnings(stream: EventStream, on_warning: Callable[[LeaseEvent], Any]) -> Procedure[None]:
-    """Call `on_warning` with every warning until the lease has ended. Raises what `open` and `next` raise."""
+    """Call `on_warning` with every warning until the lease has ended. Raises the errors of `open` and `next`."""
     yield from stream.open()
     try:
         # Skip all phases but warnings, until the stream ends.

@@ -98,7 +98,7 @@ class FixedDeadline:
 
 
 def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadline) -> Procedure[None]:
-    """Write buffers one after the other without joining them. Raises LinkEnded, or what the deadline raises.
+    """Write buffers one after the other without joining them. Raises LinkEnded, or an error of the deadline.
 
     If `parts` is a deque of memoryviews, the sent bytes are removed from it.
 
@@ -124,7 +124,7 @@ def send(channel: Channel, parts: Iterable[bytes | memoryview], deadline: Deadli
 
 
 def receive(channel: Channel, request_id: int, deadline: Deadline) -> Procedure[Body | Failure]:
-    """Wait for the result of a request. Raises LinkEnded, or what the deadline raises."""
+    """Wait for the result of a request. Raises LinkEnded, or an error of the deadline."""
     take = channel.link.take
     while (result := take(request_id)) is None:
         # Most replies come while spinning. Only after that is the driver's wait (a system call, perhaps a task switch)
@@ -147,7 +147,7 @@ def receive_from_living(
         pong_limit_s: Longest time for the answer to a PING, in seconds.
         clock: The monotonic time in seconds.
 
-    Raises LinkEnded, what the deadline raises, or Disconnected if a PING is not answered in time: then the daemon
+    Raises LinkEnded, an error of the deadline, or Disconnected if a PING is not answered in time: then the daemon
     hangs, or its host went down without closing the connection.
     """
     take, operation = channel.link.take, operation_of(Opcode.PING)
@@ -176,7 +176,7 @@ def receive_from_living(
 
 
 def wait_for_room(channel: Channel, deadline: Deadline) -> Procedure[None]:
-    """Wait until the channel may accept more. Raises LinkEnded, or what the deadline raises."""
+    """Wait until the channel may accept more. Raises LinkEnded, or an error of the deadline."""
     if channel.link.end is None:
         yield from _wait(channel, deadline, for_room=True)
         channel.pump()
@@ -197,7 +197,7 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
 
 
 def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
-    """Send a request; returns the reply's body, or the Failure of a refusal. Raises what `receive` raises."""
+    """Send a request; returns the reply's body, or the Failure of a refusal. Raises the errors of `receive`."""
     # Number the request, send it, then wait. If the reply comes during the send, the link keeps it.
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), deadline)
@@ -250,7 +250,7 @@ class GrantCleanUp(CleanUp):
 
 
 def ask(channel: Channel, op: Opcode, body: Body, deadline: Deadline) -> Procedure[Any]:
-    """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or what the deadline raises."""
+    """Send a request; returns the reply's body. Raises a refusal's error, LinkEnded, or an error of the deadline."""
     result = yield from answer_to(channel, op, body, deadline)
     if isinstance(result, Failure):
         raise error_of(result, operation_of(op))
@@ -300,7 +300,7 @@ def dial(address: Address, deadline: Deadline) -> Procedure[tuple[Channel, Hello
 def dial_for(address: Address, deadline: Deadline, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
     """Connect, and send HELLO and another request together; also returns the request id, for `receive`.
 
-    The request's reply is not awaited here: it has a deadline of its own. Raises what `dial` raises.
+    The request's reply is not awaited here: it has a deadline of its own. Raises the errors of `dial`.
     """
     return (yield from _dial(address, deadline, first))
 
@@ -349,7 +349,7 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
 def _receive_hello(channel: Channel, hello_id: int, deadline: Deadline) -> Procedure[Body | Failure]:
     """Wait for the answer to HELLO.
 
-    Raises what `receive` raises, or Disconnected as soon as another program answers.
+    Raises the errors of `receive`, or Disconnected as soon as another program answers.
     """
     # Check the first bytes after each receive: an HTTP or SSH server would otherwise only show as a timeout.
     while (hello := channel.link.take(hello_id)) is None:
@@ -455,7 +455,7 @@ def ask_once(
         reply_limit_s: Longest wait for the reply, in seconds.
         connect_limit_s: Longest time for the connect and HELLO, in seconds.
 
-    Raises what `dial` raises, the refusal's error, or Disconnected.
+    Raises the errors of `dial`, the refusal's error, or Disconnected.
     """
     operation = operation_of(op)
     deadline = FixedDeadline(connect_limit_s, "connect", address)

@@ -182,7 +182,7 @@ class Launches(LaunchCommands):
                     if buffer.owner is not attachment:
                         break
                 else:
-                    # The template's frame needs the request id and the argument bytes alone.
+                    # Only the request id and the argument bytes must be written into the template's frame.
                     template, connection = latest.template, attachment.connection
                     number = connection.last_request_id = connection.last_request_id + 1
                     if attachment.writer.put_packed(
@@ -445,7 +445,7 @@ def _entry(module: Module, kernel: str) -> KernelEntry:
 
 
 def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
-    """Pack a list of arguments as KernelArgs; return other forms unchanged. Raises what `pack_listed` raises."""
+    """Pack a list of arguments as KernelArgs; return other forms unchanged. Raises the errors of `pack_listed`."""
     if not isinstance(args, list | tuple):
         return args
     types: tuple[ParameterType, ...] = ()
@@ -515,7 +515,7 @@ def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
 
 
 def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
-    # Types are known for PTX alone; without them the sizes were all that could be compared.
+    # Types are known only for PTX; without them, only sizes could be compared.
     for index, (kind, declared) in enumerate(zip(kinds, types, strict=False)):
         if mismatch(kind, declared):
             actual = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"

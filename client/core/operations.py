@@ -499,8 +499,7 @@ class RequestPipeline:
             handle.owner = attachment  # the session's end frees it
             raise
         except BaseException:
-            # The reply may report an earlier failure, because of which this free was not executed. Then it is sent
-            # again.
+            # The reply may report an earlier failure; then this free was not executed. Then it is sent again.
             self.freed += [(request_id, op, number)]
             raise
         if isinstance(result, Failure):

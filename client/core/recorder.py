@@ -75,7 +75,7 @@ class Recording(LaunchCommands, CopyCommands):
             self._attachment.recording = None
 
     def refusal(self, operation: str) -> InvalidRequest:
-        """The error of an operation that a graph can't contain. Raises what `_check_caller` raises."""
+        """The error of an operation that a graph can't contain. Raises the errors of `_check_caller`."""
         self._check_caller(operation)
         return not_recorded(operation)
 

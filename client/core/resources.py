@@ -100,7 +100,7 @@ class Resources:
     def _alloc_again(self, size: int) -> MaybePending[Buffer] | None:
         """Reuse a held buffer; None if there is none, or if the worker has to reply first."""
         attachment, operations = self.attachment, self._operations
-        # When the worker fails, it must be able to name the requests that it has not executed; hence the limit.
+        # The limit exists because a worker that fails must be able to name the requests that it has not executed.
         if (
             attachment.end_failure is not None
             or attachment.recording is not None

@@ -238,7 +238,7 @@ class Streams:
     def _note_end(self) -> None:
         """Record that the work of all requests so far has ended without failure."""
         operations, attachment = self.operations, self.attachment
-        # If no request comes before the next sync, that sync returns by these values alone.
+        # If no request comes before the next sync, that sync needs only these values to return.
         self._ended_id = operations.acknowledged_id = attachment.connection.last_request_id
         self._ended_until_ns = monotonic_ns() + TRUSTED_NS
         if operations.freed:

@@ -169,7 +169,7 @@ class SubmissionBase:
         """Run the job; returns the outputs in the order of their arguments."""
         if lease.end_failure is not None:
             raise error_of(lease.end_failure, "submit")
-        # If `timeout_secs` was not called, the job may take as long as the lease lasts.
+        # If `timeout_secs` was not called, the job may run until the end of the lease.
         limit_s = lease.remaining_s if self._timeout_ms is None else self._timeout_ms / 1000
         # Check the size before anything is sent, so that the error names this program's mistake.
         body = self._body()

@@ -1,4 +1,4 @@
-"""An LLM decode engine on a lease: many tenants, one pass a step, every token what it would be alone.
+"""An LLM decode engine on a lease: many tenants, one pass per step, and the same tokens as without other tenants.
 
     async with Decoder.open(TINY_MODEL) as decoder:
         async for piece in decoder.generate("The with statement", max_tokens=32):

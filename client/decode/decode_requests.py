@@ -46,7 +46,7 @@ MAX_BAD_SEQUENCES: Final = 256
 """Most sequences of tokens that an answer may not have: two for each word, with and without a space before it."""
 
 MAX_BAD_SEQUENCE: Final = 16
-"""Longest of these, in tokens. With each emitted token, up to so many lengths are looked up."""
+"""Longest of these, in tokens. With each emitted token, up to this many lengths are looked up."""
 
 MAX_STOP_TOKENS: Final = 128
 """Most tokens that end one request's sequence, in addition to the model's."""

@@ -211,13 +211,13 @@ class GpuSession(SessionView):
         return make(self, upload(self, Array, values, dtype))
 
     def zeros(self, shape: int | Sequence[int], dtype: Any) -> Array:
-        """Make an array of zeros on the card. Raises what `array` raises."""
+        """Make an array of zeros on the card. Raises the errors of `array`."""
         return make(self, new(self, Array, shape, dtype, "zeros"))
 
     def empty_device(self, shape: int | Sequence[int], dtype: Any) -> Array:
         """Make an array on the card for a kernel to fill. Its memory is zero: no lease sees another lease's bytes.
 
-        Raises what `array` raises.
+        Raises the errors of `array`.
         """
         return make(self, new(self, Array, shape, dtype, "empty_device"))
 
@@ -461,7 +461,7 @@ class GpuSession(SessionView):
 
         Up to 1 MiB is kept between calls; `is_lost` says whether there was more. Only this session receives its text.
 
-        Raises what `sync` raises, or Unsupported if the session's daemon is too old.
+        Raises the errors of `sync`, or Unsupported if the session's daemon is too old.
         """
         return drive(self._session.streams.printed())
 

@@ -138,7 +138,7 @@ class LeaseLoad:
 
     async def ask(self, events: Iterator[Callable[[int], Event]], until_ns: int = 0) -> int:
         """Post all events, or as many as fit until `until_ns`; returns how many were answered."""
-        # At most `_at_a_time` requests wait for their answers, as with so many connections.
+        # At most `_at_a_time` requests wait for their answers, as with this many connections.
         requests = 0
         for make in events:
             # Wait for an answer before the next request, as a connection with a bounded pipeline does.

@@ -675,7 +675,7 @@ class Context(Protocol):
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
     def compile_kernel(self, kernel: DriverKernel, threads: int) -> bool:
-        """Compile the code that a launch of so many threads needs, unless it is compiled; return whether it did.
+        """Compile the code that a launch of this many threads needs, unless it is compiled; return whether it did.
 
         Otherwise the launch would compile it. The compilation can't be interrupted. Raises LaunchRejected.
         """

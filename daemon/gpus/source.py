@@ -133,7 +133,7 @@ MAX_PAUSE_S: Final = 4.0
 
 
 def pause_s(tried: int, waited_s: float) -> float | None:
-    """Return the pause after so many attempts, each twice the one before; None once RETRY_S would be exceeded."""
+    """Return the pause after this many attempts, each twice the one before; None once RETRY_S would be exceeded."""
     # The pause counts towards the limit too, so that no try begins after it.
     wanted_s = back_off_s(tried - 1, FIRST_PAUSE_S, MAX_PAUSE_S)
     return None if waited_s + wanted_s > RETRY_S else wanted_s

@@ -384,7 +384,7 @@ class CpuKernel:
         return int(self.running.first_code_ns) < 0
 
     def entry_for(self, threads: int) -> int:
-        """Return the host address of its runner for a launch of so many threads. Raises LaunchRejected.
+        """Return the host address of its runner for a launch of this many threads. Raises LaunchRejected.
 
         Compiles the kernel before its first launch, and optimises it before a launch that its first code is too slow
         for: one of many threads, or one after the first code has run for long.

@@ -169,7 +169,7 @@ class GroupCommitter(Generic[Item]):
     def commit_first(self) -> None:
         """Make the first commit in the calling thread, before `start`.
 
-        Raises what the target raises. OSError then counts as a failed commit, which the thread tries again.
+        Raises the errors of the target. OSError then counts as a failed commit, which the thread tries again.
         """
         try:
             self._commit()

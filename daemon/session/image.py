@@ -150,7 +150,7 @@ class SessionParts:
     def restore(
         self, image: SessionImage, connections: Sequence[tuple[ConnectionState, ConnectionStreams, Holder]]
     ) -> None:
-        """Make again what the image has, except graphs. Raises ImageMismatch.
+        """Create the objects of the image again, except graphs. Raises ImageMismatch.
 
         The context must have adopted the parked memory. `connections` are the session's, in the image's order, each
         with its streams and its holder in this process.

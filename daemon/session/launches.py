@@ -224,7 +224,7 @@ class Planner:
     """A session's plans, found by the bytes of a launch on the wire.
 
     Args:
-        compile_kernel: Compiles a kernel before a launch of so many threads. Raises DriverError or LeaseOver.
+        compile_kernel: Compiles a kernel before a launch of this many threads. Raises DriverError or LeaseOver.
 
     Attributes:
         expected: The plan that the next launch is expected to use; None without an expectation.

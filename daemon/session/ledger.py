@@ -322,7 +322,7 @@ class Ledger:
     def check_module(self, device_bytes: int, shared_bytes: int, kept_bytes: int) -> None:
         """Raise ImageRejected unless there is room for a module that takes these bytes of the card.
 
-        Also raises what `make_room` raises. The bytes are those of `DriverModule`.
+        Also raises the errors of `make_room`. The bytes are those of `DriverModule`.
         """
         # Its bytes beyond those that are charged already: its own pages, new shared pages, new kept memory.
         more_bytes = device_bytes - shared_bytes + max(0, kept_bytes - self._kept_bytes)
@@ -423,7 +423,7 @@ class Ledger:
     def charge_kept(self, kept_bytes: int) -> None:
         """Charge `kept_bytes`, the total of what the context keeps for kernels.
 
-        Raises DriverError if it does not fit, and what `make_room` raises.
+        Raises DriverError if it does not fit, and the errors of `make_room`.
         """
         more_bytes = kept_bytes - self._kept_bytes
         if more_bytes > max(0, self.room_bytes):

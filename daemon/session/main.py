@@ -83,8 +83,8 @@ def run_warm_worker(spec: WorkerSpec, driver: Driver, channel: socket.socket, pa
     def wait_and_serve(page: WorkerPage, output: CapturedOutput) -> WorkerExit:
         set_name(WARM_NAME)
         try:
-            # The first context and the warm-up do everything that is slow the first time. Then `rewind` keeps only what
-            # the next context needs.
+            # The first context and the warm-up do everything that is slow the first time. Then `rewind` keeps only the
+            # parts that the next context needs.
             context = driver.open_context(spec.card_uuid, SLICE_BYTES)
             rehearse(context)
             opening = driver.rewind(context)

@@ -214,7 +214,7 @@ class SessionArena:
     def pieces(self, offset: int, length: int, check_lease: Callable[[], None]) -> Iterable[memoryview]:
         """Pin a range of the arena and return its bytes, cut at the ends of pinned extents.
 
-        Raises BodyError if the range is not inside the arena, and what `check_lease` raises between two extents.
+        Raises BodyError if the range is not inside the arena, and the errors of `check_lease` between two extents.
         """
         # The range comes from the client, so check it before it is pinned.
         end = offset + length

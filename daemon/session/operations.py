@@ -105,7 +105,7 @@ class SessionResources:
             self.counters[_COMPILING_SINCE_NS] = 0
 
     def compile_kernel(self, kernel: DriverKernel, threads: int) -> None:
-        """Compile a kernel before a launch of so many threads.
+        """Compile a kernel before a launch of this many threads.
 
         Raises DriverError, or LeaseOver if the lease ended during that.
         """

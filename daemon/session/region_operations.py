@@ -70,7 +70,7 @@ _U32_MASK: Final = (1 << 32) - 1
 
 
 class Flip(NamedTuple):
-    """The word because of which a region is refused, and the time when it was set, on the monotonic clock."""
+    """The state word that causes a region's refusal, and the time when it was set, on the monotonic clock."""
 
     word: RegionWord
     flipped_ns: int
@@ -284,7 +284,7 @@ class RegionGate:
                 raise self.refuse(region, flip, kernel, position, now_ns)
 
     def flip_of(self, region: MappedRegion, now_ns: int) -> Flip | None:
-        """Return the word because of which a region is refused now; None while it is active."""
+        """Return the state word that causes a region's refusal now; None while it is active."""
         if region.ended is not None or self.page is None:
             return region.ended
         page, slot = self.page, region.slot

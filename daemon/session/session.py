@@ -352,7 +352,7 @@ class Session:
         return failed(frame, failure)
 
     def _retry(self, frame: Frame, refused: Failure) -> bytes | memoryview:
-        """Repeat a request that lacked room, if ended connections can release some. Raises what the retry raises."""
+        """Repeat a request that lacked room, if ended connections can release some. Raises the errors of the retry."""
         # Keep no reference to the error here. Otherwise the error and this frame would refer to each other, and keep
         # the request's image until the garbage collector ran.
         if self.ended.make_room(is_alone=self._counters[Counter.CONNECTIONS] <= 1):

@@ -31,7 +31,7 @@ MAX_CHANGES: Final = 100
 """Changes of leases that are kept and shown."""
 
 ENDING: Final = frozenset({"grace", "teardown", "ended"})
-"""The phases of a lease's end. Of these the page shows the latest alone."""
+"""The phases of a lease's end. The page shows only the latest of these."""
 
 HISTORY: Final = 60
 """Snapshots for which a card's launch rate is kept."""
@@ -160,7 +160,7 @@ class Feed:
     async def _keep_fetching(self) -> None:
         while True:
             self._wakeup.clear()
-            # Without a watcher the broker is left alone.
+            # If nobody watches the page, do not query the broker.
             if self._watchers:
                 try:
                     await self._fetch()

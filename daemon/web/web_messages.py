@@ -151,7 +151,7 @@ class RevokeLease(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDrain(Message):
-    """Drain the node, or a card, within so many milliseconds, or end the drain for None. `token`: as in RevokeLease.
+    """Drain the node, or a card, within this many milliseconds, or end the drain for None. `token`: as in RevokeLease.
 
     Attributes:
         card: The card's UUID; "" for the node.

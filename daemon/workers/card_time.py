@@ -153,7 +153,7 @@ class CardTimes:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
 
-    # --- what others ask ---
+    # --- queries of other modules ---
 
     def use_of(self, lease_id: int, card_uuid: str) -> LeaseTimeUse | None:
         """Return the time that a live lease has used until now; None if that is not known."""

@@ -49,8 +49,8 @@ UNRESPONSIVE_AFTER_S: Final = 30.0
 load."""
 
 LONGEST_ROUND_S: Final = 2.0
-"""A longer time between two rounds counts as so much: this process was stopped meanwhile, or frozen with its container,
-and perhaps the workers as well."""
+"""A longer time between two rounds counts as this much: this process was stopped meanwhile, or frozen with its
+container, and perhaps the workers as well."""
 
 ROUND_S: Final = 1.0
 """Seconds between two rounds of a monitor. The kernels' watchdog runs more often if kernels may run only for a shorter

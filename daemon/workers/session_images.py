@@ -95,7 +95,7 @@ class SessionImages:
     """Keeps the images of cold sessions, by lease.
 
     Args:
-        post: Called with what the lease table must know.
+        post: Called with events for the lease table.
     """
 
     def __init__(self, post: Callable[[Event], None]) -> None:

@@ -1,8 +1,8 @@
 """`python -m gpulease.daemon.zygote DRIVER CHANNEL_FD PARENT_PID SANDBOX [LISTENER_FD]`: only the broker starts it.
 
-The zygote imports what a context needs and forks a worker for each request. It never calls cuInit: a CUDA driver that
-was initialised does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after initialisation is
-unsupported). It is single-threaded, so that a fork copies a process in which no lock is held.
+The zygote imports all modules that a context needs, and forks a worker for each request. It never calls cuInit: a CUDA
+driver that was initialised does not survive a fork (CUDA C++ Programming Guide, "Compute Modes"; fork after
+initialisation is unsupported). It is single-threaded, so that a fork copies a process in which no lock is held.
 
 Without a listener the zygote dies with its broker. With one it outlives the broker, keeps its workers and ends their
 leases (see `worker_table`), and passes them to the next broker that connects.
@@ -442,7 +442,7 @@ class Zygote:
                     sock.close()
             status = self._run_worker(spec, socket.socket(fileno=channel_fd), page_fds)
         finally:
-            # Not sys.exit: the worker must not run what the zygote registered for its own exit.
+            # Do not use sys.exit: the worker must not run the functions that the zygote registered for its own exit.
             os._exit(status)
 
     def _run_worker(self, spec: WorkerSpec, channel: socket.socket, page_fds: PageFds) -> WorkerExit:

@@ -175,7 +175,7 @@ class WorkerTable:
         self._ended.clear()
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
-        """Yield what the next broker must know, as messages and their descriptors."""
+        """Yield the messages, with their descriptors, from which the next broker learns about the workers."""
         # First the living, each with its descriptors; then those that have ended, of which only words are left.
         for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)

@@ -117,7 +117,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
         elif title in names:
             break
     widths = {title: BY_TITLE[title].width for title in chosen}
-    # Narrower than every column: ids alone, cut to the width.
+    # The width is less than that of every column: show only ids, truncated to the width.
     if not chosen:
         chosen, widths, used = ["LEASE"], {"LEASE": width}, width
     spare = width - used

@@ -17,7 +17,7 @@ MIN_EVERY_S: Final = 0.1
 MAX_EVERY_S: Final = 3600.0
 
 MAX_TYPED: Final = 200
-"""Most characters of a typed line: a reason of so many four-byte characters still fits the request."""
+"""Most characters of a typed line: a reason of this many four-byte characters still fits the request."""
 
 CONFIRMING_DIGITS: Final = 4
 """Digits of a lease id to type before a revocation. Stops one by habit, or of another lease."""

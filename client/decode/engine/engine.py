@@ -296,7 +296,7 @@ class DecodeEngine:
     async def open_pool(self, blocks: int, *, tenant: str | None = None, ttl_secs: float | None = None) -> BlockPool:
         """Open a region of `blocks` blocks of keys and values, of 16 positions each.
 
-        Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
+        Raises CapacityExceeded while the lease has no room, and the errors of `GpuLease.region`.
         """
         size_bytes = blocks * block_bytes(self.forward.weights.config)
         region = await self.lease.region(size_bytes, tenant=tenant, ttl_secs=ttl_secs)
@@ -323,7 +323,7 @@ class DecodeEngine:
 
         Steps that name other pools may continue, but no step in flight may name this one. Raises RegionFailed if the
         pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and again
-        meanwhile, and what a session's end raises.
+        meanwhile, and the errors of a session's end.
         """
         # Uninitialised: every byte is overwritten, or an error is raised.
         contents = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
@@ -336,7 +336,7 @@ class DecodeEngine:
         return contents
 
     async def load_pool(self, pool: BlockPool, blocks: Sequence[int], kept: NDArray[np.uint8]) -> None:
-        """Copy the result of `save_pool` into blocks of a pool. Raises what `save_pool` raises."""
+        """Copy the result of `save_pool` into blocks of a pool. Raises the errors of `save_pool`."""
         expected = len(blocks), block_bytes(self.forward.weights.config)
         if kept.shape != expected or kept.dtype != np.uint8 or not kept.flags.c_contiguous:
             raise RequestRejected(
@@ -384,7 +384,7 @@ class DecodeEngine:
         """Compute the keys and values of these tokens at a sequence's first positions, in the pool's blocks in order.
 
         No step may be in flight, and no sequence may have the first row of the block tables. Raises RequestRejected for
-        more tokens than the pool's blocks or a sequence have room for, and what `start` and `finish` raise.
+        more tokens than the pool's blocks or a sequence have room for, and the errors of `start` and `finish`.
         """
         max_tokens = min(pool.blocks * PAGE, self.limits.positions)
         if len(tokens) > max_tokens or self._steps:
@@ -429,7 +429,7 @@ class DecodeEngine:
             is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
-        NoModelLoaded after `close`, and what a session's end raises. Then this step is not in flight, but earlier ones
+        NoModelLoaded after `close`, and the errors of a session's end. Then this step is not in flight; earlier ones
         still are.
         """
         count, max_rows = len(rows), self.forward.limits.max_rows

@@ -42,7 +42,7 @@ ms.)"""
 
 HEAD_ROWS: Final = (64, 256)
 """Rows that steps of prompts compute the head for, if no more rows need logits. 64 is for steps of prompts, and few
-sequences that decode: with so many rows, reading the head's weights takes longer than multiplying by them. 256 is for
+sequences that decode: with this many rows, reading the head's weights takes longer than multiplying by them. 256 is for
 steps in which many sequences decode. Each number is a graph more for every larger bucket."""
 
 LAUNCH_BYTES: Final = 8 << 10

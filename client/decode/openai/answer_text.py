@@ -209,7 +209,7 @@ async def prompt_logprobs(
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[AnswerPiece]:
     """Yield an answer's pieces as they come. The last one has the finish reason.
 
-    Raises what the generation raises, and ApiError if it was cancelled before its answer was complete.
+    Raises the errors of the generation, and ApiError if it was cancelled before its answer was complete.
     """
     replays: int | None = None
     async for emitted in generation:

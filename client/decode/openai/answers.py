@@ -61,7 +61,7 @@ class CompletionAnswer:
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
         """Yield the answer's pieces as they come. The last one has the finish reason.
 
-        Raises what `answer_text.pieces` raises.
+        Raises the errors of `answer_text.pieces`.
         """
         if not self._request.is_echo:
             async for piece in pieces(self._generation, self._text):
@@ -93,7 +93,7 @@ class CompletionAnswer:
                 yield piece
 
     async def collect(self) -> None:
-        """Wait for the end of the answer, and put its pieces together. Raises what `pieces` raises."""
+        """Wait for the end of the answer, and put its pieces together. Raises the errors of `pieces`."""
         whole = self.whole
         async for piece in self.pieces():
             whole.text += piece.text

@@ -139,7 +139,7 @@ class DecoderSource:
         """Parse and tokenize a body in another process, by `job`. Returns what `completion_of` takes.
 
         Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
-        too long by itself, and what `PromptIntake.do` raises.
+        too long by itself, and the errors of `PromptIntake.do`.
         """
         more = {"is_chat": is_chat, "fresh_seed": secrets.randbits(31)}
         return await self.do(tenant, job, body, more, is_chat=is_chat)
@@ -149,7 +149,7 @@ class DecoderSource:
     ) -> dict[str, Any]:
         """Have another process do a job for a tenant's body; `more` are the job's further arguments.
 
-        Raises ApiError for a text that is too long by itself, and what `PromptIntake.do` raises.
+        Raises ApiError for a text that is too long by itself, and the errors of `PromptIntake.do`.
         """
         arguments = {"body": body, "names": self.names, **(more or {})}
         try:
@@ -194,7 +194,7 @@ class DecoderSource:
         """Compute the vectors of what `embeddings.read_inputs` returned. Returns the reply.
 
         As many inputs as the tenant may have sequences are submitted at a time, and added to `generations`, which the
-        caller may cancel. Raises ApiError, also for a model that does not embed texts, and what a generation raises.
+        caller may cancel. Raises ApiError, also for a model that does not embed texts, and the errors of a generation.
         """
         pooling = self._decoder.pooling
         if pooling is None:

@@ -79,7 +79,7 @@ def _inputs(value: Any) -> list[Any]:
 
 
 async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
-    """Wait for the vector of an input's generation. Raises what the generation raises, and ApiError if cancelled."""
+    """Wait for the vector of an input's generation. Raises the errors of the generation, and ApiError if cancelled."""
     async for _ in generation:
         # One token is emitted, after the last row. It is not used.
         pass

@@ -84,7 +84,7 @@ def about(parameter: str) -> Iterator[None]:
 
 
 def read_prompts(reader: "PromptReader", request: CompletionRequest) -> list[list[int]]:
-    """Return the tokens of each of a request's prompts. Raises what the reader raises."""
+    """Return the tokens of each of a request's prompts. Raises the errors of the reader."""
     if request.is_chat:
         return [
             reader.read_chat(

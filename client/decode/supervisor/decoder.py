@@ -255,7 +255,7 @@ class Decoder:
             tokenizer: The model's tokenizer, if it was loaded before; None: it is loaded when it is first needed.
 
         Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
-        has the room, and what `GpuBuilder.acquire` raises.
+        has the room, and the errors of `GpuBuilder.acquire`.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
         spec = _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable)
@@ -554,7 +554,7 @@ class Decoder:
             address: The daemon's or the fleet's address; None: the one that this engine was requested from. A daemon
                 must then have room for both; a fleet finds a node that has.
 
-        Raises what `open` raises, EngineDecodeFailed or NoModelLoaded if the decoder has ended. Then this engine
+        Raises the errors of `open`, EngineDecodeFailed or NoModelLoaded if the decoder has ended. Then this engine
         continues to serve, if it can.
         """
         await self._supervisor.move(address)
@@ -562,7 +562,7 @@ class Decoder:
     async def share(self, prefixes: Iterable[SharedPrefix]) -> None:
         """Share these prefixes with all tenants from now on, and no others.
 
-        Opens an engine that has them, and moves the load there, as `move` does. Raises what `move` raises, and
+        Opens an engine that has them, and moves the load there, as `move` does. Raises the errors of `move`, and
         RequestRejected for prefixes that can't be shared. Then those before stay shared.
         """
         await self._supervisor.move(spec=self._spec_with(tuple(prefixes)))
@@ -575,7 +575,7 @@ class Decoder:
         No request may be in progress. The next one brings the memory back to the same addresses, and waits for that;
         tokens are the same as without. Returns how many bytes were moved.
 
-        Raises RequestRejected if a request is in progress, and what `GpuLease.park` raises.
+        Raises RequestRejected if a request is in progress, and the errors of `GpuLease.park`.
         """
         if len(self._ledger):
             raise RequestRejected("requests are in progress", "Park the decoder when none is")
@@ -592,7 +592,7 @@ class Decoder:
     async def unpark(self) -> None:
         """Bring the memory back now, before the next request has to wait for it.
 
-        Raises Busy if the card has no room in time, and what the end of the lease raises.
+        Raises Busy if the card has no room in time, and the errors of the end of the lease.
         """
         await self.engine.session.sync()
         self.moves.is_paused = False
@@ -617,7 +617,7 @@ def engine_bytes(
     settings: DecoderSettings,
     prefixes: Iterable[SharedPrefix] = (),
 ) -> int:
-    """Return the memory of the lease that a decoder of this model acquires. Raises what `Decoder.open` raises first."""
+    """Return the memory of the lease that a decoder of this model acquires. Raises errors as `Decoder.open` does."""
     return _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes)).size_bytes
 
 
@@ -636,7 +636,7 @@ def _engine_spec(
 ) -> EngineSpec:
     """Return the specification of the engine, with the lease's size.
 
-    Raises what `lease_bytes` raises, and RequestRejected for prefixes that can't be shared.
+    Raises the errors of `lease_bytes`, and RequestRejected for prefixes that can't be shared.
     """
     positions = positions_of(checkpoint, settings)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)

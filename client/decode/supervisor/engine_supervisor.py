@@ -100,7 +100,7 @@ class EngineSupervisor:
         self._ended = asyncio.Event()
 
     async def open(self, steps: SupervisedSteps, progress: Callable[[int, int], None] | None = None) -> None:
-        """Open the first engine. Raises what `ServingEngine.open` raises."""
+        """Open the first engine. Raises the errors of `ServingEngine.open`."""
         self._steps = steps
         serving = await ServingEngine.open(self._spec, self, self._address, progress)
         # The lifecycle asks this object about requests (RequestsInProgress), and knows the engine only as a value.

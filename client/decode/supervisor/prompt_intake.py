@@ -94,7 +94,7 @@ class PromptIntake:
             self.coming[tenant_id] -= 1
 
     async def read_text(self, tenant_id: str, text: str) -> tuple[int, ...]:
-        """Tokenize a text, with the begin token first. To be called within `place`. Raises what `do` raises."""
+        """Tokenize a text, with the begin token first. To be called within `place`. Raises the errors of `do`."""
         answer = await self.do(tenant_id, read_text, {"text": text})
         return unpacked_tokens(answer["tokens"])
 
@@ -103,7 +103,7 @@ class PromptIntake:
     ) -> tuple[int, ...]:
         """Put a chat into the model's template and tokenize it.
 
-        To be called within `place`. Raises what `do` raises.
+        To be called within `place`. Raises the errors of `do`.
         """
         arguments = {"messages": list(messages), "variables": dict(variables)}
         answer = await self.do(tenant_id, read_chat, arguments, is_chat=True)
@@ -112,7 +112,7 @@ class PromptIntake:
     async def do(
         self, tenant_id: str, job: Job, arguments: Mapping[str, Any], *, is_chat: bool = False
     ) -> dict[str, Any]:
-        """Have a process do a job for a tenant's prompt. Raises what `TextProcesses.do` raises.
+        """Have a process do a job for a tenant's prompt. Raises the errors of `TextProcesses.do`.
 
         Raises ModelRejected for a model without a tokenizer, and for a chat template that exceeds a limit whatever the
         messages are.

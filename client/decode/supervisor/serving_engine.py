@@ -137,7 +137,7 @@ class ServingEngine:
     ) -> Self:
         """Acquire a lease of a daemon or a fleet, load the model, open every tenant's region.
 
-        Raises ModelRejected, CapacityExceeded if no card has the room, and what `GpuBuilder.acquire` raises. Nothing
+        Raises ModelRejected, CapacityExceeded if no card has the room, and the errors of `GpuBuilder.acquire`. Nothing
         stays open then.
         """
         serving: Self | None = None
@@ -254,7 +254,7 @@ class ServingEngine:
 
 
 async def _warning_of(lease: GpuLease) -> Drained | None:
-    """Wait for the warning that a lease is about to end; None if it has ended. Raises what `events` raises.
+    """Wait for the warning that a lease is about to end; None if it has ended. Raises the errors of `events`.
 
     An engine's lease is renewed and has a session, so unless this process was stopped, only a drain causes a warning.
     """

@@ -219,7 +219,7 @@ class TenantMoves:
     async def _replace_if_ended(self, tenant_id: str) -> None:
         """Copy one block of a region; if the region has ended, the copy fails and `_held` replaces the region.
 
-        Raises what the copy raises, or RequestRejected.
+        Raises the errors of the copy, or RequestRejected.
         """
         async with self._one_at_a_time:
             pool = self._pool_of(tenant_id)

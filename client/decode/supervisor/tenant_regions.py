@@ -80,7 +80,7 @@ class TenantRegions:
     async def open(self, tenant: TenantConfig) -> BlockPool:
         """Open a tenant's region, and renew it for as long as it exists.
 
-        Raises CapacityExceeded while the lease has no room, and what `GpuLease.region` raises.
+        Raises CapacityExceeded while the lease has no room, and the errors of `GpuLease.region`.
         """
         # Renewal starts only once the tenant has the region, in `_bind`.
         pool = await self.open_replacement(tenant)
@@ -90,7 +90,7 @@ class TenantRegions:
     async def open_prefix(self, prefix: SharedPrefix) -> None:
         """Open a shared prefix's region, compute its blocks, and renew it for as long as it exists.
 
-        No step may be in progress. Raises what `GpuLease.region` and `DecodeEngine.fill_pool` raise.
+        No step may be in progress. Raises the errors of `GpuLease.region` and `DecodeEngine.fill_pool`.
         """
         pool = await self._engine.open_pool(prefix.blocks, ttl_secs=REGION_TTL_S)
         region = lease_text(pool.region.lease_id)
@@ -118,7 +118,7 @@ class TenantRegions:
         return [name for name, (_, pool) in self.prefixes.items() if pool.region.revoked]
 
     async def open_replacement(self, tenant: TenantConfig) -> BlockPool:
-        """Open another region for a tenant, for `exchange` or `discard`. Raises what `open` raises."""
+        """Open another region for a tenant, for `exchange` or `discard`. Raises the errors of `open`."""
         return await self._engine.open_pool(tenant.max_blocks, tenant=tenant.id, ttl_secs=self._life_s or REGION_TTL_S)
 
     def exchange(self, tenant_id: str, pool: BlockPool) -> None:

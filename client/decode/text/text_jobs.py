@@ -91,7 +91,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def framed(message: Mapping[str, Any]) -> bytes:
-    """Return a job or an answer as a frame. Raises what `packed` raises."""
+    """Return a job or an answer as a frame. Raises the errors of `packed`."""
     data = packed(message)
     return LENGTH.pack(len(data)) + data
 

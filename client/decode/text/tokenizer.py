@@ -140,7 +140,7 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, continues: bool = False
     ) -> str:
-        """Return a chat's prompt as text, ended as `ChatTemplate.render` says. Raises what `encode_chat` raises."""
+        """Return a chat's prompt as text, ended as `ChatTemplate.render` says. Raises the errors of `encode_chat`."""
         if self.chat_template is None:
             raise RequestRejected("the model has no chat template", "Send a completion request with the prompt as text")
         return self.chat_template.render(messages, variables, continues=continues)

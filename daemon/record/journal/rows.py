@@ -266,12 +266,12 @@ def read_lease(value: bytes) -> LeaseRow:
 
 
 def read_region(value: bytes) -> RegionRow:
-    """Read a region. Raises what `read_lease` raises."""
+    """Read a region. Raises the errors of `read_lease`."""
     return RegionRow(**_members(value, frozenset(RegionRow._fields), RegionRow.__name__, _REGION_ENUMS))
 
 
 def read_tombstone(value: bytes) -> LeaseSnapshot:
-    """Read a tombstone. Raises what `read_lease` raises."""
+    """Read a tombstone. Raises the errors of `read_lease`."""
     return _read(LeaseSnapshot, value)
 
 

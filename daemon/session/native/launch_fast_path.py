@@ -104,7 +104,7 @@ class LaunchFastPath:
         self._chains: Chains | None = None
 
     def use_native(self, launch: NativeLaunch, ledger: Ledger, graphs: GraphRecords, replays: RecentReplays) -> None:
-        """Let native code do what it can, if this machine supports it. Must be called before any launch."""
+        """Let native code serve operations, if this machine supports it. Must be called before any launch."""
         # Planner and gate call back, so that the structures stay up to date.
         code = serving_code()
         if code is not None:
@@ -119,7 +119,7 @@ class LaunchFastPath:
 
     @property
     def is_native(self) -> bool:
-        """Return whether native code does what it can."""
+        """Return whether native code serves operations."""
         return self._native is not None
 
     def prepare_reads(self) -> None:
@@ -278,8 +278,8 @@ SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
 """Room for one parameter buffer. Python launches what needs more, including the gaps."""
 
 SMALL_COPY_BYTES: Final = 64 << 10
-"""Largest copy that native code serves: the driver takes so much of ordinary memory with the command, and the
-receive buffer has room for the whole frame. serve.ll repeats this number."""
+"""Largest copy that native code serves: up to this size, the driver copies ordinary memory into the command itself, and
+the receive buffer has room for the whole frame. serve.ll repeats this number."""
 
 COPIED_BYTES: Final = SMALL_COPY_BYTES + 64
 """Room for a reply that carries as much."""

@@ -35,7 +35,7 @@ MAX_HELD_SLEEP_S: Final = 500e-6
 """Longest sleep while work is held back, after which the lease is checked: how late a revocation is noticed."""
 
 TURN_SPIN_NS: Final = 800_000
-"""Native code spins for a turn that begins within so much, because a sleep may end that much late. It repeats the
+"""Native code spins for a turn that begins within this much, because a sleep may end that much late. It repeats the
 number."""
 
 MIN_NAP_S: Final = 100e-6
