@@ -1,6 +1,7 @@
 """Figures from samples and from processes: percentiles, rates, medians of rounds, and the trend of a series."""
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,9 +23,9 @@ LogLine = Callable[[str], object]
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of the samples."""
-    # The smallest sample that is not exceeded by that share of them.
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+    # The smallest sample that at least that share of all does not exceed: of 100 samples, p99 is the second largest.
+    rank = math.ceil(len(samples) * percent / 100)
+    return sorted(samples)[max(rank, 1) - 1]
 
 
 def print_figures(figures: Mapping[str, object]) -> None:

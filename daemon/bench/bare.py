@@ -12,6 +12,7 @@ import time
 import traceback
 from typing import Final, NoReturn
 
+from gpulease.daemon.bench.percentiles import percentile
 from gpulease.daemon.drivers.interface import Dim3, Driver
 from gpulease.daemon.host.processes import die_with_parent
 from gpulease.daemon.zygote.driver_registry import driver_named
@@ -30,8 +31,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     rounds = [_round(driver, card, ptx) for _ in range(count)]
     figures: dict[str, float] = {}
     for name, samples in zip(("open", "reap"), zip(*rounds, strict=True), strict=True):
-        ordered = sorted(samples)
-        figures |= {f"{name}_p{part}_ms": ordered[min(count - 1, count * part // 100)] for part in (50, 99)}
+        figures |= {f"{name}_p{part}_ms": percentile(samples, part) for part in (50, 99)}
     return figures
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from gpulease.daemon.bench.percentiles import percentile
 from gpulease.daemon.drivers.interface import Context, Dim3, DriverKernel, KernelStep, admit_any, keep_waiting
 from gpulease.daemon.gpus.driver_choice import choose_cards
 from gpulease.daemon.zygote.driver_registry import driver_named
@@ -57,8 +58,8 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
     sync()
     figures = {
         "launch_pipelined_us": (time.perf_counter() - started) / launches * 1e6,
-        "launch_sync_p50_us": round_trips[samples // 2],
-        "launch_sync_p99_us": round_trips[samples * 99 // 100],
+        "launch_sync_p50_us": percentile(round_trips, 50),
+        "launch_sync_p99_us": percentile(round_trips, 99),
         "sync_p50_us": _timed_us(sync, samples)[samples // 2],
         "alloc_free_p50_us": _timed_us(lambda: context.mem_free(context.mem_alloc(1 << 20)), samples)[samples // 2],
     }

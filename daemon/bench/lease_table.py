@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from gpulease.daemon.bench.percentiles import percentile
 from gpulease.daemon.broker.audit_setup import boot_id, open_recorder
 from gpulease.daemon.broker.runtime import Result, Runtime
 from gpulease.daemon.broker.service import loop_factory
@@ -331,9 +332,8 @@ def _logging(is_on: bool) -> Iterator[None]:
 
 
 def _lateness(name: str, late_ms: list[float]) -> dict[str, float]:
-    ordered = sorted(late_ms)
-    parts = {f"p{part}": ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in (50, 99)}
-    return {f"{name}_late_{part}_ms": late for part, late in (parts | {"max": ordered[-1]}).items()}
+    parts = {f"p{part}": percentile(late_ms, part) for part in (50, 99)}
+    return {f"{name}_late_{part}_ms": late for part, late in (parts | {"max": max(late_ms)}).items()}
 
 
 if __name__ == "__main__":

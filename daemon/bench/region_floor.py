@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Final
 
+from gpulease.daemon.bench.percentiles import percentile
 from gpulease.daemon.zygote.driver_registry import driver_named
 
 SLICE_BYTES: Final = 1 << 30
@@ -34,9 +35,7 @@ def measure(driver_name: str, card_uuid: str, size_bytes: int, samples: int) -> 
         for name, begin_s, ended in zip(steps, times, times[1:], strict=False):
             steps[name].append((ended - begin_s) * 1e6)
     return {
-        f"{name}_p{percent}_us": sorted(taken)[samples * percent // 100]
-        for name, taken in steps.items()
-        for percent in (50, 99)
+        f"{name}_p{percent}_us": percentile(taken, percent) for name, taken in steps.items() for percent in (50, 99)
     }
 
 

@@ -23,6 +23,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, cast
 
+from gpulease.daemon.bench.percentiles import percentile
 from gpulease.daemon.contract.control_page import BrokerPage, WorkerPage
 from gpulease.daemon.drivers.interface import Context, Dim3, DriverKernel, DriverModule, NativeLaunch
 from gpulease.daemon.host.processes import die_with_parent
@@ -178,10 +179,10 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     context = StampedContext(driver.open_context(card, SLICE_BYTES))
     module = context.context.module_load(ptx)
     samples = [_sample(revoker, number, context, module) for number in range(count)]
-    refused_us = sorted(taken_ns / 1e3 for taken_ns, _ in samples)
+    refused_us = [taken_ns / 1e3 for taken_ns, _ in samples]
     return {
-        "refused_p50_us": refused_us[count // 2],
-        "refused_p99_us": refused_us[min(count - 1, count * 99 // 100)],
+        "refused_p50_us": percentile(refused_us, 50),
+        "refused_p99_us": percentile(refused_us, 99),
         "begun_after_flip_most": max(launches for _, launches in samples),
     }
 

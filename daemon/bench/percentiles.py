@@ -1,0 +1,9 @@
+"""The percentile of samples, for the daemon's side of `gpulease bench`."""
+
+import math
+from collections.abc import Sequence
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Return the nearest-rank percentile, as the client's figures (`client/bench/figures.py`) have it."""
+    return sorted(samples)[max(1, math.ceil(len(samples) * percent / 100)) - 1]
