@@ -11,6 +11,7 @@ from typing import Final
 
 from gpulease.daemon.contract import messages
 from gpulease.daemon.contract.message_fields import U64_MAX, Message
+from gpulease.daemon.contract.regions_page import BrokerRegionsPage
 from gpulease.daemon.leases import (
     Cause,
     EndRegion,
@@ -82,17 +83,21 @@ class RegionOrders:
 
     def set(self, order: SetRegion) -> None:
         """Write a region's word, which the session's worker reads, or its next worker if it has none."""
-        now_ns = time.monotonic_ns()
-        if (page := self._workers.images.words(order.lease_id)) is not None:
-            page.set(order.slot, order.number, order.word, order.deadline_ns, now_ns)
-            return
         try:
-            link = self._link(order.lease_id)
+            page = self._page(order.lease_id)
         except OSError as error:
             self._condemn(order.lease_id, error)
             return
-        if link is not None:
-            link.page.set(order.slot, order.number, order.word, order.deadline_ns, now_ns)
+        if page is not None:
+            # The clock is read last: its time is that of the flip, from which refusals are measured.
+            page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
+
+    def _page(self, lease_id: int) -> BrokerRegionsPage | None:
+        """Return the page of a session's words, which is made at its first use; None without one. Raises OSError."""
+        page = self._workers.images.words(lease_id)
+        if page is None and (link := self._link(lease_id)) is not None:
+            page = link.page
+        return page
 
     def end(self, order: EndRegion) -> None:
         """Order a worker to remove a region's memory. If the session has no worker, wipe the memory here."""
