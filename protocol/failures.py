@@ -382,6 +382,11 @@ _REGION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
 )
 """The words about the region and the hint, by the refusal's status."""
 
+_FENCED_REFUSAL: Final = (Status.FENCED, *_REGION_REFUSALS[Status.FENCED])
+
+_REFUSAL_OF_WORD: Final = {word: (status, *_REGION_REFUSALS[status]) for word, status in STATUS_OF_WORD.items()}
+"""Status, words and hint of the first refusal because of a word. One look-up: a tenant waits for its error."""
+
 
 def region_refusal(
     region_id: int,
@@ -404,13 +409,11 @@ def region_refusal(
         site: Number of the launch in its burst or graph.
         position: The position that the launch passed; None for a copy.
     """
-    # A word that is not in the table, including NONE, means that the region has left the slot.
-    status = STATUS_OF_WORD.get(word, Status.FENCED)
-    # Report once how a region ended. A program that continues to launch gets FENCED, which does not report the cause.
-    if is_repeat and word in ENDED_WORDS:
-        status = Status.FENCED
+    # Report once how a region ended. A program that continues to launch gets FENCED, which does not report the cause. A
+    # word that is not in the table, including NONE, means that the region has left the slot.
+    is_fenced = is_repeat and word in ENDED_WORDS
+    status, message, hint = _FENCED_REFUSAL if is_fenced else _REFUSAL_OF_WORD.get(word, _FENCED_REFUSAL)
     # Kernel, site and position identify the launch, so that a program can find the work that was not done.
-    message, hint = _REGION_REFUSALS[status]
     return Failure(
         status,
         f"region {region_id:032x} {message}",

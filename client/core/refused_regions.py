@@ -83,8 +83,11 @@ class RefusedRegions:
         if operations.acknowledged_id != attachment.connection.last_request_id:
             return False
         # The worker notifies whoever watches the region. Without room for this, the launch goes to the worker.
-        numbers = {"request_id": attachment.connection.next_request_id(), "session_id": attachment.session_id}
-        if not operations.put(region_refused_frame(region.slot, region.number, kernel, position or 0, **numbers)):
+        request_id, session_id = attachment.connection.next_request_id(), attachment.session_id
+        report = region_refused_frame(
+            region.slot, region.number, kernel, position or 0, request_id=request_id, session_id=session_id
+        )
+        if not operations.put(report):
             return False
         failure = region_refusal(
             region.grant.lease_id,
