@@ -6,7 +6,6 @@ A part's figures have paths that begin with its name. Only parts with a bound fo
 import asyncio
 import contextlib
 import importlib
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -137,17 +136,27 @@ def _gate(daemon: MeasuredDaemon) -> Mapping[str, Any]:
 
 
 def _remote(daemon: MeasuredDaemon) -> Mapping[str, Any]:
-    rounds = ROUNDS[daemon.driver]
     # Each is compared with another program's stream: a plain one, and openssl's.
-    report: dict[str, Any] = {
-        "tcp": medians([bulk_copies(daemon.tcp, COPY_SIZES) for _ in range(rounds)]),
-        "stream": medians([stream_rates(COPY_SIZES) for _ in range(rounds)]),
+    ways: dict[str, Callable[[], Figures]] = {
+        "tcp": lambda: bulk_copies(daemon.tcp, COPY_SIZES),
+        "stream": lambda: stream_rates(COPY_SIZES),
     }
     if daemon.tls:
-        report["tls"] = medians([bulk_copies(daemon.tls, COPY_SIZES) for _ in range(rounds)])
-        rates = [rate for rate in (openssl_stream_rate() for _ in range(rounds)) if rate is not None]
-        report["openssl"] = {"gb_s": statistics.median(rates)} if rates else {}
-    return report
+        ways["tls"] = lambda: bulk_copies(daemon.tls, COPY_SIZES)
+        ways["openssl"] = _openssl_rates
+    # In turn, in each round, so that a change of the host's speed affects all.
+    rounds: dict[str, list[Figures]] = {way: [] for way in ways}
+    for _ in range(ROUNDS[daemon.driver]):
+        for way, measure in ways.items():
+            rounds[way].append(measure())
+    # Where openssl is missing or fails, its rounds are empty.
+    measured = {way: [figures for figures in each if figures] for way, each in rounds.items()}
+    return {way: medians(each) if each else {} for way, each in measured.items()}
+
+
+def _openssl_rates() -> Figures:
+    rate = openssl_stream_rate()
+    return {} if rate is None else {"gb_s": rate}
 
 
 def _regions(daemon: MeasuredDaemon) -> Mapping[str, Any]:
