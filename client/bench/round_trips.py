@@ -14,7 +14,7 @@ import numpy as np
 
 from gpulease.client import GpuBuilder, GpuSession, KernelArgs
 from gpulease.client.bench.figures import percentile, timed_us
-from gpulease.client.bench.host_floors import CallFloor
+from gpulease.client.bench.host_floors import CALLS_IN_TURN, CallFloor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -132,12 +132,17 @@ def _launch_figures(calls: Calls, launches: int, samples: int, floor: CallFloor)
     timed_us(launch_and_sync, WARM_LAUNCHES)
     bursts = max(1, launches // BURST_LAUNCHES)
     # A burst's share of its one sync is small; the caller's own time needs shorter bursts that never wait for room.
-    figures = _microseconds("launch_pipelined", [_burst_us(calls, BURST_LAUNCHES) for _ in range(bursts)])
+    burst_us, floors_us = [], []
+    for _ in range(bursts):
+        burst_us.append(_burst_us(calls, BURST_LAUNCHES))
+        floors_us.append(floor.burst_us(CALLS_IN_TURN))
+    figures = _microseconds("launch_pipelined", burst_us)
+    figures |= {"launch_pipelined_floor_us": percentile(floors_us, 50)}
     own_us, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)
     figures |= _microseconds("launch_own", own_us) | {"launch_own_floor_us": floor_us}
     figures |= _microseconds("launch_sync", timed_us(launch_and_sync, samples))
     figures |= _beside("sync_idle", sync, samples, floor)
-    figures |= _microseconds("train_sync", timed_us(train, samples))
+    figures |= _beside("train_sync", train, samples, floor)
     # Every launch of this function: the counters must show as many.
     launched = WARM_LAUNCHES + bursts * BURST_LAUNCHES + OWN_BURSTS * OWN_LAUNCHES + samples * (1 + TRAIN_LAUNCHES)
     return launched, figures

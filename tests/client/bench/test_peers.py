@@ -33,7 +33,9 @@ from helpers.daemon import Daemon
 EVERY_FIGURE = {row.figure(percent) for row in ROWS for percent in (50, 99)}
 ALLOC_GOAL = next(bound.aim_text for bound in load_bounds("cuda") if bound.name == "alloc_free")
 HOST_US = {"call_us": 1.0, "exchange_us": 300.0}
-FLOORS = {f"{name}_floor_us" for name in ("alloc_free_beside", "launch_own", "sync_idle")}
+FLOORS = {
+    f"{name}_floor_us" for name in ("alloc_free_beside", "launch_own", "launch_pipelined", "sync_idle", "train_sync")
+}
 FOUND = {
     LEASED: {"launch_pipelined_p50_us": 2.0, "launch_pipelined_p99_us": 2.5, "write_16m_pinned_p50_gb_s": 50.0},
     C: {"launch_pipelined_p50_us": 4.0, "launch_pipelined_p99_us": 5.0, "write_16m_pinned_p50_gb_s": 53.0},
