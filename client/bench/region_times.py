@@ -64,7 +64,7 @@ def _quantiles(name: str, samples: list[float]) -> Figures:
     # The unit is the end of the name, and stays there.
     unit = name.rsplit("_", 1)[1]
     stem = name.removesuffix(f"_{unit}")
-    return {f"{stem}_p{part}_{unit}": percentile(samples, part) for part in (50, 99)}
+    return {f"{stem}_p{part}_{unit}": percentile(samples, part) for part in (50, 90, 99)}
 
 
 class _Bench:
