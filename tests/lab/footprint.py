@@ -74,10 +74,11 @@ def footprints_of(broker: int) -> Footprints:
     workers = [pid for pid, _ in children_of(zygote)]
     shares = [_pss_kib(pid) for pid in workers]
     mean_kib = sum(shares) / len(shares) if shares else 0.0
-    return Footprints(_footprint(broker), _footprint(zygote), len(workers), mean_kib)
+    return Footprints(footprint_of(broker), footprint_of(zygote), len(workers), mean_kib)
 
 
-def _footprint(pid: int) -> Footprint:
+def footprint_of(pid: int) -> Footprint:
+    """Read one process. Raises OSError if it is gone or not readable."""
     looks = []
     for look in range(LOOKS):
         time.sleep(LOOK_S if look else 0)

@@ -7,10 +7,10 @@ in the host's memory, behind a process for HTTP. Callers send chats, answers by 
 choices, scores, vectors and prompts with a common beginning; some hang up halfway. Meanwhile models are loaded, parked
 and unloaded, and regions of tenants and of shared prefixes are revoked. Each answer is compared with the one that the
 request got alone. Once a minute the callers pause until nothing runs: then the tasks, the blocks, the descriptors and
-the memory are counted. Prints one JSON object, and exits with 1 if an answer was wrong or something has grown.
+the memory of each of the server's processes are counted. The callers are in another process. Prints one JSON object,
+and exits with 1 if an answer was wrong or something has grown.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -31,28 +31,16 @@ import click
 import httpx
 import jsonschema
 
-from gpulease.client.console.private_daemon import private_daemon
-from gpulease.client.decode import DecoderSettings, SharedPrefix, TenantConfig, open_model
-from gpulease.client.decode.scheduler.model_residency import ModelState, ResidencyLimits
-from gpulease.client.decode.supervisor.decoder import engine_bytes
-from gpulease.client.decode.supervisor.model_pool import ModelSpec
-from gpulease.client.decode.text.named_prefixes import NamedPrefix
-from gpulease.client.errors import GpuLeaseError
-from helpers.decode.many_models import PARKING, PoolRig, pool_rig
+from gpulease.client.console.private_daemon import children_of, private_daemon
+from helpers.decode.many_models import PARKING, key_of
 from helpers.decode.tiny_copies import HERMES_TEMPLATE, MEAN, add_pooling
 
 from .decode_storm import memory_figures
-from .footprint import broker_pid, footprints_of, rss_kib
+from .footprint import Footprint, broker_pid, footprint_of, footprints_of, rss_kib
 from .many_models import make_model
+from .storm_server import MODELS, PREFIX, RESIDENT, TENANTS, StormServer, lease_bytes, model_paths, storm_server
 
-TENANTS: Final = (TenantConfig("ann", 4, 40), TenantConfig("bob", 2, 20))
-SETTINGS: Final = DecoderSettings(
-    max_rows=8, prefill_rows=8, max_sequences=6, positions=160, text_processes=1, rebinds_at_once=1_000_000_000
-)
-MODELS: Final = ("a", "b", "c", "d", "e")
 EMBEDDING_MODEL: Final = "e"
-RESIDENT: Final = 3
-PARKED: Final = 1
 
 # Few, so that their table is full before the second half starts. It continues PARKING's table of limits.
 _TOMBSTONES: Final = "max_tombstones = 256\n"
@@ -65,9 +53,6 @@ PAUSE_S: Final = 0.3
 """Mean pause of a caller between two requests."""
 
 REVOKE_EVERY_S: Final = 1.0
-PREFIX_SHARE: Final = 0.03
-"""The part of the revocations that meet a shared prefix."""
-
 SAMPLE_EVERY_S: Final = 60.0
 QUIET_LIMIT_S: Final = 60.0
 """Seconds until nothing may run any more, once no caller sends requests."""
@@ -82,10 +67,6 @@ PLACE: Final = {
     "additionalProperties": False,
 }
 TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": PLACE}}]
-PREFIX: Final = [7 + number * 13 % 480 for number in range(80)]
-"""Five full blocks with which some prompts of all tenants begin; the first four are shared by name."""
-
-SHARED: Final = NamedPrefix("shared", token_ids=tuple(PREFIX[:64]))
 
 Answer = tuple[int, Any]
 """The status of a reply, and what must be the same each time."""
@@ -257,8 +238,8 @@ def is_same(kind: Kind, found: Answer, expected: Answer) -> bool:
 
 
 class _Storm:
-    def __init__(self, rig: PoolRig, callers: int, seed: int) -> None:
-        self._rig, self._callers, self._seed = rig, callers, seed
+    def __init__(self, server: StormServer, callers: int, seed: int) -> None:
+        self._server, self._callers, self._seed = server, callers, seed
         self._until = 0.0
         self._gate, self._stop = _Gate(), threading.Event()
         self._expected: dict[tuple[str, str, str, int], Answer] = {}
@@ -271,7 +252,7 @@ class _Storm:
     def learn(self) -> None:
         """Send each request alone, for its right answer."""
         for tenant in TENANTS:
-            with self._rig.http(tenant.id) as http:
+            with _http(self._server.url, tenant.id) as http:
                 for model, (name, kind), variant in _requests():
                     answer = ask(http, model, kind, variant)
                     if answer[0] != (400 if name == "refused" else 200):
@@ -283,7 +264,7 @@ class _Storm:
         chooser = random.Random(self._seed * 1000 + number)
         weights = [1 / rank**SKEW for rank in range(1, len(MODELS) + 1)]
         tenant = TENANTS[number % len(TENANTS)].id
-        with self._rig.http(tenant) as http:
+        with _http(self._server.url, tenant) as http:
             while not self.is_over:
                 time.sleep(chooser.expovariate(1 / PAUSE_S))
                 model = chooser.choices(MODELS, weights)[0]
@@ -315,23 +296,11 @@ class _Storm:
         chooser = random.Random(self._seed)
         while not self.is_over:
             time.sleep(REVOKE_EVERY_S * chooser.uniform(0.5, 1.5))
-            try:
-                self.findings.revoked += self._rig.wait_for(self._revoke_one(chooser))
-            except GpuLeaseError as error:
-                self.findings.failed[f"revoke: {type(error).__name__}: {error}"] += 1
-
-    async def _revoke_one(self, chooser: random.Random) -> bool:
-        pool = self._rig.pool
-        loaded = [it for name, it in pool.decoders.items() if pool.state_of(name) is ModelState.LOADED]
-        regions = [one.region for decoder in loaded for one in decoder.regions.pools.values()]
-        # A prefix comes back only with the next load of its model, so few of them end.
-        if chooser.random() < PREFIX_SHARE:
-            regions = [one.region for decoder in loaded for _, one in decoder.regions.prefixes.values()]
-        regions = [region for region in regions if region.is_alive]
-        if not regions:
-            return False
-        await chooser.choice(regions).revoke("storm")
-        return True
+            outcome = self._server.ask("revoke")
+            if isinstance(outcome, str):
+                self.findings.failed[f"revoke: {outcome}"] += 1
+            else:
+                self.findings.revoked += outcome
 
     def run(self, for_s: float, address: str, say: Callable[[str], object]) -> list[dict[str, float]]:
         """Run the callers for some seconds; returns a sample of each quiet moment."""
@@ -365,51 +334,27 @@ class _Storm:
     def _quiet_sample(self, address: str) -> dict[str, float]:
         """Wait until nothing runs in the server, then count what it has. Nothing may stay of a request."""
         limit = time.monotonic() + QUIET_LIMIT_S
-        while (left := self._rig.do(self._unfinished)) and time.monotonic() < limit:
+        while (left := self._server.ask("unfinished")) and time.monotonic() < limit:
             time.sleep(0.05)
         if left:
             self.findings.failed[f"at rest: {', '.join(left)}"] += 1
-        tasks, names = self._rig.do(self._tasks)
-        decoders = len(self._rig.do(lambda: self._rig.pool.decoders))
-        if tasks > TASKS_PER_DECODER * (1 + decoders):
-            self.findings.failed[f"at rest: {tasks} tasks: {names}"] += 1
+        found = self._server.ask("at_rest")
+        names = found.pop("names")
+        if found["tasks"] > TASKS_PER_DECODER * (1 + found["decoders"]):
+            self.findings.failed[f"at rest: {found['tasks']} tasks: {names}"] += 1
         broker = broker_pid(address)
-        daemon, children = footprints_of(broker), _children(broker)
+        daemon, server = footprints_of(broker), footprint_of(self._server.pid)
         return {
-            "tasks": tasks,
-            "decoders": decoders,
-            "fds": len(os.listdir("/proc/self/fd")),
-            "threads": threading.active_count(),
-            "server_kib": float(rss_kib(os.getpid())),
-            "children": len(children),
-            # Each open model has one, so their sum says nothing of growth.
-            "child_mean_kib": sum(children.values()) / max(1, len(children)),
+            **found,
+            "server_kib": float(server.rss_kib),
+            "server_pss_kib": float(server.pss_kib),
+            **_children(self._server.pid),
+            "callers_mib": rss_kib(os.getpid()) / 1024,
             "broker_kib": float(daemon.broker.rss_kib),
             "broker_fds": daemon.broker.fds,
             "workers": daemon.workers,
             "worker_mean_kib": daemon.worker_pss_kib,
         }
-
-    def _unfinished(self) -> list[str]:
-        """Name what still runs or is in use, in the server's loop."""
-        found = []
-        for name, decoder in self._rig.pool.decoders.items():
-            for tenant, state in decoder.scheduler.tenants.items():
-                counts = {
-                    "waiting": len(state.waiting),
-                    "live": len(state.live),
-                    "blocks": state.blocks.used,
-                    "coming": decoder.prompts.coming[tenant],
-                }
-                found += [f"{name} {tenant} {what} {count}" for what, count in counts.items() if count]
-        for name, model in self._rig.pool.residency.models.items():
-            found += [f"{name} waiting"] * bool(model.waiting) + [f"{name} in use"] * bool(model.in_use)
-        return found + [f"coming of {tenant}" for tenant, count in self._rig.models.coming.items() if count]
-
-    @staticmethod
-    def _tasks() -> tuple[int, dict[str, int]]:
-        names = Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
-        return names.total(), dict(names.most_common(8))
 
 
 def _requests() -> Iterator[tuple[str, tuple[str, Kind], int]]:
@@ -420,15 +365,28 @@ def _requests() -> Iterator[tuple[str, tuple[str, Kind], int]]:
                     yield model, (name, kind), variant
 
 
-def _children(broker: int) -> dict[int, int]:
-    """RSS in KiB of the server's other processes, which parse texts or speak HTTP, by pid."""
-    found: dict[int, int] = {}
-    for task in Path("/proc/self/task").iterdir():
+def _http(url: str, tenant: str) -> httpx.Client:
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key_of(tenant)}"}, timeout=120, verify=False)
+
+
+def _children(server: int) -> dict[str, float]:
+    """The server's other processes: those that speak HTTP and those that parse texts."""
+    pids = [pid for pid, _ in children_of(server)]
+    for pid in pids:
+        pids += [child for child, _ in children_of(pid)]
+    kinds: dict[str, list[Footprint]] = {"front": [], "text": []}
+    for pid in pids:
         # A process may end between two reads.
         with contextlib.suppress(OSError, ValueError):
-            for pid in map(int, (task / "children").read_text().split()):
-                found[pid] = rss_kib(pid)
-    return {pid: kib for pid, kib in found.items() if pid != broker}
+            is_front = b"front_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            kinds["front" if is_front else "text"].append(footprint_of(pid))
+    figures: dict[str, float] = {}
+    for kind, found in kinds.items():
+        figures[f"{kind}s"] = len(found)
+        # Each open model has a process for texts, so their sum says nothing of growth.
+        figures[f"{kind}_mean_kib"] = sum(one.rss_kib for one in found) / max(1, len(found))
+        figures[f"{kind}_pss_mean_kib"] = sum(one.pss_kib for one in found) / max(1, len(found))
+    return figures
 
 
 def report_of(findings: Findings, samples: list[dict[str, float]]) -> dict[str, Any]:
@@ -461,36 +419,30 @@ def is_sound(report: dict[str, Any]) -> bool:
     return is_flat and not report["wrong"] and not report["failed"] and report["answers"] > 0 < report["revoked"]
 
 
-def make_models(folder: Path) -> dict[str, Path]:
+def make_models(folder: Path) -> None:
     """Write the models: all with a template of tools, one of them with vectors, too."""
-    paths = {name: make_model(folder / name, number) for number, name in enumerate(MODELS)}
-    for path in paths.values():
+    for number, (name, path) in enumerate(model_paths(folder).items()):
+        make_model(path, number)
         settings = json.loads((path / "tokenizer_config.json").read_text())
         (path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES_TEMPLATE}))
-    add_pooling(paths[EMBEDDING_MODEL], MEAN)
-    return paths
+        if name == EMBEDDING_MODEL:
+            add_pooling(path, MEAN)
 
 
 def measure(minutes: float, callers: int, seed: int, say: Callable[[str], object]) -> dict[str, Any]:
     """Run a storm of some minutes; returns its report."""
     with contextlib.ExitStack() as stack:
-        paths = make_models(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-"))))
-        shared = SharedPrefix(SHARED.name, SHARED.token_ids)
-        size = max(engine_bytes(open_model(path), TENANTS, SETTINGS, [shared]) for path in paths.values())
-        address = stack.enter_context(private_daemon("cpu", (str(RESIDENT * size),), settings=PARKING + _TOMBSTONES))
-        specs = {name: ModelSpec(path, TENANTS, SETTINGS, prefixes=(SHARED,)) for name, path in paths.items()}
-        limits = ResidencyLimits(RESIDENT * size, PARKED * size, min_stay_s=1.0)
-        rig = stack.enter_context(pool_rig(address, specs, limits, http_processes=1, tenants=TENANTS))
-        storm = _Storm(rig, callers, seed)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
+        make_models(folder)
+        card = (str(RESIDENT * lease_bytes(folder)),)
+        address = stack.enter_context(private_daemon("cpu", card, settings=PARKING + _TOMBSTONES))
+        server = stack.enter_context(storm_server(address, folder))
+        storm = _Storm(server, callers, seed)
         say("each request alone")
         storm.learn()
         say(f"the storm, for {minutes:g} minutes")
         samples = storm.run(minutes * 60, address, say)
-        changes: Counter[str] = Counter()
-        for (_, kind), count in rig.do(lambda: dict(rig.pool.counts)).items():
-            changes[kind] += count
-        report = report_of(storm.findings, samples) | {"minutes": minutes, "changes": dict(changes)}
-    return report
+        return report_of(storm.findings, samples) | {"minutes": minutes, "changes": server.ask("changes")}
 
 
 @click.command()
