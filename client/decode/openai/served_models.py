@@ -168,7 +168,9 @@ class ManyModels:
             for name, spec in self._pool.specs.items()
             if self._pool.is_permitted(tenant, name)
             for described in _by_names(
-                (name, *spec.aliases), {"gpulease": self._pool.report(name)} | self._length_of(name, tenant)
+                (name, *spec.aliases),
+                {"gpulease": self._pool.report(name) | self._pool.request_counts(name, tenant)}
+                | self._length_of(name, tenant),
             )
         ]
 

@@ -269,7 +269,7 @@ class PageFeed(DecoderObserver):
             "host": self._host if is_seen else "",
             "serving": pool is not None or any(decoder.is_serving for decoder in decoders),
             "models": [
-                {"id": name, **(pool.report(name) if pool else {})}
+                {"id": name, **({} if pool is None else pool.report(name) | pool.request_counts(name, viewer))}
                 for name, spec in served.items()
                 if viewer is None or spec.permits(viewer)
             ],

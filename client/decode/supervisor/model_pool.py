@@ -91,12 +91,13 @@ class ModelUse:
 
     Attributes:
         model: The model's name.
-        spec: Its settings.
-        decoder: Its decoder.
+        tenant: The tenant of the request.
+        spec: The model's settings.
+        decoder: The model's decoder.
     """
 
-    def __init__(self, model: str, spec: ModelSpec, decoder: Decoder) -> None:
-        self.model, self.spec, self.decoder = model, spec, decoder
+    def __init__(self, model: str, tenant: str, spec: ModelSpec, decoder: Decoder) -> None:
+        self.model, self.tenant, self.spec, self.decoder = model, tenant, spec, decoder
         self.held: set[str] = set()
         self.is_finished = False
 
@@ -169,7 +170,8 @@ class ModelPool:
         self._specs, self._limits, self._address = dict(specs), limits, address
         self._observers, self._is_audited, self._clock = observers, is_audited, clock
         self._opened: dict[str, _Opened] = {}
-        self._waiting: dict[int, asyncio.Future[Refuse | None]] = {}
+        # By ticket: the tenant of a request that waits for its model, and its outcome.
+        self._waiting: dict[int, tuple[str, asyncio.Future[Refuse | None]]] = {}
         self._tickets = count(1)
         # By model, with the state of its files and settings then.
         self._computed_by: dict[str, tuple[object, ComputedBy]] = {}
@@ -238,7 +240,7 @@ class ModelPool:
         return ModelState.UNLOADED if resident is None else resident.state
 
     def report(self, model: str) -> dict[str, Any]:
-        """Return a model's state for replies and the page, as a JSON object."""
+        """Return what everybody may know of a model's state, as a JSON object."""
         resident, decoder = self.residency.models.get(model), self.decoders.get(model)
         if resident is None:
             return {"state": ModelState.UNLOADED}
@@ -248,7 +250,18 @@ class ModelPool:
             fields["reason"] = resident.reason
         if decoder is not None and resident.state is ModelState.LOADED and (outage := decoder.outage):
             fields["engine_lost"] = outage.report(self._clock(), time.time())
-        return fields | {"waiting": len(resident.waiting), "in_use": len(resident.in_use)}
+        return fields
+
+    def request_counts(self, model: str, tenant: str | None) -> dict[str, int]:
+        """Return how many requests of a tenant wait for a model and use it; of all tenants for None."""
+        resident, opened = self.residency.models.get(model), self._opened.get(model)
+        if resident is None:
+            return {"waiting": 0, "in_use": 0}
+        if tenant is None:
+            return {"waiting": len(resident.waiting), "in_use": len(resident.in_use)}
+        waiting = [self._waiting[waiter.ticket][0] for waiter in resident.waiting if waiter.ticket in self._waiting]
+        using = [] if opened is None else [use.tenant for use in opened.uses.values()]
+        return {"waiting": waiting.count(tenant), "in_use": using.count(tenant)}
 
     def is_ready(self, model: str) -> bool:
         """Return whether a request would be served: the model did not fail, and its engine is not lost."""
@@ -275,7 +288,8 @@ class ModelPool:
         if not self.is_permitted(tenant, model):
             raise unknown_model(model)
         ticket, now = next(self._tickets), self._clock()
-        admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[Refuse | None] = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = tenant, admitted
         self._apply(self.residency.request(ticket, model, now, now + wait_s))
         try:
             if not admitted.done():
@@ -293,7 +307,7 @@ class ModelPool:
             self._waiting.pop(ticket, None)
             self._apply(self.residency.release(ticket, self._clock()))
             raise
-        use = opened.uses[ticket] = ModelUse(model, opened.spec, opened.decoder)
+        use = opened.uses[ticket] = ModelUse(model, tenant, opened.spec, opened.decoder)
         try:
             yield use
         finally:
@@ -401,7 +415,7 @@ class ModelPool:
         self._set_timer()
 
     def _settle(self, ticket: int, refusal: Refuse | None) -> None:
-        admitted = self._waiting.pop(ticket, None)
+        _, admitted = self._waiting.pop(ticket, ("", None))
         # Without one, the caller is gone, and `use` has released the ticket or is about to.
         if admitted is not None and not admitted.done():
             admitted.set_result(refusal)

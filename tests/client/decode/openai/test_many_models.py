@@ -297,6 +297,48 @@ def test_the_page_shows_the_models_and_revokes_a_tenant_s_regions(rig: PoolRig) 
     assert (rig.text("a"), rig.text("b", "bob")) == wanted
 
 
+def test_a_tenant_sees_the_counts_of_its_own_requests_alone(rig: PoolRig) -> None:
+    def counts(models: list[dict[str, Any]], model: str = "a") -> tuple[int, int]:
+        (found,) = [one.get("gpulease", one) for one in models if one["id"] == model]
+        return found["waiting"], found["in_use"]
+
+    def listed(tenant: str) -> tuple[int, int]:
+        with rig.http(tenant) as http:
+            return counts(http.get("/v1/models").json()["data"])
+
+    def paged(tenant: str) -> tuple[int, int]:
+        with rig.http(tenant) as http, http.stream("GET", "/page/events") as reply:
+            (state, *_), _ = events_of(itertools.islice(reply.iter_lines(), 2))
+        return counts(state["models"])
+
+    rig.text("a")
+    using = [rig.pool.use("a", tenant=tenant, wait_s=60) for tenant in ("ann", "ann", "bob")]
+    uses = [rig.wait_for(use.__aenter__()) for use in using]
+    try:
+        assert [use.tenant for use in uses] == ["ann", "ann", "bob"]
+        assert (listed("ann"), listed("bob")) == ((0, 2), (0, 1))
+        wait_until(lambda: (paged("ann"), paged("bob"), paged("operator")) == ((0, 2), (0, 1), (0, 3)), "the counts")
+        with rig.http() as http:
+            # These need no key.
+            for path in ("/healthz", "/ready"):
+                assert http.get(path).json()["models"]["a"].keys() == {"state", "memory_bytes", "ready"}, path
+    finally:
+        for use in using:
+            rig.wait_for(use.__aexit__(None, None, None))
+    assert (listed("ann"), listed("bob")) == ((0, 0), (0, 0))
+
+
+async def count_while_waiting(rig: PoolRig, paths: dict[str, Path]) -> None:
+    """Count a tenant's requests that wait for a model, which another tenant does not see."""
+    await rig.pool.change({"a": spec(paths["a"], wait_s=32.0)})
+    waiting = asyncio.create_task(rig.pool.use("a", tenant="bob", wait_s=60).__aenter__())
+    await asyncio.sleep(0)
+    found = [rig.pool.request_counts("a", tenant)["waiting"] for tenant in ("ann", "bob", None)]
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert (found, rig.pool.request_counts("a", "bob")["waiting"]) == ([0, 1, 1], 0)
+
+
 def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: dict[str, Path]) -> None:
     specs = {name: spec(paths[name]) for name in ("a", "b")}
     with pool_rig(node.address, specs, limits(models=1), load_wait_s=0.2) as rig, rig.http() as http:
@@ -381,6 +423,7 @@ def test_a_reload_adds_and_removes_models_while_others_serve(node: Daemon, paths
         assert count(rig, "b", "load") == 1
         rig.wait_for(rig.pool.change(specs))
         assert http.post("/v1/completions", json=asked("org/b")).status_code == 404
+        rig.wait_for(count_while_waiting(rig, paths))
         rig.wait_for(withdraw_while_waiting(rig, paths))
         rig.wait_for(remove_while_read(rig))
         # A model with other shared prefixes is loaded again. Neither tenant has sent one of them before.
