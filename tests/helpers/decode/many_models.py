@@ -63,7 +63,7 @@ class PoolRig:
 
     def http(self, tenant: str = "ann") -> httpx.Client:
         headers = {"Authorization": f"Bearer {key_of(tenant)}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=120, verify=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=600, verify=False)
 
     def complete(self, model: str, tenant: str = "ann", **body: Any) -> dict[str, Any]:
         """A completion's reply, which must be one."""
@@ -98,7 +98,7 @@ def pool_rig(
     address: str,
     specs: Mapping[str, ModelSpec],
     limits: ResidencyLimits,
-    load_wait_s: float = 100.0,
+    load_wait_s: float = 500.0,
     http_processes: int = 0,
     *,
     tenants: Sequence[TenantConfig] = (ANN, BOB),

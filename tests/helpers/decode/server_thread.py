@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import uvicorn
 
-START_LIMIT_S: Final = 120.0
+START_LIMIT_S: Final = 600.0
 
 
 @contextmanager
