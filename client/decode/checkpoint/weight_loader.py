@@ -328,7 +328,8 @@ async def load_weights(
     session's errors.
     """
     # Refuse a lease that is too small before the first byte is read: a large model takes minutes.
-    image = _Image(checkpoint, packed, positions)
+    # In a thread: with thousands of tensors this takes long enough to delay the steps of other models.
+    image = await asyncio.to_thread(_Image, checkpoint, packed, positions)
     image_bytes = _page_bytes(image)
     if image_bytes > session.slice_bytes:
         raise AllocFailed(

@@ -7,7 +7,7 @@ never of R, so a row's bits are the same in every step (kernels/triton_source.py
 
 import asyncio
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -57,8 +57,11 @@ Models that exceed it have only the graphs that they need, and a larger lease (`
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
 
-LAUNCHES_A_TURN: Final = 32
-"""Most launches in one turn of the event loop. Recording one takes about 30 us of Python."""
+LAUNCHES_A_TURN: Final = 8
+"""Most launches in one turn of the event loop, in which no step of another model is planned.
+
+Recording one takes about 30 us of Python. A turn costs about 10 us, and another model's step several turns.
+"""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
@@ -311,12 +314,13 @@ class ForwardPass:
         # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
+        # It counts all launches of a step, which takes milliseconds for many layers.
+        await asyncio.to_thread(lambda: self._computes_few_logits)
         # A kernel per shape and number of rows: load those that any bucket uses, before the graphs are recorded.
         for rows in buckets_of(self.limits.max_rows):
             for kind in self.kinds(rows):
-                names = dict.fromkeys(launch.name for launch in self.launches(rows, kind))
-                await self.library.load(*names)
-                await asyncio.sleep(0)
+                async for launch in self._in_turns(rows, kind):
+                    await self.library.load(launch.name)
 
     def kinds(self, rows: int) -> list[StepKind]:
         """Return the kinds of steps of `rows` rows. Steps that are cut have no kernels for prompts."""
@@ -329,9 +333,16 @@ class ForwardPass:
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
-        for number, launch in enumerate(self.launches(rows, kind), 1):
+        async for launch in self._in_turns(rows, kind):
             await self.library.launch(launch)
-            # A launch that is recorded waits for nothing, so other models' steps would not get their turns.
+
+    async def _in_turns(self, rows: int, kind: StepKind) -> AsyncIterator[KernelLaunch]:
+        """Yield `launches`, and give the event loop a turn now and then.
+
+        A launch that is recorded waits for nothing, so other models' steps would not get their turns.
+        """
+        for number, launch in enumerate(self.launches(rows, kind), 1):
+            yield launch
             if number % LAUNCHES_A_TURN == 0:
                 await asyncio.sleep(0)
 

@@ -258,7 +258,10 @@ class Decoder:
         has the room, and the errors of `GpuBuilder.acquire`.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        spec = _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable)
+        # In a thread: it lays out all tensors, and other decoders of this process continue meanwhile.
+        spec = await asyncio.to_thread(
+            _engine_spec, checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable
+        )
         # Check everything that needs no daemon before the lease is acquired.
         scheduler = ContinuousBatchScheduler(
             _scheduler_settings(settings, checkpoint.config, spec.limits.positions), spec.tenants

@@ -440,7 +440,8 @@ class ModelPool:
                 # At the unload, rather than when the garbage collector finds the decoder.
                 stack.callback(checkpoint.close)
                 prefixes = await asyncio.to_thread(self._shared_of, model, checkpoint, spec)
-                self._check_size(model, engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes))
+                size = await asyncio.to_thread(engine_bytes, checkpoint, spec.tenants, spec.settings, prefixes)
+                self._check_size(model, size)
                 observers = [*self._observers(model), _PoolFeed(self, model, opened)]
                 audit = None
                 if self._is_audited:

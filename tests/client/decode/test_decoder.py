@@ -2,18 +2,21 @@
 
 import asyncio
 import logging
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from gpulease.client.decode.checkpoint import RandomCheckpoint
+from gpulease.client.decode.checkpoint import RandomCheckpoint, weight_loader
 from gpulease.client.decode.decode_errors import CompletionReason, NoModelLoaded, RequestRejected, WaitedTooLong
 from gpulease.client.decode.decode_requests import TenantConfig
 from gpulease.client.decode.engine import engine, forward_pass
 from gpulease.client.decode.engine.engine import BlockPool
 from gpulease.client.decode.engine.forward_pass import head_rows_of
+from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary
 from gpulease.client.decode.supervisor import tenant_moves
 from gpulease.client.decode.supervisor.decoder import Decoder
 from gpulease.client.decode.supervisor.generation import Emitted
@@ -399,3 +402,39 @@ def test_an_engine_of_the_latency_class_needs_the_operator_s_permission(daemon: 
                 pass
 
     asyncio.run(scene())
+
+
+def test_a_load_takes_short_turns_of_the_loop_and_lays_its_tensors_out_in_threads(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other models' steps are planned between these turns."""
+    turn, launches_by_turn, layout_threads = 0, Counter[int](), set[int]()
+
+    class Image(weight_loader._Image):
+        def __init__(self, *arguments: Any) -> None:
+            layout_threads.add(threading.get_ident())
+            super().__init__(*arguments)
+
+    class Library(KernelLibrary):
+        async def launch(self, launch: KernelLaunch) -> None:
+            launches_by_turn[turn] += 1
+            await super().launch(launch)
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def scene() -> None:
+        counting = asyncio.create_task(count_turns())
+        async with Decoder.open(RandomCheckpoint(TINY, 1), (), SETTINGS, address=daemon.address):
+            counting.cancel()
+
+    monkeypatch.setattr(weight_loader, "_Image", Image)
+    monkeypatch.setattr(forward_pass, "KernelLibrary", Library)
+    asyncio.run(scene())
+    assert launches_by_turn.total() > 100
+    assert max(launches_by_turn.values()) <= forward_pass.LAUNCHES_A_TURN
+    assert layout_threads
+    assert threading.get_ident() not in layout_threads
