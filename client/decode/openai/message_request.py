@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from gpulease.client.decode.openai.api_errors import ApiError, invalid
-from gpulease.client.decode.openai.completion_request import check_model, parse_chat_prompt, parse_object
+from gpulease.client.decode.openai.completion_request import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    check_model,
+    parse_chat_prompt,
+    parse_object,
+)
 from gpulease.client.decode.openai.prompt_job import about, read_as_chat
 from gpulease.client.decode.openai.request_parameters import RequestParameter, check_parameters
 from gpulease.client.texts import quoted
@@ -24,6 +30,9 @@ COUNTED: Final[Mapping[str, RequestParameter]] = {
     "cache_control": _IGNORED,
     "messages": _USED,
     "model": _USED,
+    # The form of the answer is no part of its prompt.
+    "output_config": _USED,
+    "speed": RequestParameter(neutral=("standard",)),
     "system": _USED,
     "thinking": RequestParameter(neutral=({"type": "disabled"},)),
     "tool_choice": _USED,
@@ -35,10 +44,11 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     **COUNTED,
     "container": _REFUSED,
     "context_management": _REFUSED,
+    "diagnostics": _REFUSED,
+    "inference_geo": _REFUSED,
     "max_tokens": _USED,
     "mcp_servers": RequestParameter(neutral=([],)),
     "metadata": _IGNORED,
-    "output_config": RequestParameter(neutral=({},)),
     "output_format": _REFUSED,
     "service_tier": _IGNORED,
     "stop_sequences": _USED,
@@ -46,18 +56,29 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "temperature": _USED,
     "top_k": _USED,
     "top_p": _USED,
+    "user_profile_id": _REFUSED,
+    "workspace_id": _REFUSED,
 }
 """The parameters of a message's body, by their names."""
 
 _SAME_NAMES: Final = ("model", "max_tokens", "stream", "temperature", "top_k", "top_p")
 """The parameters that a chat has by the same name and with the same values."""
 
-_NAMES: Final = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice"}
-"""Parameters of a chat, by the message's parameters with another name. Errors of the chat are translated by this
-table."""
+_NAMES: Final = {
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice",
+    "continue_final_message": "messages",
+    "response_format": "output_config",
+}
+"""The message's parameters by those of a chat with other names. Errors of the chat are translated by this table."""
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 """Chats' values of `tool_choice`, by the types of messages'."""
+
+TURN_GAP: Final = "\n\n"
+"""What separates the texts of consecutive messages of one role."""
+
+_TEXT_AFTER_CALL: Final = "a text after a tool_use is not supported"
 
 _TOOL_MEMBERS: Final = ("type", "name", "description", "input_schema", "cache_control", "strict")
 _MESSAGE_MEMBERS: Final = ("role", "content")
@@ -113,6 +134,8 @@ def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     messages = _messages(parameters.get("messages"))
     # The answer continues an assistant's message at the end.
     if messages[-1]["role"] == "assistant":
+        if "tool_calls" in messages[-1]:
+            raise invalid("messages end with a tool_use; send its tool_result after it", "messages")
         chat["continue_final_message"] = True
     if (system := parameters.get("system")) is not None:
         messages.insert(0, {"role": "system", "content": _text("system", system, "system")})
@@ -121,11 +144,30 @@ def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(stops, list):
             raise invalid("stop_sequences must be a list of strings", "stop_sequences")
         chat["stop"] = stops
+    if (form := _answer_form(parameters.get("output_config"))) is not None:
+        chat["response_format"] = form
     if parameters.get("tools") is not None:
         chat["tools"] = _tools(parameters["tools"])
     if (choice := parameters.get("tool_choice")) is not None:
-        chat |= _tool_choice(choice)
+        chat |= _tool_choice(choice, [tool["function"].get("name") for tool in chat.get("tools", [])])
     return chat
+
+
+def _answer_form(config: Any) -> dict[str, Any] | None:
+    """Return the chat's `response_format` for an `output_config`; None for any text."""
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise invalid("output_config must be an object", "output_config")
+    _check_members("output_config", config, ("format",), "output_config")
+    if (form := config.get("format")) is None:
+        return None
+    schema = form.get("schema") if isinstance(form, dict) and form.get("type") == "json_schema" else None
+    if not isinstance(schema, dict):
+        text = "output_config.format must have the type json_schema, and a JSON Schema as its schema"
+        raise invalid(text, "output_config")
+    _check_members("output_config.format", form, ("type", "schema"), "output_config")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -141,12 +183,29 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         _check_members(where, message, _MESSAGE_MEMBERS, "messages")
         content = message.get("content")
         if isinstance(content, str):
-            messages.append({"role": role, "content": content})
+            _add_turn(where, messages, {"role": role, "content": content})
             continue
         if not isinstance(content, list) or not content:
             raise invalid(f"{where}: content must be a string or a list of blocks, and not empty", "messages")
-        messages += _assistant(where, content) if role == "assistant" else _user(where, content)
+        for turn in _assistant(where, content) if role == "assistant" else _user(where, content):
+            _add_turn(where, messages, turn)
+        if len(messages[-1].get("tool_calls", [])) > MAX_CALLS:
+            raise invalid(f"{where}: a turn has at most {MAX_CALLS} blocks of the type tool_use", "messages")
     return messages
+
+
+def _add_turn(where: str, messages: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Add a message of a chat. Consecutive ones of one role are one turn, as in Anthropic's API."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != turn["role"] or turn["role"] == "tool":
+        messages.append(turn)
+        return
+    if turn["content"]:
+        if "tool_calls" in last:
+            raise invalid(f"{where}: {_TEXT_AFTER_CALL}", "messages", "unsupported_parameter")
+        last["content"] = TURN_GAP.join(filter(None, (last["content"], turn["content"])))
+    if calls := turn.get("tool_calls"):
+        last.setdefault("tool_calls", []).extend(calls)
 
 
 def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
@@ -155,7 +214,7 @@ def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
     for block in blocks:
         if _kind(block) == "tool_result":
             _check_members(where, block, _BLOCK_MEMBERS["tool_result"], "messages")
-            _check_id(where, block, "tool_use_id")
+            _check_text(where, block, "tool_use_id")
             # Templates have no field for `is_error`; the content describes the error.
             content = block.get("content")
             text = "" if content is None else _text(where, content, "messages")
@@ -174,15 +233,14 @@ def _assistant(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
     for block in blocks:
         if _kind(block) == "tool_use":
             _check_members(where, block, _BLOCK_MEMBERS["tool_use"], "messages")
-            _check_id(where, block, "id")
+            for name in ("id", "name"):
+                _check_text(where, block, name)
             if not isinstance(block.get("input"), dict):
                 raise invalid(f"{where}: the input of a tool_use must be an object", "messages")
-            function = {"name": block.get("name"), "arguments": block["input"]}
-            message.setdefault("tool_calls", []).append(
-                {"id": block.get("id"), "type": "function", "function": function}
-            )
+            function = {"name": block["name"], "arguments": block["input"]}
+            message.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
         elif "tool_calls" in message:
-            raise invalid(f"{where}: a text after a tool_use is not supported", "messages", "unsupported_parameter")
+            raise invalid(f"{where}: {_TEXT_AFTER_CALL}", "messages", "unsupported_parameter")
         else:
             message["content"] += _text(where, [block], "messages")
     return [message]
@@ -199,7 +257,7 @@ def _check_members(where: str, item: Mapping[str, Any], members: tuple[str, ...]
             raise invalid(f"{where}: {quoted(name)} is not supported", parameter, "unsupported_parameter")
 
 
-def _check_id(where: str, block: Mapping[str, Any], name: str) -> None:
+def _check_text(where: str, block: Mapping[str, Any], name: str) -> None:
     if not isinstance(block.get(name), str):
         raise invalid(f"{where}: {name} must be a string, not {quoted(block.get(name))}", "messages")
 
@@ -220,26 +278,31 @@ def _text(where: str, content: Any, parameter: str) -> str:
     return "".join(texts)
 
 
-def _tools(tools: Any) -> Any:
-    """Return the chat's tools. The chat checks names and schemas."""
-    if not isinstance(tools, list):
-        return tools
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    """Return the chat's tools. The chat checks their names."""
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise invalid(f"tools must be a list of at most {MAX_TOOLS} tools", "tools")
     functions = []
     for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
-            raise invalid(f"tools[{number}] must have the type custom; the server has no tools of its own", "tools")
-        _check_members(f"tools[{number}]", tool, _TOOL_MEMBERS, "tools")
+            raise invalid(f"{where} must have the type custom; the server has no tools of its own", "tools")
+        _check_members(where, tool, _TOOL_MEMBERS, "tools")
+        if not isinstance(tool.get("input_schema"), dict):
+            raise invalid(f"{where}: input_schema must be a JSON Schema, an object", "tools")
         members = {"name": "name", "description": "description", "input_schema": "parameters"}
         function = {other: tool[name] for name, other in members.items() if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
     return functions
 
 
-def _tool_choice(choice: Any) -> dict[str, Any]:
-    """Return the parameters of a chat for a `tool_choice`."""
+def _tool_choice(choice: Any, names: list[Any]) -> dict[str, Any]:
+    """Return the parameters of a chat for a `tool_choice` among tools with these names."""
     if not isinstance(choice, dict) or choice.get("type") not in (*_CHOICES, "tool"):
         raise invalid("tool_choice must have the type auto, any, tool or none", "tool_choice")
     _check_members("tool_choice", choice, _CHOICE_MEMBERS, "tool_choice")
+    if choice["type"] == "tool" and choice.get("name") not in names:
+        raise invalid(f"tool_choice: name {quoted(choice.get('name'))} must be that of one of the tools", "tool_choice")
     chosen: Any = _CHOICES.get(choice["type"]) or {"type": "function", "function": {"name": choice.get("name")}}
     alone = choice.get("disable_parallel_tool_use")
     if alone is not None and not isinstance(alone, bool):

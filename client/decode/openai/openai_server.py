@@ -238,7 +238,7 @@ def browsers_of(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
         )
     ]
 
@@ -257,7 +257,7 @@ class OpenAiFace:
 
     async def complete(self, request: Request, send: Send, *, is_chat: bool) -> None:
         """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
-        reply = _Reply(send, request_id_of(request))
+        reply = _Reply(send, request)
         await _served(self._source.log, reply, self._serve(request, reply, is_chat=is_chat))
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
@@ -370,7 +370,7 @@ class _Models:
         return self._reply_for(request, describe)
 
     def _reply_for(self, request: Request, describe: Callable[[str], dict[str, Any]]) -> Response:
-        headers = {"X-Request-Id": request_id_of(request)}
+        headers = id_headers_of(request.scope, request_id_of(request))
         try:
             return Response(json.dumps(describe(tenant_of(self._keys, request))), 200, headers, JSON)
         except ApiError as error:
@@ -440,7 +440,7 @@ class _Texts:
         """Reply with what `run` returns for the model that the body names: the request's, unless one is given."""
         # The same id as in the log.
         tenant, request_id = "", request_id_of(request)
-        headers = {"X-Request-Id": request_id}
+        headers = id_headers_of(request.scope, request_id)
         try:
             tenant = tenant_of(self._keys, request)
             # A text costs as much as a prompt's, so it takes a place like one.
@@ -469,7 +469,7 @@ class _EngineEndpoint(ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        reply = _Reply(send, request_id_of(request), error_form_of(scope))
+        reply = _Reply(send, request)
         await _served(self._models.log, reply, self._serve(request, reply))
 
     @abstractmethod
@@ -662,10 +662,11 @@ class _Reply:
         is_started: Whether the head was sent. From then on, an error can only be an event of the stream.
     """
 
-    def __init__(self, send: Send, request_id: str, error_form: ErrorForm = ApiError.body) -> None:
-        self.request_id, self.tenant = request_id, ""
+    def __init__(self, send: Send, request: Request) -> None:
+        self.request_id, self.tenant = request_id_of(request), ""
         self.is_body_read = self.is_started = False
-        self._send, self._error_form = send, error_form
+        self._send, self._error_form = send, error_form_of(request.scope)
+        self._id_headers = id_headers_of(request.scope, self.request_id)
         self._is_silent = False
 
     async def read(self, request: Request) -> bytes:
@@ -752,7 +753,7 @@ class _Reply:
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_started = True
-        sent = {"X-Request-Id": self.request_id, **headers}
+        sent = {**self._id_headers, **headers}
         # ASGI's headers are pairs of bytes with names in lower case.
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()]
         await self._timely({"type": "http.response.start", "status": status, "headers": pairs})
@@ -818,8 +819,18 @@ def request_id_of(request: Request) -> str:
 
 def error_form_of(scope: Scope) -> ErrorForm:
     """Return the form of a request's errors: Anthropic's at its API's paths, also before an endpoint sees it."""
-    is_message = scope["path"] == MESSAGES_PATH or scope["path"].startswith(f"{MESSAGES_PATH}/")
-    return message_events.error_body if is_message else ApiError.body
+    return message_events.error_body if _is_message(scope) else ApiError.body
+
+
+def id_headers_of(scope: Scope, request_id: str) -> dict[str, str]:
+    """Return the headers with a request's id; Anthropic's clients read it from another one."""
+    headers = {"X-Request-Id": request_id}
+    return headers | {"Request-Id": request_id} if _is_message(scope) else headers
+
+
+def _is_message(scope: Scope) -> bool:
+    path = str(scope["path"])
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None, form: ErrorForm = ApiError.body) -> Response:
@@ -832,14 +843,14 @@ def refuse(scope: Scope, problem: Problem) -> Response:
     # The operator's page reads problems; all other paths are for clients of OpenAI's API.
     if scope["path"] == "/" or scope["path"].startswith("/page/"):
         return refuse_as_problem(scope, problem)
-    headers = {"Connection": "close", "X-Request-Id": request_id_of(Request(scope))}
+    headers = {"Connection": "close", **id_headers_of(scope, request_id_of(Request(scope)))}
     return refusal_of(error_of_problem(problem), headers, error_form_of(scope))
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     text = f"{request.method} {quoted(request.scope['path'])} is not served here"
-    headers, form = {"X-Request-Id": request_id_of(request)}, error_form_of(request.scope)
+    headers, form = id_headers_of(request.scope, request_id_of(request)), error_form_of(request.scope)
     if status == 404:
         return refusal_of(ApiError(status, "not_found", f"{text}."), headers, form)
     # Starlette knows the methods of the path (RFC 9110, 15.5.6: the reply must have them).
@@ -854,7 +865,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after the reply, so the log has its traceback.
     text = "The server failed; its log says more."
-    headers = {"X-Request-Id": request_id_of(request)}
+    headers = id_headers_of(request.scope, request_id_of(request))
     return refusal_of(ApiError(FAILED, "internal_error", text), headers, error_form_of(request.scope))
 
 

@@ -1,6 +1,7 @@
 """The job that parses a request's body in a text process: JSON of up to 4 MiB is also a tenant's text."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -69,6 +70,9 @@ def read_as_chat(
         raise
     if "error" in answer:
         status, code, message, param, retry_after_s = answer["error"]
+        for name, other in parameters.items():
+            # Errors begin with their parameter. Elsewhere, a name without an underline may be a word of the text.
+            message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}\b", other, message)
         return {"error": (status, code, message, parameters.get(param or "", param), retry_after_s)}
     return answer
 

@@ -304,6 +304,84 @@ def litellm_maps_errors_and_tries_again(server: Server) -> None:
     assert litellm.completion(**asked_of(server, max_retries=4)).choices[0].message.content
 
 
+# --- anthropic ---
+
+
+def anthropic(server: Server, tenant: str = "ann", **options: Any) -> Any:
+    given = {"base_url": server.url, "api_key": key_of(tenant), "max_retries": 0} | options
+    return import_module("anthropic").Anthropic(**given)
+
+
+def said_to(**options: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": TEXT}]
+    # Its later versions have no parameter for the temperature.
+    return {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}, "messages": messages} | options
+
+
+@scenario("anthropic")
+def anthropic_s_messages_and_streams(server: Server) -> None:
+    client = anthropic(server)
+    whole = client.messages.create(**said_to(system="Be brief.", stop_sequences=["never"]))
+    (block,) = whole.content
+    assert (whole.role, block.type, whole.stop_reason) == ("assistant", "text", "max_tokens")
+    assert whole._request_id
+    with client.messages.stream(**said_to(system="Be brief.", stop_sequences=["never"])) as stream:
+        assert "".join(stream.text_stream) == block.text
+        last = stream.get_final_message()
+    assert ([part.text for part in last.content], last.stop_reason) == ([block.text], whole.stop_reason)
+    counted = client.messages.count_tokens(model=MODEL, system="Be brief.", messages=said_to()["messages"])
+    assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+
+    async def other() -> Any:
+        client = import_module("anthropic").AsyncAnthropic(base_url=server.url, api_key=key_of("ann"))
+        return await client.messages.create(**said_to(system="Be brief."))
+
+    assert asyncio.run(other()).content == whole.content
+    # As in its API, turns of one role may follow each other.
+    turns = [{"role": "user", "content": "And?"}, {"role": "user", "content": [{"type": "text", "text": TEXT}]}]
+    assert client.messages.create(**said_to(messages=turns)).content
+
+
+@scenario("anthropic")
+def anthropic_calls_tools_and_sends_their_results(server: Server) -> None:
+    client = anthropic(server)
+    tool = {"name": "walk", "description": "Walk.", "input_schema": WALK["parameters"]}
+    asked = said_to(tools=[tool], tool_choice={"type": "tool", "name": "walk"})
+    whole = client.messages.create(**asked)
+    (call,) = whole.content
+    assert (call.type, call.name, call.input.keys(), whole.stop_reason) == ("tool_use", "walk", {"go"}, "tool_use")
+    with client.messages.stream(**asked) as stream:
+        (streamed,) = stream.get_final_message().content
+    assert (streamed.name, streamed.input) == (call.name, call.input)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
+    # What the client got is sent back as it is.
+    talk = [*asked["messages"], {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
+    assert client.messages.create(**said_to(messages=talk, tools=[tool])).content
+
+
+@scenario("anthropic")
+def anthropic_parses_structured_output(server: Server) -> None:
+    parsed = anthropic(server).messages.parse(**said_to(), output_format=Place)
+    assert isinstance(parsed.parsed_output, Place)
+
+
+@scenario("anthropic")
+def anthropic_s_errors_are_its_own(server: Server) -> None:
+    module = import_module("anthropic")
+    with pytest.raises(module.AuthenticationError):
+        anthropic(server, "nobody").messages.create(**said_to())
+    with pytest.raises(module.NotFoundError):
+        anthropic(server).messages.create(**said_to(model="another"))
+    with pytest.raises(module.BadRequestError, match=r"stop_sequences .* at most 16") as refused:
+        anthropic(server).messages.create(**said_to(stop_sequences=["a"] * 17))
+    assert refused.value.request_id
+    server.order("suspend")
+    with pytest.raises(module.InternalServerError):
+        anthropic(server).messages.create(**said_to())
+    server.order("resume soon")
+    assert anthropic(server, max_retries=4).messages.create(**said_to()).content
+
+
 # --- llama-index ---
 
 

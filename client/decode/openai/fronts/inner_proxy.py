@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from gpulease.client.decode.first_ended import first_ended
 from gpulease.client.decode.openai.api_errors import OVERLOADED, RETRY_AFTER_S, error_of_problem
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
-from gpulease.client.decode.openai.openai_server import error_form_of, refusal_of, request_id_of
+from gpulease.client.decode.openai.openai_server import error_form_of, id_headers_of, refusal_of, request_id_of
 from gpulease.client.http.application import BODY_LIMIT_S, disconnected, read_body
 from gpulease.client.http.problems import Problem, RequestRefused
 
@@ -46,7 +46,7 @@ class InnerProxy:
         except (RequestRefused, OSError) as error:
             problem = error.problem if isinstance(error, RequestRefused) else STOPPING
             # The body may still be arriving, so this connection can't carry another request.
-            headers = {"Connection": "close", "X-Request-Id": request_id_of(request)}
+            headers = {"Connection": "close", **id_headers_of(scope, request_id_of(request))}
             await refusal_of(error_of_problem(problem), headers, error_form_of(scope))(scope, receive, send)
             return
         with sock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +13,15 @@ import httpx
 import jsonschema
 import pytest
 
-from gpulease.client.decode import TINY_MODEL
+from gpulease.client.decode import TINY_MODEL, open_model
 from gpulease.client.decode.openai.answer_text import AnswerPiece
 from gpulease.client.decode.openai.api_errors import ApiError
 from gpulease.client.decode.openai.completion_intake import MAX_BODY_BYTES
 from gpulease.client.decode.openai.completion_replies import TokenCounts
 from gpulease.client.decode.openai.message_events import MessageEvents, error_body
-from gpulease.client.decode.openai.message_request import PARAMETERS, chat_of
+from gpulease.client.decode.openai.message_request import PARAMETERS, chat_of, read_message
 from gpulease.client.decode.openai.tool_formats import CallPart
+from gpulease.client.decode.text.prompt_reader import PromptReader
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, key_of, openai_rig
 from helpers.decode.tiny_copies import HERMES_TEMPLATE
@@ -31,6 +33,7 @@ TOOLS = [
     {"name": "look", "description": "See", "input_schema": PLACE},
     {"type": "custom", "name": "walk", "input_schema": SHORT, "cache_control": {"type": "ephemeral"}},
 ]
+FORM = {"format": {"type": "json_schema", "schema": PLACE}}
 OF_CHAT = [
     {"type": "function", "function": {"name": "look", "description": "See", "parameters": PLACE}},
     {"type": "function", "function": {"name": "walk", "parameters": SHORT}},
@@ -160,6 +163,16 @@ def test_tools_are_called_as_in_the_chat(http: httpx.Client) -> None:
         assert streamed["stop_reason"] == "tool_use"
 
 
+def test_an_answer_has_the_form_that_the_message_gives(http: httpx.Client) -> None:
+    whole = message(http, max_tokens=80, output_config=FORM, speed="standard")
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": PLACE}}
+    same = chat(http, max_tokens=80, response_format=form)["choices"][0]["message"]["content"]
+    assert [block["text"] for block in whole["content"]] == [same]
+    jsonschema.validate(json.loads(same), PLACE)
+    counted = http.post("/v1/messages/count_tokens", json={"messages": USER, "output_config": FORM})
+    assert counted.status_code == 200
+
+
 def test_a_stop_is_named_and_an_assistant_s_last_message_is_continued(http: httpx.Client) -> None:
     text = message(http)["content"][0]["text"]
     stop = text[4:7]
@@ -242,6 +255,21 @@ def test_what_no_endpoint_sees_is_refused_in_the_form_of_its_path(http: httpx.Cl
     assert "type" not in http.get("/v1/messages_of").json()
 
 
+def test_the_request_s_id_is_also_where_anthropic_s_clients_look_for_it(http: httpx.Client) -> None:
+    body = {"messages": USER, "max_tokens": 2}
+    replies = [
+        http.post("/v1/messages", json=body, headers={"X-Request-Id": "mine"}),
+        http.post("/v1/messages", json=body | {"stream": True}, headers={"X-Request-Id": "mine"}),
+        http.post("/v1/messages/count_tokens", json={"messages": USER}, headers={"X-Request-Id": "mine"}),
+        http.post("/v1/messages", json={}, headers={"X-Request-Id": "mine"}),
+        http.get("/v1/messages", headers={"X-Request-Id": "mine"}),
+    ]
+    assert [reply.status_code for reply in replies] == [200, 200, 200, 400, 405]
+    for reply in replies:
+        assert (reply.headers["Request-Id"], reply.headers["X-Request-Id"]) == ("mine", "mine")
+    assert "Request-Id" not in http.get("/v1/models").headers
+
+
 def test_a_key_is_needed_in_either_header(rig: OpenAiRig, http: httpx.Client) -> None:
     with httpx.Client(base_url=rig.url) as anyone:
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
@@ -296,6 +324,59 @@ def test_messages_become_those_of_a_chat() -> None:
             {"role": "user", "content": "d"},
         ],
     }
+
+
+def test_consecutive_turns_of_one_role_are_one() -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": called()["content"]},
+        {"role": "assistant", "content": called(id="t2", name="walk")["content"]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "r"}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2", "content": "s"}]},
+        {"role": "user", "content": "e"},
+        {"role": "user", "content": ""},
+        {"role": "user", "content": "f"},
+    ]
+    user, assistant, *results, last = chat_of({"messages": turns, "max_tokens": 5})["messages"]
+    assert user == {"role": "user", "content": "a\n\nbc"}
+    assert (assistant["role"], assistant["content"]) == ("assistant", "d")
+    assert [call["id"] for call in assistant["tool_calls"]] == ["t1", "t2"]
+    assert [(result["role"], result["tool_call_id"]) for result in results] == [("tool", "t1"), ("tool", "t2")]
+    assert last == {"role": "user", "content": "e\n\nf"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences must be a string or a list of at most 16 strings"),
+        ({"stop_sequences": [""]}, "stop_sequences ''; each must be"),
+        ({"stop_sequences": ["a"], "tools": TOOLS}, "stop_sequences can't be combined with tools"),
+        ({"tools": [{"name": "look"}]}, "tools[0]: input_schema must be a JSON Schema"),
+        ({"tools": TOOLS[:1] * 129}, "tools must be a list of at most 128 tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "run"}}, "tool_choice: name 'run' must be that of"),
+        ({"messages": [*USER, called(name=None), *USER]}, "messages[1]: name must be a string"),
+        ({"messages": [*USER, called()]}, "messages end with a tool_use; send its tool_result"),
+        (
+            {"messages": [*USER, called(), {"role": "assistant", "content": "x"}]},
+            "messages[2]: a text after a tool_use",
+        ),
+        ({"messages": [*USER, *[called()] * 129, *USER]}, "messages[129]: a turn has at most 128 blocks"),
+        ({"max_tokens": 0}, "max_tokens = 0; send 1 or more"),
+        ({"output_config": {"effort": "high"}}, "output_config: 'effort' is not supported"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format must have the type json_schema"),
+        ({"output_config": FORM, "stop_sequences": ["a"]}, "stop_sequences can't be combined with output_config"),
+        ({"speed": "fast"}, "speed"),
+        ({"inference_geo": "eu"}, "inference_geo"),
+    ],
+)
+def test_errors_use_the_words_of_the_messages(options: dict[str, Any], text: str) -> None:
+    reader = PromptReader(open_model(TINY_MODEL).tokenizer(), 160)
+    body = {"messages": USER, "max_tokens": 4} | options
+    (_, _, message, param, _) = read_message(reader, json.dumps(body).encode(), True, 1, [MODEL])["error"]
+    assert message.startswith(text), message
+    assert param == re.match(r"\w+", text)[0]  # type: ignore[index]
 
 
 def test_a_text_and_calls_are_blocks_one_behind_the_other() -> None:
