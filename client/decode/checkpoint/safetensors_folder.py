@@ -48,6 +48,9 @@ descriptors: its mapping's and one for reading ahead."""
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
 """The types that are read, by safetensors' names."""
 
+ADAPTER: Final = "adapter_config.json"
+"""The file by which a folder has an adapter, as peft writes it."""
+
 TURNED: Final = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 """Suffixes of the names of tensors with rows that positions turn."""
 
@@ -59,6 +62,11 @@ class SafetensorsFolder:
         """Map the files, and check everything except the weights' values. Raises ModelRejected."""
         self.name = str(folder)
         self._folder = folder
+        if self._has(ADAPTER):
+            # transformers would add it to the model next to it, and compute other tokens.
+            raise ModelRejected(
+                f"{folder / ADAPTER}: adapters (LoRA) are not supported", "Merge the adapter into its model's weights"
+            )
         config = self._members("config.json")
         # Optional: older models have its keys in config.json.
         generation = self._members("generation_config.json") if self._has("generation_config.json") else None

@@ -1,8 +1,8 @@
-"""The form of an answer that a request wants: JSON by a schema, a regular expression, one of some texts, or a grammar.
+"""The form of an answer that a request wants: JSON by a schema, a regular expression, a choice, a grammar, or tags.
 
-OpenAI's API has `response_format`. vLLM has `structured_outputs`, before that `guided_json`, `guided_regex`,
-`guided_choice` and `guided_grammar`; llama.cpp has `json_schema` and `grammar`, SGLang `regex` and `ebnf`. All of them
-become one grammar.
+OpenAI's API has `response_format`. vLLM has `structured_outputs` and `structural_tag`, before that `guided_json`,
+`guided_regex`, `guided_choice` and `guided_grammar`; llama.cpp has `json_schema` and `grammar`, SGLang `regex` and
+`ebnf`. All of them become one grammar.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from gpulease.client.decode.openai.api_errors import invalid
 from gpulease.client.decode.openai.request_parameters import STRUCTURED_OUTPUTS, check_parameters
+from gpulease.client.decode.openai.structural_tags import StructuralTags, structural_tags
 from gpulease.client.decode.text.grammar import choice_rule, json_rule, regex_rule
 from gpulease.client.decode.text.written_grammar import lark_of
 from gpulease.client.texts import quoted
@@ -22,7 +23,7 @@ MAX_FORM_CHOICES: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of an answer; exactly one of `schema`, `regex`, `choices` and `grammar` is not None.
+    """The form of an answer; exactly one of the attributes but `parameter` is not None.
 
     Attributes:
         parameter: The parameter that has it, for errors.
@@ -30,6 +31,7 @@ class AnswerForm:
         regex: A regular expression that the whole answer matches.
         choices: The texts of which the answer is one.
         grammar: A grammar of the answer, as its caller wrote it (text/written_grammar.py).
+        tags: The tags in the answer's text.
     """
 
     parameter: str
@@ -37,9 +39,25 @@ class AnswerForm:
     regex: str | None = None
     choices: tuple[str, ...] | None = None
     grammar: str | None = None
+    tags: StructuralTags | None = None
 
-    def whole_grammar(self) -> str:
-        """Return the grammar of an answer. Raises GrammarRefused."""
+    @property
+    def is_text(self) -> bool:
+        """Whether it may be any kind of text, of which a stop may end a part."""
+        return not (self.regex is None and self.grammar is None and self.tags is None)
+
+    @property
+    def is_own_grammar(self) -> bool:
+        """Whether it is not a rule, which could be part of another grammar."""
+        return not (self.grammar is None and self.tags is None)
+
+    def whole_grammar(self, special_token: Callable[[str], int | None]) -> str:
+        """Return the grammar of an answer. Raises GrammarRefused.
+
+        `special_token` returns the model's special token with a name.
+        """
+        if self.tags is not None:
+            return self.tags.grammar(special_token)
         return f"start: {self.rule()}" if self.grammar is None else lark_of(self.grammar)
 
     def rule(self) -> str:
@@ -67,8 +85,10 @@ def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
+    if kind == "structural_tag":
+        return AnswerForm(name, tags=structural_tags(name, value, name))
     if kind not in ("json_object", "json_schema"):
-        raise invalid("response_format must have the type text, json_object or json_schema", name)
+        raise invalid("response_format must have the type text, json_object, json_schema or structural_tag", name)
     # OpenAI's place for a schema, and llama.cpp's, which is also next to json_object.
     schema_object = value.get("json_schema") if kind == "json_schema" else None
     schema = schema_object.get("schema") if isinstance(schema_object, dict) else value.get("schema")
@@ -145,6 +165,12 @@ def _grammar(name: str, value: Any, _: bool) -> AnswerForm | None:
     return AnswerForm(name, grammar=value)
 
 
+def _structural_tag(name: str, value: Any, _: bool) -> AnswerForm | None:
+    if value is None:
+        return None
+    return AnswerForm(name, tags=structural_tags(name, value, _top_level_name(name)))
+
+
 def _is_text(value: Any) -> bool:
     """Return whether a value is a text with at least one character, and no part of one: JSON allows lone surrogates."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
@@ -163,6 +189,7 @@ _OUTPUTS: Final[Mapping[str, _Read]] = {
     "choice": _choice,
     "json_object": _json_object,
     "grammar": _grammar,
+    "structural_tag": _structural_tag,
 }
 """The members of `structured_outputs` that are forms."""
 
@@ -177,5 +204,6 @@ _FORMS: Final[Mapping[str, _Read]] = {
     "guided_grammar": _grammar,
     "grammar": _grammar,
     "ebnf": _grammar,
+    "structural_tag": _structural_tag,
 }
 """The parameters that are forms."""

@@ -331,10 +331,10 @@ def _check_stops(
     grammar: that is what a caller means who sends both, as vLLM's examples do.
     """
     label = "tools" if form is None else form.parameter
-    if has_tools and form is not None and form.grammar is not None:
+    if has_tools and form is not None and form.is_own_grammar:
         raise invalid(f"{label} can't be combined with tools: a grammar has no place for calls", label)
     for name in ("stop", "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
-        if name == "stop" and form is not None and (form.regex or form.grammar) and not has_tools:
+        if name == "stop" and form is not None and form.is_text and not has_tools:
             continue
         if stops if name == "stop" else parameters.get(name):
             raise invalid(f"{name} can't be combined with {label}: that alone says what the answer is", name)

@@ -140,7 +140,7 @@ def with_grammar(reader: "PromptReader", request: CompletionRequest) -> Completi
             )
         else:
             assert form is not None
-            grammar = form.whole_grammar()
+            grammar = form.whole_grammar(reader.special_token)
         check_grammar(grammar)
     except GrammarRefused as error:
         raise invalid(error.message, "tools" if form is None else form.parameter, "grammar_refused") from None

@@ -172,7 +172,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "stop_regex": _REFUSED,
     "stop_token_ids": _USED,
     "stream_reasoning": _neutral(True),
-    "structural_tag": _REFUSED,
+    "structural_tag": _USED,
     "structured_outputs": _USED,
     "t_max_predict_ms": _neutral(0, -1),
     "tfs_z": _neutral(1),
@@ -208,7 +208,7 @@ STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
     "json": _USED,
     "json_object": _USED,
     "regex": _USED,
-    "structural_tag": _REFUSED,
+    "structural_tag": _USED,
     "whitespace_pattern": _REFUSED,
 }
 """The members of the parameter `structured_outputs`, by their names."""

@@ -229,6 +229,14 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: bytes, sentence: str) 
     refused(tmp_path, sentence)
 
 
+def test_a_folder_with_an_adapter_is_refused_by_its_name(tmp_path: Path) -> None:
+    """transformers loads the adapter with the model next to it: without it, other tokens would be computed."""
+    write_folder(tmp_path, QWEN2, random_weights(QWEN2))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    with pytest.raises(ModelRejected, match=r"adapter_config\.json: adapters \(LoRA\) are not supported"):
+        open_model(tmp_path)
+
+
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     refused(tmp_path, "config.json: No such file or directory")
     refused(write_folder(tmp_path / "nothing", SMALL, {}), "tensor model.embed_tokens.weight is missing")

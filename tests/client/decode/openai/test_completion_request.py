@@ -26,6 +26,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=3),
     max_leaves=8,
 )
+TAGS = {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"type": "null"}, "end": ">"}]}
 BODIES = VALUES | st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 SEED = 7
 BEGINS, NOT_BEGINS = {"add_special_tokens": True}, {"add_special_tokens": False}
@@ -337,11 +338,9 @@ def test_a_form_may_be_where_other_servers_have_it(said: dict[str, Any], form: A
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_value"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "invalid_value"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs", "invalid_value"),
-        (
-            {"structured_outputs": {"structural_tag": "{}"}},
-            "structured_outputs.structural_tag",
-            "unsupported_parameter",
-        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "invalid_value"),
+        ({"structural_tag": TAGS, "min_tokens": 2}, "min_tokens", "invalid_value"),
+        ({"structural_tag": TAGS, "regex": "a"}, "structural_tag", "invalid_value"),
         ({"structured_outputs": {"grammar": ""}}, "structured_outputs", "invalid_value"),
         ({"guided_grammar": ["root"]}, "guided_grammar", "invalid_value"),
         ({"guided_grammar": "start: a", "regex": "a"}, "guided_grammar", "invalid_value"),

@@ -42,6 +42,7 @@ USED_VALUES: Final[dict[str, Any]] = {
     "repetition_penalty": 1.1,
     "regex": "a+",
     "stop_token_ids": [5],
+    "structural_tag": {"triggers": ["<"], "structures": [{"begin": "<", "schema": {"type": "null"}, "end": ">"}]},
     "structured_outputs": {"choice": ["a"]},
     "parallel_tool_calls": False,
     "response_format": {"type": "json_object"},

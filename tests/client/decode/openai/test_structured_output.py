@@ -137,6 +137,34 @@ def test_an_answer_has_the_grammar_in_ebnf_or_lark(client: openai.OpenAI) -> Non
     assert refused.value.param == "grammar"
 
 
+def test_an_answer_has_its_tags_in_their_form(client: openai.OpenAI) -> None:
+    import openai
+
+    # A letter that the model writes often.
+    tags = {"triggers": ["e"], "structures": [{"begin": "e=", "schema": PLACE, "end": ";"}]}
+    form = {"type": "structural_tag", **tags}
+    found = 0
+    for seed, body in enumerate(
+        ({"response_format": form}, {"structured_outputs": {"structural_tag": json.dumps(form)}})
+    ):
+        (choice,) = chat(client, seed=seed, max_tokens=120, extra_body=body).choices
+        free, *tagged = choice.message.content.split("e=")
+        assert "e" not in free.removesuffix("e")
+        for number, rest in enumerate(tagged, 1):
+            value, is_whole, free = rest.partition(";")
+            if not is_whole:
+                # The last one may be cut off.
+                assert (choice.finish_reason, number) == ("length", len(tagged))
+                break
+            jsonschema.validate(json.loads(value), PLACE)
+            assert "e" not in free.removesuffix("e")
+            found += 1
+    assert found
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, tools=TOOLS, extra_body={"structural_tag": tags})
+    assert refused.value.param == "structural_tag"
+
+
 def test_an_answer_that_does_not_fit_says_so(client: openai.OpenAI) -> None:
     """Every finish is one of the two, and `stop` means valid."""
     schema = {"type": "array", "items": {"type": "string"}}

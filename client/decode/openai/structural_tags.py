@@ -1,0 +1,210 @@
+"""Structural tags: text in which a trigger begins a tag, whose content has a form, as vLLM's `structural_tag` has them.
+
+The answer is free text up to a trigger. From there it is one of the tags that begin with this trigger: the rest of the
+tag's begin, its content, and its end. Then text follows again. In a request this is either
+
+    {"triggers": ["<f="], "structures": [{"begin": "<f=add>", "schema": {...}, "end": "</f>"}]}
+
+or xgrammar's form of it, in which a content may also be a regular expression or one text:
+
+    {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
+        {"begin": "<f=add>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}]}}
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpulease.client.decode.openai.api_errors import invalid
+from gpulease.client.decode.text.grammar import json_rule, regex_rule, string_literal
+from gpulease.client.texts import quoted
+
+MAX_TAGS: Final = 128
+"""Most tags, and most triggers, as of tools."""
+
+MAX_TAG_CHARACTERS: Final = 1024
+"""Longest begin, end or trigger of a tag. As long as a stop."""
+
+_FORMAT_MEMBERS: Final = ("type", "triggers", "tags", "at_least_one", "stop_after_first")
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A tag.
+
+    Attributes:
+        trigger: The trigger with which it begins.
+        begin: What is before its content, with the trigger.
+        rule: The grammar's rule of its content.
+        end: What is behind its content; "" for nothing.
+    """
+
+    trigger: str
+    begin: str
+    rule: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTags:
+    """The tags of an answer.
+
+    Attributes:
+        triggers: What begins them, none of which is part of another.
+        tags: The tags, at least one for each trigger.
+        is_required: Whether the answer has at least one.
+        is_single: Whether the answer ends behind the first.
+    """
+
+    triggers: tuple[str, ...]
+    tags: tuple[Tag, ...]
+    is_required: bool
+    is_single: bool
+
+    def grammar(self, special_token: Callable[[str], int | None]) -> str:
+        """Return the answer's grammar. `special_token` returns the model's special token with a name, if there is one.
+
+        The model writes a trigger that is a special token as that token, which no text has.
+        """
+        rules = []
+        for number, trigger in enumerate(self.triggers):
+            token = special_token(trigger)
+            if token is None:
+                # Text until the trigger, wherever it comes: the shortest lexeme that ends with it.
+                rules.append(f"until_{number}[lazy]: TEXT {string_literal(trigger)}")
+            begin = f"until_{number}" if token is None else f"TEXT? <[{token}]>"
+            own = [place for place, tag in enumerate(self.tags) if tag.trigger == trigger]
+            rules.append(f"tagged_{number}: {begin} (" + " | ".join(f"tag_{place}" for place in own) + ")")
+        for place, tag in enumerate(self.tags):
+            parts = [tag.begin.removeprefix(tag.trigger), tag.end]
+            before, behind = (f"{string_literal(part)} " if part else "" for part in parts)
+            # On a line of its own, where the work for a regular expression is counted.
+            rules += [f"content_{place}: {tag.rule}", f"tag_{place}: {before}content_{place} {behind}".rstrip()]
+        rules.append("tagged: " + " | ".join(f"tagged_{number}" for number in range(len(self.triggers))))
+        if self.is_single:
+            start = "tagged" if self.is_required else "tagged | TEXT"
+        else:
+            start = "tagged+ TEXT" if self.is_required else "tagged* TEXT"
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, r"TEXT: /(.|\n)*/"])
+
+
+def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
+    """Read a structural tag, an object or a string of JSON. Raises ApiError, which is about `parameter`."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise invalid(f"{name} must be an object, or a string with its JSON", parameter) from None
+    if not isinstance(value, dict):
+        raise invalid(f"{name} must be an object, or a string with its JSON, not {quoted(value)}", parameter)
+    reader = _Reader(name, parameter)
+    if "format" in value:
+        reader.check_members("", value, ("type", "format"))
+        return reader.of_format(value["format"])
+    reader.check_members("", value, ("type", "triggers", "structures"))
+    items = reader.items("structures", value.get("structures"))
+    parts = []
+    for where, item in items:
+        reader.check_members(where, item, ("begin", "schema", "end"))
+        # vLLM also accepts a schema as a string of JSON.
+        parts.append((where, item, json_rule(reader.schema(where, item.get("schema")))))
+    return reader.tags(value.get("triggers"), parts, is_required=False, is_single=False)
+
+
+class _Reader:
+    """Reads the parts of one structural tag; errors are about `parameter` and begin with `name`."""
+
+    def __init__(self, name: str, parameter: str) -> None:
+        self._name, self._parameter = name, parameter
+
+    def of_format(self, value: Any) -> StructuralTags:
+        if not isinstance(value, dict) or value.get("type") != "triggered_tags":
+            kind = value.get("type") if isinstance(value, dict) else value
+            raise self._wrong(f"format must have the type triggered_tags, not {quoted(kind)}")
+        self.check_members("format", value, _FORMAT_MEMBERS)
+        parts = []
+        for where, item in self.items("format.tags", value.get("tags")):
+            self.check_members(where, item, ("type", "begin", "content", "end"))
+            parts.append((where, item, self._content(where, item.get("content"))))
+        is_required, is_single = (
+            self._flag(f"format.{name}", value.get(name)) for name in ("at_least_one", "stop_after_first")
+        )
+        return self.tags(value.get("triggers"), parts, is_required=is_required, is_single=is_single)
+
+    def tags(
+        self, triggers: Any, parts: list[tuple[str, Mapping[str, Any], str]], *, is_required: bool, is_single: bool
+    ) -> StructuralTags:
+        if not isinstance(triggers, list) or not 0 < len(triggers) <= MAX_TAGS:
+            raise self._wrong(f"triggers must be a list of 1 to {MAX_TAGS} strings")
+        texts = [self._text(f"triggers[{number}]", trigger) for number, trigger in enumerate(triggers)]
+        for number, text in enumerate(texts):
+            if any(text in other for place, other in enumerate(texts) if place != number):
+                raise self._wrong(f"triggers[{number}] is part of another trigger, which would never be reached")
+        tags = []
+        for where, item, rule in parts:
+            begin = self._text(f"{where}.begin", item.get("begin"))
+            trigger = next((text for text in texts if begin.startswith(text)), None)
+            if trigger is None:
+                raise self._wrong(f"{where}.begin must begin with one of the triggers")
+            end = item.get("end")
+            tags.append(Tag(trigger, begin, rule, "" if end == "" else self._text(f"{where}.end", end)))
+        for text in texts:
+            if all(tag.trigger != text for tag in tags):
+                raise self._wrong(f"triggers: no tag begins with {quoted(text)}")
+        return StructuralTags(tuple(texts), tuple(tags), is_required, is_single)
+
+    def items(self, where: str, value: Any) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return a list's objects, each with its place."""
+        if (
+            not isinstance(value, list)
+            or not 0 < len(value) <= MAX_TAGS
+            or not all(isinstance(item, dict) for item in value)
+        ):
+            raise self._wrong(f"{where} must be a list of 1 to {MAX_TAGS} objects")
+        return [(f"{where}[{number}]", item) for number, item in enumerate(value)]
+
+    def check_members(self, where: str, item: Mapping[str, Any], members: tuple[str, ...]) -> None:
+        for name, value in item.items():
+            if name not in members and value not in (None, []):
+                place = f"{where}." if where else ""
+                raise invalid(f"{self._name}.{place}{quoted(name)} is not supported", self._parameter)
+
+    def schema(self, where: str, value: Any) -> Mapping[str, Any]:
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = None
+        if not isinstance(value, dict):
+            raise self._wrong(f"{where} must have a JSON Schema, an object")
+        return value
+
+    def _content(self, where: str, value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind == "json_schema":
+            self.check_members(f"{where}.content", value, ("type", "json_schema"))
+            return json_rule(self.schema(f"{where}.content", value.get("json_schema")))
+        if kind == "regex":
+            self.check_members(f"{where}.content", value, ("type", "pattern"))
+            return regex_rule(self._text(f"{where}.content.pattern", value.get("pattern")))
+        if kind == "const_string":
+            self.check_members(f"{where}.content", value, ("type", "value"))
+            return string_literal(self._text(f"{where}.content.value", value.get("value")))
+        kinds = "json_schema, regex or const_string"
+        raise self._wrong(f"{where}.content must have the type {kinds}, not {quoted(kind)}")
+
+    def _text(self, where: str, value: Any) -> str:
+        is_text = isinstance(value, str) and 0 < len(value) <= MAX_TAG_CHARACTERS
+        # JSON allows lone surrogates.
+        if not is_text or any("\ud800" <= character <= "\udfff" for character in value):
+            raise self._wrong(f"{where} must be a string of 1 to {MAX_TAG_CHARACTERS} characters")
+        return str(value)
+
+    def _flag(self, where: str, value: Any) -> bool:
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise self._wrong(f"{where} must be true or false, not {quoted(value)}")
+
+    def _wrong(self, text: str) -> Exception:
+        return invalid(f"{self._name}.{text}", self._parameter)
