@@ -120,8 +120,8 @@ class RingWriter:
         barrier: The memory barrier that the module describes.
         wake: Wakes the reader; may raise OSError if the reader is gone.
         check_reader: Called at least once for CHECK_BYTES put in; may raise OSError if the reader is gone. A reader
-        that was killed while it was awake is never woken, so without this check the end is noticed only when the ring
-        is full.
+            that was killed while it was awake is never woken, so without this check the end is noticed only when the
+            ring is full.
 
     Attributes:
         tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.

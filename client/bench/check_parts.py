@@ -71,7 +71,7 @@ class MeasuredDaemon:
         driver: The card's driver.
         tcp: Where it listens for TCP; "" for nowhere.
         tls: Where it listens for TLS; "" for nowhere.
-        log: Receives what is measured.
+        log: Receives the figures.
     """
 
     address: str

@@ -152,7 +152,7 @@ class DirectSession:
 
     @contextmanager
     def captured(self, stream: Any) -> Iterator[list[Any]]:
-        """Capture what the block puts into a stream; after the block, the list contains the executable graph."""
+        """Capture the block's calls in a stream; after the block, the list contains the executable graph."""
         graphs: list[Any] = []
         # Launches and copies of the block go into this stream, and so into the graph.
         self.stream = stream

@@ -1,4 +1,4 @@
-"""A load on a decode server over HTTP: requests of several tenants that arrive at random, and what each tenant got.
+"""A load on a decode server over HTTP: requests of several tenants that arrive at random, and the results by tenant.
 
     python -m gpulease.client.bench.decode_load http://127.0.0.1:8082 --key K1 --key K2 --rate 20 --requests 2000
 

@@ -102,7 +102,7 @@ class DecoderTimes(DecoderObserver):
 
 
 class _Service:
-    """A decoder under load, and what is asked of it while it is measured."""
+    """A decoder under load, and the requests that it gets while it is measured."""
 
     def __init__(self, decoder: Decoder, times: DecoderTimes) -> None:
         self.decoder, self.times = decoder, times
@@ -175,7 +175,7 @@ async def _serving(checkpoint: Checkpoint, address: str, max_batch: int) -> Asyn
         TenantConfig(name, max_batch, blocks, weight, max_waiting=2 * max_batch)
         for name, weight in zip(names, weights, strict=True)
     ]
-    # Enough rebinds at once to never limit what is measured.
+    # Enough rebinds at once that they never limit the measurement.
     prefill_rows = min(128, max_batch)
     settings = DecoderSettings(max_batch + prefill_rows, prefill_rows, max_batch, POSITIONS, rebinds_at_once=1_000_000)
     times = DecoderTimes()

@@ -169,7 +169,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
     checkpoint, copied = RandomCheckpoint(config, SEED), min(weight_bytes(config), MAX_COPIED_BYTES)
     size_bytes = lease_bytes(checkpoint, limits, [count]) + 2 * copied
     async with GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S).acquire() as lease:
-        # The rate of this card's memory, measured in the same run, is what a step's time is compared with.
+        # A step's time is compared with the rate of this card's memory, measured in the same run.
         rate = await memory_rate(lease, copied)
         report({"figure": "memory", "shape": shape, "bytes_per_s": rate})
         engine = await DecodeEngine.open(lease, checkpoint, limits)
@@ -233,7 +233,7 @@ def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
         moved: Bytes that it must read at least.
         rate: Bytes per second that a kernel was measured to read here.
     """
-    # The floor is what the memory's measured rate allows; the data sheet's rate is given for comparison.
+    # The floor follows from the memory's measured rate; the data sheet's rate is given for comparison.
     return {
         "ms": took_s * 1e3,
         "tokens_per_s": batch / took_s,

@@ -64,7 +64,7 @@ def kernel_figures(address: str) -> dict[str, Figures]:
     """Median milliseconds of each kernel, of numpy, and of loading images: first, and again in another worker."""
     # Random comments make images that are in no cache.
     images = [kernels_ptx() + f"\n// {secrets.token_hex(16)}\n".encode() for _ in range(IMAGES)]
-    # A new lease has another worker: its first load shows what is cached beyond a worker's life.
+    # A new lease has another worker: its first load shows whether a cache outlives a worker.
     with _session(address) as session:
         cold = [_load_ms(session, image) for image in images]
     with _session(address) as session:

@@ -56,7 +56,7 @@ DONE:
 
 
 class WrongOrder(GpuLeaseError):
-    """A stream did not keep its order: a copy or a kernel ran before what was queued ahead of it."""
+    """A stream did not keep its order: a copy or a kernel ran before operations that were queued earlier."""
 
 
 @dataclass(frozen=True, slots=True)

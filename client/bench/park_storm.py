@@ -53,7 +53,7 @@ from gpulease.protocol.messages import CardDrain, Empty, LeaseMove, LeaseRef, Le
 T = TypeVar("T")
 
 BLOCK_BYTES: Final = {"cpu": 2 << 20, "cuda": 256 << 20}
-"""Of woven data; each lease has some, and as much in each of its regions."""
+"""Bytes of woven data in each lease, and the same number in each of its regions."""
 
 REGIONS: Final = 2
 

@@ -92,7 +92,7 @@ def measure_calls(
 
     Args:
         alloc_and_free: Allocates and frees ALLOCATION_BYTES; at first, the caller holds no other allocation.
-        open_calls: Allocates what the other calls need, and OTHER_BYTES more, and keeps them.
+        open_calls: Allocates the memory that the other calls need, and OTHER_BYTES more, and keeps it.
         launches: Number of pipelined launches, at least one burst.
         samples: Samples of each call that is timed alone.
 

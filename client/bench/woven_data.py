@@ -1,4 +1,4 @@
-"""Data full of addresses into itself (woven.ptx): what a session that leaves its card must have at the same addresses.
+"""Data full of addresses into itself (woven.ptx), which a session that leaves its card must have at the same addresses.
 
 Kernels weave it, follow it and compare every word of it on the card, so a request of many gigabytes takes milliseconds.
 """
@@ -30,7 +30,7 @@ def woven_ptx() -> bytes:
 
 
 EXTRA_BYTES: Final = {"cpu": 2 << 20, "cuda": 64 << 20}
-"""Of a lease beyond its woven data: results and code, by driver."""
+"""Bytes of a lease in addition to its woven data: results and code, by driver."""
 
 
 def woven_bytes(most_bytes: int) -> int:
@@ -98,7 +98,7 @@ class WovenData:
         at, calls, wrong_words = _WORDS.unpack(session.mem_read(self.results, 0, _WORDS.size))
         end = end_of(self.block.handle, self.mask + 1, self.seed) if self.origin else 0
         wrong: int = wrong_words + (at != end) + (calls != self._requests)
-        # Counted once: the kernel adds to what is there.
+        # Count it once: the kernel adds to the earlier value.
         session.mem_write(self.results, 2 * WORD_BYTES, bytes(WORD_BYTES))
         self.wrong += wrong
         return wrong

@@ -4,9 +4,9 @@
         async for piece in decoder.generate("The with statement", max_tokens=32):
             print(piece, end="", flush=True)
 
-`Decoder` serves prompts. `DecodeEngine` computes steps and `ContinuousBatchScheduler` decides what is in them, for
-servers with a loop of their own. Importing all of them needs nothing beyond the client; opening a model's files needs
-the extra `decode`, and says so.
+`Decoder` serves prompts. For servers with their own loop, `DecodeEngine` computes steps and `ContinuousBatchScheduler`
+plans them. Importing all of them needs nothing beyond the client; opening a model's files needs the extra `decode`, and
+says so.
 """
 
 from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model

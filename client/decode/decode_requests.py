@@ -52,7 +52,7 @@ MAX_STOP_TOKENS: Final = 128
 """Most tokens that end one request's sequence, in addition to the model's."""
 
 LEAST_DEPTH: Final = 1e-30
-"""The depth of a min_p of 1, which keeps the highest logits alone: 0 would keep all."""
+"""The depth of a min_p of 1, which keeps only the highest logits: 0 would keep all."""
 
 MAX_PRIORITY: Final = 2**31 - 1
 """Highest priority of a request, and lowest when negated."""
@@ -150,7 +150,7 @@ class SamplingParameters:
             allowed = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_SEQUENCE} tokens"
             raise RequestRejected(f"bad_words must be {allowed}")
         _check_tokens("bad_words", tuple(chain(*self.bad_words)), MAX_BAD_SEQUENCES * MAX_BAD_SEQUENCE)
-        # The grammar alone says which tokens may come next, and when it ends.
+        # Only the grammar decides which tokens may come next, and when the sequence ends.
         others = self.min_tokens, self.stop_token_ids, self.ignores_end, self.filters_tokens
         if self.grammar and any(others):
             text = "a grammar can't be combined with min_tokens, stop_token_ids, ignore_eos, allowed_token_ids or"
@@ -449,7 +449,7 @@ def _check_integer(name: str, value: object, minimum: int, maximum: int) -> None
 
 
 def _check_tokens(name: str, tokens: tuple[int, ...], max_tokens: int) -> None:
-    """Check a list of tokens in calls of C alone: it is checked for each sequence of a request."""
+    """Check a list of tokens using only calls of C code, because it is checked for each sequence of a request."""
     if len(tokens) > max_tokens:
         raise RequestRejected(f"{name} must have at most {max_tokens} tokens, not {len(tokens)}")
     if tokens and (set(map(type, tokens)) != {int} or not 0 <= min(tokens) <= max(tokens) <= MAX_POSITIONS):

@@ -71,7 +71,7 @@ def used(*keys: str) -> dict[str, FileKey]:
 
 
 def refused(reason: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
-    """Return entries for keys of which only neutral values are accepted. Args: why: What the engine does instead."""
+    """Return entries for keys with which only neutral values are accepted. Args: why: What the engine does instead."""
     return {key: FileKey(Effect.REFUSED, neutral, reason) for key, neutral in keys.items()}
 
 

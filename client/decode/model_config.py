@@ -1,4 +1,4 @@
-"""The shape of a model, and the limits of what the engine's kernels compute."""
+"""The shape of a model, and the limits of the engine's kernels."""
 
 import math
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ AnyScaling = RopeScaling | LinearScaling | YarnScaling | LongScaling
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The feed-forward parts of a layer, of which each row has some.
+    """The experts of a layer: feed-forward parts, of which each row uses only a few.
 
     Attributes:
         count: Experts of a layer.
@@ -159,8 +159,8 @@ class ModelConfig:
             for all of them. Empty if no layer has one.
         turned_width: Values of a head that its position turns, the first ones in Hugging Face's order; None for all.
         gate: The activation of the gate.
-        has_outer_norms: Whether what attention and the feed-forward part compute is normalised before it is added to
-            the residual (Gemma 3).
+        has_outer_norms: Whether the results of attention and of the feed-forward part are normalized before they are
+            added to the residual (Gemma 3).
         embedding_scale: What the embedding's values are multiplied by; None for nothing.
         score_divisor: The scores of attention are divided by its root; None for `head_width`.
         local_rope_theta: The base of the rotary embeddings of layers with a window, which are not scaled; None if they

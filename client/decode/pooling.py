@@ -45,5 +45,5 @@ class PooledRows:
 
 
 def f32_of_bf16(values: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """Return bf16 values, of which numpy has no type, as f32."""
+    """Return bf16 values as f32, because numpy has no bf16."""
     return (values.astype(np.uint32) << 16).view(np.float32)

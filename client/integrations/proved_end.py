@@ -42,7 +42,7 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         address: The daemon's address.
         limit_s: Seconds to wait.
         on_message: Called with a message if the lease can't be freed, because it has ended already or its end takes
-        long.
+            long.
 
     Raises NotProvedFree after `limit_s`, or as soon as the lease is fenced, and Disconnected without a daemon.
     """

@@ -55,7 +55,7 @@ class ClaimResult:
 
 def claims(scene: Scene) -> list[MatrixCheck[str]]:
     """The promises that a daemon with the card's whole memory can prove; each proof returns what it found."""
-    # Half of a large card: the second lease must fit next to what is still being freed.
+    # Half of a large card: the second lease must fit next to the memory that is still being freed.
     canary_bytes = min(40 * GIB, scene.vram_bytes // 2) if scene.is_card else 16 * MIB
     return [
         MatrixCheck("no byte of an earlier lease", lambda scene: canary(scene, canary_bytes)),
@@ -349,7 +349,8 @@ def submit_beside(scene: Scene) -> str:
         _read_session_memory(lease, buffer.handle)
         # Three jobs that break a rule each; the session must not notice.
         late_ms = _break_rules(lease)
-        # After all rules were broken, the session's memory must be what it wrote, and the session must work.
+        # After all rules were broken, the session's memory must contain the data that it wrote, and the session must
+        # work.
         if (np.frombuffer(session.mem_read(buffer, 0, OUTPUT_BYTES), np.uint32) != PATTERN).any():
             raise Breach("the session's memory is not what it wrote")
         fill(session, module, buffer, WORDS, 0)

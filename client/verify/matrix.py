@@ -74,7 +74,7 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         only: Part of the rows' names; "" for all.
         on_fault: Receives each fault's result.
     """
-    # A private daemon: its figures change only by what is done here.
+    # A private daemon: only this program changes its figures.
     with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
         scene = Scene.at(address)
         fault_results = _run_faults(scene, only, on_fault)
@@ -107,7 +107,7 @@ def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], objec
     results: list[FaultResult] = []
     if not selected:
         return results
-    # One neighbour for all faults: what one of them breaks shows in the next one's figures, too.
+    # One neighbor for all faults: damage from one fault also shows in the figures of the next.
     with neighbour(scene.address, scene.card_uuid) as bystander:
         for fault in selected:
             results.append(_run_fault(scene, bystander, fault, quiet_s))

@@ -219,7 +219,7 @@ def churning(scene: Scene, count: int) -> str:
 
 
 def under_a_graph(scene: Scene, size_bytes: int) -> str:
-    """A region is revoked while a graph that names it runs: what is queued ends, and no replay starts after it."""
+    """A region is revoked while a graph that names it runs: queued work ends, and no later replay starts."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,

@@ -204,7 +204,7 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
         grants = (load.acquire(LONG_MS) for _ in range(leases))
         figures |= await _rate("grants", load, grants, None)
         figures |= await _rate("renewals", load, _repeat_forever(load), ROUNDS_S)
-        # Of four requests one is a free, which is not counted.
+        # One of four requests is a free, which is not counted.
         figures |= await _rate("mixed", load, _churn(load), ROUNDS_S, counted=0.75)
         if has_expiry:
             figures |= _lateness("expiry", await _expire_evenly(load, workers, leases))
@@ -279,7 +279,7 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
 
 async def _expire_at_once(load: LeaseLoad, workers: SimulatedWorkers) -> list[float]:
     workers.late_ms.clear()
-    # All deadlines at one moment: each time to live is what is left until then.
+    # All deadlines are at one moment: each time to live is the time that is left until then.
     until_ns = time.monotonic_ns() + NS_PER_S
     await load.ask(load.acquire(max(1, (until_ns - time.monotonic_ns()) // NS_PER_MS)) for _ in range(BURST))
     await workers.refused(BURST)

@@ -89,7 +89,7 @@ class StampedContext:
         self.context.launch(kernel, grid, block, shared_bytes, params, tag)
 
     def native(self) -> NativeLaunch | None:
-        # Native code notes the time itself, because a call back into Python would take longer than what is measured.
+        # Native code records the time itself, because a call back into Python would take longer than the measured time.
         own = self.context.native()
         if own is None:
             return None
@@ -206,7 +206,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Driv
             session.take_launches(reader)
             if time.monotonic_ns() > until_ns:
                 raise NotRefused("launches are still taken a second after the word was to be set")
-        # Step 3: the SYNC after them is what a client would wait for.
+        # Step 3: a client would wait for the SYNC after them.
         reply = session.handle(Frame(Opcode.SYNC, 0, 0, 2, LEASE, memoryview(b"")))
         refused_ns = time.monotonic_ns()
         answers = FrameReader(MAX_PAYLOAD_BYTES)

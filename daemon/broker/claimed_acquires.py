@@ -125,7 +125,7 @@ class _ClaimedAcquire:
     def release_unused(self) -> None:
         """End the claims if the lease table knows no such lease. If it does, the lease's end will end them."""
         event = self._event
-        # The terms of the event carry only what was claimed so far.
+        # The terms of the event contain only the claims made so far.
         if event.terms.is_claimed and self._table.get(event.lease_id) is None:
             release_all(self._claims, event.tenant, event.lease_id, event.terms)
 
@@ -177,5 +177,5 @@ class _ClaimedAcquire:
 
     def _left_ms(self) -> int:
         """Return how long the tenant is still willing to wait."""
-        # All steps share the tenant's wait: what one step used is not left for the next.
+        # All steps share the tenant's wait: each step may wait only for the time that the steps before it left.
         return max(0, self._event.wait_ms - (time.monotonic_ns() - self._began_ns) // NS_PER_MS)

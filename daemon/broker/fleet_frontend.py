@@ -389,8 +389,8 @@ class FleetFrontend:
     # --- the process ---
 
     async def _begin(self) -> None:
-        # Step 1: send what the process needs to connect: the settings, the earlier process's membership, and the
-        # certificates as open files, because its sandbox can't open any.
+        # Step 1: send everything that the process needs to connect: the settings, the earlier process's membership, and
+        # the certificates as open files, because its sandbox can't open any.
         settings = self._settings
         member = self._membership
         # The journal records an epoch as soon as it is granted, but the store's revision only from time to time.
@@ -476,7 +476,7 @@ class FleetFrontend:
                 return
             fds, names = await asyncio.to_thread(open_certificates, self._files)
         except BadEtcdSettings:
-            return  # A file is being replaced, or no descriptor is left: the process keeps what it has.
+            return  # A file is being replaced, or no descriptor is left: the process keeps its earlier files.
         try:
             # Record them only if they were sent, so that otherwise the next round tries again.
             if self._send(CertificatesRenewed(tuple(self._files)), fds):

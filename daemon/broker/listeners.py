@@ -146,8 +146,8 @@ class Listeners:
             try:
                 bound.append(bound_at(family, (sockaddr[0], port, *sockaddr[2:])))
             except OSError as error:
-                # A host without IPv6 still serves IPv4. Any other error must be reported, after releasing what was
-                # bound.
+                # A host without IPv6 still serves IPv4. Any other error must be reported, after releasing the sockets
+                # that were bound.
                 if error.errno == errno.EAFNOSUPPORT:
                     lacking.append(error)
                     continue

@@ -115,7 +115,7 @@ class NodeMetrics:
         self._counters.forward_revoked(status.name.lower(), seen_after_ns, told_after_ns)
 
     def take_over_workers(self) -> None:
-        """Count an earlier daemon's workers from now on, because that daemon has counted what they did before."""
+        """Count an earlier daemon's workers from now on, because that daemon has counted their earlier work."""
         for worker in self._workers.serving():
             skip_counts(worker)
 

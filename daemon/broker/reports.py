@@ -32,7 +32,7 @@ leases with small regions from delaying the broker's loop: 4,096 regions took ha
 def full_report(
     lease: LeaseSnapshot, table: LeaseTable, workers: Workers, use: LeaseTimeUse | None = None
 ) -> dict[str, Any]:
-    """Report one lease with its connections and submits. `use`: what it used of its card's time, if that is known."""
+    """Report one lease with its connections and submits. `use`: its use of its card's time, if that is known."""
     # Use one moment for all times of the report.
     lease_id, now_ns = lease.lease_id, time.monotonic_ns()
     report = lease_report(
@@ -110,7 +110,7 @@ def lease_report(
 
 
 def use_report(use: LeaseTimeUse) -> dict[str, Any]:
-    """Report what a lease has used of its card's time."""
+    """Report how much of its card's time a lease has used."""
     return {
         "gpu_seconds": round(use.gpu_ns / NS_PER_S, 6),
         "busy_seconds": round(use.busy_ns / NS_PER_S, 6),

@@ -117,8 +117,8 @@ from gpulease.protocol.opcodes import Exclusivity, Status
 _TIMER_KINDS: Final = tuple(TimerKind)
 
 USE_RECORDS_S: Final = 600.0
-"""Seconds between two audit records of what a lease has used of its card's time. If the daemon
-crashes and no other one follows, the log may lack that much."""
+"""Seconds between two audit records of the card's time that a lease has used. If the daemon crashes and no other one
+follows, the log may lack that much."""
 
 USE_RECORDS_AT_ONCE: Final = 64
 """Number of records that are made before the event loop runs again, which takes about a millisecond."""
@@ -150,7 +150,7 @@ TAKEN_OVER: Final = Failure(
 
 
 class Runtime:
-    """Executes what the lease table decides.
+    """Executes the lease table's decisions.
 
     Args:
         source: Information about the node's cards.

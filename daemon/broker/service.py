@@ -213,7 +213,7 @@ class Service:
     # --- start ---
 
     async def start(self) -> None:
-        """Take over what an earlier daemon left, listen, and begin to make warm contexts.
+        """Take over the leases and workers of an earlier daemon, listen, and begin to make warm contexts.
 
         Raises CannotListen or BadHandover.
         """

@@ -212,7 +212,7 @@ class Publisher:
         self._follow(lease_id, standing)
 
     def _follow(self, lease_id: int, standing: LeasePhase) -> None:
-        """Record what was sent, and query again when the state changes without an event."""
+        """Record the state that was sent, and query again when it changes without an event."""
         # A new timer replaces the old one: renewals move the times at which the phase changes.
         self._unfollow(lease_id)
         # The lease has ended, so nothing changes any more.

@@ -171,7 +171,7 @@ class TokenService:
 
 
 class ConnectionTokens:
-    """The tokens that one control connection has presented, and what they permit."""
+    """The tokens that one control connection has presented, and their permissions."""
 
     def __init__(self, service: TokenService, peer: Peer) -> None:
         self._service = service

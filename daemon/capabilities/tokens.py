@@ -79,7 +79,7 @@ class RecentTokens:
         return token
 
     def open(self, token: bytes, ring: KeyRing, now_ns: int) -> Opened:
-        """Return what `open_token` returns, and raise what it raises."""
+        """Return the result of `open_token`, and raise its errors."""
         opened = self._opened.get(token)
         if opened is not None:
             key = ring.get(opened.key.number, now_ns)
@@ -126,7 +126,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     # Before the library sees it: parsing costs time in proportion to the length.
     if len(token) > MAX_TOKEN_BYTES:
         raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
-    # The library hides what the callback raised, so the key, or the number of an unknown one, is noted here.
+    # The library hides the callback's error, so the key, or the number of an unknown key, is recorded here.
     matches: list[Key] = []
     unknown: list[int | None] = []
 

@@ -81,7 +81,7 @@ MAX_CARDS_NAMED: Final = 8
 
 
 DEFAULT: Final = "default"
-"""The `[tenants]` table for tenants without one. The other tables inherit what they leave out."""
+"""The `[tenants]` table for tenants without one. The other tables inherit the settings that they leave out."""
 
 _LOCAL_PREFIX: Final = "uid:"
 _LOCAL_TENANT: Final = re.compile(r"uid:(?:0|[1-9]\d{0,9})", re.ASCII)
@@ -181,7 +181,7 @@ def parse_rules(tables: Any) -> TenantRules:
         except BadSetting as error:
             raise error.within(name) from None
 
-    # The default first: each other table inherits from it what it leaves out.
+    # Read the default first, because each other table inherits the settings that it leaves out.
     default = limits_of(DEFAULT, TenantLimits()) if DEFAULT in tables else TenantLimits()
     by_name = {name: limits_of(name, default) for name in tables if name != DEFAULT}
     return TenantRules(default, MappingProxyType(by_name))

@@ -749,7 +749,7 @@ def overran_on(claims_fd: int, bound_ms: int) -> str:
 
 
 def transfer_on(claims_fd: int) -> Transfer:
-    """Return what a worker says on its claims page about its session; NONE for a value that no worker writes."""
+    """Return the phase that a worker reports on its claims page; NONE for a value that no worker writes."""
     try:
         return Transfer(_counter(claims_fd, Counter.TRANSFER))
     except ValueError:

@@ -60,8 +60,8 @@ class FieldKind:
     """The form of one field in a map, and the values that it accepts.
 
     Attributes:
-        parse: Converts what was received to the field's value; raises ValueError.
-        pack: Converts the field's value to what is sent.
+        parse: Converts the received value to the field's value; raises ValueError.
+        pack: Converts the field's value to the value that is sent.
         key: The key in the map; "" for the field's name.
         is_inline: Whether the field is a message with its keys in the same map.
         is_optional: Whether the key is left out of the map if the value is None.

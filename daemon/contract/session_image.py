@@ -146,7 +146,7 @@ class SessionImage(NamedTuple):
     Attributes:
         number: The number of its park.
         driver: The driver's name, and the compute capability and CUDA version of the card that the session left.
-        context: The driver's own record of what is parked.
+        context: The driver's own record of the parked memory.
         moved_bytes: Bytes of the session in host memory.
         kept: Name and handle of each allocation that is kept by name.
         arena_bytes: The arena's size; 0 if there is none.

@@ -748,7 +748,7 @@ class Driver(Protocol):
         """The driver's name in settings: cuda or cpu."""
 
     def preload(self) -> None:
-        """Import what a context needs, without touching a device. The zygote calls this once before it forks."""
+        """Import a context's modules, without touching a device. The zygote calls this once before it forks."""
 
     def needs(self) -> "SandboxNeeds":
         """Return the paths and devices that workers open inside the sandbox; called after `preload`."""
@@ -766,7 +766,7 @@ class Driver(Protocol):
         """
 
     def recycle(self, context: Context) -> "Opening":
-        """Overwrite what a lease left in the context, and unpin all memory. The `Opening` makes the context again.
+        """Overwrite a lease's remaining data, and unpin all memory. The `Opening` makes the context again.
 
         The caller must have released all allocations and modules. Raises DriverError if something is left.
         """

@@ -91,7 +91,7 @@ class SentFiles:
 
 
 def needs_of(endpoints: Sequence[str]) -> SandboxNeeds:
-    """Return what the process needs inside the sandbox: etcd's ports, and the files for name resolution.
+    """Return the access that the process needs inside the sandbox: etcd's ports, and the files for name resolution.
 
     Those files are often replaced by new ones of the same name, so the sandbox must contain their folders.
     """

@@ -114,7 +114,7 @@ def _sentences(items: tuple[KeyValue, ...]) -> Iterator[str]:
 
 
 async def run(etcd: EtcdSettings, tenant: str, total_bytes: int | None) -> list[str]:
-    """Set or describe quotas. Returns sentences about what it did or found. Raises NotSet and NotDone."""
+    """Set or describe quotas. Returns sentences about its actions or findings. Raises NotSet and NotDone."""
     client = EtcdClient(etcd)
     try:
         if total_bytes is None:

@@ -137,7 +137,7 @@ class CommitTarget(ABC, Generic[Item]):
         """Release everything, because the committer has stopped."""
 
     def after_commit(self) -> None:
-        """Do what the group's durability does not need to wait for."""
+        """Do work that the group's durability does not have to wait for."""
 
     def on_idle(self) -> None: ...
 
@@ -188,7 +188,7 @@ class GroupCommitter(Generic[Item]):
         start_thread(self._thread)
 
     def stop(self) -> bool:
-        """Commit what is queued, close the target, and return whether all of it reached the disk in time.
+        """Commit the queued items, close the target, and return whether all of them reached the disk in time.
 
         A committer that was never started owes nothing: the daemon did not start, and nothing was reported to any
         client.

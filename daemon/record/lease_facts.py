@@ -76,7 +76,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Opcode
 
 THE_DAEMON: Final = "gpuleased"
-"""The requester of what no peer requested: the daemon itself."""
+"""The requester of events that no peer requested: the daemon itself."""
 
 RegionRequest = RegionRequested | RegionCancelRequested | ResizeRequested | ParkRequested | MoveRequested
 TenantRequest = RenewRequested | AcquireRequested | FreeRequested | SubmitRequested | RegionRequest

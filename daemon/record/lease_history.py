@@ -148,7 +148,7 @@ class LeaseHistory:
         self._requesters[request] = peer
 
     def on_event(self, event: Event, effects: Sequence[Effect], now_ns: int) -> list[Fact]:
-        """Return what one event brought about, in order, at monotonic time `now_ns`.
+        """Return the facts that follow from one event, in order, at monotonic time `now_ns`.
 
         A bug here must not keep effects from being carried out: it is logged, and the facts before it are returned.
         """

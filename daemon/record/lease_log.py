@@ -1,6 +1,6 @@
 """Logs the life of each lease, from the request to the proof that its memory is free.
 
-`LeaseLog` logs what the audit log records, and what that leaves out: requests before they are granted, the queue, the
+`LeaseLog` logs the facts that the audit log records, and others: requests before they are granted, the queue, the
 workers. Events that a tenant can repeat at will are limited for each tenant and event; those left out are counted.
 """
 
@@ -70,7 +70,7 @@ class LeaseLog(FactRecorder):
         return self._inner.keeps_records
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
-        """Record what an event brought about, for the audit log. Called before any effect; raises nothing.
+        """Record the facts that follow from an event, for the audit log. Called before any effect; raises nothing.
 
         `log_facts` must follow, which may wait until the effects are carried out.
         """
@@ -115,7 +115,7 @@ class LeaseLog(FactRecorder):
                 self.record(entry, now_ns)
 
     def used(self, lease: LeaseSnapshot, use: LeaseTimeUse) -> None:
-        """Record what a live lease has used of its card's time so far. The log has no such line."""
+        """Record how much of its card's time a live lease has used so far. The log has no such line."""
         self.record(use_entry(lease, use), time.monotonic_ns())
 
     def attached(self, lease_id: int, tenant: str) -> None:
@@ -185,7 +185,7 @@ class LeaseLog(FactRecorder):
         """Log that subscribers were warned that a lease ends soon."""
         self._log_of_lease(LogEvent.LEASE_WARNED, lease_id, left_ms=left_ms, reason=reason)
 
-    # --- what the audit log demands ---
+    # --- requirements of the audit log ---
 
     def denial(self) -> Denial | None:
         return self._inner.denial()
@@ -217,7 +217,7 @@ class LeaseLog(FactRecorder):
     # --- facts ---
 
     def _log_facts(self, facts: Sequence[Fact], lines: "Sequence[_Line | None]") -> None:
-        """Log requests and workers first, then what is recorded, then the rest."""
+        """Log requests and workers first, then the recorded facts, then the rest."""
         # First pass: what led to the result. `lines` is shorter than `facts` if making one of them failed.
         for number, fact in enumerate(facts):
             kind = fact.kind
@@ -359,7 +359,7 @@ _FIRST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.WORKER_EXITED: LeaseLog._log_exited,
     FactKind.SCRUB_DOUBTED: LeaseLog._log_scrub,
 }
-"""Facts that are logged before what is recorded."""
+"""Facts that are logged before the recorded ones."""
 
 _LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.PLACED: LeaseLog._log_placed,
@@ -372,7 +372,7 @@ _LAST: Final[dict[FactKind, Callable[[LeaseLog, Fact], None]]] = {
     FactKind.SUBMIT_ENDED: LeaseLog._log_submit_ended,
     FactKind.SUBMIT_FENCED: LeaseLog._log_submit_ended,
 }
-"""Facts that are logged after what is recorded."""
+"""Facts that are logged after the recorded ones."""
 
 _LOGGED_BY_METHODS: Final = frozenset({FactKind.REQUESTED, *_FIRST, *_LAST})
 
@@ -452,7 +452,7 @@ class _LimitedLog:
 def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
     """Return the particulars of an audit record by the names that they have in the log."""
     fields = {name: value for name, value in particulars.items() if name in _SAME_NAMES and value != ""}
-    # In a denial's record, `card` is what the tenant asked for, and `reason` is a code.
+    # In a denial's record, `card` is the requested card, and `reason` is a code.
     if kind is RecordKind.DENY:
         fields["denial"], fields["reason"] = particulars["reason"], particulars["message"]
         fields["wanted_card"] = fields.pop("card", None)

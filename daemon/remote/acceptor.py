@@ -131,7 +131,7 @@ UNKNOWN: Final = CertificateHolder()
 
 
 def get_ready() -> None:
-    """Do before the first fork what each relay would do.
+    """Do the work that each relay would do once, before the first fork.
 
     Every relay inherits the objects that exist now. A frozen heap keeps the garbage collector from writing to, and so
     copying, their pages.

@@ -211,13 +211,13 @@ def source_of(host: str) -> str:
 
 
 def oldest_of_largest_source(items: Iterable[Item], may_go: Callable[[Item], bool] = lambda item: True) -> Item | None:
-    """Of the items that may go, return the first one of the source with the most items; None if none may go."""
+    """Return the first item that may be removed, from the source with the most items; None if there is none."""
     everything = list(items)
     counts = Counter(item.source for item in everything)
     return max(filter(may_go, everything), key=lambda item: counts[item.source], default=None)
 
 
 def oldest_of_smallest_source(waiting: Iterable[Item], served: Iterable[HasSource]) -> Item:
-    """Of the waiting items, return the first one of the source with the fewest items served."""
+    """Return the first waiting item of the source with the fewest items being served."""
     counts = Counter(item.source for item in served)
     return min(waiting, key=lambda item: counts[item.source])

@@ -72,7 +72,7 @@ class RelayedTls:
 
 
 def preload() -> None:
-    """Import what a relay needs later: Landlock keeps it out of the folders that modules are in."""
+    """Import the modules that a relay needs later, because Landlock keeps it out of their folders."""
     ssl.cert_time_to_seconds("Jan  1 00:00:00 2026 GMT")
 
 
@@ -151,7 +151,7 @@ def _shake_hands(stream: RelayedTls) -> None:
     poll = select.poll()
     poll.register(stream.net, select.POLLIN)
     room = memoryview(bytearray(BUFFER_BYTES))
-    # Each round feeds OpenSSL what has arrived, sends what it answers, and waits for more. All rounds share one
+    # Each round passes the received bytes to OpenSSL, sends its answer, and waits for more. All rounds share one
     # deadline, so a peer that sends byte after byte does not extend it.
     while True:
         try:
@@ -341,7 +341,7 @@ class Pump:
     def _receive(self) -> None:
         if self._is_reading_paused:
             return
-        # First what the last read left in the buffers, then what has arrived.
+        # First take the bytes that the last read left in the buffers, then those that have arrived.
         count = self._decrypt()
         if not count and not self._net_ended:
             try:
@@ -560,6 +560,6 @@ def _restrict() -> None:
             scope=version >= landlock.SCOPE_SINCE,
         )
         landlock.restrict(reach, SandboxNeeds())
-    # The system call filter is last, because it forbids what the lines before it do.
+    # The system call filter is last, because it forbids the calls that the lines before it make.
     if platform.machine() == syscall_filter.MACHINE:
         syscall_filter.install(writes_files=False)

@@ -75,8 +75,8 @@ class SandboxPlan:
         # The descriptors first: /proc, which lists them, is out of reach later.
         if Measure.DESCRIPTORS in self.measures:
             yield Measure.DESCRIPTORS, partial(keep_only, (*kept_fds, *self.needs.kept))
-        # Root's file, so before the change of user. The other limits come later, because they also bind what is done
-        # here.
+        # Root's file, so before the change of user. The other limits come later, because they would also apply to the
+        # steps here.
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, prefer_oom_kill
         # The bounding set can be changed only with CAP_SETPCAP, which the change of user takes away.
@@ -102,7 +102,7 @@ class SandboxPlan:
         )
         if reach != Reach():
             yield Measure.FILES, partial(restrict, reach, self.needs)
-        # Last: the filter forbids what the other measures need.
+        # This is last, because the filter forbids calls that the other measures need.
         if Measure.SYSCALLS in self.measures:
             yield (
                 Measure.SYSCALLS,

@@ -66,7 +66,8 @@ def prepare(
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
     # Step 2: try every measure in a process of its own, because none of them can be undone.
     findings = _try_out(settings, needs, identity, reason)
-    # Step 3: judge what is missing. A user that the operator named must work even if the sandbox is not required.
+    # Step 3: decide whether the daemon may start without the missing measures. A user that the operator named must work
+    # even if the sandbox is not required.
     off = [finding for finding in findings if not finding.is_on and finding.measure not in settings.without]
     for finding in off:
         if finding.measure is Measure.USER and settings.user is not None and identity is not None:

@@ -1,4 +1,4 @@
-"""The holders of what is made in a session: each connection, and the lease itself.
+"""The holders of a session's objects: each connection, and the lease itself.
 
 An object belongs to the connection that created it, and ends with it (`ended_connections.py`), unless it is kept by
 name (`kept_buffers.py`): then the lease holds it.

@@ -190,7 +190,7 @@ class SessionParts:
             raise ImageMismatch(str(error)) from None
         finally:
             ledger.holder = self.ended.unheld
-        # Step 5: counters, and what kernels have printed.
+        # Step 5: counters, and the output of kernels.
         self.printed.put_back(image.printed[0], is_lost=image.printed[1])
         for counter, value in image.counters:
             resources.counters[counter] = value

@@ -421,7 +421,7 @@ class Ledger:
         self._kept_bytes = kept_bytes
 
     def charge_kept(self, kept_bytes: int) -> None:
-        """Charge `kept_bytes`, the total of what the context keeps for kernels.
+        """Charge `kept_bytes`, all the memory that the context keeps for kernels.
 
         Raises DriverError if it does not fit, and the errors of `make_room`.
         """
@@ -438,7 +438,7 @@ class Ledger:
         self._kept_bytes = max(self._kept_bytes, kept_bytes)
 
     def charge_streams(self, streams_bytes: int) -> None:
-        """Charge `streams_bytes`, the total of what the context keeps for streams and never releases.
+        """Charge `streams_bytes`, all the memory that the context keeps for streams and never releases.
 
         Raises Refused.
         """

@@ -95,7 +95,7 @@ class SubmitOperations(OperationHandler):
         if argument.kind == ArgumentKind.VALUE:
             return 0
         size_bytes, ledger = _size(argument), self._ledger
-        # A submit's slice is what the lease's holder reserved for submits, so replace the hint.
+        # A submit's slice is the memory that the lease's holder reserved for submits, so replace the hint.
         try:
             ledger.check_alloc(size_bytes)
         except Refused as refused:

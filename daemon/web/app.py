@@ -97,7 +97,7 @@ STATUS_OF: Final = {
 }
 
 MAX_WITHIN_S: Final = 4_294_967
-"""The longest time of a drain: what the protocol's DRAIN can hold, 49 days."""
+"""The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""
 
 _LEASE_ID: Final = re.compile("[0-9a-f]{32}")
 _CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")

@@ -80,7 +80,7 @@ def parse_http(value: Any) -> TcpAddress:
 def _read_token(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            # Of the open file, not of the path: it can't be replaced between the check and the read.
+            # Check the open file, not the path, so that the file can't be replaced between the check and the read.
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
                 raise BadToken(f"{path} must be a file that only its owner can read: chmod 600 it")

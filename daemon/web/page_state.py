@@ -40,7 +40,7 @@ GAP_S: Final = 5.0
 """Longest time between two snapshots over which a launch rate is worth showing."""
 
 MAX_CACHED_LEASES: Final = 4096
-"""Leases that are remembered with what is shown of their changes: tenant, card and size."""
+"""Leases for which the values shown with their changes are kept: tenant, card and size."""
 
 MAX_LOOKUPS: Final = 64
 """Changes for which the feed still has to query the lease; a change beyond that shows without its tenant. Stops

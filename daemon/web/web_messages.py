@@ -45,7 +45,7 @@ MAX_REASON_CHARS: Final = 512
 """The length of the reason that a tenant is given; the audit log keeps no more."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
-"""The longest time of a drain: what the protocol's DRAIN can hold, 49 days."""
+"""The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""
 
 Hosts = Annotated[tuple[str, ...], listed(TEXT, MAX_HOSTS)]
 Bytes = Annotated[bytes, BYTES]

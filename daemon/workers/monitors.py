@@ -1,9 +1,9 @@
 """Monitors of the workers: kernels that run too long, memory beyond the slice, dead workers' bytes, the scrub.
 
-`KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares what a session
-holds with what was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended region's.
-`CardWatch` polls the memory that others hold on a card. `Recycler` has a worker scrubbed after its lease, and measures
-it before its next lease.
+`KernelWatchdog` finds kernels, compilations and silence that last too long. `MemoryMonitor` compares the memory that a
+session holds with the memory that was admitted. `Reclaimer` proves a dead worker's bytes free, `RegionProver` an ended
+region's. `CardWatch` polls the memory that others hold on a card. `Recycler` has a worker scrubbed after its lease, and
+measures it before its next lease.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """The images of cold sessions, which the broker keeps while a session has no worker.
 
-Of an image, the broker reads only where the bytes of regions are: if a region ends, it wipes them. It also writes the
-words of all regions. It keeps the descriptors of the image, of the session's host memory, and of its clients' sockets
-and rings. It watches the sockets, because a client that waits rings or sends. New connections wait here as well, and
-are sent to the next worker after the image.
+The broker reads only one part of an image, the places of regions' bytes: if a region ends, it wipes them. It also
+writes the words of all regions. It keeps the descriptors of the image, of the session's host memory, and of its
+clients' sockets and rings. It watches the sockets, because a client that waits rings or sends. New connections wait
+here as well, and are sent to the next worker after the image.
 
 A tenant may have compromised the worker that sent an image. So an image is sent only to a worker of the same lease, and
 descriptors are received only through a channel that was made for one order.

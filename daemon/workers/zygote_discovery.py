@@ -49,7 +49,7 @@ _NO_PAGE: Final = PageState(None, 0, 0)
 
 
 class CannotAdopt(CannotStart):
-    """Running sessions of an earlier daemon can't be taken over, so this daemon must not grant what they hold."""
+    """Running sessions of an earlier daemon can't be taken over, so this daemon must not grant their memory."""
 
 
 class _ZygoteGone(Exception):
@@ -92,7 +92,7 @@ class FoundWorker:
         return self.last_page or _NO_PAGE if self.fds is None else state_of(self.fds[1])
 
     def transfer(self) -> Transfer | None:
-        """Return what it says now about its session; None if it has ended and its zygote does not report that."""
+        """Return its present report about its session; None if it has ended and its zygote does not report that."""
         return self.last_transfer if self.fds is None else transfer_on(self.fds[2])
 
 

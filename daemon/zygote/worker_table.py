@@ -176,7 +176,8 @@ class WorkerTable:
 
     def handover(self) -> Iterator[tuple[Message, tuple[int, ...]]]:
         """Yield the messages, with their descriptors, from which the next broker learns about the workers."""
-        # First the living, each with its descriptors; then those that have ended, of which only words are left.
+        # First the live workers, each with its descriptors; then those that have ended, for which only a report is
+        # left.
         for worker in self._live_workers.values():
             living = LivingWorker(worker.serial, worker.pid, worker.spec, worker.overran)
             yield living, (worker.pidfd, *worker.page_fds, worker.channel_fd)

@@ -271,8 +271,8 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
         **refused("the engine attends to what came before", {"use_bidirectional_attention": (False,)}),
         # Gemma 2's, which Gemma 3's class still obeys.
         **refused("the engine caps no logits", {"attn_logit_softcapping": (), "final_logit_softcapping": ()}),
-        # Its class has `hidden_activation` instead, reads the pattern without the underscore alone, and no scaling here
-        # needs the original context.
+        # Its class has `hidden_activation` instead and reads only the pattern without the underscore, and no scaling
+        # here needs the original context.
         **no_effect(
             "original_max_position_embeddings",
             "hidden_act",

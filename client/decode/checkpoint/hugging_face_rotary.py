@@ -50,8 +50,8 @@ def rotary_of(members: Members, head_width: int, *, is_phi3: bool) -> Rotary:
     """Return the base of the rotary embeddings, their scaling, and the values of a head that they turn.
 
     The rule is transformers 5's (convert_rope_params_to_dict, standardize_rope_params): `rope_scaling`, or else
-    `rope_parameters`, which takes precedence over members next to it. Phi3Config has LongRoPE alone, two older names
-    of it, and heads that are turned in part. Raises ModelRejected for a scaling that is unknown or wrong.
+    `rope_parameters`, which takes precedence over members next to it. Phi3Config has only LongRoPE, with two older
+    names, and rotates only a part of each head. Raises ModelRejected for a scaling that is unknown or wrong.
     """
     # An empty object counts as missing.
     inner = members.object("rope_scaling")

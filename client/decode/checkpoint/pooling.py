@@ -26,7 +26,7 @@ _KNOWN_MODULES: Final = ("Transformer", "Pooling", "Normalize")
 """Modules of sentence-transformers, by the last part of their type. Every vector is normalised here in any case."""
 
 _MODES: Final = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_lasttoken": Pooling.LAST}
-"""Switches of a pooling's configuration, and what each of them means."""
+"""Switches of a pooling's configuration, each with its meaning."""
 
 _GGUF_TYPES: Final = {0: None, 1: Pooling.MEAN, 3: Pooling.LAST}
 """GGUF's `pooling_type` (llama.cpp, enum llama_pooling_type): none, mean, last."""

@@ -138,7 +138,7 @@ class Quantization:
 
 
 def quantization_of(members: Members) -> Quantization | None:
-    """Return what config.json says about packed weights; None if there are none.
+    """Return config.json's description of packed weights; None if it has none.
 
     Raises ModelRejected for a format, a member or a value that the engine does not compute.
     """

@@ -96,7 +96,7 @@ class SafetensorsFolder:
         if quantization is not None:
             packed = packed_tensors(quantization, self.config, shapes, tensors)
             self._tensors = {tensor.name: tensor for tensor in packed}
-        # Step 3: compare names, shapes and types with what a model of this config has.
+        # Step 3: compare names, shapes and types with those of a model of this config.
         check_names(self.config, [*tensors, *self._tensors], self.name)
         for name, expected in shapes.items():
             if name in self._tensors:

@@ -112,7 +112,7 @@ class Tensor:
     def bf16(self, begin: int, end: int) -> NDArray[np.uint16]:
         """Return rows [begin, end) as bf16 [end - begin, columns], rounded to nearest, ties to even.
 
-        For a tensor that is bf16 already, this is a view of what `read` returns.
+        For a tensor that is bf16 already, this is a view of the result of `read`.
         """
         if self.kind is TensorType.BF16:
             return self.read(begin, end).view(np.uint16)

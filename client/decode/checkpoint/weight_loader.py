@@ -540,7 +540,7 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
     # After attention, Gemma 3 has its outer norm, under the name of other families' inner norm.
     inner_norm = "pre_feedforward_layernorm.weight" if config.has_outer_norms else "post_attention_layernorm.weight"
     parts, inner = [part for part, _ in feed_forward_parts(config, layer)], ("gate", "up")
-    # Experts have kernels for bf16 alone.
+    # Experts have kernels only for bf16.
     packed_inner = packed and config.experts_of(layer) is None
     targets = {
         "attention_norm": _f32_of(*tensors("input_layernorm.weight")),

@@ -74,7 +74,7 @@ SPARE_BYTES: Final = 64 << 20
 """Memory of the lease for uncounted bytes: the kernels' code, and the scratch memory of ended regions."""
 
 UNSET: Final = np.array((0, 0.0, 0.0, 1.0), RESULT)
-"""The result of a row without logits: a record of which the logarithm of the probability can be computed."""
+"""The result of a row without logits: a record from which the logarithm of the probability can be computed."""
 
 REGION_GRANULE_BYTES: Final = 2 << 20
 """On a card, a region's size is a multiple of this."""
@@ -125,7 +125,7 @@ class _RowOrder:
 
     @classmethod
     def of(cls, chosen: "NDArray[np.intp]", count: int) -> Self:
-        """Return the order of `count` rows of which `chosen` have results."""
+        """Return the order of `count` rows if the rows `chosen` have results."""
         # The others keep their order, so that adjacent rows of a prompt stay adjacent.
         rows = np.concatenate([chosen, np.delete(np.arange(count), chosen)])
         return cls(len(chosen), rows, np.argsort(rows))
@@ -217,8 +217,8 @@ class DecodeEngine:
             packed: Whether quantised weights stay packed if kernels can read them packed.
             progress: Called with the bytes loaded and the bytes in all.
 
-        Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or what the
-        lease's end raises. Nothing stays open then.
+        Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the errors of
+        the lease's end. Nothing stays open then.
         """
         check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:

@@ -51,7 +51,7 @@ in pages of 2 MiB.)"""
 
 MAX_RECORDED_LAUNCHES: Final = 11_000
 """Most launches in the graphs of a model, without a second set for the other step in flight, if some compute the head
-for HEAD_ROWS. So the two sets fit into what a worker may take of an NVIDIA card in addition to its lease, 176 MiB.
+for HEAD_ROWS. So the two sets fit into the 176 MiB that a worker may take of an NVIDIA card in addition to its lease.
 Models that exceed it have only the graphs that they need, and a larger lease (`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
@@ -584,7 +584,7 @@ def _expert_tiles(experts: Experts, rows: int, expert_rows: int) -> int:
 
 
 def _scanned_blocks(config: ModelConfig) -> int:
-    """The number of the vocabulary's blocks, each of which one program scans."""
+    """The number of blocks of the vocabulary; one program scans each block."""
     return -(-config.vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
 
 

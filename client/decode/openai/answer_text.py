@@ -114,7 +114,7 @@ class AnswerText:
             token = token_text(self._bytes_of, emitted, self._offset + self._decoded)
             self._waiting.append((token, self._decoded + len(text)))
         self._decoded += len(text)
-        # The filter holds back what may be the beginning of a stop.
+        # The filter holds back text that may be the beginning of a stop.
         piece = self._piece(self._filter.add(text), is_last=False)
         if emitted.attempt != self._replays:
             piece.replays = self._replays = emitted.attempt
@@ -229,7 +229,7 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
-    # The last piece also carries what the loop had not sent yet.
+    # The last piece also contains the rest that the loop has not sent yet.
     last = answer.end(finish)
     last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
     last.replays = replays

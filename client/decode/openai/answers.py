@@ -120,7 +120,7 @@ def best_of(answers: Sequence[CompletionAnswer], count: int) -> Sequence[Complet
 async def gather_or_cancel(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Run coroutines at the same time. The first error ends the others, and is raised."""
     first, *others = parts
-    # A task for one alone would only cost time.
+    # For a single answer, a task would only cost time.
     if not others:
         await first
         return

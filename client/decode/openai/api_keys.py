@@ -1,4 +1,4 @@
-"""Callers' keys, of which only the sha256 is kept, and which are compared in constant time."""
+"""Callers' keys. Only their sha256 is kept, and they are compared in constant time."""
 
 import hashlib
 import hmac

@@ -136,7 +136,7 @@ class DecoderSource:
             yield
 
     async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
-        """Parse and tokenize a body in another process, by `job`. Returns what `completion_of` takes.
+        """Parse and tokenize a body in another process, by `job`. Returns the arguments of `completion_of`.
 
         Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
         too long by itself, and the errors of `PromptIntake.do`.
@@ -162,7 +162,7 @@ class DecoderSource:
     async def submit(
         self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool, parameter: str = ""
     ) -> Submitted:
-        """Submit what `read` returned. From here on the scheduler counts the request.
+        """Submit the result of `read`. From here on the scheduler counts the request.
 
         Errors name `parameter` if the prompt is too long; by default that of completions or chats.
 
@@ -191,7 +191,7 @@ class DecoderSource:
     async def embed(
         self, tenant: str, request_id: str, answer: dict[str, Any], generations: list[Generation]
     ) -> dict[str, Any]:
-        """Compute the vectors of what `embeddings.read_inputs` returned. Returns the reply.
+        """Compute the vectors of the inputs that `embeddings.read_inputs` returned. Returns the reply.
 
         As many inputs as the tenant may have sequences are submitted at a time, and added to `generations`, which the
         caller may cancel. Raises ApiError, also for a model that does not embed texts, and the errors of a generation.
@@ -268,7 +268,7 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=request.priority,
                         cache_salt=request.cache_salt,
-                        # The reply leaves out what was not requested of the prompt's or the answer's.
+                        # The reply leaves out those of the prompt or of the answer if they were not requested.
                         ranks=max(request.ranks, request.prompt_ranks or 0),
                         scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),
@@ -282,7 +282,8 @@ class DecoderSource:
 
     def _max_tokens(self, request: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if request.max_tokens is not None:
-            # For an echo alone, one token is computed and not sent: its row is that of the prompt's last token.
+            # If only an echo is requested, one token is computed and not sent: its row is that of the prompt's last
+            # token.
             return max(1, request.max_tokens)
         # At least 1: the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))

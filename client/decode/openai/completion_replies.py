@@ -114,7 +114,7 @@ class ReplyHead:
     def _call_delta(self, index: int, part: CallPart) -> dict[str, Any]:
         delta: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
         if part.name:
-            # The first piece of a call, which alone has its id and name.
+            # The first piece of a call; only this piece has the call's id and name.
             delta |= {"id": self._call_id(index, part.index), "type": "function"}
             delta["function"]["name"] = part.name
         return delta

@@ -106,7 +106,7 @@ class CompletionRequest:
         cache_salt: The prompts share blocks only with requests that have the same one.
         form: The form of the answer; None for any text.
         tools: What the model may call; () if it may call nothing.
-        must_call: Whether the answer is calls alone.
+        must_call: Whether the answer consists only of calls.
         is_parallel: Whether it may have several calls.
         tool_format: How the model writes calls (tool_formats.py), once that is known; "" without tools.
         max_tokens: Most tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
@@ -264,7 +264,7 @@ def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
 
 
 def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
-    """Return what a body's `truncate_prompt_tokens` keeps of its prompts, before an answer of so many tokens.
+    """Return the part of prompts that a body's `truncate_prompt_tokens` keeps, before an answer of this many tokens.
 
     Raises ApiError.
     """
@@ -327,8 +327,8 @@ def _check_stops(
 ) -> None:
     """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended.
 
-    Nor may lists of tokens leave none that the form needs. `stop` may end an answer by a regular expression or a
-    grammar: that is what a caller means who sends both, as vLLM's examples do.
+    Nor may lists of tokens leave none that the form needs. `stop` may end an answer that follows a regular expression
+    or a grammar, because callers who send both mean that, as vLLM's examples do.
     """
     label = "tools" if form is None else form.parameter
     if has_tools and form is not None and form.is_own_grammar:

@@ -171,7 +171,7 @@ def _answer_form(config: Any) -> dict[str, Any] | None:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return a chat's messages. The chat checks what is in them."""
+    """Return a chat's messages. The chat checks their contents."""
     if not isinstance(value, list) or not value:
         raise invalid("messages must be a list of messages, and not empty", "messages")
     messages: list[dict[str, Any]] = []

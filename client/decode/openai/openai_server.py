@@ -333,7 +333,8 @@ class OpenAiFace:
 
 def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
     """Return the token counts of a request after all its answers."""
-    # A prompt counts once, however many answers it has: the first one's sequence began with what was there before.
+    # A prompt counts once, however many answers it has: only the first answer's sequence began with blocks that existed
+    # before.
     firsts = submitted.generations[:: submitted.request.tries]
     return TokenCounts(
         sum(map(len, submitted.prompts)),
@@ -419,7 +420,7 @@ class _Texts:
         return await self._reply(request, run)
 
     async def show_tokenizer(self, request: Request) -> Response:
-        """Reply with what programs need that put chats into the template themselves, in vLLM's members.
+        """Reply with the data for programs that put chats into the template themselves, in vLLM's members.
 
         The model is the one in `?model=`.
         """
@@ -437,7 +438,7 @@ class _Texts:
         run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
     ) -> Response:
-        """Reply with what `run` returns for the model that the body names: the request's, unless one is given."""
+        """Reply with the result of `run` for the model that the body names: the request's body, unless one is given."""
         # The same id as in the log.
         tenant, request_id = "", request_id_of(request)
         headers = id_headers_of(request.scope, request_id)
@@ -509,7 +510,7 @@ class _ChatEndpoint(_EngineEndpoint):
 
     @abstractmethod
     def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> _AnswerEvents:
-        """Return the answer's events, from what `job` returned."""
+        """Return the answer's events, from the result of `job`."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)

@@ -41,7 +41,7 @@ class ResponseEvents:
         """Begin a response.
 
         Args:
-            request_id: The request's id, of which all ids are made.
+            request_id: The request's id, from which all ids are made.
             model: The model's name.
             created: Seconds since 1970.
             parameters: The request's parameters that the reply repeats (`response_request.ECHOED`).

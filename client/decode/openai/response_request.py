@@ -83,7 +83,9 @@ _MESSAGE_MEMBERS: Final = ("type", "role", "content", "id", "status", "phase")
 def read_response(
     reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
 ) -> dict[str, Any]:
-    """Parse a body in a text process, as `read_completion` does. `response` of the answer has what the reply repeats.
+    """Parse a body in a text process, as `read_completion` does.
+
+    `response` of the answer has the values that the reply repeats.
 
     Args:
         reader: Tokenizes the prompt.
@@ -127,7 +129,7 @@ def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return a chat's messages from the items of an input. The chat checks what is in them."""
+    """Return a chat's messages from the items of an input. The chat checks their contents."""
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:

@@ -33,7 +33,7 @@ class RequestPlace(Protocol):
     async def source(
         self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
     ) -> DecoderSource:
-        """Return what computes the model that a body names, and keep it there until the block ends.
+        """Return the source of the model that a body names, and keep the model on the card until the block ends.
 
         If the model is not on the card, wait for it; `on_loading` is called if the request is for a stream.
 
@@ -67,7 +67,7 @@ class ServedModels(Protocol):
         """Take a place for a request before its body is read. Raises AdmissionRefused if the tenant has none left."""
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
-        """Return the models that a tenant may use: `id`, and what else is known of each."""
+        """Return the models that a tenant may use, each with its `id` and the other facts that are known."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":
         """Return the tokenizer of a model with a submitted request."""
@@ -176,7 +176,7 @@ class ManyModels:
 
     def _length_of(self, model: str, tenant: str) -> dict[str, int]:
         decoder, spec = self._pool.decoders.get(model), self._pool.specs[model]
-        # Of a model that was never loaded, nothing of its files is known here.
+        # If a model was never loaded, nothing about its files is known here.
         if decoder is None or not DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).has_tenant(tenant):
             return {}
         return {"max_model_len": DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).room(tenant)}

@@ -1,4 +1,4 @@
-"""How models write calls of tools: a grammar that makes them do it, and a parser of what they write.
+"""How models write calls of tools: a grammar that makes them write calls, and a parser of the calls.
 
 A model's chat template shows its format. The grammar fixes all of it but the arguments, which follow the tool's schema,
 so the parser needs no guesses. The formats are those of Hermes (Qwen2.5, Qwen3), Llama 3 and Mistral.
@@ -52,7 +52,7 @@ class ToolFormat:
     last: str
 
     def head(self, name: str) -> str:
-        """Return what a call has before its arguments."""
+        """Return the part of a call before its arguments."""
         return f'{{"name": "{name}", "{self.arguments}": '
 
 
@@ -191,13 +191,13 @@ class ToolCallParser:
             self._state = "between"
             visible, self._buffer = self._buffer[:at], self._buffer[at + len(trigger) :]
             return visible
-        # Hold back what may be the beginning of the trigger.
+        # Hold back text that may be the beginning of the trigger.
         overlap = next(size for size in range(len(trigger) - 1, -1, -1) if self._buffer.endswith(trigger[:size]))
         visible, self._buffer = self._buffer[: len(self._buffer) - overlap], self._buffer[len(self._buffer) - overlap :]
         return visible
 
     def _read_call_head(self, parts: list[CallPart]) -> None:
-        """Skip what is between calls, and take the head of the next one once it is complete."""
+        """Skip the text between calls, and take the head of the next call once it is complete."""
         if (match := self._head.search(self._buffer)) is not None:
             parts.append(CallPart(self.calls, match[1], ""))
             self.calls += 1

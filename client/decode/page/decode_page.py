@@ -93,10 +93,10 @@ RATE_S: Final = 2.0
 """Seconds over which rates are averaged."""
 
 LATEST_REQUESTS: Final = 100
-"""Latest requests of a tenant of which the page shows the times to the first token."""
+"""Number of a tenant's latest requests for which the page shows the times to the first token."""
 
 LATEST_GAPS: Final = 200
-"""Latest steps with tokens of a tenant of which the page shows the times between tokens."""
+"""Number of the latest steps with a tenant's tokens for which the page shows the times between tokens."""
 
 MAX_PREFIXES: Final = 64
 """Most shared prefixes that are shown, each once for each model that has it."""
@@ -241,10 +241,10 @@ class PageFeed(DecoderObserver):
         return (history or PageHistory(self._clock())).shown(self._clock())
 
     def state(self, viewer: str | None = None) -> dict[str, Any]:
-        """Return the state, which the page draws, as a JSON object: the server's, or what a tenant may see of it."""
+        """Return the state that the page draws, as a JSON object: all of it, or the part that a tenant may see."""
         demo, pool, now = self._demo(), self._pool(), self._clock()
-        # The page is served before a decoder has opened; it then shows no tenants. Of many models' tenants, it shows
-        # the sums.
+        # The page is served before a decoder has opened; it then shows no tenants. With many models, it shows each
+        # tenant's sums.
         decoders = self.decoders()
         tenants: dict[str, list[TenantState]] = {}
         for decoder in decoders:
@@ -370,7 +370,7 @@ class DecodePage:
         pool: On a server of many models, returns their pool instead of a decoder.
 
     Attributes:
-        observer: The observer that the decoder is to call; `on_gap` takes what the metrics measure.
+        observer: The observer that the decoder is to call; `on_gap` receives the times that the metrics measure.
     """
 
     def __init__(
@@ -469,7 +469,7 @@ class DecodePage:
         decoders = [decoder for decoder in self.observer.decoders() if tenant_id in decoder.scheduler.tenants]
         if not decoders:
             return _problem(404, "This tenant does not exist.")
-        # Of many models, each has a region of the tenant. Between two regions there is nothing to revoke.
+        # With many models, each model has a region of the tenant. Between two regions there is nothing to revoke.
         pools = [pool for decoder in decoders if (pool := decoder.regions.pools.get(tenant_id)) is not None]
         if not pools:
             return _problem(409, "The tenant has no region now: another one is being opened.")

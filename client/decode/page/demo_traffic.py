@@ -31,7 +31,7 @@ RETRY_S: Final = 2.0
 """Seconds before a retry after a request that failed, for example while the tenant's region can't be rebuilt."""
 
 TAIL_CHARACTERS: Final = 600
-"""Most characters of a text that are kept, which is what the page shows."""
+"""Most characters of a text that are kept: the page shows no more."""
 
 SAMPLING: Final = SamplingParameters(temperature=0.8, top_p=0.95)
 

@@ -39,12 +39,12 @@ class PageEvent:
     Attributes:
         number: Its unique number.
         at: When the last of them happened, in the page's seconds.
-        tenant_id: Its tenant; "" for the whole server. Of a shared prefix, its name.
+        tenant_id: Its tenant; "" for the whole server. The name of a shared prefix.
         kind: What happened.
         count: How often.
         seconds: The longest time that one of them took; 0 if they have no time.
         tokens: The total of tokens that were computed again.
-        detail: The cause, or what was lost, of the last of them.
+        detail: The cause of the last of them, or the thing that it lost.
     """
 
     number: int
@@ -86,7 +86,7 @@ class PageEvent:
 
 
 class PageEvents:
-    """The latest events of a server, of which similar ones are merged."""
+    """The latest events of a server; similar ones are merged."""
 
     def __init__(self) -> None:
         self._events = deque[PageEvent](maxlen=MAX_EVENTS)

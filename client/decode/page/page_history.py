@@ -84,7 +84,7 @@ class _Slot:
     gaps: TimeCounts | Percentiles = field(default_factory=TimeCounts)
 
     def close(self) -> None:
-        """Keep the percentiles alone, because the slot gets no further times."""
+        """Keep only the percentiles, because the slot gets no further times."""
         self.first_tokens, self.gaps = self.percentiles("first_tokens"), self.percentiles("gaps")
 
     def percentiles(self, name: str) -> Percentiles:

@@ -306,7 +306,7 @@ class ModelResidency:
         return self._advance(now)
 
     def load_failed(self, model: str, reason: str, now: float, *, is_for_room: bool = False) -> list[Effect]:
-        """Process a failed load, of which nothing is left.
+        """Process a failed load, which has left nothing on the card.
 
         Args:
             model: The model.

@@ -156,7 +156,7 @@ class RegionBlocks:
                     self._free.append(block)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let others find a block that is computed. Of two blocks with the same key the first one is found."""
+        """Let others find a block that is computed. If two blocks have the same key, a search finds the first one."""
         self._writers.pop(key, None)
         if key not in self._blocks:
             self._blocks[key] = block
@@ -180,7 +180,7 @@ class RegionBlocks:
         return first is None or first is writer
 
     def withdraw(self, writer: object, keys: Iterable[bytes]) -> None:
-        """Forget what `writer` announced and did not publish."""
+        """Forget the blocks that `writer` announced and did not publish."""
         for key in keys:
             if self._writers.get(key) is writer:
                 del self._writers[key]

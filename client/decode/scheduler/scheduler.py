@@ -125,8 +125,8 @@ class ContinuousBatchScheduler:
     earlier sequences have computed for the same tokens, if their steps were answered. If another sequence is computing
     the next block, the prompt waits for that. A sequence that needs a block first frees its blocks before its `window`,
     if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay waits
-    first in the queue. So the oldest sequence always continues, and alone it fits into the region. No other tenant is
-    affected. A prompt is charged in full, however much of it was reused.
+    first in the queue. So the oldest sequence always continues, and it fits into the region when no other sequence is
+    there. No other tenant is affected. A prompt is charged in full, however much of it was reused.
 
     **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They are in
     regions of their own, which no row writes. A prompt that begins with them needs no blocks of its tenant's region for
@@ -276,8 +276,8 @@ class ContinuousBatchScheduler:
             raise RequestRejected(f"the decoder has no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
             raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
-        # Refuse at once what no wait would help: a request that is too large for the region or the context, or a region
-        # that comes too late.
+        # Refuse at once if waiting can't help: the request is too large for the region or the context, or its region
+        # comes too late.
         if detail := self._excess(tenant, request):
             return [SchedulerEvent.AdmissionRejected(request, AdmissionReason.TOO_LARGE, detail)]
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < self.settings.vocabulary:
@@ -301,7 +301,7 @@ class ContinuousBatchScheduler:
         if request.wait_s and not is_queue_full:
             self._next_deadline = min(self._next_deadline, now + request.wait_s)
             return events
-        # It was not admitted and may not wait: take it out again, and report what kept it out.
+        # It was not admitted and may not wait: remove it again, and report the reason.
         self._dequeue(tenant, self._waiting[request.request_id])
         return [*events, self._refusal(tenant, request, is_queue_full and request.wait_s > 0)]
 
@@ -621,7 +621,7 @@ class ContinuousBatchScheduler:
         return SchedulerEvent.AdmissionRejected(request, reason, detail)
 
     def _obstacle(self, tenant: TenantState, waiting: UnadmittedRequest) -> tuple[AdmissionReason, str]:
-        """Return what keeps a waiting request out now: the reason, and a sentence for the caller."""
+        """Return why a waiting request can't be admitted now: the reason, and a sentence for the caller."""
         # First the tenant's own limit, the only obstacle that counts as the tenant's (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
             return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
@@ -795,7 +795,7 @@ class ContinuousBatchScheduler:
     # --- Prefixes. ---
 
     def _reuse(self, sequence: LiveSequence) -> None:
-        """Let a prompt without a row begin after what is computed of it, and decide whether it waits for more."""
+        """Let a prompt without a row begin after its computed blocks, and decide whether it waits for more of them."""
         region, keys, index = sequence.tenant.blocks, sequence.keys, sequence.reused // PAGE
         # Blocks that others have published since its admission take the place of its own, which are empty.
         while sequence.reused < sequence.reusable and (block := region.share(keys[index])) is not None:
@@ -865,7 +865,8 @@ class ContinuousBatchScheduler:
 
     def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
         """Return the prompts with rows in the next step, each with its number of rows."""
-        # How many rows: what decoding leaves free, but at least the turns that prompts would have as sequences.
+        # The number of rows: those that decoding leaves free, but at least the turns that prompts would have as
+        # sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
         free_rows = max_rows - decoding
@@ -1029,7 +1030,7 @@ class ContinuousBatchScheduler:
                 tenant.prefilling.append(sequence)
                 tenant.prefilling.sort(key=lambda sequence: sequence.number)
             self._enter_prefill(tenant)
-        # Step 3: what was voided goes first, in its old order, so the failed step's number means the same rows again.
+        # Step 3: the voided rows go first, in their old order, so the failed step's number means the same rows again.
         self._decoding = [sequence for sequence in decoding if not sequence.tenant.is_held] + self._decoding
 
     def _unbind(self, tenant: TenantState, reason: CompletionReason, now: float, wait_s: float = 0.0) -> list[AnyEvent]:
@@ -1071,7 +1072,8 @@ class ContinuousBatchScheduler:
         Its id is the first request's id, a dot and the attempt, and not in `used_ids`.
         """
         request = sequence.request
-        # The replay's prompt is the caller's prompt and all emitted tokens; what may still be emitted shrinks by those.
+        # The replay's prompt is the caller's prompt and all emitted tokens; the number of tokens still allowed shrinks
+        # by those.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept_tokens = len(sequence.tokens) if self.settings.replays else own_prompt
         # A caller may have used such an id for another request, so skip the ones that are taken.

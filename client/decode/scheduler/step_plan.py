@@ -20,7 +20,7 @@ _POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
 
 
 class DecodeRoster:
-    """Sequences that decode, and what follows from them alone: made once for all steps that have the same ones.
+    """Sequences that decode, with the values derived from them: made once for all steps with the same sequences.
 
     Attributes:
         sequences: The sequences, in the order of their rows. The list is never changed.

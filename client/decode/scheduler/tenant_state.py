@@ -128,8 +128,8 @@ class LiveSequence:
         self.prompt = len(self.tokens)
         # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
-        # `next_position` moves when a row is planned, `filled` when its step is answered: the two differ by what is
-        # in progress.
+        # `next_position` moves when a row is planned, `filled` when its step is answered: they differ by the rows in
+        # flight.
         self._columns = columns
         columns.known[table], columns.newest[table] = self.prompt, self.tokens[-1]
         self.filled = self.next_position = 0
@@ -196,7 +196,7 @@ class TenantState:
     Attributes:
         config: Its limits.
         limiter: Bounds how often its region is rebuilt: each time, its replays take rows from the others.
-        reuses: Whether its prompts reuse what is computed of them.
+        reuses: Whether its prompts reuse blocks that are already computed.
         waiting: Requests that wait, in their order.
         live: Live sequences by their requests' ids, in the order of their admissions.
         prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.

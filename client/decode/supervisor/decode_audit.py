@@ -148,7 +148,7 @@ class DecodeRecord:
     """A request's record as it was read from the log: the inputs of the computation, and the digest of its output.
 
     Attributes:
-        digests: Those of what `sampling` does not have, as `digests_of` returns them.
+        digests: The digests of parameters that `sampling` does not have, as `digests_of` returns them.
         grammar_by: The library that computed the grammar's masks; "" without one.
     """
 
@@ -280,8 +280,8 @@ class DecodeAudit(DecoderObserver):
         try:
             yield
         finally:
-            # The server stops: give the writer a limited time for the rest, then count as lost what the daemon did not
-            # take.
+            # The server stops: give the writer a limited time for the rest, then count the records that it has not
+            # written as lost.
             last = time.monotonic() + LAST_WRITES_S
             while self._pending and not task.done() and time.monotonic() < last:
                 await asyncio.wait([task], timeout=0.01)

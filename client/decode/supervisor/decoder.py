@@ -483,7 +483,7 @@ class Decoder:
         process, and counts meanwhile as a waiting request of its tenant.
 
         Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that takes more than a text may,
-        and what `submit` and the generation's iterator raise.
+        and the errors of `submit` and of the generation's iterator.
         """
         # Loaded first, so that a model without a tokenizer is refused before the text takes a place.
         tokenizer = await self.tokenizer()

@@ -287,7 +287,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def is_serving(self) -> bool:
-        """Whether there is an engine of which no loss was reported."""
+        """Whether there is an engine, and no loss of it was reported."""
         return self.has_engine and self.phase.pending_loss is None
 
     def is_engaged(self, engine: EngineT) -> bool:

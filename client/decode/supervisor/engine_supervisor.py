@@ -41,7 +41,7 @@ class SupervisedSteps(Protocol):
     def computed(self) -> int: ...
 
     def wake(self) -> None:
-        """Wake the loop if it is idle, so that it checks again what is to be computed or changed."""
+        """Wake the loop if it is idle, so that it checks again for steps to compute and changes to make."""
 
     def abort(self) -> None:
         """Stop waiting for the steps in flight, because the pending loss is handled next."""
@@ -160,7 +160,7 @@ class EngineSupervisor:
         generation = self._ledger.find(request_id)
         return generation is None or not self._steps.is_suspended(generation.request.tenant_id)
 
-    # --- what the step loop calls ---
+    # --- calls of the step loop ---
 
     def lose(self, error: Exception) -> None:
         """Process the loss of the engine: the step loop found this error, or it was pending."""
@@ -194,7 +194,7 @@ class EngineSupervisor:
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
 
-    # --- what the engine calls ---
+    # --- calls of the engine ---
 
     def region_opened(self, serving: ServingEngine, tenant: TenantConfig, pool: BlockPool) -> None:
         """Process a region that replaces an ended one. Ignored if the engine was lost or replaced by then."""

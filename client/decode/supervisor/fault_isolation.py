@@ -13,7 +13,7 @@ class FaultIsolation:
     """The suspects, as groups of request ids (those that callers know) that are computed one group at a time.
 
     Attributes:
-        current: The group that is computed alone now; empty if there is none.
+        current: The group that is now computed without other requests; empty if there is none.
     """
 
     def __init__(self) -> None:

@@ -541,7 +541,7 @@ class ModelPool:
 
 
 def _state_of(path: Path, *, has_weights: bool = False) -> object:
-    """Return what changes if a model's tokenizer does, or its weights, too: names, times and sizes of its files."""
+    """Return names, times and sizes of a model's files, which change if its tokenizer or its weights change."""
     # A GGUF file has the tokenizer in it; in a folder, all of its files but the weights are JSON or templates.
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     if not has_weights:

@@ -128,7 +128,7 @@ class RequestLedger:
             except Exception as error:
                 self._log.failure("observer_failed", error, observer=type(observer).__name__)
 
-    # --- what happens ---
+    # --- events ---
 
     def computed(
         self,
@@ -220,7 +220,7 @@ class RequestLedger:
                 refusal = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
                 self._log_lost(entry, event.reason)
                 self._end(entry, CompletionReason.CANCELLED, refusal, event.reason, event.detail, now)
-            # It is replayed: the entry and its generation continue under the scheduler's new id. Of several losses
+            # It is replayed: the entry and its generation continue under the scheduler's new id. If several losses come
             # before a token, the first one counts for the latency.
             elif event.continued_by:
                 self._entries[event.continued_by] = entry

@@ -113,7 +113,7 @@ class StepLoop:
         return self._life.phase.engine.regions
 
     def wake(self) -> None:
-        """Wake the loop if it is idle, so that it checks again what is to be computed or changed."""
+        """Wake the loop if it is idle, so that it checks again for steps to compute and changes to make."""
         self._wake.set()
 
     def check_alive(self) -> None:
@@ -343,7 +343,7 @@ class StepLoop:
             self._use_pool(sequence, pool)
         self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
 
-    # --- what the supervisor calls ---
+    # --- calls of the supervisor ---
 
     def abort(self) -> None:
         """Stop waiting for the steps in flight; the pending loss is taken next."""

@@ -202,7 +202,7 @@ class TenantRegions:
     async def _reopened(self, tenant: TenantConfig) -> BlockPool:
         """Open a region, retrying until it is granted. Raises the error if the lease or its session is lost.
 
-        A refusal that concerns this tenant alone does not stop the others, so it is tried again without limit.
+        A refusal that concerns only this tenant does not stop the others, so opening its region is tried without limit.
         """
         for tries in count(1):
             try:

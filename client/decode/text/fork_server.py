@@ -56,7 +56,8 @@ class ForkedWorker:
             self._writer.write(frame)
             await self._writer.drain()
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            # A template may have taken over the worker: bound what it sends before memory is allocated for it.
+            # A template may have taken over the worker: check the size of its message before memory is allocated for
+            # it.
             if size > MAX_ANSWER_BYTES:
                 return None
             answer: dict[str, Any] = unpacked(await self._reader.readexactly(size))

@@ -64,7 +64,7 @@ MASK_THREADS: Final = 4
 """Threads that compile grammars and compute masks at a time. One tenant's occupy all of them but one."""
 
 MAX_GRAMMARS: Final = 64
-"""Compiled grammars that are kept, each for its tenant alone: how long a compilation takes must say nothing about
+"""Compiled grammars that are kept, each only for its tenant: the time of a compilation must reveal nothing about
 others' grammars."""
 
 _COMBINING: Final = frozenset(
@@ -73,7 +73,7 @@ _COMBINING: Final = frozenset(
         *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
     }
 )
-"""Keywords by which several schemas say what one object has: what one of them lists, another would forbid."""
+"""Keywords by which several schemas describe one object: members that one of them lists, another would forbid."""
 
 _OF_MEMBERS: Final = frozenset({"anyOf", "patternProperties", "minProperties", "propertyNames", "dependentRequired"})
 """Keywords that, next to `properties`, are about members that it may not list."""
@@ -174,7 +174,7 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_grammar(text: str) -> None:
     """Compile a grammar within the limits, without a vocabulary. To be called in a text process.
 
-    Raises GrammarRefused, which says what is wrong with the grammar or the schema in it.
+    Raises GrammarRefused, which describes the mistake in the grammar or in its schema.
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
@@ -305,7 +305,7 @@ class Grammars:
         return outcome
 
     async def stop(self) -> None:
-        """Forget what waits. Work in progress ends on its own: it is bounded."""
+        """Forget waiting jobs. Work in progress ends on its own: it is bounded."""
         self._turns.drain()
         if self._library is not None:
             self._library.cancel()

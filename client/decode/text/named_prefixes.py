@@ -57,7 +57,7 @@ def _tokens(prefix: NamedPrefix, reader: PromptReader) -> Sequence[int]:
         return reader.read_text(prefix.text)
     if not prefix.system:
         return prefix.token_ids
-    # Where the template puts the message is its own affair, so read two chats, and keep what they have in common.
+    # The template decides where it puts the message, so read two chats, and keep their common beginning.
     one, other = (
         reader.read_chat([{"role": "system", "content": prefix.system}, {"role": "user", "content": user}], {})
         for user in _USERS

@@ -126,7 +126,7 @@ class PromptReader:
         return list(tokens)
 
     def _check_bytes(self, size: int, label: str, cut: Cut | None) -> None:
-        # Of a text that is cut, the part that is kept may be anywhere.
+        # If a text is cut, the part that is kept may be anywhere in it.
         if cut is not None and size <= MAX_TEXT_BYTES:
             return
         if size > self.max_text_bytes:

@@ -30,7 +30,7 @@ MAX_COUNT: Final = 1_000_000
 """Highest number of repetitions."""
 
 MAX_LEXEME: Final = 128
-"""Most characters that one lexeme may demand, in a grammar of which the texts have no longest one.
+"""Most characters that one lexeme may require, in a grammar without a limit to the length of its texts.
 
 Where only one text can follow, the library computes all of it for a mask, up to as many lexemes as its limits allow.
 With lexemes of this length, they are about 10^6 characters, which take a second or two.
@@ -319,7 +319,7 @@ class _Reader:
     def _definition(self) -> re.Match[str] | None:
         """Return the begin of a definition here; None if here is none, or not at the begin of a line."""
         match = self._name.match(self._text, self._place)
-        # The line is searched after a name alone: for each token, a long line would take quadratic time.
+        # Search the line only after a name: a search for each token would take quadratic time for a long line.
         if match is None or self._text[self._text.rfind("\n", 0, self._place) + 1 : self._place].strip():
             return None
         return match
@@ -410,7 +410,7 @@ class _Grammar:
         return regular_names
 
     def _in_order(self, names: Collection[str]) -> Iterator[str]:
-        """Yield those of some names that don't refer to themselves by others of them, after what they refer to."""
+        """Yield names that don't refer to themselves through others, each after the names that it refers to."""
         waiting = {
             name: {rule_name for rule_name in _references(self._parts[name]) if rule_name in names} for name in names
         }
@@ -467,8 +467,8 @@ class _Grammar:
                 "the grammar's terminals, with what they refer to and their repetitions written out, must have at most"
                 f" {MAX_EXPANDED_ITEMS:,} characters in all"
             )
-        # Of a grammar with a longest text, that is the most that can have to follow. Rules that refer to themselves are
-        # not in `whole`: their texts have no longest one.
+        # If a grammar has a longest text, no more than its length can have to follow. Rules that refer to themselves
+        # are not in `whole`: their texts have no longest one.
         whole = dict(most)
         for name in self._in_order(self._parts):
             whole[name] = _size(self._parts[name], whole)

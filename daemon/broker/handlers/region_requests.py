@@ -95,7 +95,7 @@ class RegionHandler:
         self._runtime.post(event)
 
     def lease_resize(self, request: Request, body: messages.LeaseResize) -> None:
-        """Serve LEASE_RESIZE of the tenant or an operator. More memory needs what a new lease needs."""
+        """Serve LEASE_RESIZE of the tenant or an operator. More memory needs the same permission as a new lease."""
 
         def on_outcome(outcome: Result) -> None:
             if isinstance(outcome, Resized):

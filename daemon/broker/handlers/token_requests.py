@@ -31,7 +31,7 @@ class TokenHandler:
         self._service = caller.runtime.tokens
 
     def capability_issue(self, request: Request, body: messages.CapabilityIssue) -> None:
-        # Check what the peer may give away before the authority signs anything.
+        # Check which permissions the peer may pass on before the authority signs anything.
         permissions = self._issuable_permissions(body)
         authority, peer = self._service.authority(), self._peer.tenant
         capability_request = CapabilityRequest(
@@ -135,7 +135,7 @@ class TokenHandler:
         return permissions
 
     def _check_issuer(self, lease_id: int, permissions: Permission) -> None:
-        """Let operators grant what they may do themselves. Only the tenant may share what is in its session."""
+        """Let operators grant their own permissions. Only the tenant may share what is in its session."""
         lease = self._service.lease(lease_id)
         is_own = lease is not None and lease.tenant == self._peer.tenant
         if not is_own and not (lease is not None and self._peer.is_operator and not permissions & SESSION_PERMISSIONS):

@@ -103,7 +103,7 @@ class CudaContext:
         self._has_chains = has_chains
         self._local = local
         self.compiled = Compiled() if compiled is None else compiled
-        # Records of what the driver gave this context.
+        # Records of the objects that the driver gave this context.
         self._blocks = Blocks()
         self._pages = MappedPages(api, self.failure, self._await)
         self._regions = CudaRegions(self._pages, self._await)
@@ -470,7 +470,7 @@ class CudaContext:
     # --- leaving the process ---
 
     def parked_state(self) -> bytes:
-        """Return what is parked, and the bytes of modules' variables, which are still on the card."""
+        """Return a record of the parked memory, and the bytes of modules' variables, which are still on the card."""
         if self._slice is None or not self._pages.is_parked:
             raise DriverError("it is not parked")
         if self._has_system_calls:
@@ -597,7 +597,8 @@ class CudaContext:
     def _anchor_events(self) -> tuple[TimedEvent, int]:
         """Return an event, and the time on the host's monotonic clock right before it was recorded."""
         if self._anchor is None:
-            # Read the host's time first, so that what another process has recorded after its own anchor is not later.
+            # Read the host's time first, so that no event that another process recorded after its own anchor appears to
+            # be later.
             event, time_ns = TimedEvent(self._call(cuda.Event)), time.monotonic_ns()
             self._call(event.event.record, self._streams[0])
             self._await(event.is_done, keep_waiting)

@@ -1,4 +1,4 @@
-"""The weight of a cubin: what it will take of the card, read from its ELF headers before the driver gets it.
+"""The memory that a cubin will take on the card, computed from its ELF headers before the driver gets it.
 
 The format is ELF-64 (System V ABI). The driver places the allocated sections on the card: code, constants, and
 variables (.nv.global*), for which the file has no bytes. The headers give the variables' sizes in 32 bits only,
@@ -61,7 +61,7 @@ _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The weight of a module: what it takes of the card.
+    """The memory that a module takes on the card.
 
     Attributes:
         device_bytes: Bytes of the card for as long as it is loaded.

@@ -17,7 +17,7 @@ from gpulease.daemon.sandbox.measures import SandboxNeeds
 
 CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
 """The operator's setting for the driver's cache of compiled code (CUDA C++ Programming Guide, "CUDA Environment
-Variables"). Without it the cache is off, because one worker runs what another wrote there."""
+Variables"). Without it the cache is off, because one worker would run code that another wrote there."""
 
 MAX_PRIVATE_BYTES: Final = 16 << 30
 """Most private host memory of a worker. A worker uses 130 MiB, plus the memory for compiling its images. The bound

@@ -37,9 +37,9 @@ NODE_BYTES: Final = 3 << 10
 """Bytes of the card for a node without its parameters: 2 KB were measured."""
 
 PARAMETERS_FACTOR: Final = 2
-"""Bytes of the card for each byte of a node's parameters: 2.0 were measured. Checked
-over 1100 graphs, of launches with 8 to 3080 parameter bytes and of copies: the sum of the three figures was above what
-the card showed, by a seventh for launches."""
+"""Bytes of the card for each byte of a node's parameters: 2.0 were measured. Checked over 1100 graphs, of launches with
+8 to 3080 parameter bytes and of copies: the sum of the three figures was larger than the memory that the card showed,
+by a seventh for launches."""
 
 
 def device_bytes_of(steps: Sequence[Step]) -> int:

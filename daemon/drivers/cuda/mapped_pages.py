@@ -124,7 +124,7 @@ class MappedPages:
         piece.mappings.append((address, size_bytes))
 
     def allow(self, address: int, size_bytes: int) -> None:
-        """Let kernels read and write what is mapped there; required before its first use (cuMemSetAccess)."""
+        """Let kernels read and write the memory mapped there; required before its first use (cuMemSetAccess)."""
         if not self.is_parked:
             self._allow(address, size_bytes)
 

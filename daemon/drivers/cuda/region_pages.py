@@ -96,7 +96,7 @@ class CudaRegions:
         """Map new memory and begin to zero it.
 
         It is not documented how the driver reuses a process's own memory. Raises MemoryRefused, and OutOfMemory where
-        no addresses are left. A call that fails undoes what the calls before it did, except for the addresses.
+        no addresses are left. If a call fails, the effects of the calls before it are undone, except for the addresses.
         """
         # Step 1: what can be refused without the driver.
         if not self.granule_bytes:
@@ -159,7 +159,7 @@ class CudaRegions:
         return RegionReturn(freed_bytes, kept_bytes)
 
     def release(self, address: int) -> None:
-        """Unmap and release what an ended region still has, even if its end failed. The addresses stay reserved."""
+        """Unmap and release an ended region's remaining memory, even if its end failed. The addresses stay reserved."""
         region = self._regions.get(address)
         if region is None or not region.is_ending:
             raise DriverError(f"{address:#x} is not the address of an ended region")
@@ -188,7 +188,7 @@ class CudaRegions:
     def state(self) -> tuple[Any, ...] | None:
         """Return all parked regions, for `adopt` in another process; None if there never was one.
 
-        Raises DriverError for what another process could not make again.
+        Raises DriverError if another process could not create a region again.
         """
         if not self.reserved_bytes:
             return None

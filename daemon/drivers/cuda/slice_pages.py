@@ -15,7 +15,7 @@ from gpulease.daemon.drivers.interface import DriverError, OutOfMemory
 
 SLICE_ADDRESS: Final = 0x3000_0000_0000
 """Where the range of every parkable session begins, if the driver agrees: sessions never share a process, and at the
-same address a session's pointers stay true in any worker. Far from what a process maps by itself."""
+same address a session's pointers stay true in any worker. Far from the addresses that a process maps otherwise."""
 
 ROOM: Final = 16
 """The range's size in slices. A first fit among sizes of up to n pages needs at most the slice times the binary
@@ -107,7 +107,7 @@ def _sizes_of(pieces: Mapping[int, Piece]) -> dict[int, int]:
 
 
 def _gaps(start: int, size_bytes: int, taken: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Yield start and size of each gap in a range of which some ranges, by their starts, are taken."""
+    """Yield start and size of each gap in a range that contains taken ranges, which are given by their starts."""
     at = start
     for address, taken_bytes in sorted(taken.items()):
         if address > at:

@@ -66,7 +66,7 @@ def copy_staged(
                     future, target, buffer, size = filling.popleft()
                     _await_full(future, poll)
                     reading.append((begin(target, buffer, size), buffer))
-                    # Step 3: take back what the card has read, if no other buffer is free.
+                    # Step 3: if no other buffer is free, reuse one that the card has read.
                     while not buffers and reading and (not filling or len(reading) > THREADS):
                         finish(reading[0][0], poll)
                         buffers.append(reading.popleft()[1])

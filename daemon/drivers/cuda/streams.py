@@ -133,10 +133,10 @@ class CudaStreams:
         self._spare.append(number)
 
     def wait(self, number: int, other: int) -> None:
-        """Order what is put in `number` from now on after what `other` holds now. Raises cuda.Error.
+        """Order later work of `number` after the work that is in `other` now. Raises cuda.Error.
 
-        One event serves all: a wait is for what was recorded when the wait was queued, whatever is recorded later (CUDA
-        driver API, cuEventRecord).
+        One event serves all: a wait is for the record that the event had when the wait was queued, not for later ones
+        (CUDA driver API, cuEventRecord).
         """
         self._mark.record(self._streams[other])
         self._streams[number].wait_for_event(self._mark)

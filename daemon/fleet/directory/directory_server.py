@@ -382,7 +382,7 @@ class DirectoryConnection(asyncio.Protocol):
         # The queue may call `_serve_turn` right away, if no other source waits.
         self._turns.enqueue(self._source, self._serve_turn)
         if self._is_queued and self._transport is not None:
-            # Let other sources go first; the kernel keeps what the peer sends meanwhile.
+            # Let other sources go first; the kernel keeps the bytes that the peer sends meanwhile.
             self._transport.pause_reading()
 
     def _serve_turn(self) -> None:
@@ -409,7 +409,7 @@ class DirectoryConnection(asyncio.Protocol):
                 self._answer(event, self._result(event))
                 self._is_mid_frame = False
                 self._await_request()
-            # A malformed request of which the id is known gets a failure, and the connection stays.
+            # If the id of a malformed request is known, it gets a failure as its reply, and the connection stays open.
             case Rejected() if not event.is_quiet and self._transport is not None:
                 self._transport.write(self._connection.send_failure(event, event.failure))
             # The stream can't be read any further.

@@ -168,7 +168,7 @@ def _sentence(view: FleetView, query: PlaceQuery) -> str:
     ):
         counts.append((len(nodes - excluded), reason))
         excluded |= nodes
-    # Step 2: of the rest, those that lack what was asked for. None means that everything qualifies.
+    # Step 2: count the others that do not fit the request. None means that everything qualifies.
     remaining = len(view.nodes) - len(excluded)
     matching: Set[str] | None = None
     cards = index.with_card(query.device)

@@ -55,7 +55,7 @@ class FleetView:
     Attributes:
         nodes: The nodes.
         claims: The claims.
-        index: The nodes by what a placement asks for.
+        index: The nodes, indexed by the properties that placements request.
         horizon_s: Seconds of silence that all nodes have agreed on; None before the first node has joined.
         unreadable: Records that were left out.
     """
@@ -83,7 +83,7 @@ class FleetView:
 
         A node with an unchanged record keeps its time: reading again does not make a silent node fresh.
         """
-        # Start with an empty view: what is not among the records is gone.
+        # Start with an empty view: nodes and names that are not among the records are gone.
         previous = self.nodes
         self.nodes, self.claims, self._names_of, self._inventories = {}, {}, {}, {}
         self._is_indexing = has_horizon = False

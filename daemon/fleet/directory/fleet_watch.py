@@ -207,7 +207,7 @@ class FleetWatch:
         )
 
     def _placed(self, body: Place, tells_holder: bool) -> Placement | Failure:
-        # Step 1: check what a client of another version may get wrong.
+        # Step 1: check for mistakes that a client of another version may make.
         exclusivity = _CLASSES.get(body.exclusivity)
         if exclusivity is None:
             return Failure(Status.UNSUPPORTED, f"exclusivity class {body.exclusivity} is unknown", hint="Use 0 to 3.")

@@ -1,4 +1,4 @@
-"""A view's nodes, indexed by what a placement asks for: room, labels, cards.
+"""A view's nodes, indexed by the properties that placements request: room, labels, cards.
 
 It lets a directory of ten thousand nodes answer without visiting each node, also if no node fits: impossible requests
 cost no more than others. A heartbeat that changes nothing about a node changes nothing here.

@@ -427,7 +427,7 @@ class EtcdClient:
             value = items[0].value if items else None
             if value == (write.value if isinstance(write, Put) else None):
                 return Unknown("etcd says that no space is left, and the write may be done all the same")
-        # No key has what was written, so the transaction was not done.
+        # No key has the value that was written, so the transaction was not executed.
         return TransactionRejected(
             "etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm"
         )

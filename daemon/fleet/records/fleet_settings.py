@@ -15,7 +15,7 @@ from gpulease.protocol.lease_names import NAME
 from gpulease.protocol.settings_reader import Setting, check_bounds, must_be, read_size
 
 NEEDED: Final = ("grpc", "google.protobuf", "msgspec")
-"""The packages that reach etcd and read what it has, from the extra `fleet`."""
+"""The packages that connect to etcd and read its values, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2
 """A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""

@@ -62,7 +62,7 @@ class UnreadableRecords:
             del self._records[key]
 
     def sentence(self) -> str:
-        """Return what an operator should know of the present ones; "" without any."""
+        """Return a text for operators about the present ones; "" without any."""
         if not self._records:
             return ""
         parts = [f"{shown_key(key)} ({record.reason})" for key, record in islice(self._records.items(), MAX_SHOWN)]

@@ -26,7 +26,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16
-"""Clocks that all nodes compare theirs with. Bounds what a heartbeat reads."""
+"""Clocks that all nodes compare theirs with. Bounds the number of values that a heartbeat reads."""
 
 _SLOT_KEYS: Final = tuple(CLOCKS + b"%02d" % number for number in range(SLOTS))
 

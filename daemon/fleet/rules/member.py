@@ -718,7 +718,7 @@ class Member:
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
         """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
-        # From here on nothing of this membership is valid: neither its record, nor what it knew of the store.
+        # From here on nothing of this membership is valid, neither its record nor its knowledge of the store.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0

@@ -225,7 +225,8 @@ class Membership:
         return f"{self.instance}-{self._nonces}"
 
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
-        # The floor is what the store had reached when this was sent: an answer below it comes from an earlier state.
+        # The floor is the revision that the store had reached when this was sent: a lower one comes from an earlier
+        # state.
         self._numbers += 1
         self._pending[self._numbers] = PendingQuestion(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))

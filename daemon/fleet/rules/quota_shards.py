@@ -303,7 +303,7 @@ class QuotaShards:
 
     def _place(self, request: _BytesRequest, quota: _Quota, now_ns: int) -> None:
         """Write a lease's entry into the home shard, moving budgets of others there if necessary."""
-        # The sums over all shards: what the tenant may use, and what it uses.
+        # The sums over all shards: the bytes that the tenant may use, and those that it uses.
         membership, demand, home = self._membership, request.demand, quota.home
         shards = quota.shards.values()
         total_bytes = sum(shard.budget_bytes for shard in shards)

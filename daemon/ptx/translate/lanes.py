@@ -298,7 +298,7 @@ class LaneTranslator(LaneRegisters):
             elif not translate_access(self, instruction, modifiers):
                 form.translate(self, instruction, modifiers)
         except NotWide:
-            # Undo what was written, and translate for one lane in a loop.
+            # Undo the IR that was written, and translate for one lane in a loop.
             self.ir.rewind(mark)
             self.carry = carry
             self._run_one_by_one(instruction, form, modifiers)

@@ -170,7 +170,7 @@ def _followers(instructions: Sequence[Instruction], end: int, block_at: dict[int
 
 
 def _summary(effects: Sequence[RegisterEffect]) -> RegisterEffect:
-    """Return what a block reads before it writes it, and what it writes."""
+    """Return the registers that a block reads before it writes them, and those that it writes."""
     reads = writes = 0
     for effect in reversed(effects):
         reads = effect.reads | (reads & ~effect.writes)

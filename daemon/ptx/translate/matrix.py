@@ -56,7 +56,7 @@ class Product:
         scalar: What a register holds.
         function: The function that computes it, by the end of its name.
         counts: How many registers a lane has of A, B, C and D.
-        details: The function's last arguments: the shape, then what is particular to it.
+        details: The function's last arguments: the shape, then values specific to it.
     """
 
     scalar: Scalar

@@ -69,7 +69,7 @@ def _write_pair(t: OperandTranslator, i: Instruction, m: Modifiers, numbers: lis
 
 
 def _relu(t: OperandTranslator, m: Modifiers, value: Value) -> Value:
-    """With .relu, replace what is not above 0 by 0; NaN stays."""
+    """With .relu, replace values that are not above 0 with 0; NaN stays."""
     if "relu" not in m:
         return value
     return t.ir.select(t.ir.compare("fcmp ole", value, real("double", 0.0)), real("double", 0.0), value)

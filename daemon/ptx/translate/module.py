@@ -233,7 +233,7 @@ class _ImageTranslator:
         return [part for part in (*self._apart, *self._calling.values()) if part.runners]
 
     def add(self, function: Function, reached: set[str]) -> None:
-        """Translate a kernel and what it reaches. Raises ImageRejected, and keeps nothing of the kernel then."""
+        """Translate a kernel and its functions. Raises ImageRejected, and keeps nothing of the kernel then."""
         sizes = [_size(function), *(self._sizes[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
         is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= self._left)

@@ -199,7 +199,7 @@ def _long_to_double(t: OperandTranslator, source: Scalar, value: Value, mode: st
     # The neighbour towards or away from zero, if the nearest double is on the other side.
     less = ir.select(ir.compare("fcmp olt", error, zero), ir.binary("sub", bits, 1), bits)
     rounded_up = ir.select(ir.compare("fcmp ogt", error, zero), ir.binary("add", bits, 1), bits)
-    # For each mode: what a negative and a positive magnitude needs.
+    # For each mode, the rounding that a negative and a positive magnitude needs.
     picks = {"rz": (less, less), "rm": (rounded_up, less), "rp": (less, rounded_up)}.get(mode, (bits, bits))
     number = ir.cast("bitcast", ir.select(sign, *picks), "double")
     return ir.select(sign, ir.unary("fneg", number), number)

@@ -71,20 +71,20 @@ NAMES = (
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
     """Read a special register; None if it is not supported."""
-    # Step 1: what is constant here, or is the same as another register.
+    # Step 1: registers that are constant here, or the same as another register.
     name = _AS_BLOCKS.get(name, name)
     if name in GRID_BARRIER:
         return constant("i32", 0)
     if name in _CLUSTER:
         return constant("i32", _CLUSTER[name])
-    # Step 2: what the launch or the caller of the function passes.
+    # Step 2: registers that the launch or the caller of the function passes.
     if name in ARGUMENTS:
         return ir.argument(name)
     if name in _LAUNCH_FIELDS:
         return ir.fixed("i32", Value("ptr", "%launch"), _LAUNCH_FIELDS[name])
     if name in _LANE_MASKS:
         return _lane_mask(ir, name)
-    # Step 3: what is computed from the thread's number in its block, or read from the host's clock.
+    # Step 3: registers computed from the thread's number in its block, or read from the host's clock.
     match name:
         case "laneid":
             return ir.binary("urem", flat_thread(ir), WARP_THREADS)

@@ -101,7 +101,7 @@ class ThreadTranslator(OperandTranslator):
 
     def suspend(self, status: ReturnStatus) -> None:
         """Return to the block's loop, and resume after this point when called again."""
-        # Step 1: what is kept is what some later instruction reads.
+        # Step 1: keep the values that some later instruction reads.
         self.carry = None
         saved = self._registers_to_save()
         self._saved_registers += len(saved)

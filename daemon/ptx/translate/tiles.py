@@ -37,7 +37,7 @@ _ACCUMULATED = ("f16", "f32")
 # An .f16 fragment of A or B has this many registers, whatever its shape.
 _HALF_REGISTERS = 8
 
-# Which matrix a fragment belongs to, in which shapes, of which types.
+# The matrix that a fragment belongs to, with its shapes and types.
 _FRAGMENTS = (
     (("a", "b"), _SHAPES, ("f16", "bf16", *_BYTES)),
     (("a", "b"), ("m16n16k8",), ("tf32",)),

@@ -248,7 +248,7 @@ class _Ways:
 
     def _meeting(self, number: int) -> int:
         """Return the first block that every way from a branch comes to."""
-        # Of the blocks that every way from a branch comes to, the first one has all others after it.
+        # Among the blocks on every path from a branch, the first one comes before all others.
         candidates = self._behind[number] & ~(1 << number)
         for other in range(self._end + 1):
             if candidates >> other & 1 and self._behind[other] == candidates:

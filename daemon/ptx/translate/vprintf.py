@@ -46,7 +46,7 @@ _WINDOWS = f"ptr %launch, ptr %environment, ptr %local, {_LOCAL}"
 
 
 def print_ir(declarations: set[str]) -> str:
-    """Return the IR of the native code, with the table of what a format's bytes mean."""
+    """Return the IR of the native code, with the table of the meanings of a format's bytes."""
     table = ", ".join(f"i8 {mark}" for mark in MARKS)
     readers = [_reader(size, declarations) for size in (1, 4, 8)]
     return "\n".join([f"@print_marks = internal constant [256 x i8] [{table}]", *readers, _PRINT_IR])

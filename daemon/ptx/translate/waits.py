@@ -96,7 +96,7 @@ def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]
         watching_before.append(watching_before[-1] + (calls or watches(i)))
     branches = set()
     for index, i in enumerate(body):
-        # Of a branch back, the range is from its target to the branch itself.
+        # For a branch back, the range is from its target to the branch itself.
         for target in i.operands:
             if not isinstance(target, Target) or target.index > index:
                 continue

@@ -1,8 +1,8 @@
 """Operations of a warp's threads on one another's values (PTX ISA sections 9.7.9.6 and 9.7.13, ".sync" forms).
 
-A member mask names who takes part; members that have ended or never existed are not waited for. A thread that is not
-in its own mask, and members that never arrive, are faults. The ISA leaves open what a lane that does not exist gives:
-0 here.
+A member mask names who takes part; members that have ended or never existed are not waited for. A thread that is not in
+its own mask, and members that never arrive, are faults. The ISA does not define the value of a lane that does not
+exist; it is 0 here.
 """
 
 from typing import TYPE_CHECKING

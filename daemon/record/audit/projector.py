@@ -234,7 +234,7 @@ if _PARTICULARS.keys() != {kind for kind in FactKind if kind.row.audit is not No
 
 
 def _request(request: ReceivedRequest) -> Particulars:
-    """Return which lease a request concerns, and what it asks for."""
+    """Return the lease that a request concerns, and the request's details."""
     # Texts and numbers of a tenant are cleaned and bounded before they are recorded.
     match request.event:
         case AcquireRequested(terms=terms, selector=selector):
@@ -310,7 +310,7 @@ def _lease(lease: LeaseSnapshot) -> Particulars:
 
 
 def use_entry(lease: LeaseSnapshot, use: LeaseTimeUse) -> Entry:
-    """Return the record of what a live lease has used of its card's time so far."""
+    """Return the record of the card's time that a live lease has used so far."""
     return RecordKind.USE, _lease(lease) | _use(use)
 
 

@@ -73,7 +73,7 @@ class AuditWriter:
         return {"waiting": len(self._queue), "durable": self.durable, "dropped": self._queue.dropped}
 
     def stop(self, data: dict[str, Any]) -> bool:
-        """Write what is queued and that the daemon stops. Return whether all of it reached the disk in time."""
+        """Write the queued records, and one about the stop. Return whether all of it reached the disk in time."""
         last = self.put(RecordKind.STOP, data)
         self._committer.stop()
         return self.is_durable(last)
@@ -138,7 +138,7 @@ class RecordQueue(CommitQueue[Draft]):
 
 
 class _LogTarget(CommitTarget[Draft]):
-    """The open log, and what is needed to open it again."""
+    """The open log, and the values needed to open it again."""
 
     thread_name = "gpulease-audit"
     work = "a write"

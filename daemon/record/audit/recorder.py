@@ -105,7 +105,7 @@ class LogRecorder(FactRecorder):
         self._budgets = Budgets()
         self._note_budgets = Budgets(NOTE_BURST_BYTES, NOTE_BYTES_PER_S)
         self._notes_waiting = 0
-        # Of grants that their tenants do not know yet, by lease.
+        # Records of grants that were not yet reported to their tenants, by lease.
         self._tickets: dict[int, int] = {}
 
     @property
@@ -302,7 +302,8 @@ NOTE_BYTES_PER_S: Final = 1 << 20
 """Bytes of one tenant's notes: 500 a second of 1.5 KB. Stops a tenant from filling the disk in minutes."""
 
 NOTE_BURST_BYTES: Final = 8 << 20
-"""Bytes of one tenant's notes that may come at once: what a server kept while the daemon was not running."""
+"""Bytes of one tenant's notes that may come at once, such as those that a server kept while the daemon was not
+running."""
 
 NOTE_FRAME_BYTES: Final = 512
 """Counted for a note in addition to its own bytes: the record around it, so that many small ones are bounded too."""

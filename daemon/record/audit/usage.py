@@ -181,7 +181,7 @@ class UsageSum:
                 opened.doubt_us = None
 
     def _follow(self, opened: _Open, record: AuditRecord) -> None:
-        """Take over what a record changes of a lease that continues: its size, its card, and whether it is parked."""
+        """Apply a record's changes to a lease that continues: its size, its card, and whether it is parked."""
         match record.kind:
             case RecordKind.RESIZE:
                 self._count_part(opened, record.mono_us)

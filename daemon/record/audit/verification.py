@@ -1,4 +1,4 @@
-"""Verifies that a log is what was written: lines in, findings out. No I/O.
+"""Verifies that a log is unchanged since it was written: takes lines, and returns findings. No I/O.
 
 The verifier finds every edited, inserted, removed, repeated or moved record; an end that was cut off, as far as the
 head shows; and first records that were not removed by the daemon. It can't find a log that was rewritten from some
@@ -116,7 +116,8 @@ class Verifier:
         except NotARecord as error:
             self._collect_torn_bytes(file, offset_bytes, line, str(error))
             return None
-        # Step 2: what the record says about the bytes before it, and whether it belongs at this place of the chain.
+        # Step 2: check the record's statement about the bytes before it, and whether it belongs at this place of the
+        # chain.
         self._check_torn_bytes(record, file, offset_bytes)
         self._check_place(record, file, offset_bytes)
         # Step 3: records that change what later checks expect.
@@ -161,7 +162,7 @@ class Verifier:
 
     def _check_place(self, record: AuditRecord, file: str, offset_bytes: int) -> None:
         end, seq = self.verdict.end, record.seq
-        # The first record of what is left: its predecessor was removed or never existed, which `finish` decides.
+        # This is the first record that is left: its predecessor was removed or never existed, which `finish` decides.
         if not self.verdict.records:
             self._before = ChainEnd(seq - 1, record.prev)
             if seq == 1 and record.prev != ChainEnd().hash:

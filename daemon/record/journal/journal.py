@@ -369,7 +369,7 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
         # Step 2: read and check all rows. This changes no file.
         contents = Contents()
         store = Store(folder, boot_id, contents.take)
-        # Step 3: what a restart of the host, or a copy of the folder, invalidates.
+        # Step 3: remove records that a restart of the host, or a copy of the folder, invalidates.
         membership = contents.membership
         if store.last_boot != boot_id:
             changes = contents.cross_boot()
@@ -460,7 +460,7 @@ class JournalProjector:
     def changes(
         self, event: Event, effects: Sequence[Effect], table: LeaseTable, pid_of: Callable[[int], int]
     ) -> list[Change]:
-        """Return what one event, which `table` has handled, changes in the rows."""
+        """Return the changes of rows by one event that `table` has handled."""
         changes: list[Change] = []
         # Some events change a row without an effect.
         if isinstance(event, (SessionFaulted, LeaseRestored)):

@@ -319,7 +319,7 @@ _Part = TypeVar("_Part")
 
 
 _REWRITTEN: Final = frozenset({RowKind.LEASE, RowKind.REGION})
-"""Kinds of rows that are written again and again while they live, of which live leases bound the number."""
+"""Kinds of rows that are rewritten while they live. The number of live leases bounds their number."""
 
 RowDigests = dict[tuple[RowKind, bytes], int]
 """The digests of rows by kind and key."""
@@ -506,7 +506,7 @@ class Contents:
                 self.relays[relay.pid] = relay
 
     def recovered(self) -> RecoveredState:
-        """Return what the lease table remembers of the past, in addition to live leases."""
+        """Return the lease table's records of the past, in addition to live leases."""
         tombstones = (*self.tombstones, *self.region_tombstones)
         return RecoveredState(
             tombstones,

@@ -91,7 +91,7 @@ def _gauge(name: str, help_text: str, labels: tuple[str, ...] = CARD) -> MetricF
     return MetricFamily(name, FamilyKind.GAUGE, help_text, labels)
 
 
-# --- sessions: what workers say on their control pages ---
+# --- sessions: counters on workers' control pages ---
 
 SESSION_ALLOCATED_BYTES: Final = _gauge(
     "gpu_session_mem_alloc_bytes",

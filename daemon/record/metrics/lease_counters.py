@@ -78,7 +78,7 @@ class LeaseCounters:
         self.counters: dict[MetricFamily, Counts] = {family: counts() for family in _COUNTED}
         self.histograms: dict[MetricFamily, Histogram] = {family: Histogram(family) for family in _MEASURED}
         self.pairs: dict[Labels, None] = {}
-        # Labels are limited to what all cards and tenants together may have.
+        # The number of labels is limited for all cards and tenants together.
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
         # Counters of cards exist from the start: their labels are known.
         for uuid in cards:

@@ -169,7 +169,7 @@ class LaunchFastPath:
         return outcome
 
     def _note_refusal(self, refusal: RegionCheckRecord) -> Outcome:
-        """Do for a launch that native code has refused what `_take` does, and return what is to be done next."""
+        """Handle a launch that native code has refused as `_take` does, and return the next step."""
         plan = self._planner.plan_at(refusal.plan)
         position = int.from_bytes(int(refusal.position).to_bytes(8, sys.byteorder), "big")
         request_id = int.from_bytes(int(refusal.number).to_bytes(8, sys.byteorder), "big")
@@ -290,7 +290,7 @@ _ALIGNMENT: Final = 16
 class NativeServing:
     """A session's launches and syncs in native code.
 
-    Raises nothing that a tenant can cause: native code leaves untouched what it can't do.
+    Raises nothing that a tenant can cause: native code leaves requests that it can't serve to Python.
     """
 
     def __init__(

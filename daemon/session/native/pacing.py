@@ -165,12 +165,12 @@ class Pacer:
             self._code.begin_work(self.address, time.monotonic_ns())
 
     def admit_next(self, poll: Poll) -> None:
-        """Admit another part of what was begun or admitted last; the driver has the part before."""
+        """Admit another part of the work that was begun or admitted last; the driver has the part before."""
         self.begun()
         self.admit(self._mean, poll)
 
     def begun(self) -> None:
-        """Mark what was admitted last, now that the driver has it; only under limits."""
+        """Mark the work that was admitted last, now that the driver has it; only under limits."""
         if self._admitted:
             self._state_words[_IS_MARKED] = 1
             self._code.mark_work(self.address, self._admitted)

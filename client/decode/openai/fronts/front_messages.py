@@ -73,7 +73,7 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """A request is over, answered or not: its place and what is left of its sequences are released."""
+    """A request is over, answered or not: its place and the rest of its sequences are released."""
 
     number: int
 

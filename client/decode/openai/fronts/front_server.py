@@ -243,10 +243,10 @@ async def fronts(
         models: Compute completions.
         welcome: What the fronts need to know, but for `inner_path`.
 
-    Yields the listening socket on which this process must serve what the fronts pass on. Raises FrontsFailed if one of
-    them does not start.
+    Yields the listening socket on which this process must serve the requests that the fronts pass on. Raises
+    FrontsFailed if one of them does not start.
     """
-    # Only this user may open the folder, because what is passed on was checked by the fronts.
+    # Only this user may open the folder, because the fronts have already checked the requests that they pass on.
     with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
         path = f"{folder}/inner.sock"
         with listening(f"unix:{path}") as (inner, _):

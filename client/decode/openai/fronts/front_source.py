@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class FrontSource:
-    """A CompletionSource of which the decoder is in another process.
+    """A CompletionSource with its decoder in another process.
 
     Args:
         reader, writer: The connection.

@@ -68,7 +68,7 @@ class InnerProxy:
 
     async def _answer(self, scope: Scope, body: bytes, sock: socket.socket, send: Send) -> None:
         connection, loop = h11.Connection(h11.CLIENT), asyncio.get_running_loop()
-        # Step 1: the request, with its length and without what was of the caller's connection.
+        # Step 1: send the request, with its length and without the headers of the caller's connection.
         headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP | {b"content-length"}]
         headers += [(b"connection", b"close")]
         if body:
