@@ -75,11 +75,11 @@ def recompute(
     else:
         assert request_file is not None
         prompts, requested = _request_of(request_file.read(MAX_PROMPT_BYTES), checkpoint)
-        # Of several prompts, each has a record of its own.
+        # If there are several prompts, each has a separate record.
         prompt = next(
             (candidate for candidate in prompts if TokenDigest.of(candidate) == decode_record.prompt), prompts[0]
         )
-    # Compare what was given before computing: a different prompt, model or kernel explains any different output.
+    # Compare the inputs before computing: a different prompt, model or kernel explains any different output.
     _check(decode_record, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), requested)
     # The record has all else.
     sampling = replace(

@@ -260,7 +260,7 @@ def _run_check(driver: str, against: Path | None, to: Path, log: LogLine, as_jso
     now = check_promises(report)
     earlier = None if against is None else read_earlier(against, report)
     before = {} if earlier is None else {one.bound.name: one for one in check_promises(earlier)}
-    # False means missed. None means that the host lacks what the figure needs.
+    # False means missed. None means that the host lacks something that the figure needs.
     missed = [one for one in now if one.is_kept is False]
     if as_json:
         rows = {
@@ -315,7 +315,7 @@ def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome])
         cells = [bound.text, _value_text(promise.figure), bound.figure_unit, bound.beside, _value_text(promise.divisor)]
         cells += [_value_text(promise.value), *([_value_text(earlier.value) if earlier else ""] if before else [])]
         cells.append(f"{sign} {bound.limit:g}")
-        # A bound that is left out says what the host lacks; one that was missed at first says so.
+        # For a bound that is left out, show what the host lacks; for one that was missed at first, show that.
         kept = words[promise.is_kept] if promise.is_kept is not None else f"no {bound.needs} here"
         cells.append(kept if promise.first_value is None else f"{kept}, at first {_value_text(promise.first_value)}")
         goal = bound.goal

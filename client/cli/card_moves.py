@@ -27,7 +27,7 @@ PATIENCE_S: Final = 10.0
 
 
 def move_sessions(uuid: str, target: str | None = None) -> list[Report]:
-    """Move the sessions of a card one after the other, the largest first: small ones fit into what is left.
+    """Move the sessions of a card one after the other, the largest first: small ones fit into the remaining room.
 
     Args:
         uuid: The card that they leave.

@@ -39,7 +39,7 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 
-# Of commands that pass all their words on, --help too.
+# Settings of commands that pass on all their words, including --help.
 PASSES_ON: Final[dict[str, Any]] = {"context_settings": {"ignore_unknown_options": True}, "add_help_option": False}
 words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED)
 

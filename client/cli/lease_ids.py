@@ -31,7 +31,7 @@ MAX_LISTED: Final = 8
 
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
-"""A complete id. Of the daemon's ids, only texts of this form reach a shell's command line. Stops a daemon from placing
+"""A complete id. Only ids of this form may come from the daemon to a shell's command line. Stops a daemon from placing
 a command there."""
 
 

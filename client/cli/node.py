@@ -96,7 +96,7 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
 def _taken_by_others(card: Report) -> str:
     """Describe memory of the card that others have taken since the daemon measured it; "" if there is none."""
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
-    # Only what is there: older daemons report neither.
+    # Show only the members that exist: older daemons report neither.
     shares = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
     return f"GPU {card['index']}: taken since the daemon began: {' and '.join(shares)}." if shares else ""
 

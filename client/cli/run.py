@@ -129,7 +129,7 @@ def _fail_to_start(program: str, error: OSError) -> NoReturn:
 
 def _give_back(lease: "GpuLease") -> None:
     """Free the lease. A failure is reported on stderr and does not change the program's exit status."""
-    # Replaced by what really happened, if it happens in time.
+    # Replaced by the real end, if that comes in time.
     problems = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
 
     def leave() -> None:

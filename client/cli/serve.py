@@ -123,7 +123,7 @@ def gateway(
             bounds,
         ).app()
         click.echo(f"gateway listens on {url}, serves {', '.join(served)}")
-        # A stop waits for what was admitted: the longest queue, retry, and lease.
+        # A stop waits for the admitted requests: the longest queue, retry, and lease.
         longest_s = max(model.lease_s for model in served.values())
         serve(app, sock, hosts=hosts, stop_s=queue_secs + join_secs + longest_s + STOP_MARGIN_S)
     click.echo("gateway has stopped")

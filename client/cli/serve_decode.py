@@ -182,7 +182,7 @@ async def _serve(
             wait_s=settings.wait_s,
             chat_tokens=settings.chat_tokens,
             routes=routes,
-            # Of what a front passes on, the front answers browsers.
+            # Fronts answer browsers themselves, so requests that they pass on need no origins here.
             cors_origins=() if settings.http_processes else settings.cors_origins,
             aliases=settings.aliases,
             metrics=metrics.text,
@@ -191,7 +191,7 @@ async def _serve(
         # Start it now: the first request should not have to.
         await decoder.prompts.start()
         if settings.http_processes:
-            # Fronts accept the connections. This process serves what they pass on, at a socket of its own.
+            # Fronts accept the connections. This process serves the requests that they pass on, at a separate socket.
             sock = await stack.enter_async_context(_fronted(settings, decoder, sock, host_names))
         click.echo(f"decode listens on {url}, serves {settings.name} to {', '.join(names)}")
         # A demonstration prints what to try, and sends requests by itself.
@@ -244,7 +244,7 @@ def prefixes_reload(
 def _fronted(
     settings: "DecodeSettings", decoder: Decoder, sock: socket.socket, host_names: Sequence[str]
 ) -> contextlib.AbstractAsyncContextManager[socket.socket]:
-    """Have processes speak HTTP at a socket until the block ends. Yields the socket for what they pass on."""
+    """Have processes speak HTTP at a socket until the block ends. Yields the socket for their requests."""
     from gpulease.client.decode.openai.completion_intake import DecoderSource
     from gpulease.client.decode.openai.fronts.front_messages import Welcome
     from gpulease.client.decode.openai.fronts.front_server import fronts

@@ -88,11 +88,11 @@ async def serve_models(
             settings.keys,
             routes=[] if page is None else page.routes(),
             metrics=metrics.text,
-            # Of what a front passes on, the front answers browsers.
+            # Fronts answer browsers themselves, so requests that they pass on need no origins here.
             cors_origins=() if settings.http_processes else settings.cors_origins,
         )
         if settings.http_processes:
-            # Fronts accept the connections. This process serves what they pass on, at a socket of its own.
+            # Fronts accept the connections. This process serves the requests that they pass on, at a separate socket.
             welcome = Welcome("", settings.keys.digests, tuple(host_names), settings.cors_origins, stop_s)
             sock = await stack.enter_async_context(fronts(settings.http_processes, sock, models, welcome))
         click.echo(f"decode listens on {url}, serves {', '.join(settings.models)} to {', '.join(tenants)}")

@@ -65,7 +65,7 @@ class SettingsReload:
                 # In a thread, because it reads files.
                 applied = await self._apply(await asyncio.to_thread(load_decode_settings, self._path))
             except GpuLeaseError as error:
-                # The server keeps what it has.
+                # The server keeps its earlier settings.
                 log.error("the settings were not reloaded: %s", error)
                 return
             log.info("the settings were reloaded: %s", applied)

@@ -39,7 +39,7 @@ PRIVATE_VRAM: Final = {"cpu": "256MiB", "cuda": "4GiB"}
 """A private daemon's card, by driver: small, so that carol has no room while bob is there."""
 
 SHARED_BYTES: Final = 256 * MIB
-"""Size of bob's lease at a daemon that others use too; a quarter of what is free, if that is less."""
+"""Size of bob's lease at a daemon that others use too; a quarter of the free memory, if that is less."""
 
 LEAST_BYTES: Final = 64 * MIB
 """Least size of bob's lease: carol's regions must fit."""
@@ -76,7 +76,7 @@ SHOWN: Final = (0, 1, 100)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim of the demonstration, whether it was true, and what was measured."""
+    """A claim of the demonstration, whether it was true, and the measured value."""
 
     claim: str
     holds: bool
@@ -225,7 +225,7 @@ class Bob:
         return not self._thread.is_alive() or time.monotonic() > self.deadline_s + END_S
 
     def end(self, scene: Scene) -> str:
-        """Wait until his memory is proved free; returns the cause of his lease's end, or what is wrong."""
+        """Wait until his memory is proved free; returns the cause of his lease's end, or an error text."""
         try:
             cause = scene.wait_for_end(self.lease.lease_id)
         except Breach as breach:
@@ -339,8 +339,8 @@ def run_tenants_demo(
 
 
 def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
-    """Size of bob's lease, and of carol's: on a card of their own, more than half of what is free."""
-    # Alone on the card: three quarters. Otherwise a quarter of what is free, at most.
+    """Size of bob's lease, and of carol's: on a card that only they use, more than half of the free memory."""
+    # Alone on the card: three quarters. Otherwise at most a quarter of the free memory.
     size = free_bytes * 3 // 4 if is_private else min(SHARED_BYTES, free_bytes // 4)
     size -= size % (2 * MIB)
     if size < LEAST_BYTES:

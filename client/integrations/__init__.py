@@ -1,1 +1,1 @@
-"""Schedulers of clusters: what they grant, the daemon leases, and proves free before they grant it again."""
+"""Cluster schedulers: the daemon leases the memory that they grant, and proves it free before they grant it again."""

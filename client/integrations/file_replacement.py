@@ -32,7 +32,7 @@ def replace_file(path: Path, data: bytes, mode: int, *, is_synced: bool = False)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring what was made, renamed or removed in a folder to the disk."""
+    """Write the creations, renames and removals in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Chooses a function's compiler: Triton's for what `@triton.jit` made, numba's for any other function."""
+"""Chooses a function's compiler: Triton's for the result of `@triton.jit`, numba's for any other function."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ def kernel_of(
     # A text of code, or types in the other compiler's form, are mistakes with a remedy of their own.
     if isinstance(function, str | bytes):
         raise InvalidRequest("kernel: it must be a function, not a string", "CUDA C goes to session.compile")
-    # By the module of its type, so that Triton need not be imported to recognise what it made.
+    # Check the module of its type, so that Triton need not be imported to recognize its functions.
     if type(function).__module__.startswith("triton."):
         if types is not None and not isinstance(types, Mapping):
             raise InvalidRequest(f"kernel: types must be a map, not {quoted(types)}", 'Pass types={"x": "*fp32"}')

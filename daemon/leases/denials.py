@@ -122,7 +122,7 @@ def lease_pending(lease: LeaseSnapshot) -> Denial:
     )
 
 
-# --- what the node can't do now, and what is hidden from other tenants ---
+# --- requests that the node can't serve now, and objects hidden from other tenants ---
 
 
 def no_worker_now(reason: str) -> Denial:

@@ -190,7 +190,7 @@ class CardAccount:
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that may be held now: the measured capacity less what others have taken since."""
+        """Bytes that may be held now: the measured capacity less the bytes that others have taken since."""
         return max(0, self.card.capacity_bytes - self.others.taken_bytes)
 
     @property
@@ -365,7 +365,7 @@ class CardAccount:
             self.card.name,
             self.capacity_bytes,
             self.held_bytes,
-            # Report no negative figures. The held bytes show what is overcommitted.
+            # Report no negative figures. The held bytes show whether the card is overcommitted.
             max(0, self.free_bytes),
             self.available_bytes,
             self.fenced_bytes,
@@ -445,7 +445,7 @@ def available_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int
 
 
 def _less(slice_bytes: int, account: CardAccount, contexts: int) -> int:
-    """Return what is left of a slice after the contexts beyond its first are charged."""
+    """Return the bytes of a slice that are left after the contexts beyond its first are charged."""
     return max(0, slice_bytes - (contexts - 1) * account.card.overhead_bytes)
 
 
@@ -502,7 +502,7 @@ class Others:
         """
         if polled_ns < self._polled_ns:
             return False
-        # The first poll is booked at once: it shows what others took while no daemon ran.
+        # The first poll is booked at once: it shows the bytes that others took while no daemon ran.
         is_first, self._is_first, self._polled_ns = self._is_first, False, polled_ns
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)

@@ -312,7 +312,7 @@ class WorkerUnlisted:
 class CardPolled:
     """A poll of the memory of a card that neither leases nor the pool hold.
 
-    All figures exclude what was there when the card was measured. `devices.Others` books them.
+    All figures exclude bytes that were already taken when the card was measured. `devices.Others` books them.
 
     Attributes:
         unowned_bytes: Bytes that belong to no process.

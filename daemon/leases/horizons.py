@@ -40,7 +40,7 @@ class Horizons:
             return
         self._store.horizon = moved
         for lease in list(self._store.capped.values()):
-            # End what is overdue before extending it: another node may already have taken that lease's name.
+            # End overdue leases before the deadline is extended: another node may already have taken their names.
             self._teardown.expire_if_due(lease, now_ns, effects)
             if lease.state is LeaseState.ACTIVE:
                 self.cap(lease, effects)

@@ -289,8 +289,8 @@ ALONE: Final = frozenset({Exclusivity.DEVICE_EXCLUSIVE, Exclusivity.PARTITION_EX
 class LeaseTerms(LeaseOptions):
     """The terms of one lease, carried by the request, the lease, the journal's row and the order to start a worker.
 
-    `LeaseOptions` describes what the tenant may choose in addition to size and time. Placement fills in the node's
-    default for an `orphan_ms` of None.
+    `LeaseOptions` describes the options that the tenant may choose in addition to size and time. Placement fills in the
+    node's default for an `orphan_ms` of None.
 
     Attributes:
         size_bytes: Bytes that the tenant may allocate. Each context's overhead is charged in addition.
@@ -673,7 +673,7 @@ class TableRegion:
 
     @property
     def word(self) -> RegionWord:
-        # Check what is final first: an end stays, an opening region has no word yet, a cancellation can be lifted.
+        # Check the final states first: an end stays, an opening region has no word yet, a cancellation can be lifted.
         if self.cause is not None:
             return _REGION_WORDS[self.cause.row.region]
         if self.state is RegionState.OPENING:

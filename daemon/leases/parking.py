@@ -20,8 +20,8 @@
    parked.
 7. A lease with a submit or a resize in progress is not parked. If kernels do not end within PARK_GRACE_MS, the session
    stays on its card, and the worker reports that.
-8. A session of an earlier table may be parked, parking or returning. It is charged in full, and its worker is ordered
-   to do what the record says. A worker that has already done that answers again.
+8. A session of an earlier table may be parked, parking or returning. It is charged in full, and its worker gets the
+   order that its record requires. A worker that has already done that answers again.
 """
 
 from collections.abc import Collection, Iterator
@@ -678,7 +678,7 @@ class Parking(ParkingViews):
             effects.append(SetDeadline(lease.park.held_id, lease.generation, lease.deadline_ns))
 
     def on_restored(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        """Order the worker of an earlier table's lease to do what the record says. The lease is charged in full."""
+        """Send the worker of an earlier table's lease the order from its record. The lease is charged in full."""
         state = lease.park
         if state is None:
             return

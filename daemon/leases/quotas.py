@@ -1,7 +1,7 @@
 """Limits of the node and of each tenant, and the phases of a lease.
 
-Each limit is listed with the mistake or attack that it stops. A phase shows what a tenant still has time for. WARNING:
-finish and free the lease, or renew it if that helps. GRACE: work in flight may finish, but no new work starts.
+Each limit is listed with the mistake or attack that it stops. A phase shows which actions a tenant still has time for.
+WARNING: finish and free the lease, or renew it if that helps. GRACE: work in flight may finish, but no new work starts.
 TEARDOWN: only the proof that the memory is free is outstanding.
 """
 

@@ -2,8 +2,8 @@
 
 1. A larger slice is charged to the card before the worker is ordered to grow. It gets only bytes that no lease holds or
    waits for; warm contexts are not dropped for it.
-2. A smaller slice must still hold the lease's regions. The worker is ordered first, and refuses to give up what the
-   session uses.
+2. A smaller slice must still hold the lease's regions. The worker gets its order first, and refuses to give up memory
+   that the session uses.
 3. Bytes are released to the card once it shows that the worker holds no more than the new charge. Until then, also
    after a refusal, the lease is charged for the larger of both sizes.
 4. A lease has one resize at a time. If the worker or the proof takes too long, only the request is answered. The resize
@@ -111,7 +111,7 @@ class Resizes:
         resize.is_answered = True
         if size_bytes != resize.size_bytes:
             resize.doubt = event.doubt or "the session gave no reason"
-        # The worker reports the new slice, which never exceeds what the lease is charged for.
+        # The worker reports the new slice, which never exceeds the bytes charged to the lease.
         resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
         less_bytes = lease.terms.size_bytes - resize.least_bytes
         # A restored lease's worker may have grown before, by an order that the journal does not have.

@@ -598,7 +598,7 @@ class LeaseTable:
             self.regions.on_timer(event, now_ns, effects)
 
     def _on_worker_unlisted(self, event: events.WorkerUnlisted, now_ns: int, effects: list[Effect]) -> None:
-        # Whether the bytes are free depends on what others hold, which only the card's account knows.
+        # Whether the bytes are free depends on the bytes that others hold, which only the card's account knows.
         if self._pool.is_shown_free(event, now_ns, effects):
             self._on_worker_event(events.ReclaimProved(event.worker_id), now_ns, effects)
 

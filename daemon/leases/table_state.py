@@ -383,7 +383,7 @@ class LeaseStore:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
         ended = lease.snapshot()
-        # A worker that belonged to no lease was held under a lease without a tenant, of which no record remains.
+        # A worker that belonged to no lease was held under a lease without a tenant, which has left no record.
         if lease.tenant:
             self.remember(ended)
         # The caller serves the queue once, after all that one event frees.

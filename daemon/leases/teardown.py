@@ -181,8 +181,8 @@ class Teardown:
         elif kind is TimerKind.GRACE:
             self._kill(lease, now_ns, effects)
         else:
-            # The reclaim took too long. The reason names what is missing, memory or a process, for the operator who
-            # sees the fence.
+            # The reclaim took too long. The reason tells the operator who sees the fence whether memory or the end of a
+            # process is missing.
             of_what = "its submit's" if lease.is_proved else "its"
             missing = (
                 f"{of_what} memory was not shown free" if lease.is_worker_gone else "its worker could not be reaped"

@@ -119,7 +119,7 @@ class SharedSession(NamedTuple):
 class TimeShares:
     """The shares of one card.
 
-    Balances are in GPU nanoseconds: positive for what a tenant or session is owed, negative for a debt.
+    Balances are in GPU nanoseconds: positive for time that a tenant or session is owed, negative for a debt.
     """
 
     def __init__(self) -> None:

@@ -347,7 +347,7 @@ class WarmPool:
             self._change_capacity(account, before_bytes, now_ns, effects)
 
     def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, effects: list[Effect]) -> bool:
-        """Return whether a reaped worker's bytes are proved free, after booking what others hold."""
+        """Return whether a reaped worker's bytes are proved free, after booking the bytes that others hold."""
         others = self._account(event.card_uuid).others
         before_bytes = others.booked_bytes
         is_free = others.is_shown_free(event.unowned_bytes, event.least_bytes, event.since_ns, event.polled_ns)

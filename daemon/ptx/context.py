@@ -1,7 +1,7 @@
 """A worker's context on the embedded driver: memory, modules, the stream, launch graphs, and the texts of faults.
 
 A launch graph checks and packs its launches once, and a replay queues the packed records. The queue takes a launch in a
-microsecond, so a replay saves what comes before that: frames, plans, checks of the shape. The caller's thread makes a
+microsecond, so a replay saves only the steps before that: frames, plans, shape checks. The caller's thread makes a
 graph's copies, after it has waited for the kernels before them.
 """
 
@@ -243,7 +243,7 @@ class CpuContext:
         self._slice_bytes = slice_bytes
         self._architecture = architecture
         self._shuffle = shuffle
-        # Receives the name of a kernel and what it printed.
+        # Receives the name of a kernel and its output.
         self.printed: Callable[[str, str], None] = print_to_output
         # Receives the name of a region, and a note on it for the operator.
         self.noted: Callable[[str, str], None] = print_to_log
@@ -444,7 +444,7 @@ class CpuContext:
 
     def region_release(self, address: int) -> None:
         """Make later accesses to a region's addresses fault (`Context.region_release`)."""
-        # The count of stray accesses goes with the region, so report it first.
+        # The count of stray accesses ends with the region, so report it first.
         self._name_strays()
         self._regions.release(address)
 

@@ -138,11 +138,11 @@ def _kernel_from(fields: Any) -> KernelFacts:
 def translate_image(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> TranslatedImage:
-    """Parse and translate. Raises ImageRejected for an image of which no kernel could run."""
+    """Parse and translate. Raises ImageRejected if no kernel of the image could run."""
     # Text to tree, and the tree with each kernel's functions and shared variables resolved.
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
-    # Refuse what can't be loaded before the long translation.
+    # Refuse an image that can't be loaded before the long translation.
     check_size(variables, slice_bytes)
     parts = translate(tree, shuffle)
     sources = tuple(PartSource.of(part.text, part.effort, is_once=part.is_once) for part in parts)
@@ -257,7 +257,7 @@ def load_code(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> LoadedCode:
     """Return an image's code, translated now or earlier for this architecture and order. Raises ImageRejected."""
-    # The architecture decides what is refused, and the seed is compiled into the code: both belong to the key.
+    # The architecture decides which images are refused, and the seed is compiled into the code: both belong to the key.
     key = key_of(f"image for {architecture}, shuffled by {shuffle}".encode(), image, ptx)
     code = _cached_code.get(key)
     if code is None:
@@ -408,7 +408,7 @@ class CpuKernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuModule:
-    """A loaded image and what must live as long as its kernels can run."""
+    """A loaded image, and the objects that must live as long as its kernels can run."""
 
     kernels: Mapping[str, CpuKernel]
     device_bytes: int

@@ -1,7 +1,7 @@
 """Bounds of the driver, and the refusal of an image that exceeds one.
 
-A tenant writes the PTX, so everything that it can make large has a bound here. Units are in the names. Each limit says
-what it stops, or which card it was taken from.
+A tenant writes the PTX, so everything that it can make large has a bound here. Units are in the names. Each limit names
+the attack that it stops, or the card that it was taken from.
 """
 
 from gpulease.daemon.drivers.interface import ImageRejected

@@ -359,7 +359,7 @@ class MemoryArena:
             misses.append((end_address - offset, "before the start", end_address))
         if not misses:
             return ""
-        # Of two candidates, the closer one.
+        # Choose the closer of two candidates.
         distance, where, owner = min(misses)
         return f"{distance} bytes {where} of the {self._sizes[owner]} allocated at {self.memory.address + owner:#x}"
 

@@ -1,7 +1,7 @@
 """Parking on the embedded driver: allocations and regions are copied to other memory, and their pages are given back.
 
-The addresses stay reserved, and the shadow table keeps what kernels may touch; no kernel runs meanwhile. Where an
-allocation is in the copy is noted by its address, so that a region that ends while it is parked can be zeroed there.
+The addresses stay reserved, and the shadow table is unchanged; no kernel runs meanwhile. Where an allocation is in the
+copy is noted by its address, so that a region that ends while it is parked can be zeroed there.
 """
 
 import time
@@ -68,7 +68,7 @@ class ParkedMemory:
         """Return the parked state, for `adopt` in another process; `without` the allocation at this address."""
         address = self._arena.memory.address
         saved = {offset: place for offset, place in self._saved.items() if address + offset != without}
-        # A context of an earlier version adopts what has no regions.
+        # A context of an earlier version adopts memory without regions.
         regions = self._regions.state()
         fields = (address, saved, self._arena.used_bytes(), *([] if regions is None else [regions]))
         packed: bytes = msgpack.packb(fields)

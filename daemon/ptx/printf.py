@@ -77,12 +77,12 @@ class PrintBuffer:
 
 
 def print_to_output(kernel: str, text: str) -> None:
-    """Write what a kernel printed to standard output, which a worker keeps for its tenant."""
+    """Write a kernel's output to standard output, which a worker keeps for its tenant."""
     write_output(text.encode())
 
 
 def print_to_log(prefix: str, text: str) -> None:
-    """Write lines to this process's standard error, each prefixed with the name of what it is about."""
+    """Write lines to this process's standard error, each prefixed with the name of its subject."""
     sys.stderr.write("".join(f"{prefix}: {line}\n" for line in text.splitlines()))
 
 

@@ -163,7 +163,7 @@ def _bytes(size: float | None) -> str:
 
 
 def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, height: int) -> list[Line]:
-    # Columns and bar follow from the width; the rows from what is left of the height.
+    # Columns and bar follow from the width, and the rows from the remaining height.
     columns, widths, bar = fitting(width, offered(lines))
     if not sample.leases or not lines:
         return [[("No leases." if not sample.leases else "No lease matches the filter.", Style.FAINT)]][:height]
@@ -217,7 +217,7 @@ def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
 
 def _typed_line(question: str, typed: str, width: int) -> Line:
     """Keep the typed text visible, at least its end, and as much of its prompt as there is room for."""
-    # The end of what is typed matters most: that is where the cursor is.
+    # Show the end of the typed text, where the cursor is.
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]
     return _cut([(fit(question, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)

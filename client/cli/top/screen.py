@@ -190,7 +190,7 @@ class _Screen:
         """Run until the user leaves or a signal ends it; returns that signal."""
         self._resize()
         while True:
-            # Signals first: a resize changes what is drawn below.
+            # Handle signals first: a resize changes the frame that is drawn below.
             while self._signals.pending:
                 number = self._signals.pending.pop(0)
                 if number in _ENDING:

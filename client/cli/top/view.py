@@ -1,4 +1,4 @@
-"""The state of the live view, and what each key does to it, without a terminal or a daemon."""
+"""The state of the live view, and the effect of each key on it, without a terminal or a daemon."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -131,7 +131,7 @@ def _browse(view: View, key: str, samples: ScreenSamples) -> Pressed:
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()
-    # Moves and orders depend on what is visible, other changes do not.
+    # Moves and orders depend on the visible rows, other changes do not.
     if key in _MOVES:
         return _move_selection(view, key, visible(view, samples)), None
     if key in "<>" or key in _LETTERS:

@@ -118,13 +118,13 @@ class ClaimLeases:
         check_ref(ref)
         with self._files.locked(ref.uid):
             record = self._files.record(ref.uid)
-            # State 1: left over from a killed driver, an earlier boot or expired leases. Free what remains, then start
-            # over.
+            # State 1: left over from a killed driver, an earlier boot or expired leases. Free the remaining leases,
+            # then start over.
             if record is not None and not self._is_whole(record):
                 self._end(record)
                 record = None
-            # State 2: not prepared. State 3: prepared, so the kubelet repeats itself: rewrite what a pod needs, in case
-            # files were lost, and return the same devices.
+            # State 2: not prepared. State 3: prepared, so the kubelet repeats itself: write the pod's files again, in
+            # case they were lost, and return the same devices.
             if record is None:
                 record = self._acquire(ref)
             else:
@@ -162,7 +162,7 @@ class ClaimLeases:
                 self._on_message(f"claim {uid}: can't be restored: {error}")
 
     def keep(self) -> None:
-        """Renew the leases of prepared claims, and report what has become of them.
+        """Renew the leases of prepared claims, and report their states.
 
         A failure for one claim is logged, and retried at the next call. A claim that is being prepared or unprepared is
         skipped: its wait for a proof must not delay the others.

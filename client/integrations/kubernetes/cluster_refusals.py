@@ -1,4 +1,4 @@
-"""Why the API server did not do what was asked."""
+"""The reasons for which the API server refuses a request."""
 
 from gpulease.client.errors import GpuLeaseError
 

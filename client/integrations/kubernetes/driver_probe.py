@@ -12,7 +12,7 @@ PROBE_LIMIT_S: Final = 5.0
 
 
 def problem_of(driver: str, registry: Path, instance: str) -> str:
-    """Return what is wrong with the driver of a pod, "" if it answers as it answers the kubelet."""
+    """Return the problem of a pod's driver, or "" if it answers as it would answer the kubelet."""
     path = registration_socket(driver, registry, instance)
     try:
         # Step 1: the registration, which says where the driver serves.

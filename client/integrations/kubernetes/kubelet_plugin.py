@@ -332,7 +332,7 @@ class KubeletPlugin:
         return grpc.method_handlers_generic_handler(f"{version}.DRAResourceHealth", methods)
 
     def _reports(self, version: str, context: grpc.ServicerContext) -> Iterator[Message]:
-        """Yield a whole list whenever it changes, and every HEALTH_S: the kubelet forgets what is not repeated."""
+        """Yield the whole list whenever it changes, and every HEALTH_S: the kubelet forgets other devices."""
         last: Sequence[DeviceHealth] | None = None
         due_s = 0.0
         while context.is_active() and not self._stopped.is_set():

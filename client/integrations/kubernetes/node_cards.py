@@ -1,4 +1,4 @@
-"""The daemon's cards as the cluster is to see them: how much claims may hold on each, and what is wrong with it."""
+"""The daemon's cards as the cluster sees them: the memory that claims may hold on each, and the card's problems."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -99,7 +99,7 @@ def _card(report: Mapping[str, Any], flags: int, leased_bytes: Mapping[str, int]
         troubles.append(Trouble.SICK)
     if report["fenced_bytes"] >= report["capacity_bytes"]:
         troubles.append(Trouble.FENCED)
-    # Of a drained node or card the inventory reports no free bytes. Its devices keep their size: their taint says why.
+    # For a drained node or card the inventory reports no free bytes. Its devices keep their size: their taint says why.
     free = report["capacity_bytes"] if is_drained else report["available_bytes"] + leased_bytes.get(report["uuid"], 0)
     return PublishedCard(
         report["uuid"], report["name"], report["driver"], min(free, int(report["capacity_bytes"])), tuple(troubles)

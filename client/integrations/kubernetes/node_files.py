@@ -286,10 +286,10 @@ def cdi_id(uid: str, number: int) -> str:
 
 
 def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Path) -> dict[str, Any]:
-    """Return the specification of what a container gets: the daemon's socket and a file for each of its leases.
+    """Return the specification of a container's mounts: the daemon's socket and a file for each of its leases.
 
-    A runtime merges what a container's devices say, so whatever two devices of one container both say is the same.
-    The container gets no device node of a GPU, with which it could bypass the daemon.
+    A runtime merges the specifications of a container's devices, so values that two of them have in common must be
+    equal. The container gets no device node of a GPU, with which it could bypass the daemon.
     """
     devices = []
     for number, device in enumerate(record.devices):

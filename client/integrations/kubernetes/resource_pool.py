@@ -68,7 +68,7 @@ class PublishedCard:
         uuid: Its UUID, from which the device's name is made.
         product: The product's name.
         driver: The daemon's driver for it, `cuda` or `cpu`.
-        leasable_bytes: What claims may hold in all: what is free, and what claims of this node hold now.
+        leasable_bytes: Bytes that claims may hold in all: the free bytes, and those that claims of this node hold now.
         troubles: Why it takes no new claims.
     """
 
@@ -208,7 +208,7 @@ def writes_to(
         if name not in by_name:
             writes.append(ApiWrite(Verb.CREATE, body))
             continue
-        # Based on what was read: a write of somebody else in between makes the server refuse this one.
+        # The write is based on the version that was read, so the server refuses it if somebody else wrote in between.
         body["metadata"]["resourceVersion"] = by_name[name]["metadata"]["resourceVersion"]
         _keep_times(body["spec"]["devices"], by_name[name]["spec"].get("devices") or ())
         writes.append(ApiWrite(Verb.REPLACE, body))

@@ -162,7 +162,7 @@ class SlicePublisher:
                     self._last_problem = ""
                 failures = 0
             except ClusterRefused as refused:
-                # Somebody else wrote or deleted first: read again, and decide again from what is there now.
+                # Somebody else wrote or deleted first: read again, and decide again from the current state.
                 if refused.code in (_CONFLICT, _NOT_FOUND):
                     self._owner = None
                     self._relist()
@@ -216,8 +216,8 @@ class SlicePublisher:
             return
         write_slice = self._cluster.create_slice if write.verb is Verb.CREATE else self._cluster.replace_slice
         written = write_slice(write.slice)
-        # The server may have dropped fields that its feature gates turn off. Remember what it made of these devices: it
-        # is what the watch will report.
+        # The server may have dropped fields that its feature gates turn off. Remember how the server stored these
+        # devices, because the watch will report them in that form.
         sent, stored = write.slice["spec"]["devices"], written["spec"].get("devices") or ()
         self._stored_as[write.name] = digest_of(sent), digest_of(stored)
         for name in sorted(dropped_fields(write.slice, written) - self._reported):

@@ -241,8 +241,8 @@ def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobReque
     until_s = time.monotonic() + WAIT_S
     used_cards: set[str] = set()
     try:
-        # Step 1: short leases, so that a prolog that is killed leaves nothing behind for long. Each is recorded before
-        # the next, because the epilog frees what the record has.
+        # Step 1: short leases, so that a prolog that is killed leaves nothing behind for long. Each lease is recorded
+        # before the next is acquired, because the epilog frees the leases in the record.
         for number in range(request.cards):
             lease_id, card = _acquire_one(job, record, request, number, used_cards, until_s)
             used_cards.add(card)
@@ -356,7 +356,7 @@ def _report(record: JobRecord, lease_id: str) -> Report:
 
 
 def _end_leases(records: JobRecords, job: str, record: JobRecord) -> None:
-    """Free a record's leases, wait for the proofs, record what was used, and delete the record."""
+    """Free a record's leases, wait for the proofs, record the usage, and delete the record."""
     for lease_id in record.lease_ids:
         as_user(record.user, partial(_free, lease_id_of(lease_id), record.address))
     # A requeued job's usage is the sum over its starts.
@@ -393,7 +393,7 @@ def _report_usage(records: JobRecords, job: str) -> None:
         # until now, when a later round finds it there.
         records.forget_usage(job)
     else:
-        # Of an earlier start, before Slurm requeued the job: the sum contains it.
+        # The usage of an earlier start, before Slurm requeued the job: the sum contains it.
         other_comments = re.sub(rf" ?\[gpulease {re.escape(node)} [^\]]*\]", "", text)
         set_admin_comment(job, f"{other_comments} {mark}".strip())
 

@@ -112,7 +112,7 @@ class JobRecords:
         return [path.stem for path in sorted(self._folder.glob(f"*{_USAGE_SUFFIX}"))]
 
     def usage(self, job: str) -> JobUsage:
-        """Return what a job's ended leases used. Raises MissingPrerequisite if the file is not a usage."""
+        """Return the usage of a job's ended leases. Raises MissingPrerequisite if the file is not a usage."""
         path = self._usage_path(job)
         try:
             members = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Sums what a job's leases used on one node, for Slurm's accounting."""
+"""Sums the usage of a job's leases on one node, for Slurm's accounting."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -48,7 +48,7 @@ def lacks_room_by_others(cards: Sequence[Report], without_job: Counter[str], req
     """Return whether a request has no room only because memory is held by something other than jobs' leases.
 
     That is memory which Slurm can't count: fenced memory, other programs, leases that no job has. Without them, Slurm
-    counts more than the cards can lease, or what is free lies in pieces; then no other job has to fear the node.
+    counts more than the cards can lease, or the free memory is in pieces; the node is then safe for other jobs.
 
     Args:
         cards: The daemon's reports of the cards that the job may use.

@@ -70,7 +70,7 @@ class GatewayAdmission:
     async def slot(self) -> AsyncIterator[float]:
         """Wait for a slot and hold it during the block. Yields the seconds of waiting left. Raises Overloaded."""
         loop = asyncio.get_running_loop()
-        # One limit for both queues: what is spent here is missing in the daemon's.
+        # One limit applies to both queues: time spent here is subtracted from the wait in the daemon's.
         deadline_s = loop.time() + self._bounds.queue_s
         try:
             async with asyncio.timeout_at(deadline_s):

@@ -116,7 +116,7 @@ class ModelServer:
                 yield
             finally:
                 if server is not None:
-                    # No new callers while the host computes what is left.
+                    # Accept no new callers while the host computes the remaining requests.
                     server.stop_accepting()
 
     async def _infer(self, request: Request) -> Response:

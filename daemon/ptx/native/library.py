@@ -13,7 +13,7 @@ SETTLE_BLOCK = "gpulease_settle_block"
 SAME_WORDS = "gpulease_same_words"
 REDUCE_WORDS = "gpulease_reduce_words"
 
-# How REDUCE_WORDS numbers what it can do.
+# The numbers of REDUCE_WORDS's operations.
 REDUCTIONS = ("add", "and", "or", "xor", "umin", "umax", "smin", "smax")
 
 DECLARATIONS = (

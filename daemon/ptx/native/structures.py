@@ -105,7 +105,7 @@ class Fault(ctypes.Structure):
         ("line", ctypes.c_uint32),
         ("thread", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
-        # Of a failed assertion: addresses of its texts, and its line.
+        # For a failed assertion: the addresses of its texts, and its line.
         ("assertion", ctypes.c_uint64 * 4),
     )
 

@@ -1,1 +1,1 @@
-"""PTX text to a typed tree. Nothing in here knows what an instruction does."""
+"""PTX text to a typed tree. Nothing in here depends on the meaning of an instruction."""

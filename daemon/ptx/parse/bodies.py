@@ -158,7 +158,7 @@ class BodyParser(CallParser):
             case "param":
                 self._declare(parse_variable(cursor, Space.CALL), self.calls, at)
             case "loc" | "file":
-                # Debug information and hints: neither changes what the kernel computes.
+                # Debug information and hints do not change the kernel's results.
                 cursor.skip_line(at.line)
             case "pragma":
                 cursor.expect("string")
@@ -213,7 +213,8 @@ class BodyParser(CallParser):
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
-        # Step 3: refuse what no operand can save, with advice in place of a complaint about the operands.
+        # Step 3: refuse instructions that are unsupported with any operands, with advice instead of an error about the
+        # operands.
         if advice := _advice(opcode.text, modifiers):
             spelling = ".".join((opcode.text, *modifiers))
             reason = f"the instruction {spelling[:80]} is not supported by the embedded driver: {advice}"

@@ -99,7 +99,7 @@ def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> 
 
 
 def parse_variable(cursor: Cursor, space: Space, *, is_extern: bool = False) -> DeclaredVariable:
-    """Parse what follows .global, .const, .shared or .local, up to its semicolon."""
+    """Parse the declaration after .global, .const, .shared or .local, up to its semicolon."""
     variable = _parse_variable(cursor, space, 0, is_extern=is_extern)
     cursor.expect(";")
     return variable
@@ -269,7 +269,7 @@ def parse_parameters(
 
 
 def skip_function_directives(cursor: Cursor) -> None:
-    """Skip what may follow a function's parameters: none of it changes anything here (PTX ISA section 11.4)."""
+    """Skip the directives after a function's parameters, which have no effect here (PTX ISA section 11.4)."""
     while cursor.peek.kind == "directive":
         at = cursor.take()
         if at.text != ".noreturn":

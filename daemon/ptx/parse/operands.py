@@ -33,7 +33,7 @@ _PREDEFINED = {"WARP_SZ": 32}
 
 
 class OperandParser:
-    """Parses operands; a subclass says what a name means at the cursor."""
+    """Parses operands; a subclass resolves the name at the cursor."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
@@ -181,7 +181,7 @@ class CallParser(OperandParser):
         """Parse `(result), function, (arguments), prototype;` to a CallSite, which follows a pointer's register."""
         cursor = self.cursor
         at = cursor.peek
-        # Step 1: the parts, of which only the function is always there (PTX ISA section 9.7.12.5, "call").
+        # Step 1: the parts; only the function is always present (PTX ISA section 9.7.12.5, "call").
         results: tuple[DeclaredVariable, ...] = ()
         if cursor.peek.kind == "(":
             results = self._parse_passed()
@@ -204,12 +204,12 @@ class CallParser(OperandParser):
             site = CallSite(declared.name, self._signatures[declared.name], arguments, results)
         else:
             raise cursor.problem(f"{target.text[:60]} is not a function", target)
-        # Step 3: compare what is passed with it.
+        # Step 3: compare the passed operands with the signature.
         self._check(site, at)
         return (declared, site) if isinstance(declared, Register) else (site,)
 
     def parse_listing(self) -> Listing:
-        """Parse what follows a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
+        """Parse the directive after a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
         cursor = self.cursor
         kind = cursor.take().text
         # The prototype's own name is a placeholder.

@@ -114,7 +114,7 @@ class _ImageParser:
         at = cursor.peek
         if cursor.accept(";"):
             return
-        # `.visible .extern .weak .common` come before what they apply to.
+        # `.visible .extern .weak .common` come before the object that they apply to.
         linkage: list[str] = []
         while (name := cursor.directive()) in _LINKAGE:
             linkage.append(str(name))
@@ -198,7 +198,7 @@ class _ImageParser:
         cursor.kernel = ""
 
     def _parse_function(self, name: str, at: Lexeme, signature: Signature, *, is_kernel: bool) -> Function:
-        """Parse what follows the parameters. If that is refused, keep the refusal and no instructions."""
+        """Parse the part after the parameters. If that is refused, keep the refusal and no instructions."""
         cursor, start = self.cursor, self.cursor.peek
         if len(self.functions) + len(self.subroutines) >= MAX_FUNCTIONS:
             raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)

@@ -56,8 +56,7 @@ def _scalars() -> dict[str, Scalar]:
     for bits in (32, 64):
         table[f"f{bits}"] = Scalar(f"f{bits}", bits, Kind.FLOAT)
     # Section 5.2.3: these are held in .b16 and .b32 registers as well. The host has no such types, so the instruction
-    # decides what the bits mean.
-    # instruction.
+    # decides the meaning of the bits. instruction.
     for name, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32)):
         table[name] = Scalar(name, bits, Kind.BITS)
     return table
@@ -268,10 +267,10 @@ class Function:
     """An .entry or .func with its body. Sizes are in bytes.
 
     Attributes:
-        shared_bytes: Of the shared variables with a declared size.
+        shared_bytes: Bytes of the shared variables with a declared size.
         dynamic_shared_offset: Where `.extern` shared arrays begin, which get their size at launch.
         results: What a .func returns; their sum is `result_bytes`.
-        call_bytes: Of the .param variables of its calls.
+        call_bytes: Bytes of the .param variables of its calls.
         module_shared: The module's shared variables that it names.
     """
 

@@ -80,7 +80,7 @@ def copied_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> int:
 
 
 def _source(t: "ThreadTranslator", i: Instruction, size: int, needed_bytes: Value | None) -> Value:
-    """Load the source, of which only the first `needed_bytes` bytes must exist."""
+    """Load the source; only its first `needed_bytes` bytes must exist."""
     source = checked_pointer(t, i.operands[1], Space.GLOBAL, size, Access.LOAD, needed_bytes=needed_bytes)
     return t.ir.value(f"i{8 * size}", f"load i{8 * size}, {source}, align {size}")
 

@@ -95,7 +95,7 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
 def confirm_by_text(ptx: bytes, kernels: frozenset[str]) -> frozenset[str]:
     """Confirm a finding in machine code by its PTX: keep the kernels that do need a cooperative launch.
 
-    Machine code does not show what a trap depends on. If this module can't read the text, all kernels are kept.
+    Machine code does not show the condition of a trap. If this module can't read the text, all kernels are kept.
     """
     target = _TARGET.search(ptx)
     if not kernels or target is None or len(ptx) > MAX_IMAGE_BYTES:

@@ -129,7 +129,8 @@ def rounded(t: OperandTranslator, m: Modifiers, calculate: Lane) -> Lane:
         numbers = [decode(t, bits, kind) for bits in operands]
         if flushes:
             numbers = [flush_narrow(t, number, kind) for number in numbers]
-        # One rounding; what precedes it is exact or rounded to odd, and what follows picks existing numbers.
+        # One rounding: the steps before it are exact or round to odd, and the steps after it choose among existing
+        # numbers.
         value = round_to(t, calculate(*numbers), kind, "rn")
         if flushes:
             value = flush_narrow(t, value, kind)

@@ -61,7 +61,7 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
 
     Raises NotWide if it must be done lane by lane.
     """
-    # Step 1: leave to other translations what they do better: copies, and accesses that must happen one by one.
+    # Step 1: leave copies, and accesses that must happen one by one, to other translations.
     if i.opcode == "cp":
         return translate_copy(t, i, m)
     if i.opcode in _COUNTED:

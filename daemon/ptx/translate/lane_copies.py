@@ -137,7 +137,7 @@ def _copy_each(ir: IrWriter, size: int, mask_type: str) -> None:
     # Two faults: the destination is outside of shared memory, or the source may not be read.
     _fail(ir, "outside", lane, place, (size, Access.STORE, SPACE_NUMBERS[Space.SHARED]))
     _fail(ir, "missing", lane, address, (size, Access.LOAD, SPACE_NUMBERS[Space.GLOBAL]))
-    # The next lane: what is known of the granule depends on the way here.
+    # The next lane: the knowledge about the granule depends on the path to this point.
     ir.block("next")
     for current, fresh in ((granule, own_granule), (whole, checked_size)):
         ways = f"[ {current.text}, %known ], [ {current.text}, %none ], [ {fresh.text}, %copied ]"

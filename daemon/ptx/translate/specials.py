@@ -21,7 +21,7 @@ _LAUNCH_FIELDS = {
 # Registers that describe the machine: one multiprocessor, which runs everything.
 MACHINE = ("clock_hi", "smid", "nsmid", "gridid", "globaltimer", "globaltimer_lo", "globaltimer_hi")
 
-# Nanoseconds since 1970, which is what a card's %globaltimer counts, too (PTX ISA section 10.23).
+# Nanoseconds since 1970, as a card's %globaltimer (PTX ISA section 10.23).
 GLOBAL_TIME_IR = f"""
 declare i32 @{CLOCK_GETTIME}(i32, ptr)
 define internal i64 @global_time() noinline {{

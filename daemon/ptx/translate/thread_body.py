@@ -41,7 +41,7 @@ class BodyTranslator(ThreadTranslator):
         self._name = name
         body = self.function.instructions
         forms = [find_form(instruction, self.function.name) for instruction in body]
-        # Step 2: what must be kept at waits, and the bounds on what LLVM will have to merge.
+        # Step 2: find the values that must be kept at waits, and check the bounds on the values that LLVM must merge.
         if self.waits.sites:
             self._find_live([form for form, _ in forms])
         self._check_merges([form for form, _ in forms])

@@ -36,7 +36,7 @@ _SHOWN_WORDS = {
 }
 WAITING = frozenset(_SHOWN_WORDS)
 
-# Loads that may see what another thread has written since the last load.
+# Loads that may see another thread's writes since the last load.
 _WATCHING_LOADS = {"volatile", "relaxed", "acquire", "mmio", "cv"}
 _WATCHING = ("atom", "fence", "membar", "nanosleep", "mbarrier")
 
