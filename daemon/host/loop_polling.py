@@ -10,8 +10,9 @@ from typing import Final
 
 from gpulease.daemon.host.processes import has_cores_to_poll
 
-POLL_NS: Final = 500_000
-"""Time for which the loop polls after `stay_awake`, in nanoseconds: a worker maps a region's memory in 350 us."""
+POLL_NS: Final = 1_000_000
+"""Time for which the loop polls after `stay_awake`, in nanoseconds: a worker maps a region's memory and answers in 350
+us, and on a host with slow cores in 650."""
 
 MAX_TURNS: Final = 2_000
 """Most turns of the loop for which it polls after `stay_awake`, each of a microsecond or more."""
