@@ -179,3 +179,54 @@ def test_what_it_needs_goes_while_it_runs(session: GpuSession) -> None:
         session.mem_write(other, 0, bytes(4000))
     again.launch()
     assert (floats(session.mem_read(other, 0, 4000)) == 0).all()
+
+
+EARLY = b"""
+.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry slow(.param .u64 out)
+{
+    .reg .b64 %d<4>;
+    .reg .pred %p;
+    griddepcontrol.launch_dependents;
+    ld.param.u64 %d1, [out];
+    cvta.to.global.u64 %d1, %d1;
+    mov.u64 %d2, %globaltimer;
+    add.u64 %d2, %d2, 20000000;
+AGAIN:
+    mov.u64 %d3, %globaltimer;
+    setp.lt.u64 %p, %d3, %d2;
+    @%p bra AGAIN;
+    st.global.u64 [%d1], %d3;
+    ret;
+}
+.visible .entry next(.param .u64 out)
+{
+    .reg .b64 %d<4>;
+    mov.u64 %d2, %globaltimer;
+    griddepcontrol.wait;
+    ld.param.u64 %d1, [out];
+    cvta.to.global.u64 %d1, %d1;
+    ld.global.u64 %d3, [%d1];
+    st.global.u64 [%d1+8], %d2;
+    st.global.u64 [%d1+16], %d3;
+    ret;
+}
+"""
+
+
+def test_a_kernel_that_waits_by_itself_starts_before_the_one_before_it_ends(session: GpuSession) -> None:
+    if session.compute_capability < 90:
+        pytest.skip("griddepcontrol is for compute capability 9.0 and later")
+    module, times = session.module_load(EARLY), session.zeros(3, np.uint64)
+    with session.record() as graph:
+        session.launch(module, "slow", [1], [1], [times])
+        session.launch(module, "next", [1], [1], [times])
+    for _ in range(3):
+        graph.launch()
+        session.sync()
+        end, start, seen = (int(value) for value in times.numpy())
+        # It started during the first kernel's 20 ms, and waited for what that kernel wrote at its end.
+        assert end - 20_000_000 < start < end
+        assert seen == end

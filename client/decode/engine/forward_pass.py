@@ -17,7 +17,7 @@ from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
-from gpulease.client.decode.engine.linear_tiles import SM_80, grid_of, linear_grid, tile_of, tiles_of
+from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A, grid_of, linear_grid, tile_of, tiles_of
 from gpulease.client.decode.model_config import Experts, ModelConfig
 from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
 from gpulease.client.handles import Buffer
@@ -260,7 +260,7 @@ class ForwardPass:
         self.weights = weights
         self.limits = limits
         self.target = target
-        self.library = KernelLibrary(session)
+        self.library = KernelLibrary(session, starts_early=target == SM_90A)
         self._session = session
         self._buffers: dict[str, Buffer] = {}
 

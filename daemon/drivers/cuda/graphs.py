@@ -205,7 +205,7 @@ class CudaGraph:
         before: list[Any] = []
         for number, step in enumerate(steps, first):
             if isinstance(step, KernelStep):
-                launch = self._add_kernel(segment.graph, before, step)
+                launch = self._add_kernel(segment.graph, before, step, follows_kernel=number - 1 in segment.launches)
                 segment.launches[number] = launch
                 before = [launch.node]
             else:
@@ -213,7 +213,7 @@ class CudaGraph:
         # Instantiation takes memory of the card, and can fail for a kernel that does not fit.
         segment.executable = self._check(api.cuGraphInstantiate(segment.graph, 0))
 
-    def _add_kernel(self, graph: Any, before: list[Any], step: KernelStep) -> _KernelNode:
+    def _add_kernel(self, graph: Any, before: list[Any], step: KernelStep, *, follows_kernel: bool) -> _KernelNode:
         # The driver reads parameters through an array of pointers, each into the buffer.
         params = ctypes.create_string_buffer(step.params, max(1, len(step.params)))
         start = ctypes.addressof(params)
@@ -231,10 +231,15 @@ class CudaGraph:
         node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = step.block
         node_params.sharedMemBytes = step.shared_bytes
         node_params.kernelParams = ctypes.addressof(pointers) if addresses else 0
-        error, node = api.cuGraphAddKernelNode(graph, before, len(before), node_params)
+        # A kernel that waits by itself may start while the kernel before it ends, but not during a copy.
+        starts_early = kernel.waits and follows_kernel
+        full = [] if starts_early else before
+        error, node = api.cuGraphAddKernelNode(graph, full, len(full), node_params)
         if error == api.CUresult.CUDA_ERROR_INVALID_VALUE:
             raise self._rejected(step, "invalid argument")
         self._check((error,))
+        if starts_early:
+            self._check(_add_early_start(graph, before[0], node))
         return _KernelNode(node, node_params, params, pointers)
 
     def _add_copy(self, graph: Any, before: list[Any], step: DataStep | CopyStep) -> Any:
@@ -269,6 +274,17 @@ class CudaGraph:
         if answer[0]:
             raise self._context.failure(answer[0])
         return answer[1] if len(answer) > 1 else None
+
+
+def _add_early_start(graph: Any, before: Any, node: Any) -> tuple[Any, ...]:
+    """Let a kernel's node start as soon as each block of the kernel before it has permitted that, or has ended."""
+    edge = api.CUgraphEdgeData()
+    edge.type = api.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    edge.from_port = api.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+    # CUDA 12 has edges with data under another name.
+    add: Any = getattr(api, "cuGraphAddDependencies_v2", api.cuGraphAddDependencies)
+    answer: tuple[Any, ...] = add(graph, [before], [node], [edge], 1)
+    return answer
 
 
 class ChainRecord(ctypes.Structure):

@@ -16,6 +16,7 @@ from typing import Any, Final
 from cuda.bindings import driver as api
 
 from gpulease.daemon.drivers.cuda.cubin_footprint import Weight, weigh
+from gpulease.daemon.drivers.cuda.dependent_kernels import waiting_kernels
 from gpulease.daemon.drivers.cuda.jit_cache import Compiled
 from gpulease.daemon.drivers.cuda.launch_code import DynamicSharedMemory
 from gpulease.daemon.drivers.cuda.memory import LocalMemory
@@ -49,6 +50,7 @@ class CudaKernel:
         function: Its CUfunction.
         shared: What its launches may request.
         is_cooperative: Only a cooperative launch could run it; see `cooperative_refused`.
+        waits: Its blocks wait for the launch before them ahead of everything else; see `waiting_kernels`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class CudaKernel:
     function: int
     shared: DynamicSharedMemory
     is_cooperative: bool = False
+    waits: bool = False
     # The whole image is compiled, with all optimizations, when it is loaded.
     is_due: bool = False
 
@@ -138,13 +141,14 @@ def load_image(
     # For compiled PTX, the text can show that a kernel needs no cooperative launch although its machine code suggests
     # it.
     cooperative = weight.cooperative if image.startswith(_ELF) else confirm_by_text(text_of(image), weight.cooperative)
+    waiting = frozenset[str]() if image.startswith(_ELF) else waiting_kernels(text_of(image))
     listed = _list_kernels(cubin)
     # A module takes memory, so it is loaded last; a failure below unloads it.
     error, loaded = api.cuModuleLoadData(cubin)
     _check(error)
     try:
         kernels = {
-            name: _kernel(loaded, name, parameters, local, is_cooperative=name in cooperative)
+            name: _kernel(loaded, name, parameters, local, is_cooperative=name in cooperative, waits=name in waiting)
             for name, parameters in listed.items()
         }
     except ImageRejected:
@@ -180,7 +184,7 @@ def unload(loaded: Any) -> None:
 
 
 def _kernel(
-    loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory, *, is_cooperative: bool
+    loaded: Any, name: str, parameters: tuple[Parameter, ...], local: LocalMemory, *, is_cooperative: bool, waits: bool
 ) -> CudaKernel:
     error, function = api.cuModuleGetFunction(loaded, name.encode())
     _check(error)
@@ -200,6 +204,7 @@ def _kernel(
             partial(_opt_in, function),
         ),
         is_cooperative,
+        waits,
     )
 
 
