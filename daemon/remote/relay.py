@@ -40,8 +40,14 @@ HANDSHAKE_S: Final = 5.0
 continue."""
 
 STOPPED_S: Final = 0.5
-"""A wait that ends so much later than its limit, in seconds, means that the process was stopped. Then the time of the
-wait does not count against the peer, which can't cause that."""
+"""A step of the handshake that takes so much longer than it may, in seconds, means that this process was stopped (a
+frozen container), or that its host is overloaded. Then the step's time does not count against the peer."""
+
+MAX_STOPS: Final = 3
+"""Most such steps of one handshake that do not count. Stops a peer from holding a relay of an overloaded host."""
+
+WAIT_S: Final = 1.0
+"""Longest single wait for the peer, in seconds, so that a stop during it is noticed."""
 
 ALERT_LINGER_S: Final = 1.0
 """Linger after a failed handshake, so that the peer reads the alert."""
@@ -146,13 +152,44 @@ def _wait_for_connection(report: socket.socket) -> socket.socket | None:
     return net
 
 
+class HandshakeTime:
+    """The time that the peer has for its part of the handshake: HANDSHAKE_S, without the time of stops.
+
+    All waits share it, so a peer that sends byte after byte does not extend it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.left_s = seconds
+        self._counted_until_s = time.monotonic()
+        self._stops = 0
+
+    def count(self, at_most_s: float = 0.0) -> bool:
+        """Count the time since the last call, which should be `at_most_s`. Returns whether any is left."""
+        now_s = time.monotonic()
+        took_s, self._counted_until_s = now_s - self._counted_until_s, now_s
+        if took_s > at_most_s + STOPPED_S and self._stops < MAX_STOPS:
+            self._stops += 1
+        else:
+            self.left_s -= took_s
+        return self.left_s > 0
+
+    def wait(self, poll: select.poll) -> bool:
+        """Wait for what `poll` watches. Returns False if that does not come in time."""
+        while self.count():
+            wait_s = min(self.left_s, WAIT_S)
+            is_ready = bool(poll.poll(wait_s * 1000))
+            self.count(wait_s)
+            if is_ready:
+                return True
+        return False
+
+
 def _shake_hands(stream: RelayedTls) -> None:
-    deadline_s = time.monotonic() + HANDSHAKE_S
+    time_left = HandshakeTime(HANDSHAKE_S)
     poll = select.poll()
     poll.register(stream.net, select.POLLIN)
     room = memoryview(bytearray(BUFFER_BYTES))
-    # Each round passes the received bytes to OpenSSL, sends its answer, and waits for more. All rounds share one
-    # deadline, so a peer that sends byte after byte does not extend it.
+    # Each round passes the received bytes to OpenSSL, sends its answer, and waits for more.
     while True:
         try:
             stream.tls.do_handshake()
@@ -163,31 +200,25 @@ def _shake_hands(stream: RelayedTls) -> None:
         else:
             is_done = True
         # Also when it is done: the last flight is still in the buffer.
-        _send_all(stream, deadline_s)
+        _send_all(stream, time_left)
         if is_done:
             return
         try:
             count = stream.net.recv_into(room)
         except BlockingIOError:
-            wait_s = max(0.0, deadline_s - time.monotonic())
-            began_s = time.monotonic()
-            if not poll.poll(wait_s * 1000):
+            if not time_left.wait(poll):
                 raise HandshakeFailed(f"the handshake was not done within {HANDSHAKE_S:g} s") from None
-            # This process was stopped meanwhile (a frozen container): the peer's bytes may have come long ago.
-            waited_s = time.monotonic() - began_s
-            if waited_s > wait_s + STOPPED_S:
-                deadline_s += waited_s
             continue
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
         if not count:
             raise HandshakeFailed("the peer closed the connection in the handshake")
-        if time.monotonic() > deadline_s:
+        if not time_left.count():
             raise HandshakeFailed(f"the handshake was not done within {HANDSHAKE_S:g} s")
         stream.incoming.write(room[:count])
 
 
-def _send_all(stream: RelayedTls, deadline_s: float) -> None:
+def _send_all(stream: RelayedTls, time_left: HandshakeTime) -> None:
     unsent = memoryview(stream.outgoing.read())
     poll = select.poll()
     poll.register(stream.net, select.POLLOUT)
@@ -195,7 +226,7 @@ def _send_all(stream: RelayedTls, deadline_s: float) -> None:
         try:
             unsent = unsent[stream.net.send(unsent) :]
         except BlockingIOError:
-            if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            if not time_left.wait(poll):
                 raise HandshakeFailed("the peer does not read its data") from None
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
@@ -203,16 +234,15 @@ def _send_all(stream: RelayedTls, deadline_s: float) -> None:
 
 def _send_alert(stream: RelayedTls) -> None:
     """Send the alert, if any, and wait for the peer to close: unread bytes at a close would discard the alert."""
-    deadline_s = time.monotonic() + ALERT_LINGER_S
+    time_left = HandshakeTime(ALERT_LINGER_S)
     with contextlib.suppress(OSError, HandshakeFailed):
         # First the alert and the end of our direction, then read until the peer closes too.
-        _send_all(stream, deadline_s)
+        _send_all(stream, time_left)
         stream.net.shutdown(socket.SHUT_WR)
         poll = select.poll()
         poll.register(stream.net, select.POLLIN)
-        while poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000) and stream.net.recv(BUFFER_BYTES):
-            if time.monotonic() > deadline_s:
-                return
+        while time_left.wait(poll) and stream.net.recv(BUFFER_BYTES):
+            pass
 
 
 def _certificate_of(tls: ssl.SSLObject) -> tuple[PeerVerified, float]:
