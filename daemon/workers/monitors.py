@@ -258,8 +258,9 @@ class MemoryMonitor:
         await asyncio.sleep(FAILED_POLL_PAUSE_S if lease_id in self._failed_polls else PAUSE_S)
 
     async def _poll(self, lease_id: int) -> None:
-        # The session may have ended since the poll was ordered.
-        place, pid = self._table.submits.may_hold(lease_id), self._workers.pid(lease_id)
+        # The session may have ended since the poll was ordered. And one that continues in another process has an active
+        # lease while that process has no context yet, which a card does not list.
+        place, pid = self._table.submits.may_hold(lease_id), self._workers.context_pid(lease_id)
         if place is None or not pid:
             return
         card_uuid, allowed = place

@@ -239,6 +239,11 @@ class Workers:
         """Return a worker's process id, 0 if there is none."""
         return 0 if (worker := self._workers.get(lease_id)) is None else worker.pid
 
+    def context_pid(self, lease_id: int) -> int:
+        """Return the process id of a worker that has its context; 0 if there is none, or not yet."""
+        worker = self._workers.get(lease_id)
+        return worker.pid if worker is not None and worker.is_ready else 0
+
     def is_alive(self, lease_id: int) -> bool:
         """Return whether a worker's process runs. The registry keeps a dead worker, too, until it is reaped."""
         if (worker := self._workers.get(lease_id)) is None or worker.pidfd < 0:

@@ -55,9 +55,10 @@ class MadeCards:
 @dataclass
 class MadeWorkers:
     alive: bool = True
+    has_context: bool = True
 
-    def pid(self, lease_id: int) -> int:
-        return PID
+    def context_pid(self, lease_id: int) -> int:
+        return PID if self.has_context else 0
 
     def is_alive(self, lease_id: int) -> bool:
         return self.alive
@@ -92,6 +93,23 @@ async def settled(scene: Scene, looks: int) -> None:
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.workers.monitors.FAILED_POLL_PAUSE_S", 0)
+
+
+def test_a_worker_without_its_context_is_not_measured() -> None:
+    """The session of an active lease is on its way to a new process, which takes its time to open a context."""
+
+    async def story() -> None:
+        scene = Scene(MadeCards(None), MadeWorkers(has_context=False))
+        for _ in range(2 * MAX_FAILED_POLLS):
+            scene.weigher.poll(5)
+            await settled(scene, 0)
+        assert (scene.cards.looks, scene.posted) == (0, [])
+        scene.workers.has_context = True
+        scene.weigher.poll(5)
+        await settled(scene, MAX_FAILED_POLLS)
+        assert [type(event) for event in scene.posted] == [SessionCondemned]
+
+    run(story)
 
 
 @pytest.mark.parametrize(
