@@ -136,3 +136,7 @@ RECEIVE_BUFFER_BYTES: Final = 128 << 10
 RETAINED_BUFFER_BYTES: Final = 4 << 20
 """The largest buffer that a frame reader keeps between frames. A copy is a stream of large frames, and allocating the
 buffer for each would cost more than the copy."""
+
+USUAL_MAX_WAIT_S: Final = 3600
+"""Longest time, in seconds, that a request may wait for room, unless the operator sets another (`max_wait_s`). A client
+that does not know with which wait a lease was acquired waits this long for the return of its session."""

@@ -24,6 +24,8 @@ class Trait(Flag):
     Of control operations:
         READ_ONLY: It changes nothing, so a peer that may only look may ask it.
         OPERATORS: Only operators may send it.
+        AWAITS_SESSION: It may need a parked session back. Then its reply waits for the session's return, which may wait
+            for room as an acquire does.
 
     Of session operations:
         IN_STREAM: It acts in the stream that STREAM_SELECT chose.
@@ -39,6 +41,7 @@ class Trait(Flag):
     NONE = 0
     READ_ONLY = auto()
     OPERATORS = auto()
+    AWAITS_SESSION = auto()
     IN_STREAM = auto()
     WAITS_IN_DRIVER = auto()
     SETTLES = auto()
@@ -47,7 +50,7 @@ class Trait(Flag):
     WARMED_UP = auto()
 
 
-_CONTROL_TRAITS: Final = Trait.READ_ONLY | Trait.OPERATORS
+_CONTROL_TRAITS: Final = Trait.READ_ONLY | Trait.OPERATORS | Trait.AWAITS_SESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +306,7 @@ _ALL: Final = (
         m.RegionOpen,
         m.RegionGrant,
         Needs(Permission.REGION),
-        Trait.NONE,
+        Trait.AWAITS_SESSION,
         "opens a [region](#regions) of a lease",
     ),
     _control(
@@ -319,7 +322,7 @@ _ALL: Final = (
         m.LeaseResize,
         m.LeaseResize,
         Needs(Permission.LEASE_ALLOC),
-        Trait.NONE,
+        Trait.AWAITS_SESSION,
         "makes a lease larger or smaller while it runs",
     ),
     _control(
@@ -371,7 +374,7 @@ _ALL: Final = (
         m.LeaseRef,
         m.ParkedSession,
         Needs(Permission.LEASE_FREE),
-        Trait.NONE,
+        Trait.AWAITS_SESSION,
         "moves the bytes of a lease's session to the host's memory; its next operation [brings them back](#parking)",
     ),
     _control(
@@ -379,7 +382,7 @@ _ALL: Final = (
         m.LeaseMove,
         m.MovedSession,
         Needs(Permission.LEASE_FREE),
-        Trait.NONE,
+        Trait.AWAITS_SESSION,
         "moves a lease's session to [another card](#moving), or to the host's memory with all that it has",
     ),
     _control(

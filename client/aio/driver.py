@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, GrantCleanUp, ask_once
+from gpulease.client.core.exchange import GrantCleanUp, ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, MaybePending, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
@@ -80,7 +80,7 @@ async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
 
     Raises the error that the daemon replied with, Disconnected or TimedOut.
     """
-    return await drive(ask_once(address_of(address), op, body, CONTROL_REPLY_LIMIT_S))
+    return await drive(ask_once(address_of(address), op, body))
 
 
 class ConnectionLock(asyncio.Lock):

@@ -19,8 +19,10 @@ from gpulease.client.transport.credentials import SecuredAddress
 from gpulease.client.transport.link import LinkEnded
 from gpulease.protocol import Failure, Opcode
 from gpulease.protocol.address import Address, TcpAddress, UnixAddress
+from gpulease.protocol.limits import USUAL_MAX_WAIT_S
 from gpulease.protocol.messages import Body, Hello, HelloReply, Ping
 from gpulease.protocol.opcodes import HelloRequestOption
+from gpulease.protocol.operations import Trait, having
 from gpulease.protocol.primitives import Tlv
 
 CONNECT_LIMIT_S: Final = 10.0
@@ -64,6 +66,14 @@ OTHER_PEERS: Final = {
 frame."""
 
 Clock = Callable[[], float]
+
+
+_AWAIT_SESSION: Final = having(Trait.AWAITS_SESSION)
+
+
+def control_limit_s(op: Opcode) -> float:
+    """Return the longest time for a control request other than an acquire, in seconds."""
+    return CONTROL_REPLY_LIMIT_S + (USUAL_MAX_WAIT_S if op in _AWAIT_SESSION else 0.0)
 
 
 class FixedDeadline:
@@ -164,8 +174,9 @@ def receive_from_living(
         if deadline.remaining_s() <= 0:
             yield from deadline.over()
         elif quiet.remaining_s() > 0:
-            yield Wait(channel, False, min(deadline.remaining_s(), quiet.remaining_s()))
-            channel.pump()
+            if not channel.spin():
+                yield Wait(channel, False, min(deadline.remaining_s(), quiet.remaining_s()))
+                channel.pump()
         elif ping_id:
             yield from quiet.over()
         else:
@@ -173,6 +184,15 @@ def receive_from_living(
             ping_id, frame = channel.link.request(Opcode.PING, Ping(0))
             yield from send(channel, (frame,), quiet)
     return result
+
+
+def receive_reply(
+    channel: Channel, op: Opcode, request_id: int, deadline: Deadline, clock: Clock = time.monotonic
+) -> Procedure[Body | Failure]:
+    """Wait for the result of a control request. Raises the errors of `receive` or `receive_from_living`."""
+    if op not in _AWAIT_SESSION:
+        return (yield from receive(channel, request_id, deadline))
+    return (yield from receive_from_living(channel, request_id, deadline, pong_limit_s=CONNECT_LIMIT_S, clock=clock))
 
 
 def wait_for_room(channel: Channel, deadline: Deadline) -> Procedure[None]:
@@ -197,11 +217,11 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
 
 
 def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
-    """Send a request; returns the reply's body, or the Failure of a refusal. Raises the errors of `receive`."""
+    """Send a request; returns the reply's body, or the Failure of a refusal. Raises the errors of `receive_reply`."""
     # Number the request, send it, then wait. If the reply comes during the send, the link keeps it.
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), deadline)
-    return (yield from receive(channel, request_id, deadline))
+    return (yield from receive_reply(channel, op, request_id, deadline))
 
 
 class GrantCleanUp(CleanUp):
@@ -444,7 +464,7 @@ def _is_it_running(address: Address) -> str:
 
 
 def ask_once(
-    address: Address, op: Opcode, body: Body, reply_limit_s: float, connect_limit_s: float = CONNECT_LIMIT_S
+    address: Address, op: Opcode, body: Body, limit_s: float | None = None, connect_limit_s: float = CONNECT_LIMIT_S
 ) -> Procedure[Any]:
     """Send one control request over a separate connection; return the reply's body.
 
@@ -452,7 +472,7 @@ def ask_once(
         address: The daemon's address.
         op: The operation.
         body: The request's body.
-        reply_limit_s: Longest wait for the reply, in seconds.
+        limit_s: Longest wait for the reply, in seconds; None for `control_limit_s` of the operation.
         connect_limit_s: Longest time for the connect and HELLO, in seconds.
 
     Raises the errors of `dial`, the refusal's error, or Disconnected.
@@ -462,7 +482,8 @@ def ask_once(
     channel, _, number = yield from dial_for(address, deadline, First(op, body))
     try:
         # The reply has its own deadline: the connect's is short, but a control request may take longer.
-        result = yield from receive(channel, number, FixedDeadline(reply_limit_s, operation, address))
+        reply_deadline = FixedDeadline(control_limit_s(op) if limit_s is None else limit_s, operation, address)
+        result = yield from receive_reply(channel, op, number, reply_deadline)
         if isinstance(result, Failure):
             raise error_of(result, operation)
         return result

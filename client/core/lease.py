@@ -28,12 +28,14 @@ from gpulease.client.core.exchange import (
     FixedDeadline,
     GrantCleanUp,
     answer_to,
+    control_limit_s,
     dial,
     dial_for,
     disconnected,
     operation_of,
     receive,
     receive_from_living,
+    receive_reply,
     send,
 )
 from gpulease.client.core.fleet_acquire import Fleet, acquire_in
@@ -333,9 +335,6 @@ MAX_RECONNECT_PAUSE_S: Final = 1.0
 
 DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
-
-_NEED_SESSION: Final = frozenset({Opcode.LEASE_MOVE, Opcode.REGION_OPEN, Opcode.LEASE_RESIZE})
-"""Requests that bring a parked session back."""
 
 _GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
 """Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out in between."""
@@ -721,9 +720,7 @@ class LeaseHandle:
             # Try at most twice: on the old connection and, if that was dead without an answer, on a new one.
             fresh = yield from self._reconnect_if_stale(operation)
             try:
-                # These may wait for the room of a parked session, as long as the acquire would have.
-                wait_s = self.asked.wait_ms / 1000 if op in _NEED_SESSION and self.asked is not None else 0.0
-                deadline = FixedDeadline(CONTROL_REPLY_LIMIT_S + wait_s, operation, self.address, self.clock)
+                deadline = FixedDeadline(control_limit_s(op), operation, self.address, self.clock)
                 ask = answer_to if clean_up is None else clean_up.ask
                 answer = yield from ask(self.channel, op, body, deadline)
             except LinkEnded as ended:
@@ -774,7 +771,7 @@ class ReplyCleanUp(CleanUp):
         # Do not poll for a daemon on another host, which answers too late, or for a tenant that chose BLOCK.
         channel.is_polled = isinstance(channel.address, UnixAddress) and self.lease.waiting is not Waiting.BLOCK
         try:
-            answer = yield from receive(channel, number, deadline)
+            answer = yield from receive_reply(channel, op, number, deadline, self.lease.clock)
         finally:
             channel.is_polled = False
         self._take(channel, number, answer)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from gpulease.client.core.exchange import CONTROL_REPLY_LIMIT_S, ask_once
+from gpulease.client.core.exchange import ask_once
 from gpulease.client.core.lease_request import address_of
 from gpulease.client.core.waits import Locked, Procedure, Sleep, Step, Wait
 from gpulease.client.errors import GpuLeaseError
@@ -62,7 +62,7 @@ def drive(procedure: Procedure[T]) -> T:
             thrown = error
 
 
-def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float = CONTROL_REPLY_LIMIT_S) -> Any:
+def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float | None = None) -> Any:
     """Send one control request over a separate connection; return the body of the reply.
 
     Commands call this instead of opening a session, because the imports for sessions would take most of a command's
@@ -72,7 +72,7 @@ def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float
         op: The opcode.
         body: The body of the request.
         address: The daemon's address; GPULEASE_ADDRESS or the default socket if None.
-        reply_limit_s: Longest wait for the reply, in seconds.
+        reply_limit_s: Longest wait for the reply, in seconds; None for the operation's usual one.
 
     Raises the error that the daemon replied with, Disconnected or TimedOut.
     """

@@ -23,6 +23,7 @@ from gpulease.daemon.leases.model import (
 )
 from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.lease_options import WEIGHT
+from gpulease.protocol.limits import USUAL_MAX_WAIT_S
 from gpulease.protocol.opcodes import Phase
 from gpulease.protocol.settings_reader import (
     BadSetting,
@@ -302,7 +303,9 @@ class CoreLimits:
         ),
     ] = 10
     # Stops an endless wait from keeping a connection and a place in the queue for a client that no longer needs them.
-    max_wait_s: Annotated[int, Setting("Longest time in seconds that a request may wait for room.", least=1)] = 3600
+    max_wait_s: Annotated[int, Setting("Longest time in seconds that a request may wait for room.", least=1)] = (
+        USUAL_MAX_WAIT_S
+    )
     # Limits that the operator sets per tenant.
     tenants: TenantRules = field(default_factory=TenantRules)
     # Stops a killed client from holding its slice until its time ends.

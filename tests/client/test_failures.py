@@ -276,19 +276,21 @@ def test_a_daemon_that_hangs(run: Run, peer: ScriptedPeer, monkeypatch: pytest.M
         """Have the peer not answer an operation, whose limit alone is short: a slow host answers the others in time."""
         peer.on(op, Silence())
         with monkeypatch.context() as short:
-            short.setattr(f"gpulease.client.core.lease.{limit}", 0.1)
+            short.setattr(f"gpulease.client.core.{limit}", 0.1)
             with pytest.raises(Disconnected, match=words):
                 yield
         del peer.script[op]
 
     async def scenario(face: Face) -> None:
-        with hangs(Opcode.LEASE_ALLOC, "ACQUIRE_REPLY_LIMIT_S", r"lease_alloc: .* did not answer within 0\.1 s"):
+        with hangs(Opcode.LEASE_ALLOC, "lease.ACQUIRE_REPLY_LIMIT_S", r"lease_alloc: .* did not answer within 0\.1 s"):
             await face.acquire()
         lease = await face.acquire()
-        with hangs(Opcode.LEASE_RENEW, "CONTROL_REPLY_LIMIT_S", r"lease_renew: .* did not answer within 0\.1 s"):
+        with hangs(
+            Opcode.LEASE_RENEW, "exchange.CONTROL_REPLY_LIMIT_S", r"lease_renew: .* did not answer within 0\.1 s"
+        ):
             await lease.renew(5)
         assert (await lease.query())["state"] == "active"
-        with hangs(Opcode.HELLO, "CONNECT_LIMIT_S", r"connect: .* did not answer within 0\.1 s"):
+        with hangs(Opcode.HELLO, "lease.CONNECT_LIMIT_S", r"connect: .* did not answer within 0\.1 s"):
             await face.acquire()
 
     run(scenario)

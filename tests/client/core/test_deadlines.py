@@ -8,12 +8,15 @@ import pytest
 
 from gpulease.client.core.exchange import (
     CONNECT_LIMIT_S,
+    CONTROL_REPLY_LIMIT_S,
     MAX_EXTENSIONS,
     PING_AFTER_S,
     FixedDeadline,
     _connect,
+    control_limit_s,
     receive,
     receive_from_living,
+    receive_reply,
 )
 from gpulease.client.core.waits import Procedure, Wait
 from gpulease.client.errors import Disconnected
@@ -22,9 +25,10 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.address import TcpAddress, UnixAddress
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import build_frame
-from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
-from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseRef, Ping, Report
+from gpulease.protocol.limits import MAX_PAYLOAD_BYTES, USUAL_MAX_WAIT_S
+from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseMove, LeaseRef, Ping, Report
 from gpulease.protocol.opcodes import Flag
+from gpulease.protocol.operations import Trait, having
 
 HERE = UnixAddress("/nowhere")
 STOP_S = 3600.0
@@ -137,6 +141,36 @@ def test_a_ping_that_was_answered_while_the_client_was_stopped_counts(peer: Peer
     assert waits(answer) == PING_AFTER_S
     peer.reply(Opcode.LEASE_QUERY, Report({}), number)
     assert result_of(answer) == Report({})
+
+
+def test_a_request_that_may_wait_for_a_parked_session_waits_as_long_as_the_daemon_lives(peer: Peer) -> None:
+    """The bound is the wait of the lease's acquire, which a command, or a guest of the lease, does not know."""
+    for op in having(Trait.AWAITS_SESSION):
+        assert control_limit_s(op) == USUAL_MAX_WAIT_S + CONTROL_REPLY_LIMIT_S
+    op = Opcode.LEASE_MOVE
+    number = peer.request(op, LeaseMove(5, None))
+    answer = receive_reply(peer.channel, op, number, peer.deadline(control_limit_s(op)), peer.clock)
+    for ping in range(1, 100):
+        assert waits(answer) == PING_AFTER_S
+        peer.clock.now_s += PING_AFTER_S
+        assert waits(answer) == CONNECT_LIMIT_S
+        assert peer.sent()
+        peer.reply(Opcode.PING, Ping(0), number + ping)
+    assert peer.clock.now_s > CONTROL_REPLY_LIMIT_S
+    # One that hangs is noticed by its missing answer to a PING.
+    waits(answer)
+    peer.clock.now_s += PING_AFTER_S
+    waits(answer)
+    peer.clock.now_s += CONNECT_LIMIT_S
+    with pytest.raises(Disconnected, match="ping"):
+        waits(answer)
+
+
+def test_another_request_has_the_usual_time(peer: Peer) -> None:
+    op = Opcode.LEASE_QUERY
+    assert control_limit_s(op) == CONTROL_REPLY_LIMIT_S
+    answer = receive_reply(peer.channel, op, peer.request(op, LeaseRef(5)), peer.deadline(control_limit_s(op)))
+    assert waits(answer) == CONTROL_REPLY_LIMIT_S
 
 
 def test_a_connect_that_succeeded_while_the_client_was_stopped_is_used() -> None:
