@@ -68,6 +68,7 @@ from gpulease.daemon.leases import (
     Renewed,
     RequestDenied,
     RequesterGone,
+    RequestFaulted,
     ResizeSlice,
     RestartWorker,
     ReturnSession,
@@ -188,7 +189,7 @@ class Runtime:
         self._polling = LoopPolling()
         self.claims: FleetClaims | None = None
         self.memory_reserve = MemoryReserve()
-        self.timers = Timers(self.post, self.memory_reserve.secure)
+        self.timers = Timers(self._post_timer, self.memory_reserve.secure)
         self.health = Health(table, workers, self.journal, recorder, self.memory_reserve)
         self.metrics = NodeMetrics(table, source, workers, recorder, self.health, self.card_times)
         self.connections = ConnectionTracker(table, workers, self.post)
@@ -375,6 +376,13 @@ class Runtime:
             self._handle_posted()
             self._is_executing = False
 
+    def _post_timer(self, event: Event) -> None:
+        # The other timers that are due must be posted, too.
+        try:
+            self.post(event)
+        except Exception as error:
+            self._answer_fault(event, error)
+
     def _handle_posted(self) -> None:
         """Handle the events that effects have posted. Raises nothing."""
         while self._events:
@@ -382,12 +390,25 @@ class Runtime:
             try:
                 self._handle(event, time.monotonic_ns())
             except Exception as error:
-                # This is a bug of ours, or a lack of memory. No caller can catch the error, so answer the event's
-                # request here. The events after it are still handled.
-                if isinstance(error, MemoryError):
-                    self.memory_reserve.release()
-                log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__}")
-                self._pending.refuse(getattr(event, "request", 0), FAULT)
+                # The events after it are still handled.
+                self._answer_fault(event, error)
+
+    def _answer_fault(self, event: Event, error: Exception) -> None:
+        """Log a bug of ours, or a lack of memory, that no caller can catch, and answer the event's request."""
+        if isinstance(error, MemoryError):
+            self.memory_reserve.release()
+        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__}")
+        self._fail(getattr(event, "request", 0))
+
+    def _fail(self, number: int) -> None:
+        self.timers.cancel((WaitTimerFired, number))
+        self.claimed_acquires.forget(number)
+        self._pending.refuse(number, FAULT)
+
+    def _answer_waiting(self, effect: RequestFaulted) -> None:
+        self._fail(effect.request)
+        # The table has caught it, so that the event that it handled keeps its effects; it is logged with them.
+        raise effect.error
 
     def _handle(self, event: Event, now_ns: int) -> None:
         effects = self.table.handle(event, now_ns)
@@ -490,6 +511,7 @@ class Runtime:
             RestartWorker: self._spawn_worker,
             AdoptSession: self._parks.adopt,
             WatchClients: self._parks.watch_clients,
+            RequestFaulted: self._answer_waiting,
             LeaseMoved: self._moved,
             WorkerReplaced: self._moved,
             Checked: self.claimed_acquires.on_checked,

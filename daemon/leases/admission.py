@@ -28,6 +28,7 @@ from gpulease.daemon.leases.parking import Parking, check_parkable
 from gpulease.daemon.leases.quotas import check_ttl
 from gpulease.daemon.leases.table_state import LeaseStore, Waiter
 from gpulease.daemon.leases.teardown import Teardown
+from gpulease.daemon.leases.waiting_requests import answered
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol import fast_dataclass
 from gpulease.protocol.counts import counted
@@ -114,7 +115,8 @@ class Admission:
             elif now_ns >= waiter.due_ns:
                 effects.append(RequestDenied(waiter.acquire.request, self._wait_denial(waiter, now_ns)))
             else:
-                self._place(waiter.acquire, account, now_ns, effects)
+                with answered(waiter.acquire.request, effects):
+                    self._place(waiter.acquire, account, now_ns, effects)
         self._store.has_freed_room = False
 
     def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> None:

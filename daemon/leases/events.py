@@ -1131,6 +1131,14 @@ class WatchClients:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestFaulted:
+    """Answer a request that had waited in the table, and whose handling has failed: a bug in the core."""
+
+    request: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseLeft:
     """A session has left its process. From now on the broker keeps its image. Also for logs, metrics and the journal.
 
@@ -1377,6 +1385,7 @@ Outcome = (
 
 Effect = (
     SpawnWorker
+    | RequestFaulted
     | SpawnSubmit
     | RefuseSubmit
     | SubmitFenced

@@ -48,6 +48,7 @@ from gpulease.daemon.leases.model import (
     SubmitState,
 )
 from gpulease.daemon.leases.table_state import LeaseStore
+from gpulease.daemon.leases.waiting_requests import answered
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 GRACE_MS: Final = 20
@@ -501,7 +502,8 @@ class Submits(SubmitViews):
             self._start(lease, submit.request, submit.timeout_ms, now_ns, effects, may_be_warm=False)
         elif following is not None:
             lease.next_submit = None
-            self._start(lease, following.request, following.timeout_ms, now_ns, effects)
+            with answered(following.request, effects):
+                self._start(lease, following.request, following.timeout_ms, now_ns, effects)
 
     def _on_not_proved(self, submit: Submit, event: events.ReclaimFailed, now_ns: int, effects: list[Effect]) -> None:
         if submit.state is SubmitState.ENDING:

@@ -47,6 +47,7 @@ from gpulease.daemon.leases.quotas import CoreLimits, LeasePhase, check_ttl, end
 from gpulease.daemon.leases.restoration import Restoration
 from gpulease.daemon.leases.table_state import DeferrableRequest, LeaseStore, WaiterSnapshot
 from gpulease.daemon.leases.teardown import Teardown, timer_due_ns
+from gpulease.daemon.leases.waiting_requests import answered
 from gpulease.daemon.leases.warm_pool import WarmPool
 from gpulease.protocol import fast_dataclass
 from gpulease.protocol.opcodes import RevokeOutcome
@@ -201,7 +202,8 @@ class LeaseTable:
         while True:
             # Handle the requests that waited for a session which has returned.
             for request in self.parking.deferred.take_ready(now_ns, effects):
-                self._handlers[type(request)](request, now_ns, effects)
+                with answered(request.request, effects):
+                    self._handlers[type(request)](request, now_ns, effects)
             # Step 2: offer released bytes to the queue before anything else can take them.
             if self._store.has_freed_room:
                 self._admission.serve_queue(now_ns, effects)

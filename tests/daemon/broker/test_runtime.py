@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.node_metrics import NodeMetrics
-from gpulease.daemon.broker.runtime import PendingRequests, Result, Runtime, withheld_lease
+from gpulease.daemon.broker.runtime import FAULT, PendingRequests, Result, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
@@ -29,16 +29,19 @@ from gpulease.daemon.leases import (
     LeaseTable,
     LeaseTerms,
     MoveRequested,
+    ParkRequested,
     PoolTimerFired,
     ReclaimFailed,
     ReclaimProved,
     RegionProved,
     Renewed,
     RequestDenied,
+    ResizeRequested,
     RevokeRequested,
     SessionCondemned,
     SessionImaged,
     SessionParked,
+    SessionParkRefused,
     SubmitRequested,
     WaitTimerFired,
     WorkerExited,
@@ -111,6 +114,79 @@ def test_a_fault_of_an_event_that_an_effect_posted_is_answered_at_once_and_stops
         # One that no effect posted is raised, for the caller to answer.
         with pytest.raises(ZeroDivisionError):
             runtime.post(RevokeRequested(runtime.expect(revoked.append), 5, "because"))
+        await runtime.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("what", ["a resize", "an acquire", "a submit"])
+def test_a_fault_of_a_request_that_had_waited_answers_it_and_leaves_its_cause_alone(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)], CoreLimits(park_memory_bytes=16 << 20))
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
+        results: list[Result] = []
+        cause: list[Result] = []
+        terms = LeaseTerms(900, 60_000, submit_bytes=100)
+        if what == "a resize":
+            terms = LeaseTerms(900, 60_000, park_idle_ms=0)
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, terms))
+        runtime.post(WorkerReady(5))
+        number = runtime.expect(results.append)
+
+        def fail(*_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+        match what:
+            case "a resize":
+                runtime.post(ParkRequested(runtime.expect(cause.append), 5, "ann"))
+                state = table._store.parkable[5].park
+                assert state is not None
+                runtime.post(ResizeRequested(number, 5, "ann", 800))
+                monkeypatch.setitem(table._handlers, ResizeRequested, fail)
+                # The park is refused, so the session is on its card.
+                runtime.post(SessionParkRefused(5, state.number, "it runs"))
+            case "an acquire":
+                runtime.post(AcquireRequested(number, "bob", 6, LeaseTerms(900, 60_000), wait_ms=30_000))
+                monkeypatch.setattr(table._admission, "_place", fail)
+                runtime.post(FreeRequested(runtime.expect(cause.append), 5, "ann"))
+                runtime.post(WorkerExited(5, "signal 9"))
+                runtime.post(ReclaimProved(5))
+            case _:
+                runtime.post(SubmitRequested(first := runtime.expect(cause.append), 5, "ann", 1000))
+                runtime.post(SubmitRequested(number, 5, "ann", 1000))
+                (submit,) = table._store.submits.values()
+                monkeypatch.setattr(table.submits, "_start", fail)
+                runtime.abandon(first)
+                runtime.post(WorkerExited(submit.submit_id, "signal 9"))
+                runtime.post(ReclaimProved(submit.submit_id))
+                cause.append(FAULT)
+        assert results == [FAULT]
+        assert (WaitTimerFired, number) not in runtime.timers
+        assert len(cause) == 1
+        await runtime.stop()
+
+    asyncio.run(story())
+
+
+def test_a_fault_of_a_wait_timer_answers_its_request() -> None:
+    class FaultyTable(LeaseTable):
+        def handle(self, event: Event, now_ns: int) -> list[Effect]:
+            if isinstance(event, WaitTimerFired):
+                raise ZeroDivisionError
+            return super().handle(event, now_ns)
+
+    async def story() -> None:
+        table = FaultyTable([Card("GPU-a", 0, "a", 1000, 10)])
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), SimulatedWorkers(), tokens, FactRecorder(), 1)
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, LeaseTerms(900, 60_000)))
+        answered = asyncio.get_running_loop().create_future()
+        waiting = runtime.expect(answered.set_result)
+        runtime.post(AcquireRequested(waiting, "bob", 6, LeaseTerms(900, 60_000), wait_ms=1))
+        assert await answered is FAULT
         await runtime.stop()
 
     asyncio.run(story())

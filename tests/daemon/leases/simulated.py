@@ -41,6 +41,7 @@ from gpulease.daemon.leases import (
     RenameWorker,
     Renewed,
     RequestDenied,
+    RequestFaulted,
     Resized,
     RevokeDone,
     ScrubWorker,
@@ -274,6 +275,8 @@ class Shell:
         self.send(event)
 
     def execute(self, effect: Effect) -> None:
+        if isinstance(effect, RequestFaulted):
+            raise effect.error
         if isinstance(effect, REPLIES):
             assert effect.request in self.open_requests, f"a second reply, or one to nobody: {effect}"
             self.open_requests.remove(effect.request)
