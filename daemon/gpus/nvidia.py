@@ -15,6 +15,7 @@ import pynvml
 from gpulease.daemon.gpus import cuinit
 from gpulease.daemon.gpus.diagnosis import NO_LIBRARY, Library, describe_host, diagnose, no_cards
 from gpulease.daemon.gpus.source import CardFacts, CardLoad, CardReading, CardsUnavailable, SharedCall
+from gpulease.daemon.gpus.visible_cards import HostCard, visible_cards
 from gpulease.daemon.leases import CardRow
 
 RESERVE_BYTES: Final = 256 << 20
@@ -35,7 +36,7 @@ SLACK_BYTES: Final = 16 << 20
 
 
 class NvidiaCards:
-    """The cards that NVML lists. Raises CardsUnavailable if the driver is unusable.
+    """The cards that NVML lists and CUDA_VISIBLE_DEVICES allows. Raises CardsUnavailable if the driver is unusable.
 
     Args:
         limit_bytes: The most bytes to lease of each card; None for all of it.
@@ -62,12 +63,14 @@ class NvidiaCards:
     def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
         """Return all cards. Present use reduces a card's capacity, unless `rows` has an earlier measurement."""
         try:
-            cards = [self._facts(index, rows) for index in range(pynvml.nvmlDeviceGetCount())]
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+            host_cards = [_host_card(handle) for handle in handles]
+            if not handles:
+                raise no_cards(describe_host()).as_error()
+            visible = [handles[number] for number in visible_cards(host_cards, dict(os.environ))]
+            return [self._facts(index, handle, rows) for index, handle in enumerate(visible)]
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
-        if not cards:
-            raise no_cards(describe_host()).as_error()
-        return cards
 
     def why_no_context(self) -> CardsUnavailable | None:
         """Return the reason why CUDA can't use the cards that NVML lists; None without one."""
@@ -134,12 +137,11 @@ class NvidiaCards:
     def close(self) -> None:
         pynvml.nvmlShutdown()
 
-    def _facts(self, index: int, rows: Mapping[str, CardRow]) -> CardFacts:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    def _facts(self, index: int, handle: Any, rows: Mapping[str, CardRow]) -> CardFacts:
         if _is_partitioned(handle):
             raise CardsUnavailable(
                 f"card {index} is in MIG mode, and leases on partitions are not supported",
-                hint="Turn MIG off on it, or hide it from the daemon.",
+                hint="Turn MIG off on it, or leave it out of CUDA_VISIBLE_DEVICES.",
                 status=os.EX_OSERR,
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))
@@ -177,6 +179,10 @@ class NvidiaCards:
     def _processes(self, card_uuid: str) -> dict[int, int]:
         """Return the bytes of all processes. Concurrent callers share one listing."""
         return self._listings[card_uuid].get()
+
+
+def _host_card(handle: Any) -> HostCard:
+    return HostCard(str(pynvml.nvmlDeviceGetUUID(handle)), str(pynvml.nvmlDeviceGetName(handle)))
 
 
 def _list_processes(handle: Any) -> dict[int, int]:

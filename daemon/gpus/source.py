@@ -35,7 +35,7 @@ class CardFacts:
 
     Attributes:
         uuid: The card's UUID.
-        index: The card's number on the host.
+        index: The card's number among those that the daemon may use.
         name: The product's name.
         capacity_bytes: The bytes for leases and their contexts, after the node's reserve.
         is_partition: Whether the card is a MIG partition.

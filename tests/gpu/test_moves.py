@@ -210,12 +210,13 @@ def test_a_drained_card_is_emptied_while_its_programs_work(cards: Cards) -> None
             )
             took_s = time.monotonic() - began
             assert done.exit_code == 0, done.output
-            assert {one["card_uuid"] for one in json.loads(done.output)} == {cards.uuids()[1]}
+            # Whichever of the other cards each has gone to.
+            assert cards.uuids()[0] not in {one["card_uuid"] for one in json.loads(done.output)}
             time.sleep(0.3)
         longest = [f"{tenant.longest_s:.3f}" for tenant in tenants]
         print(f"drain --move: 4, 1 and 0.25 GiB in {took_s:.3f} s; longest rounds {', '.join(longest)} s")
         assert cards.used_bytes()[0] < used[0] - 5 * GIB
-        assert all(node.query(lease.lease_id)["card_uuid"] == cards.uuids()[1] for lease in leases)
+        assert all(node.query(lease.lease_id)["card_uuid"] != cards.uuids()[0] for lease in leases)
 
 
 def test_a_decode_engine_moves_without_a_replay(cards: Cards) -> None:

@@ -1,5 +1,6 @@
 """NVML's reports about the cards, for tests that need real ones."""
 
+import os
 from typing import Final
 
 import pynvml
@@ -11,11 +12,21 @@ SLACK_BYTES: Final = 128 << 20
 
 
 class Cards:
-    """All cards; NVML is initialised."""
+    """The cards that CUDA_VISIBLE_DEVICES leaves this process and its daemons, or all; NVML is initialised.
+
+    So several runs of these tests can share a host, each with cards of its own.
+    """
 
     def __init__(self) -> None:
         count = int(pynvml.nvmlDeviceGetCount())
-        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        entries = [str(index) for index in range(count)] if named is None else named.split(",")
+        self._handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(entry))
+            if entry.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(entry)
+            for entry in entries
+        ]
 
     def uuids(self) -> list[str]:
         """By index."""

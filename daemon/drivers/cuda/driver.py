@@ -112,7 +112,8 @@ class CudaDriver:
 
     def open_context(self, card: str, slice_bytes: int) -> CudaContext:
         """Make the context; this process sees that card and no other from now on. Raises DriverError."""
-        # cuInit reads these variables (CUDA C++ Programming Guide, "CUDA Environment Variables").
+        # cuInit reads these variables (CUDA C++ Programming Guide, "CUDA Environment Variables"). The broker has obeyed
+        # the operator's value of the first: it leases no other cards.
         os.environ["CUDA_VISIBLE_DEVICES"] = card
         # Listing an image's kernels must not load them (images.py).
         os.environ["CUDA_MODULE_LOADING"] = "LAZY"

@@ -118,3 +118,16 @@ def test_a_card_that_does_not_answer_proves_nothing(nvml: MadeNvml) -> None:
     nvml.broken = True
     with pytest.raises(CardsUnavailable, match="NVML can't report"):
         cards.read("GPU-a")
+
+
+def test_only_visible_cards_are_leased(nvml: MadeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [(card.uuid, card.index) for card in NvidiaCards().discover({})] == [
+        ("GPU-0", 0),
+        ("GPU-1", 1),
+        ("GPU-2", 2),
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert [(card.uuid, card.index) for card in NvidiaCards().discover({})] == [("GPU-2", 0), ("GPU-0", 1)]

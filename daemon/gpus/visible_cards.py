@@ -1,0 +1,67 @@
+"""The cards that CUDA_VISIBLE_DEVICES leaves the daemon, as it does any CUDA program ("CUDA Environment Variables").
+
+NVML ignores the variable and lists all cards of the host. CUDA ignores everything from the first entry on that names no
+card; here such an entry is an error, because a node with too few cards would not be noticed.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from gpulease.daemon.gpus.source import CardsUnavailable
+
+VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+ORDER_VARIABLE: Final = "CUDA_DEVICE_ORDER"
+
+_NVML_ORDER: Final = "PCI_BUS_ID"
+"""The value of CUDA_DEVICE_ORDER by which CUDA numbers cards as NVML and nvidia-smi do."""
+
+
+class HostCard(NamedTuple):
+    """A card by NVML."""
+
+    uuid: str
+    name: str
+
+
+def visible_cards(cards: Sequence[HostCard], environment: dict[str, str]) -> list[int]:
+    """Return the numbers of the cards that the daemon may use, among those of the host, in the variable's order.
+
+    Raises CardsUnavailable.
+    """
+    value = environment.get(VARIABLE)
+    if value is None:
+        return list(range(len(cards)))
+    entries = [entry.strip() for entry in value.split(",")]
+    numbers = [_number_of(entry, value, cards, environment) for entry in entries]
+    if len(set(numbers)) < len(numbers):
+        raise _unusable(value, "it names a card twice")
+    return numbers
+
+
+def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: dict[str, str]) -> int:
+    if entry.isascii() and entry.isdecimal():
+        # By default, CUDA numbers the fastest card 0. Without knowing its order, a number may mean another card.
+        is_certain = environment.get(ORDER_VARIABLE) == _NVML_ORDER or len({card.name for card in cards}) == 1
+        if not is_certain:
+            raise _unusable(
+                value,
+                f"CUDA may number these different cards otherwise than nvidia-smi, unless {ORDER_VARIABLE} is set",
+            )
+        if int(entry) < len(cards):
+            return int(entry)
+    # A UUID may be cut after any character that makes it unique.
+    found = [number for number, card in enumerate(cards) if card.uuid.startswith(entry) and entry.startswith("GPU-")]
+    if len(found) == 1:
+        return found[0]
+    why = f"{entry!r} names several cards" if found else f"{entry!r} names none of the host's {len(cards)} cards"
+    raise _unusable(value, why)
+
+
+def _unusable(value: str, why: str) -> CardsUnavailable:
+    return CardsUnavailable(
+        f"{VARIABLE} is {value!r}, but {why}",
+        hint=f"Unset it to lease all cards, or list UUIDs, or numbers as nvidia-smi has them with "
+        f"{ORDER_VARIABLE}={_NVML_ORDER}.",
+        status=os.EX_CONFIG,
+    )
