@@ -825,6 +825,9 @@ class SessionServer:
 
     def _send_goodbyes(self) -> None:
         """Send every peer the reason for the session's end, and drop it: the process is about to be killed."""
+        # Another process has the session, and these connections with it: bytes of this one would break their streams.
+        if self._has_left:
+            return
         failure = self._session.refusal() or Failure(Status.SESSION_FAILED, "the session has ended")
         for connection in list(self._connections.values()):
             self._drop(connection, FramingError(failure.message, failure.status), failure)
