@@ -32,7 +32,6 @@ from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.ptx.architecture import SM_90, Architecture
 from gpulease.daemon.ptx.kernel_code import PartCode, PartSource
 from gpulease.daemon.ptx.limits import (
-    FIRST_CODE_NS,
     MAX_FIRST_CODE_THREADS,
     MAX_HELD_CODE_BYTES,
     MAX_IMAGE_BYTES,
@@ -394,7 +393,7 @@ class CpuKernel:
         is_large = threads >= MAX_FIRST_CODE_THREADS
         if running.entry == 0 or left_ns < 0 or (left_ns and is_large):
             running.entry = self.code.address(self.symbol, is_hot=left_ns < 0 or is_large)
-            running.first_code_ns = 0 if self.code.is_optimised else FIRST_CODE_NS
+            running.first_code_ns = 0 if self.code.is_optimised else self.code.first_code_ns
         return int(running.entry)
 
     def figures(self) -> Figures:

@@ -16,6 +16,7 @@ from gpulease.daemon import ptx
 from gpulease.daemon.drivers.interface import LaunchRejected
 from gpulease.daemon.native.code_cache import keep, key_of, read_kept
 from gpulease.daemon.native.compiler import BadIr, Effort, NativeCode, emit_object, load_object
+from gpulease.daemon.ptx.limits import FIRST_CODE_NS, FIRST_CODE_NS_PER_BYTE
 from gpulease.protocol.fast_dataclass import dataclass
 
 # zlib's fastest level: the default level makes IR a sixth smaller and takes three times as long.
@@ -66,6 +67,7 @@ class PartCode:
 
     Attributes:
         size_bytes: Memory that it takes, compiled or not.
+        first_code_ns: For how long launches may run its first code before it is optimised.
     """
 
     def __init__(self, source: PartSource) -> None:
@@ -74,6 +76,7 @@ class PartCode:
         self._first: NativeCode | None = None
         self._optimised: NativeCode | None = None
         self.size_bytes = len(source.packed)
+        self.first_code_ns = max(FIRST_CODE_NS, FIRST_CODE_NS_PER_BYTE * self.size_bytes)
 
     @property
     def is_compiled(self) -> bool:

@@ -169,7 +169,7 @@ class GraphOperations(OperationHandler):
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
-        # A driver may optimise the kernels now: a graph is replayed.
+        # A driver may optimise now what was launched before: a graph is replayed.
         with self._resources.compiling():
             graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
         # The driver has made the graph: count it, record what it depends on, and charge it.
@@ -387,7 +387,7 @@ class GraphOperations(OperationHandler):
         payload = memoryview(node.body)
         match node.op:
             case Opcode.LAUNCH:
-                plan, args = self._planner.find(payload)
+                plan, args = self._planner.find(payload, is_replayed=True)
                 steps.step_of[number] = len(steps.steps)
                 steps.launches[len(steps.steps)] = _LaunchStep(plan, bytearray(args))
                 steps.modules.add(*HANDLE.unpack_from(payload))

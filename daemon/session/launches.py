@@ -49,6 +49,9 @@ MAX_PLANS: Final = 4096
 """Most plans that are kept. A tenant that never launches the same shape twice gains nothing from plans, but its memory
 stays bounded."""
 
+REPLAYED_THREADS: Final = 1 << 62
+"""Threads for which a graph's kernels are compiled: more than any launch has, because a graph is replayed."""
+
 _LAUNCHES: Final = int(Counter.LAUNCHES)
 
 
@@ -258,10 +261,10 @@ class Planner:
         self.follow(plan)
         return plan, args
 
-    def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH) -> tuple[Plan, bytes]:
+    def find(self, payload: memoryview, op: Opcode = Opcode.LAUNCH, *, is_replayed: bool = False) -> tuple[Plan, bytes]:
         """Return the plan of a LAUNCH or LAUNCH_IN, or of a LAUNCH_WITH's launch, and its argument bytes.
 
-        Raises BodyError or Refused.
+        A new kernel is compiled for this launch, or for any number of replays. Raises BodyError or Refused.
         """
         self._kept_before = None
         # The key is the body without what differs from launch to launch.
@@ -274,7 +277,7 @@ class Planner:
             # pattern.
             is_expected = op != Opcode.LAUNCH_WITH
             pattern = LaunchPattern(payload, self._session_id, op if is_expected else Opcode.LAUNCH)
-            plan = self._make(parse_body(Launch, body), pattern)
+            plan = self._make(parse_body(Launch, body), pattern, is_replayed=is_replayed)
             # Step 2: make room. Drop all plans together, because they refer to one another.
             if len(self._plans) >= MAX_PLANS:
                 self.forget()
@@ -335,7 +338,7 @@ class Planner:
             self._ledger.charge_kept(kernel.kept_bytes)
         self.has_new_kernel = True
 
-    def _make(self, launch: Launch, pattern: LaunchPattern) -> Plan:
+    def _make(self, launch: Launch, pattern: LaunchPattern, *, is_replayed: bool) -> Plan:
         kernels = self._ledger.module(launch.module).kernels
         kernel = kernels.get(launch.kernel)
         if kernel is None:
@@ -361,7 +364,7 @@ class Planner:
                 kernel=kernel.name,
                 hint="Use smaller blocks and more of them.",
             )
-        self._compile(kernel, prod(grid) * block_threads)
+        self._compile(kernel, REPLAYED_THREADS if is_replayed else prod(grid) * block_threads)
         self._charge(kernel)
         block = (launch.block_x, launch.block_y, launch.block_z)
         return Plan(kernel, grid, block, launch.shared_bytes, _moves(kernel), pattern)

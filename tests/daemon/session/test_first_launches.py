@@ -9,6 +9,7 @@ import pytest
 from gpulease.daemon.contract.control_page import Counter
 from gpulease.daemon.drivers.interface import DriverKernel, LaunchRejected
 from gpulease.daemon.ptx.image import CpuKernel
+from gpulease.daemon.session.launches import REPLAYED_THREADS
 from gpulease.daemon.session.operations import LeaseOver
 from gpulease.protocol.codec import build_body
 from gpulease.protocol.framing import Frame, FrameReader
@@ -73,6 +74,24 @@ def test_a_kernel_that_is_due_is_compiled_again_before_its_launch() -> None:
             send(made, Opcode.LAUNCH, launch)
         assert calls == [(threads, 0), (threads, 2)]
         assert len(made.context.launches) == 4
+
+
+@pytest.mark.parametrize("is_launched_before", [False, True])
+def test_a_graph_s_kernel_is_compiled_once_for_its_replays(is_launched_before: bool) -> None:
+    asked: list[int] = []
+    with rig() as made:
+        launch = launch_of(made)
+        if is_launched_before:
+            send(made, Opcode.LAUNCH, launch)
+        compile_kernel = made.context.compile_kernel
+
+        def note_threads(kernel: DriverKernel, threads: int) -> bool:
+            asked.append(threads)
+            return compile_kernel(kernel, threads)
+
+        made.context.compile_kernel = note_threads  # type: ignore[method-assign]
+        send(made, Opcode.GRAPH_CREATE, graph_of(launch))
+        assert asked == ([] if is_launched_before else [REPLAYED_THREADS])
 
 
 @WAYS
