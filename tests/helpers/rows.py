@@ -18,6 +18,9 @@ _REGISTERS: Final = {"u8": "b16", "s8": "b16", "b8": "b16", **_PACKED}
 # An instruction as it stands in a kernel, the types of its operands and of its result, and what it should give.
 Case = tuple[str, tuple[str, ...], str, Callable[..., int]]
 
+# Instructions with the same types: their bodies, and the types of their operands and of their results.
+Group = tuple[Sequence[str], Sequence[str], str]
+
 
 def alike(cases: Iterable[Case]) -> dict[str, list[Case]]:
     """Cases that can share a kernel, by the types of their operands and result."""
@@ -35,11 +38,19 @@ def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str, module
     predicates %x and %y; %p points to the row, %q to its first result, and %i is its number. `module` is placed before
     the kernel.
     """
-    names = OPERAND_NAMES[: len(operands)]
-    pairs = list(zip(names, operands, strict=True))
-    declared = "\n    ".join(f".reg .{_REGISTERS.get(kind, kind)} %{name};" for name, kind in pairs)
-    loads = "\n    ".join(_load(name, kind, RESULT_BYTES * k) for k, (name, kind) in enumerate(pairs))
-    kept = "\n".join(_kept(body, result, RESULT_BYTES * k) for k, body in enumerate(bodies))
+    return mixed_rows_ptx([(bodies, operands, result)], 0, module)
+
+
+def mixed_rows_ptx(groups: Sequence[Group], row_count: int, module: str = "") -> str:
+    """As `rows_ptx`, for bodies of different types: each group has rows of its own, `row_count` of them.
+
+    The rows of a group follow those of the group before it; the results of all groups are together in each row.
+    """
+    first, parts = 0, []
+    for number, (bodies, operands, result) in enumerate(groups):
+        parts.append(_group(bodies, operands, result, row_count * ROW_BYTES * number, RESULT_BYTES * first))
+        first += len(bodies)
+    kept = "\n".join(parts)
     return f""".version 8.0
 .target sm_80
 .address_size 64
@@ -48,17 +59,23 @@ def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str, module
 {{
     .reg .b32 %i, %n;
     .reg .b64 %p, %q;
-    {declared}
     mov.u32 %i, %tid.x;
     ld.param.u64 %p, [rows];
     ld.param.u64 %q, [results];
     mad.wide.u32 %p, %i, {ROW_BYTES}, %p;
-    mad.wide.u32 %q, %i, {RESULT_BYTES * len(bodies)}, %q;
-    {loads}
+    mad.wide.u32 %q, %i, {RESULT_BYTES * first}, %q;
 {kept}
     ret;
 }}
 """
+
+
+def _group(bodies: Sequence[str], operands: Sequence[str], result: str, rows_at: int, results_at: int) -> str:
+    pairs = list(zip(OPERAND_NAMES[: len(operands)], operands, strict=True))
+    declared = "\n    ".join(f".reg .{_REGISTERS.get(kind, kind)} %{name};" for name, kind in pairs)
+    loads = "\n    ".join(_load(name, kind, rows_at + RESULT_BYTES * k) for k, (name, kind) in enumerate(pairs))
+    kept = "\n".join(_kept(body, result, results_at + RESULT_BYTES * k) for k, body in enumerate(bodies))
+    return f"    {{\n    {declared}\n    {loads}\n{kept}\n    }}"
 
 
 def _load(name: str, kind: str, offset: int) -> str:

@@ -1,3 +1,4 @@
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,12 @@ def resting(lasting: CpuContext) -> Iterator[CpuContext]:
 def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are optimised before their first launch, as those that run for long are."""
     monkeypatch.setattr(image, "MAX_FIRST_CODE_THREADS", 0)
+
+
+@pytest.fixture
+def first_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch is so large that its kernel is optimised before."""
+    monkeypatch.setattr(image, "MAX_FIRST_CODE_THREADS", sys.maxsize)
 
 
 Rows = Sequence[tuple[int, ...]]
