@@ -83,13 +83,13 @@ def test_a_graph_s_kernel_is_compiled_once_for_its_replays(is_launched_before: b
         launch = launch_of(made)
         if is_launched_before:
             send(made, Opcode.LAUNCH, launch)
-        compile_kernel = made.context.compile_kernel
+        compile_kernel: Any = made.context.compile_kernel
 
         def note_threads(kernel: DriverKernel, threads: int) -> bool:
             asked.append(threads)
-            return compile_kernel(kernel, threads)
+            return bool(compile_kernel(kernel, threads))
 
-        made.context.compile_kernel = note_threads  # type: ignore[method-assign]
+        made.context.compile_kernel = note_threads  # type: ignore[attr-defined]
         send(made, Opcode.GRAPH_CREATE, graph_of(launch))
         assert asked == ([] if is_launched_before else [REPLAYED_THREADS])
 
