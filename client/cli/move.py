@@ -7,10 +7,12 @@ import click
 from gpulease.client.cli.card_moves import card_uuid_of, move_sessions, print_moves
 from gpulease.client.cli.lease_ids import lease_id_argument
 from gpulease.client.console.tables import seconds_text, shown, size_text
+from gpulease.client.core.lease import MoveReport
+from gpulease.client.errors import NotFound
 from gpulease.client.sync.driver import ask
 from gpulease.protocol import Opcode
 from gpulease.protocol.lease_ids import LeaseId
-from gpulease.protocol.messages import LeaseMove
+from gpulease.protocol.messages import LeaseMove, LeaseRef
 
 
 @click.command()
@@ -41,9 +43,22 @@ def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_js
 
 def _move_one(lease_id: LeaseId, device: str, as_json: bool) -> None:
     moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, device))
+    way = _way_of(lease_id)
     if as_json:
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
-        click.echo(json.dumps({"lease_id": str(lease_id)} | report))
-    else:
-        amount = f"{size_text(moved.moved_bytes)} in {seconds_text(moved.took_us / 1_000_000)}"
-        click.echo(shown(f"Lease {lease_id} is on card {moved.card_uuid}: {amount}."))
+        click.echo(json.dumps({"lease_id": str(lease_id)} | report | {"last_move": way}))
+        return
+    amount = f"{size_text(moved.moved_bytes)} in {seconds_text(moved.took_us / 1_000_000)}"
+    if way is not None:
+        amount += ", directly" if way["is_direct"] else f", through the host's memory because {way['reason']}"
+    click.echo(shown(f"Lease {lease_id} is on card {moved.card_uuid}: {amount}."))
+
+
+def _way_of(lease_id: LeaseId) -> MoveReport | None:
+    """Return how the bytes of a lease's last move travelled; None if the daemon does not report that any more."""
+    try:
+        report = ask(Opcode.LEASE_QUERY, LeaseRef(lease_id)).report
+    except NotFound:
+        return None
+    way: MoveReport | None = (report.get("park") or {}).get("last_move")
+    return way

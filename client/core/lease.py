@@ -108,6 +108,18 @@ class SubmitReport(TypedDict):
     launches: NotRequired[int]
 
 
+class MoveReport(TypedDict):
+    """How the bytes of a moved session travelled.
+
+    Attributes:
+        is_direct: Whether directly from card to card, and not through the host's memory.
+        reason: Why through the host's memory; "" if directly.
+    """
+
+    is_direct: bool
+    reason: str
+
+
 class ParkReport(TypedDict):
     """The parking state of a parkable lease's session.
 
@@ -126,6 +138,8 @@ class ParkReport(TypedDict):
             the next two, with an older daemon.
         stays_here: Why a parked session can't leave its process; "" if it can, or before the first attempt.
         is_moving: Whether it is being moved to another card.
+        last_move: Its last move to another card under this daemon; None before the first one. Absent with an older
+            daemon.
     """
 
     phase: Literal["resident", "parking", "proving", "parked", "returning"]
@@ -140,6 +154,7 @@ class ParkReport(TypedDict):
     depth: NotRequired[Literal["warm", "leaving", "cold", "arriving", "adopting"]]
     stays_here: NotRequired[str]
     is_moving: NotRequired[bool]
+    last_move: NotRequired[MoveReport | None]
 
 
 class ConnectionReport(TypedDict):

@@ -153,6 +153,7 @@ def park_report(park: ParkSnapshot | None, now_ns: int) -> dict[str, Any] | None
         "depth": park.depth.value,
         "stays_here": park.stays_here,
         "is_moving": park.is_moving,
+        "last_move": None if park.last_move is None else {"is_direct": not park.last_move, "reason": park.last_move},
     }
 
 

@@ -515,7 +515,8 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
         overhead = overheads[fact.uuid]
         spare = max(0, fact.found_bytes - fact.capacity_bytes)
         sizes = (fact.capacity_bytes, overhead, fact.is_partition, spare, fact.slack_bytes)
-        cards.append(Card(fact.uuid, fact.index, fact.name, *sizes, pins_host_memory=source.driver == "cuda"))
+        pins = source.driver == "cuda"
+        cards.append(Card(fact.uuid, fact.index, fact.name, *sizes, pins_host_memory=pins, peers=fact.peers))
         log_event(
             LogEvent.CARD_FOUND,
             index=fact.index,

@@ -79,6 +79,10 @@ from gpulease.protocol.opcodes import Status
 HANDOVER: Final = 3
 """Version of these messages. A broker can't take over a zygote that introduces itself with another version."""
 
+MAX_LENT_PAGES: Final = 256
+"""Most descriptors of pages that a session lends to its next worker. They pass through the broker, which has a bounded
+number of descriptors. A session's other pages go through its host memory."""
+
 MAX_IMAGE_CONNECTIONS: Final = 64
 """Most connections of a session that leaves its process. Bounds the descriptors that the broker holds for a cold-parked
 session, and the messages that wait in a channel that nothing reads yet."""
@@ -435,11 +439,14 @@ class ParkOrder(Message):
         number: The park's number.
         until_ns: How long the worker waits for the session's launches to end, on the monotonic clock. If they run
             longer, the worker copies nothing and refuses.
+        in_place: Whether the pages are to stay on the card, because the session moves directly to another card. A
+            worker that can't lend its pages, such as one of an earlier version, parks the session as usual.
     """
 
     OP: ClassVar[str] = "park"
     number: Annotated[int, U64]
     until_ns: Annotated[int, U64.named("until")]
+    in_place: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,15 +514,28 @@ class AdoptOrder(Message):
 
 @dataclass(frozen=True, slots=True)
 class ImageMemory(Message):
-    """The image, and the host memory with the session's bytes: two sealed memfds of these sizes.
+    """The image, and the session's host memory: two sealed memfds of these sizes.
 
-    `version`: The image's version (`session_image.IMAGE_VERSIONS`). Workers that know only version 1 do not send it.
+    Attributes:
+        version: The image's version (`session_image.IMAGE_VERSIONS`). Workers that know only version 1 do not send it.
+        pages: How many descriptors of pages follow in ImagePages.
+        in_place: Whether the former worker parked the session in place: bytes are in these pages, and the host memory
+            has only those of others.
     """
 
     OP: ClassVar[str] = "image"
     image_bytes: Annotated[int, U64.named("image")]
     host_bytes: Annotated[int, U64.named("host")]
     version: Annotated[int, U64] = 1
+    pages: Annotated[int, integer(0, MAX_LENT_PAGES)] = 0
+    in_place: Annotated[bool, FLAG] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePages(Message):
+    """Some of the session's pages, which its former worker still holds, as descriptors that come with this message."""
+
+    OP: ClassVar[str] = "image_pages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -652,6 +672,7 @@ class ParkedReport(Message):
         copied_ns: Time to copy the bytes, and to prepare host memory that was not prepared before.
         released_ns: Time to unmap and release the pages.
         kept_bytes: Bytes charged to the slice that stay on the card: modules, kernels' local memory, streams, graphs.
+        in_place: Whether all bytes stay on the card, as ordered.
     """
 
     OP: ClassVar[str] = "parked"
@@ -662,6 +683,7 @@ class ParkedReport(Message):
     copied_ns: Annotated[int, U64.named("copied")]
     released_ns: Annotated[int, U64.named("released")]
     kept_bytes: Annotated[int, U64.named("kept")] = 0
+    in_place: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -916,7 +938,7 @@ ParkReport = (
     | LeaveRefusedReport
 )
 
-ImageMessage = ImageMemory | ImageConnection
+ImageMessage = ImageMemory | ImagePages | ImageConnection
 IMAGE_MESSAGES: Final[Mapping[str, type[ImageMessage]]] = messages_of(ImageMessage)
 
 FromHelper = HelperPrepared | Ready | HelperBroken | Pong

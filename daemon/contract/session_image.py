@@ -12,13 +12,16 @@ from typing import Any, Final, NamedTuple, Self
 
 import msgpack
 
-IMAGE_VERSIONS: Final = frozenset({1, 2, 3})
+IMAGE_VERSIONS: Final = frozenset({1, 2, 3, 4})
 """The versions that workers adopt. The broker refuses other versions, and the session then stays in its worker.
 
 Version 2 adds each connection's events, and the bytes that it has received and its worker has not served. Version 3
-adds regions. A worker writes the lowest version that can hold its session, so that workers of earlier daemons can adopt
-it.
+adds regions. Version 4 adds the machine code of modules. A worker writes the lowest version that can hold its session,
+so that workers of earlier daemons can adopt it.
 """
+
+MAX_CODE_BYTES: Final = 32 << 20
+"""Most machine code in an image, in bytes. Modules whose code would exceed it are compiled again."""
 
 MAX_IMAGE_BYTES: Final = 320 << 20
 """Size of the largest image. Most of it is the modules' images, of which a session may have 256 MiB, and graphs."""
@@ -39,6 +42,8 @@ class ModuleState(NamedTuple):
         image: The image that the tenant loaded.
         place: Where the driver put the module: addresses and numbers that must be the same in the other process.
         variables: Address and size of each variable that the tenant has looked up.
+        code: The machine code that the driver has compiled from the image, so that the next process need not compile it
+            again; b"" for none.
     """
 
     number: int
@@ -46,6 +51,7 @@ class ModuleState(NamedTuple):
     place: tuple[int, ...]
     holder: int
     variables: tuple[tuple[int, int], ...]
+    code: bytes = b""
 
 
 class AllocationState(NamedTuple):
@@ -178,6 +184,8 @@ class SessionImage(NamedTuple):
     @property
     def version(self) -> int:
         """The version in which the image is written."""
+        if any(module.code for module in self.modules):
+            return 4
         if self.regions is not None:
             return 3
         return 2 if any(connection.unread or connection.events for connection in self.connections) else 1
@@ -187,6 +195,9 @@ class SessionImage(NamedTuple):
         if self.version < 3:
             # Versions 1 and 2 have no regions.
             del fields[_REGIONS]
+        if self.version < 4:
+            # In versions 1 to 3, modules have no code.
+            fields[_MODULES] = [module[:-1] for module in self.modules]
         if self.version == 1:
             # In version 1, connections have no `unread` and no `events`.
             fields[_CONNECTIONS] = [connection[:-2] for connection in self.connections]
@@ -218,6 +229,7 @@ class SessionImage(NamedTuple):
         )
 
 
+_MODULES: Final = SessionImage._fields.index("modules")
 _CONNECTIONS: Final = SessionImage._fields.index("connections")
 _REGIONS: Final = SessionImage._fields.index("regions")
 

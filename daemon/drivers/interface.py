@@ -602,8 +602,34 @@ class Context(Protocol):
 
     # --- leaving the process: a parked session's records, for a context of another process ---
 
+    def can_lend(self) -> bool:
+        """Return whether `lend_pages` can lend the session's pages."""
+
+    def lend_pages(
+        self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting
+    ) -> list[int]:
+        """Lend the pages of a session that is not parked, and in which nothing runs, to a context of another process.
+
+        `parked_state` then describes these pages. They must not change while they are lent, except that regions may
+        end.
+
+        Args:
+            most: The largest number of descriptors. It must be the same in the other context.
+            host: Host memory to which small pages are copied instead, as by `park`.
+            ready: As for `park`.
+            poll: As for `park`.
+
+        Returns descriptors of the pages, which the caller closes.
+
+        Raises:
+            DriverError: The pages can't be lent now.
+        """
+
     def parked_state(self) -> bytes:
-        """Return the state for `adopt_parked`. Raises DriverError if something in it can't leave this process."""
+        """Return the state of what is parked or lent, for `adopt_parked`.
+
+        Raises DriverError if something in it can't leave this process.
+        """
 
     def parked_regions(self) -> dict[int, tuple[int, int]]:
         """Return the position in host memory and the size of each parked region that has not ended, by address."""
@@ -617,15 +643,26 @@ class Context(Protocol):
         Raises DriverError, with the reason, for a module that can't leave this process.
         """
 
-    def adopt_parked(self, state: bytes, host: memoryview) -> None:
-        """Take over the parked state of another context, with its bytes in `host`. Nothing may be allocated here yet.
+    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None:
+        """Take over the parked state of another context. Nothing may be allocated here yet.
 
-        Raises ImageMismatch.
+        Args:
+            state: The state.
+            host: Host memory with the bytes, except those of lent pages.
+            pages: Descriptors of lent pages, which `unpark` copies from card to card. They are this context's from now
+                on, also if the call fails, and closed by the end of `unpark`.
+
+        Raises:
+            ImageMismatch: The state does not fit this context.
         """
 
-    def adopt_module(self, image: bytes, place: tuple[int, ...]) -> DriverModule:
+    def module_code(self, module: DriverModule) -> bytes:
+        """Return the machine code of a parkable context's module, for `adopt_module`; b"" if none is kept."""
+
+    def adopt_module(self, image: bytes, place: tuple[int, ...], code: bytes = b"") -> DriverModule:
         """Load a module of the other context. Call `adopt_parked` first, and load modules in their original order.
 
+        `code`: Its `module_code` there, which spares compiling the image.
         `unpark` restores the bytes of its variables. Raises ImageMismatch unless the module gets the same place.
         """
 

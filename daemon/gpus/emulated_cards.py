@@ -53,9 +53,18 @@ class EmbeddedCards:
         self._sizes_bytes = tuple(sizes_bytes)
 
     def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
+        uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}" for index in range(len(self._sizes_bytes))]
+        # All of them are in one memory, so each is every other's peer.
         return [
-            CardFacts(f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}", index, "embedded CPU card", size, found_bytes=size)
-            for index, size in enumerate(self._sizes_bytes)
+            CardFacts(
+                own,
+                index,
+                "embedded CPU card",
+                size,
+                found_bytes=size,
+                peers=tuple(other for other in uuids if other != own),
+            )
+            for index, (own, size) in enumerate(zip(uuids, self._sizes_bytes, strict=True))
         ]
 
     def why_no_context(self) -> CardsUnavailable | None:

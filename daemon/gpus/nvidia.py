@@ -8,6 +8,7 @@ milliseconds before its bytes leave the second. The lease table decides what a r
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import pynvml
@@ -68,7 +69,8 @@ class NvidiaCards:
             if not handles:
                 raise no_cards(describe_host()).as_error()
             visible = [handles[number] for number in visible_cards(host_cards, dict(os.environ))]
-            return [self._facts(index, handle, rows) for index, handle in enumerate(visible)]
+            cards = [self._facts(index, handle, rows) for index, handle in enumerate(visible)]
+            return [replace(card, peers=self._peers_of(card.uuid)) for card in cards]
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
 
@@ -173,6 +175,11 @@ class NvidiaCards:
             slack_bytes=UNATTRIBUTED_SLACK_BYTES,
         )
 
+    def _peers_of(self, card_uuid: str) -> tuple[str, ...]:
+        """Return the cards with memory that a card reads over NVLink (nvmlDeviceGetP2PStatus)."""
+        own = self._handles[card_uuid]
+        return tuple(uuid for uuid, other in self._handles.items() if uuid != card_uuid and _are_peers(own, other))
+
     def _used(self, card_uuid: str) -> int:
         return int(pynvml.nvmlDeviceGetMemoryInfo(self._handles[card_uuid]).used)
 
@@ -192,6 +199,18 @@ def _list_processes(handle: Any) -> dict[int, int]:
         *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
     ]
     return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
+
+
+def _are_peers(reader: Any, other: Any) -> bool:
+    # Reads between cards also work over PCIe on some hosts, but no faster than through the host's memory.
+    # nvml.h, nvmlGpuP2PCapsIndex_t: READ and NVLINK. pynvml's constants of these names are tuples.
+    kinds = 0, 2
+    try:
+        states = [pynvml.nvmlDeviceGetP2PStatus(reader, other, kind) for kind in kinds]
+    except pynvml.NVMLError:
+        # A driver without this figure: sessions then move through the host's memory.
+        return False
+    return all(state == pynvml.NVML_P2P_STATUS_OK for state in states)
 
 
 def _is_partitioned(handle: Any) -> bool:

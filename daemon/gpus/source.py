@@ -42,6 +42,7 @@ class CardFacts:
         found_bytes: The capacity before the operator's own bound.
         unattributed_bytes: The used bytes that belong to no process, the baseline of proofs.
         slack_bytes: The change of other programs' bytes that does not count as a leak; the reserve covers it.
+        peers: UUIDs of the cards that it reads over NVLink.
     """
 
     uuid: str
@@ -52,6 +53,7 @@ class CardFacts:
     found_bytes: int = 0
     unattributed_bytes: int = 0
     slack_bytes: int = 0
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

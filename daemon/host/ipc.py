@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -170,6 +170,12 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         close_all(fds)
         return message, []
     return message, list(fds)
+
+
+def fd_groups(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield descriptors in groups of as many as one message may have."""
+    for start in range(0, len(fds), MAX_FDS):
+        yield tuple(fds[start : start + MAX_FDS])
 
 
 def close_all(fds: "array.array[int] | list[int]") -> None:

@@ -18,6 +18,8 @@
    fit either, the lease ends. In an upgrade of its worker, which is a move to its own card, its former worker takes it
    back instead (`WorkerUpgrades`).
 5. A move is a cold park followed by a return to another card. The lease changes its card while it is charged nothing.
+   If the cards are peers, its bytes go from card to card instead, and its former worker is kept until then
+   (`direct_moves`).
 6. The image is kept in the broker's process. So a table that restores a cold lease ends it.
 """
 
@@ -28,6 +30,7 @@ from gpulease.daemon.leases import denials, devices, events
 from gpulease.daemon.leases.deferred_requests import DeferredRequests
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
+from gpulease.daemon.leases.direct_moves import FOR_NEED, change_card, why_through_host
 from gpulease.daemon.leases.events import (
     AdoptSession,
     ArmTimer,
@@ -123,9 +126,12 @@ class ColdParking:
         """Record that a session stays parked because it found no room in time."""
         # A return for a move was not requested by a client. If a client waits as well, it asks for the return next.
         is_move, denial = state.move is not None, denials.return_refused(reason)
+        is_back = state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, effects)
         self.refuse_move(lease, denial, now_ns, effects)
-        if state.held_id and self._upgrades.take_back(lease, state, denial.message, now_ns, effects):
+        if is_back:
             # Its former worker takes the session back: it needs less room there than with a second worker.
+            return
+        if self._lose_lent(lease, state, reason, now_ns, effects):
             return
         if state.depth is ParkDepth.WARM:
             self._arm_leaving(lease, state, now_ns, effects)
@@ -199,9 +205,11 @@ class ColdParking:
         # By now the other card may be drained or leased exclusively. Then the session stays cold, on its own card.
         denial = None if account.card.uuid == lease.card_uuid else self._check_card(lease, account, now_ns)
         if denial is not None:
+            if state.held_id:
+                self._upgrades.take_back(lease, state, denial.message, now_ns, effects)
             self.refuse_move(lease, denial, now_ns, effects)
             return
-        self._change_card(lease, state, account, now_ns, effects)
+        change_card(self._store, lease, state, account, now_ns, effects)
         state.is_awaited = True
         self._await_return(lease, state, now_ns, effects)
 
@@ -226,9 +234,10 @@ class ColdParking:
         state.depth, state.due_ns = ParkDepth.WARM, None
         effects.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
         was_on_card = state.move is not None and bool(state.move.from_version) and not state.move.was_parked
+        was_on_card = was_on_card or state.is_in_place
         self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason, is_lasting=is_lasting), now_ns, effects)
         if was_on_card:
-            # The session was parked only for its upgrade, so bring it back.
+            # The session was parked only for its upgrade, or in place, so bring it back.
             state.is_awaited = True
             self._await_return(lease, state, now_ns, effects)
             return
@@ -320,6 +329,8 @@ class ColdParking:
         if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, effects):
             self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
             return
+        if self._lose_lent(lease, state, reason, now_ns, effects):
+            return
         # A client that still waits will ask again: the broker watches the session's clients.
         state.is_awaited = False
         failure = denials.return_refused(denials.return_failed(lease.lease_id, reason))
@@ -327,9 +338,20 @@ class ColdParking:
         self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
         effects.append(WatchClients(lease.lease_id))
 
+    def _lose_lent(self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> bool:
+        """End a lease with bytes that were in its former worker, which has ended before a next one had them.
+
+        Returns False if the session's bytes are in the host's memory.
+        """
+        if not state.is_in_place:
+            return False
+        reason = f"its worker ended during a move, before another one had its session: {reason}"
+        self._condemn(lease, Cause.WORKER_DIED, reason, now_ns, effects)
+        return True
+
     def on_returned(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Record that a session is complete on a card again, from whichever depth of parking it returned."""
-        state.depth, state.misfit = ParkDepth.WARM, None
+        state.depth, state.misfit, state.is_in_place = ParkDepth.WARM, None, False
         if (move := state.move) is not None:
             # If an operation came before the session left its worker, it has only been parked, not moved.
             has_left = state.held_id != 0 if move.from_version else lease.card_uuid == move.card_uuid
@@ -345,7 +367,9 @@ class ColdParking:
     ) -> bool:
         """End a lease if its session can't be restored exactly. Returns False if the session is parked warm again."""
         state = lease.park
-        if state is None or not event.is_mismatch:
+        # Of a direct move, the former worker still has the bytes, whatever has failed.
+        is_mismatch = event.is_mismatch or (state is not None and state.is_in_place and state.held_id != 0)
+        if state is None or not is_mismatch:
             if state is not None:
                 # The new worker has restored the session; only room for its bytes is missing.
                 state.depth, state.misfit = ParkDepth.WARM, None
@@ -408,7 +432,8 @@ class ColdParking:
             card_uuid = selected[0].card.uuid
         from_version = event.from_version if card_uuid == lease.card_uuid else ""
         was_parked = state.phase is ParkPhase.PARKED and not state.is_awaited
-        state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked)
+        why = why_through_host(self._store, lease, state, self._store.account_by_uuid[card_uuid]) if card_uuid else ""
+        state.move = SessionMove(event.request, card_uuid, lease.card_uuid, now_ns, from_version, was_parked, why)
         if card_uuid and not from_version:
             self._stop_waiting(lease, state)
         match state.phase, state.depth:
@@ -427,7 +452,7 @@ class ColdParking:
                 if not card_uuid:
                     self._end_move(lease, state, now_ns, effects)
                     return None
-                self._change_card(lease, state, self._store.account_by_uuid[card_uuid], now_ns, effects)
+                change_card(self._store, lease, state, self._store.account_by_uuid[card_uuid], now_ns, effects)
                 state.is_awaited = True
                 self._await_return(lease, state, now_ns, effects)
                 return None
@@ -444,7 +469,7 @@ class ColdParking:
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
         """Let a session that is about to be parked move to another card, to make room for another lease."""
         if lease.park is not None:
-            lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns)
+            lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns, why_through_host=FOR_NEED)
             lease.park.need_move_ns = now_ns + MOVED_STAY_NS
 
     def arriving(self) -> dict[str, int]:
@@ -469,24 +494,6 @@ class ColdParking:
             return denials.card_is_drained(uuid)
         return None if may_take(account, lease) else denials.no_place(lease.lease_id, uuid)
 
-    def _change_card(
-        self, lease: Lease, state: ParkState, account: CardAccount, now_ns: int, effects: list[Effect]
-    ) -> None:
-        """Move a lease that is charged nothing to another card."""
-        former = self._store.drain_of(lease.card_uuid)
-        self._store.account_by_uuid[lease.card_uuid].give_back(lease)
-        lease.card_uuid, state.off_bytes = account.card.uuid, account.charge_bytes(lease.terms)
-        account.restore(lease)
-        account.parked_bytes += state.off_bytes
-        # No bytes were released, but a lease that must be alone may fit on the former card now, and the waiters of this
-        # tenant no longer hold others back on the new card.
-        self._store.has_freed_room = True
-        for region in lease.regions.values():
-            region.card_uuid = account.card.uuid
-        # Withdraw the former card's drain warning, and send that of the new card.
-        if former != self._store.drain_of(lease.card_uuid):
-            self._store.warn(lease, now_ns, effects)
-
     def _end_move(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         move = state.move
         if move is None:
@@ -502,7 +509,8 @@ class ColdParking:
     def _record_move(
         self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, effects: list[Effect]
     ) -> None:
-        effects.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, now_ns - move.since_ns))
+        took_ns, state.last_move = now_ns - move.since_ns, move.why_through_host
+        effects.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, took_ns, move.why_through_host))
 
     def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, effects: list[Effect]) -> None:
         """Refuse the move in progress, if there is one. The session stays where it is now."""

@@ -51,6 +51,7 @@ class Card:
         slack_bytes: Tolerated difference between the bytes that others hold and those that are booked; the reserve
           covers it.
         pins_host_memory: Whether the host memory that a worker prepares for parking needs page tables on the card.
+        peers: UUIDs of the cards with memory that this card reads at a high rate, so that sessions move directly.
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -65,6 +66,7 @@ class Card:
     spare_bytes: int = 0
     slack_bytes: int = 0
     pins_host_memory: bool = False
+    peers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         numbers = (self.index, self.capacity_bytes, self.overhead_bytes, self.spare_bytes, self.slack_bytes)

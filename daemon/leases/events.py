@@ -586,12 +586,14 @@ class SessionParked:
     Attributes:
         moved_bytes: Bytes that were copied.
         kept_bytes: Bytes of the slice that stay on the card, such as code.
+        is_in_place: Whether all bytes stay on the card, as ordered; then `moved_bytes` are those that will move.
     """
 
     lease_id: int
     number: int
     moved_bytes: int
     kept_bytes: int = 0
+    is_in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -1030,11 +1032,13 @@ class ParkSession:
     Attributes:
         number: The park's number, larger than all earlier ones.
         grace_ms: Time within which the session's launched work must end.
+        in_place: Whether its bytes are to stay on the card, for a direct move.
     """
 
     lease_id: int
     number: int
     grace_ms: int
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -1159,12 +1163,14 @@ class LeaseMoved:
         from_uuid: The card that it left.
         moved_bytes: Bytes of its pages.
         took_ns: Time from the request until it is whole.
+        why_through_host: Why its bytes went through the host's memory; "" if they went directly to the other card.
     """
 
     lease: LeaseSnapshot
     from_uuid: str
     moved_bytes: int
     took_ns: int
+    why_through_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

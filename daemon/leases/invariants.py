@@ -187,7 +187,7 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
         raise InvariantBroken(f"{_name(lease)} is cold, and charged {lease.charge_bytes} bytes.")
     if lease.state is LeaseState.ACTIVE:
         is_off_deep = park.depth in (ParkDepth.LEAVING, ParkDepth.COLD, ParkDepth.ARRIVING, ParkDepth.ADOPTING)
-        if is_off_deep and not park.is_shown_off and park.phase is not ParkPhase.RETURNING:
+        if is_off_deep and park.phase not in (ParkPhase.PARKED, ParkPhase.RETURNING):
             raise InvariantBroken(f"{_name(lease)} left unparked.")
     else:
         if park.move is not None:
@@ -206,7 +206,9 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     is_waiting = park.phase is ParkPhase.PARKED and park.is_awaited
     if (waiter is not None) != is_waiting:
         raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and the queue disagrees.")
-    if park.phase is ParkPhase.PARKED and park.parked_ns <= 0:
+    if park.is_in_place and (park.phase not in (ParkPhase.PARKED, ParkPhase.RETURNING) or park.parked_ns):
+        raise InvariantBroken(f"{_name(lease)} is {park.phase.value}, and parked in place.")
+    if park.phase is ParkPhase.PARKED and park.parked_ns <= 0 and not park.is_in_place:
         raise InvariantBroken(f"{_name(lease)} is parked since never.")
     is_asked = park.is_leaving or park.phase is ParkPhase.RETURNING
     if park.requests and not is_asked:

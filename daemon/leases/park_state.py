@@ -50,6 +50,7 @@ class SessionMove(NamedTuple):
         since_ns: When it was requested.
         from_version: The version of its worker, if that is to be replaced on the same card; else "".
         was_parked: Whether it was parked before, so that it is parked again afterwards.
+        why_through_host: Why its bytes do not go directly to the other card; "" if they do.
     """
 
     request: int | None
@@ -58,6 +59,12 @@ class SessionMove(NamedTuple):
     since_ns: int
     from_version: str = ""
     was_parked: bool = False
+    why_through_host: str = ""
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether the bytes go directly to the other card."""
+        return bool(self.card_uuid) and not self.from_version and not self.why_through_host
 
 
 class ParkCause(Enum):
@@ -85,6 +92,8 @@ class ParkSnapshot(NamedTuple):
         idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
         stays_here: Why it can't leave its process; "" if it can, or before the first attempt.
         is_moving: Whether it is being moved to another card.
+        last_move: Why the bytes of its last move went through the host's memory; "" if they went directly to the other
+            card; None before its first move under this daemon.
     """
 
     phase: ParkPhase
@@ -99,6 +108,7 @@ class ParkSnapshot(NamedTuple):
     depth: ParkDepth = ParkDepth.WARM
     stays_here: str = ""
     is_moving: bool = False
+    last_move: str | None = None
 
 
 @dataclass(slots=True)
@@ -129,6 +139,9 @@ class ParkState:
         misfit_reason: Why it did not fit that worker.
         held_id: The id of its former worker, held as a warm context, while it may go back to that; 0 without one.
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
+        is_in_place: Whether it is parked for a direct move, with its bytes in its worker, or in the one set aside.
+        direct_failure: Why its last direct move failed; "" if none has.
+        last_move: As in ParkSnapshot.
         refusal: Why waiting operations are refused once its next worker has adopted it in its parked state; "" if it
           returns.
     """
@@ -160,6 +173,9 @@ class ParkState:
     held_id: int = 0
     code_bytes: int = 0
     refusal: str = ""
+    is_in_place: bool = False
+    direct_failure: str = ""
+    last_move: str | None = None
 
     @property
     def is_off(self) -> bool:
@@ -169,7 +185,7 @@ class ParkState:
     @property
     def is_shown_off(self) -> bool:
         """Return whether the card has shown that it holds only the part of the slice that the worker keeps."""
-        return self.phase is ParkPhase.PARKED
+        return self.phase is ParkPhase.PARKED and not self.is_in_place
 
     @property
     def is_cold(self) -> bool:
@@ -185,10 +201,13 @@ class ParkState:
         """Return the card for the record of a lease that is on `card_uuid`.
 
         While a session is being moved and its next worker has not been ordered, this is the former card: the former
-        worker may still be ending there, and a restarted daemon ends the lease.
+        worker may still be ending there, and a restarted daemon ends the lease. In a direct move the former worker
+        continues the session until another one adopts its image.
         """
-        is_on_its_way = self.depth is ParkDepth.COLD and self.move is not None and bool(self.move.card_uuid)
-        return self.move.from_uuid if self.move is not None and is_on_its_way else card_uuid
+        if self.move is None or not self.move.card_uuid:
+            return card_uuid
+        is_in_former = self.held_id != 0 and self.depth is not ParkDepth.ADOPTING
+        return self.move.from_uuid if is_in_former or self.depth is ParkDepth.COLD else card_uuid
 
     @property
     def is_leaving(self) -> bool:
@@ -209,4 +228,5 @@ class ParkState:
             self.depth,
             self.stays_here,
             self.move is not None and bool(self.move.card_uuid) and not self.move.from_version,
+            self.last_move,
         )

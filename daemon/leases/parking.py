@@ -39,6 +39,7 @@ from gpulease.daemon.leases.cold_parking import (
 from gpulease.daemon.leases.deferred_requests import DeferredRequests
 from gpulease.daemon.leases.denials import Denial
 from gpulease.daemon.leases.devices import CardAccount
+from gpulease.daemon.leases.direct_moves import NO_PAGES
 from gpulease.daemon.leases.events import (
     AcquireRequested,
     ArmTimer,
@@ -254,7 +255,8 @@ class Parking(ParkingViews):
     def _order(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         state.phase, state.number, state.ordered_ns = ParkPhase.PARKING, max(now_ns, state.number + 1), now_ns
         state.due_ns = now_ns + PARK_GRACE_MS * NS_PER_MS + self._store.limits.session_timeout_s * NS_PER_S
-        effects.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS))
+        in_place = state.move is not None and state.move.is_direct
+        effects.append(ParkSession(lease.lease_id, state.number, PARK_GRACE_MS, in_place))
         arm_park_timer(lease, state.due_ns, effects)
 
     def on_parked(self, event: events.SessionParked, now_ns: int, effects: list[Effect]) -> None:
@@ -265,10 +267,23 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None:
             return
         state = lease.park
-        state.phase = ParkPhase.PROVING
         state.moved_bytes = event.moved_bytes
+        if event.is_in_place and state.move is not None and state.move.is_direct:
+            self._park_in_place(lease, state, now_ns, effects)
+            return
+        if state.move is not None and state.move.is_direct:
+            state.move = state.move._replace(why_through_host=NO_PAGES)
+        state.phase = ParkPhase.PROVING
         state.kept_bytes = state.code_bytes = min(event.kept_bytes, lease.terms.size_bytes)
         self._prove(lease, state, effects)
+
+    def _park_in_place(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
+        """Let a session that moves directly leave its process: all of its bytes stay on its card, so none is proved."""
+        state.phase, state.due_ns, state.is_in_place = ParkPhase.PARKED, None, True
+        state.kept_bytes, state.off_bytes = lease.terms.size_bytes, 0
+        # Parks that were requested meanwhile can't end in one.
+        refuse_parks(state, denials.is_moving(lease.lease_id), effects)
+        self.cold.on_parked(lease, now_ns, effects)
 
     def _prove(self, lease: Lease, state: ParkState, effects: list[Effect]) -> None:
         """Have the card polled until it shows that the worker holds only the bytes that it keeps."""
@@ -326,6 +341,7 @@ class Parking(ParkingViews):
         """Enter RESIDENT: the whole session is on its card."""
         state.phase, state.cause, state.due_ns = ParkPhase.RESIDENT, None, None
         state.parked_ns = state.kept_bytes = 0
+        state.is_in_place = False
         state.is_awaited = False
         state.stays_until_ns = now_ns + self._store.limits.park_stay_ms * NS_PER_MS
         self._arm_idle(lease, effects)
@@ -382,6 +398,11 @@ class Parking(ParkingViews):
     def _await_return(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Bring back a parked session if it fits and the queue is empty; otherwise add it to the queue."""
         account = self._store.account_by_uuid[lease.card_uuid]
+        if not state.off_bytes:
+            # All of its bytes are on the card.
+            self.give_room(lease, now_ns, effects)
+            self._order_return(lease, state, now_ns, effects)
+            return
         is_held = lease.card_uuid in self._store.queue.held_cards()
         if not is_held and state.off_bytes <= account.free_bytes:
             self.give_room(lease, now_ns, effects)

@@ -417,6 +417,15 @@ class CoreLimits:
             added_later=True,
         ),
     ] = False
+    # A direct move needs NVLink. Without it, and if this is off, the bytes go through the host's memory.
+    direct_moves: Annotated[
+        bool,
+        Setting(
+            "Whether sessions move directly between cards that are joined by NVLink. Otherwise all moves go through the"
+            " host's memory.",
+            added_later=True,
+        ),
+    ] = True
     # Longest time by which a kernel that never ends may outlive its lease.
     grace_ms: Annotated[
         Mapping[Cause, int],

@@ -281,15 +281,18 @@ class WarmPool:
         effects.append(RenameWorker(lease.lease_id, context.warm_id))
         return context.warm_id
 
-    def take_held(self, lease: Lease, warm_id: int, effects: list[Effect]) -> int | None:
-        """Give the worker that was set aside back to its lease. Returns the bytes it holds; None if it has ended."""
+    def take_held(self, lease: Lease, warm_id: int, effects: list[Effect]) -> tuple[str, int] | None:
+        """Give the worker that was set aside back to its lease.
+
+        Returns its card's UUID and the bytes that it holds there; None if it has ended.
+        """
         context = self._store.warm.get(warm_id)
         if context is None or context.state is not WarmState.HELD:
             return None
         self._account(context.card_uuid).stuck_bytes -= context.charge_bytes
         self._store.remove_warm(context)
         effects.append(RenameWorker(warm_id, lease.lease_id))
-        return context.charge_bytes
+        return context.card_uuid, context.charge_bytes
 
     def drop_held(self, warm_id: int, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that was set aside, unless it has ended."""

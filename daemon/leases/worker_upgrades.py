@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gpulease.daemon.leases.denials import Denial
+from gpulease.daemon.leases.direct_moves import change_card
 from gpulease.daemon.leases.events import Effect, SetDeadline, StaySession, WorkerReplaced
 from gpulease.daemon.leases.horizon_events import SetHorizon
 from gpulease.daemon.leases.model import Lease
@@ -28,8 +29,11 @@ class HeldWorkers(Protocol):
     def hold(self, lease: Lease, charge_bytes: int, effects: list[Effect]) -> int:
         """Set aside the worker of a lease, which holds these bytes. Returns its id as a context."""
 
-    def take_held(self, lease: Lease, warm_id: int, effects: list[Effect]) -> int | None:
-        """Give the worker that was set aside back to its lease. Returns the bytes it holds; None if it has ended."""
+    def take_held(self, lease: Lease, warm_id: int, effects: list[Effect]) -> tuple[str, int] | None:
+        """Give the worker that was set aside back to its lease.
+
+        Returns its card's UUID and the bytes that it holds there; None if it has ended.
+        """
 
     def drop_held(self, warm_id: int, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that was set aside, unless it has ended."""
@@ -58,25 +62,33 @@ class WorkerUpgrades:
         self._park = park
 
     def set_aside(self, lease: Lease, state: ParkState, held_bytes: int, effects: list[Effect]) -> bool:
-        """Set aside the worker that a session has left for its upgrade. Returns False if it left for another reason.
+        """Set aside the worker that a session has left for its upgrade, or for a direct move.
+
+        Returns False if it left for another reason.
 
         `held_bytes`: The bytes that the worker holds and that the charge of the lease leaves out now.
         """
-        if state.move is None or not state.move.from_version:
+        if state.move is None or not (state.move.from_version or state.is_in_place):
             return False
         state.held_id = self._held.hold(lease, held_bytes, effects)
         return True
 
     def take_back(self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> bool:
-        """Return a cold session to its former worker. Returns False if there is none.
+        """Return a cold session to its former worker, on that worker's card. Returns False if there is none.
 
         `reason`: Why no other worker can continue it.
         """
         held_id, state.held_id = state.held_id, 0
-        if not held_id or (held_bytes := self._held.take_held(lease, held_id, effects)) is None:
+        if not held_id or (held := self._held.take_held(lease, held_id, effects)) is None:
             return False
-        # Step 1: charge the lease for the bytes that the worker kept. The session is parked warm again.
-        account = self._store.account_by_uuid[lease.card_uuid]
+        # Step 1: charge the lease for the bytes that the worker kept, on the worker's card. The session is parked warm
+        # again.
+        card_uuid, held_bytes = held
+        account = self._store.account_by_uuid[card_uuid]
+        if card_uuid != lease.card_uuid:
+            change_card(self._store, lease, state, account, now_ns, effects)
+        if state.is_in_place:
+            state.direct_failure = reason
         account.take_parked(lease, held_bytes)
         account.await_bytes(lease, 0)
         state.off_bytes -= held_bytes

@@ -98,7 +98,7 @@ class LogEvent(Enum):
         "lease.moved",
         INFO,
         "the session is on another card",
-        (*_LEASE, "from_card", "moved_bytes", "took_ms"),
+        (*_LEASE, "from_card", "way", "through_host", "moved_bytes", "took_ms"),
     )
     LEASE_UPGRADED = LogKind(
         "lease.upgraded",

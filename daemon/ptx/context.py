@@ -384,6 +384,15 @@ class CpuContext:
 
     def unpin_host(self, memory: memoryview) -> None: ...
 
+    def can_lend(self) -> bool:
+        return True
+
+    def lend_pages(
+        self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting
+    ) -> list[int]:
+        """Copy everything to memory that another process can map (`Context.lend_pages`)."""
+        return self._parked.lend(poll)
+
     def parked_state(self) -> bytes:
         """Return where every allocation is, without the events' stamps (`Context.parked_state`)."""
         # The events that leave take their times along, and the next one makes other stamps.
@@ -399,11 +408,15 @@ class CpuContext:
             raise DriverError("this module is another driver's")
         return module.place.to_numbers()
 
-    def adopt_parked(self, state: bytes, host: memoryview) -> None:
+    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None:
         """Enter the state of another context with the same slice (`Context.adopt_parked`)."""
-        self._parked.adopt(state, host)
+        self._parked.adopt(state, host, pages)
 
-    def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CpuModule:
+    def module_code(self, module: DriverModule) -> bytes:
+        """Return b"": compiled code has addresses of this process (`Context.module_code`)."""
+        return b""
+
+    def adopt_module(self, image: bytes, place: tuple[int, ...], code: bytes = b"") -> CpuModule:
         """Load a module; `adopt_parked` has brought its variables (`Context.adopt_module`)."""
         try:
             saved_place = ModulePlace.from_numbers(place)

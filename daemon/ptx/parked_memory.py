@@ -4,8 +4,10 @@ The addresses stay reserved, and the shadow table is unchanged; no kernel runs m
 copy is noted by its address, so that a region that ends while it is parked can be zeroed there.
 """
 
+import mmap
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgpack
 
@@ -47,8 +49,19 @@ class ParkedMemory:
         if len(host) < self.moved_bytes:
             raise DriverError(f"{self.moved_bytes} bytes have no room in the {len(host)} of the host memory")
         # Step 1: the copy.
+        moved_bytes, saved = self.moved_bytes, self._save(host, ready, poll)
+        # Step 2: the pages.
+        copied_ns = time.monotonic_ns()
+        self._host, self._saved = host, saved
+        self._arena.discard_all()
+        for address, size in self._regions.active():
+            self._arena.memory.discard(address - self._arena.memory.address, size)
+        return PageMove(moved_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+
+    def _save(self, host: memoryview, ready: Callable[[int], None], poll: Poll) -> dict[int, tuple[int, int]]:
+        """Copy everything to `host`. Returns where each allocation and region is there, and its size, by its offset."""
         saved, at = dict[int, tuple[int, int]](), 0
-        regions = [(address - self._arena.memory.address, size) for address, size in self._regions.active()]
+        regions = ((address - self._arena.memory.address, size) for address, size in self._regions.active())
         for offset, size in (*self._arena.allocations(), *regions):
             source, saved[offset] = self._arena.memory.view[offset : offset + size], (at, size)
             for start, end in _steps(size):
@@ -56,13 +69,24 @@ class ParkedMemory:
                 ready(at + end)
                 host[at + start : at + end] = source[start:end]
             at += size
-        # Step 2: the pages.
-        copied_ns = time.monotonic_ns()
-        self._host, self._saved = host, saved
-        self._arena.discard_all()
-        for offset, size in regions:
-            self._arena.memory.discard(offset, size)
-        return PageMove(at, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
+        return saved
+
+    def lend(self, poll: Poll) -> list[int]:
+        """Return a descriptor of a copy of everything, as `park` would copy it. The caller closes it."""
+        size_bytes, self._saved = self.moved_bytes, {}
+        if not size_bytes:
+            return []
+        fd = os.memfd_create("gpulease-lent", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size_bytes)
+            with mmap.mmap(fd, size_bytes) as memory, memoryview(memory) as target:
+                self._saved = self._save(target, _ignore_end, poll)
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, OSError):
+                raise DriverError(f"the host has no memory for it: {error}") from None
+            raise
+        return [fd]
 
     def state(self, without: int = 0) -> bytes:
         """Return the parked state, for `adopt` in another process; `without` the allocation at this address."""
@@ -79,8 +103,13 @@ class ParkedMemory:
         start = self._arena.memory.address
         return {address: self._saved[address - start] for address, _ in self._regions.active()}
 
-    def adopt(self, state: bytes, host: memoryview) -> None:
-        """Enter another context's parked state, with its bytes in `host`. Raises ImageMismatch."""
+    def adopt(self, state: bytes, host: memoryview, lent_fds: Sequence[int] = ()) -> None:
+        """Enter another context's parked state, with its bytes in `host`, or in what it has lent. Raises ImageMismatch.
+
+        `lent_fds`: What `lend` returned there; closed here.
+        """
+        if lent_fds:
+            host = _mapped(lent_fds)
         try:
             address, saved, used_bytes, *regions = msgpack.unpackb(state, use_list=False, strict_map_key=False)
             if address != self._arena.memory.address:
@@ -125,6 +154,22 @@ class ParkedMemory:
         at, size = self._saved.pop(address - self._arena.memory.address, (0, 0))
         if self._host is not None:
             self._host[at : at + size] = bytes(size)
+
+
+def _mapped(lent_fds: Sequence[int]) -> memoryview:
+    """Map what another context has lent, without changing it, and close the descriptors. Raises ImageMismatch."""
+    try:
+        if len(lent_fds) != 1:
+            raise ImageMismatch(f"it has lent {len(lent_fds)} pieces of memory, not one")
+        return memoryview(mmap.mmap(lent_fds[0], 0, flags=mmap.MAP_PRIVATE))
+    except (OSError, ValueError) as error:
+        raise ImageMismatch(f"what it has lent can't be mapped: {error}") from None
+    finally:
+        for fd in lent_fds:
+            os.close(fd)
+
+
+def _ignore_end(end: int) -> None: ...
 
 
 def _steps(size_bytes: int) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,7 @@ _SAME_NAMES: Final = frozenset(
     {
         *("card", "size_bytes", "exclusivity", "generation", "ttl_ms", "by", "cause", "reason", "operation"),
         *("name", "epoch", "parent", "action", "outcome", "count", "contexts", "within_ms"),
-        *("why", "moved_bytes", "image_bytes", "from_card", "from_version"),
+        *("why", "moved_bytes", "image_bytes", "from_card", "way", "through_host", "from_version"),
     }
 )
 """Particulars of a record that are fields here by the same name."""

@@ -12,6 +12,7 @@ from gpulease.daemon.contract.messages import ParkedRegion
 from gpulease.daemon.contract.session_image import (
     FIRST_CONNECTION,
     LEASE,
+    MAX_CODE_BYTES,
     UNHELD,
     AllocationState,
     ConnectionState,
@@ -92,16 +93,21 @@ class SessionParts:
             holders.setdefault(holder, at)
         try:
             state = context.parked_state()
-            modules = tuple(
-                ModuleState(
-                    number,
-                    self.modules.image_of(number),
-                    context.module_place(loaded.module),
-                    holders[loaded.holder],
-                    tuple((address, ledger.variable_size(address)) for address in sorted(loaded.variables)),
+            modules, code_bytes = list[ModuleState](), 0
+            for handle, loaded in ledger.loaded():
+                code = context.module_code(loaded.module)
+                code = code if code_bytes + len(code) <= MAX_CODE_BYTES else b""
+                code_bytes += len(code)
+                modules.append(
+                    ModuleState(
+                        handle,
+                        self.modules.image_of(handle),
+                        context.module_place(loaded.module),
+                        holders[loaded.holder],
+                        tuple((address, ledger.variable_size(address)) for address in sorted(loaded.variables)),
+                        code,
+                    )
                 )
-                for number, loaded in ledger.loaded()
-            )
         except DriverError as error:
             raise CantLeave(str(error), is_lasting=True) from None
         recorded = self.graphs.recorded() or []
@@ -113,7 +119,7 @@ class SessionParts:
             driver=(driver, context.compute_capability, context.cuda_version),
             context=state,
             moved_bytes=moved_bytes,
-            modules=modules,
+            modules=tuple(modules),
             last_module=ledger.last_module,
             allocations=tuple(
                 AllocationState(address, size, holders[holder]) for address, size, holder in ledger.allocations_held()
@@ -163,7 +169,7 @@ class SessionParts:
             # addresses.
             for module in image.modules:
                 ledger.holder = holders[module.holder]
-                self.modules.restore(module.number, module.image, module.place, dict(module.variables))
+                self.modules.restore(module.number, module.image, module.place, dict(module.variables), module.code)
             ledger.restore_last_module(image.last_module)
             # Step 2: the records of allocations. Their memory is parked.
             for address, size_bytes, holder in image.allocations:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.message_fields import MalformedMessage, parse_message
-from gpulease.daemon.contract.messages import IMAGE_MESSAGES, ImageConnection, ImageMemory
+from gpulease.daemon.contract.messages import IMAGE_MESSAGES, ImageConnection, ImageMemory, ImageMessage, ImagePages
 from gpulease.daemon.contract.session_image import MAX_IMAGE_BYTES, SessionImage, UnreadableImage
-from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, close_all, fd_groups, receive_message, send_message
 
 
 class ConnectionFds(NamedTuple):
@@ -29,12 +29,28 @@ class ConnectionFds(NamedTuple):
 
 
 def send_image(
-    channel_fd: int, image: SessionImage, host: tuple[int, int], connections: Sequence[ConnectionFds]
+    channel_fd: int,
+    image: SessionImage,
+    host: tuple[int, int],
+    connections: Sequence[ConnectionFds],
+    pages: Sequence[int] = (),
+    *,
+    in_place: bool = False,
 ) -> int:
     """Put a session into a channel; return the image's size. The descriptors stay open here.
 
-    `host`: Descriptor and size of the session's host memory. Raises ValueError for an image that is too large, OSError
-    or ChannelClosed.
+    Args:
+        channel_fd: The channel.
+        image: The image.
+        host: Descriptor and size of the session's host memory.
+        connections: The descriptors of its connections.
+        pages: Descriptors of the pages that it lends.
+        in_place: Whether it is parked in place.
+
+    Raises:
+        ValueError: The image is too large.
+        OSError: The channel is full, or can't be used.
+        ChannelClosed: The broker is gone.
     """
     data = image.to_bytes()
     if len(data) > MAX_IMAGE_BYTES:
@@ -45,7 +61,10 @@ def send_image(
             memory[:] = data
         with socket.socket(fileno=os.dup(channel_fd)) as channel:
             channel.setblocking(False)
-            send_message(channel, ImageMemory(len(data), host[1], image.version).to_map(), (image_fd, host[0]))
+            header = ImageMemory(len(data), host[1], image.version, len(pages), in_place)
+            send_message(channel, header.to_map(), (image_fd, host[0]))
+            for fds in fd_groups(pages):
+                send_message(channel, ImagePages().to_map(), fds)
             for connection in connections:
                 message = ImageConnection(has_ring=connection.ring >= 0, has_arena=connection.arena >= 0)
                 send_message(channel, message.to_map(), connection.present())
@@ -60,6 +79,8 @@ class ReceivedImage:
     Attributes:
         image: The image.
         host_fd: Descriptor of its host memory, which has `host_bytes`.
+        pages: Descriptors of the pages that its former worker lends.
+        in_place: Whether its former worker parked it in place.
         connections: The descriptors of its connections.
     """
 
@@ -81,9 +102,15 @@ class ReceivedImage:
         memory, fds = self._receive(channel)
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             raise UnreadableImage("the image did not arrive")
-        self.host_fd, self.host_bytes = fds[1], memory.host_bytes
+        self.host_fd, self.host_bytes, self.in_place = fds[1], memory.host_bytes, memory.in_place
         with mmap.mmap(fds[0], memory.image_bytes, access=mmap.ACCESS_READ) as data:
             self.image = SessionImage.from_bytes(bytes(data))
+        self.pages: list[int] = []
+        while len(self.pages) < memory.pages:
+            message, fds = self._receive(channel)
+            if not isinstance(message, ImagePages) or not 0 < len(fds) <= memory.pages - len(self.pages):
+                raise UnreadableImage("pages of the session did not arrive")
+            self.pages += fds
         self.connections: list[ConnectionFds] = []
         for _ in range(connections):
             message, fds = self._receive(channel)
@@ -98,7 +125,7 @@ class ReceivedImage:
         if len(self.connections) != len(self.image.connections):
             raise UnreadableImage("the image has other connections than the session")
 
-    def _receive(self, channel: socket.socket) -> tuple[ImageMemory | ImageConnection, list[int]]:
+    def _receive(self, channel: socket.socket) -> tuple[ImageMessage, list[int]]:
         message, fds = receive_message(channel)
         self._fds += fds
         parsed = parse_message(IMAGE_MESSAGES, message)

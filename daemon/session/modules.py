@@ -122,9 +122,11 @@ class ModuleOperations(OperationHandler):
         """Return the image from which a parkable session's module was loaded."""
         return self._images[number]
 
-    def restore(self, number: int, image: bytes, place: tuple[int, ...], variables: dict[int, int]) -> None:
-        """Load a module that the session had in another process. Raises ImageMismatch."""
-        module = self._context.adopt_module(image, place)
+    def restore(
+        self, number: int, image: bytes, place: tuple[int, ...], variables: dict[int, int], code: bytes = b""
+    ) -> None:
+        """Load a module that the session had in another process, and its code there. Raises ImageMismatch."""
+        module = self._context.adopt_module(image, place, code)
         self._ledger.restore_module(number, module, len(image), variables)
         self._images[number] = image
         self._types[number] = parameter_types(image, module.kernels)

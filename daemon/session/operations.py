@@ -45,6 +45,7 @@ class SessionResources:
         check_sync: The `Poll` of a wait for all launches of a stream or of the session: in addition it serves the
           broker.
         stream: The driver's number of the selected stream, into which launches and copies go.
+        is_in_place: Whether the session is parked with its bytes on the card, for a direct move to another card.
         is_parked: Whether the session's bytes are in host memory. Then only the calls that the interface allows may use
           the context.
         shows_pages: Whether the broker must know how many bytes a park would move.
@@ -65,6 +66,7 @@ class SessionResources:
     may_have_grown: bool = False
     stream: int = 0
     is_parked: bool = False
+    is_in_place: bool = False
     shows_pages: bool = False
     check_sync: Callable[[], None] = keep_waiting
     keep_fault: Callable[[KernelFault], None] = lambda _fault: None

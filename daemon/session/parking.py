@@ -15,13 +15,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from gpulease.daemon.contract.control_page import Counter, Transfer
 from gpulease.daemon.contract.message_fields import Message
 from gpulease.daemon.contract.messages import (
+    MAX_LENT_PAGES,
     ImagedReport,
     LeaveOrder,
     LeaveRefusedReport,
@@ -37,7 +38,15 @@ from gpulease.daemon.contract.messages import (
     ReturnWantedReport,
 )
 from gpulease.daemon.contract.session_image import SessionImage
-from gpulease.daemon.drivers.interface import PARK_STEP_BYTES, Context, DriverError, ImageMismatch, KernelFault
+from gpulease.daemon.drivers.interface import (
+    PARK_STEP_BYTES,
+    Context,
+    DriverError,
+    ImageMismatch,
+    KernelFault,
+    PageMove,
+)
+from gpulease.daemon.host.ipc import close_all
 from gpulease.daemon.session.huge_mapping import HugeMapping
 from gpulease.daemon.session.image import CantLeave
 from gpulease.daemon.session.operations import LeaseOver, SessionResources
@@ -221,6 +230,8 @@ class SessionParking:
         self.outbox: deque[Message] = deque()
         self._memory: HostMemory | None = None
         self._report: ParkedReport | None = None
+        # Whether the session's former process has its bytes, too, until it is whole here.
+        self._is_borrowing = False
         self._requested_ns: int | None = None
         self.refusal = _PARKED
         self._finish: Callable[[], None] | None = None
@@ -229,6 +240,11 @@ class SessionParking:
     @property
     def is_parked(self) -> bool:
         return self._resources.is_parked
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the session is parked with its bytes on the card."""
+        return self._resources.is_in_place
 
     # --- host memory ---
 
@@ -268,9 +284,10 @@ class SessionParking:
 
     def park(self, order: ParkOrder) -> None:
         """Park the session, and report to the broker that it is parked, or why it can't be."""
-        if self.is_parked and self._report is not None:
+        if self.is_parked and self._report is not None and self.is_in_place <= order.in_place:
             # The broker repeats its order, or is a new one: report the same park again, under the order's number.
-            self._enter(ParkedReport(order.number, self._report.moved_bytes, 0, 0, 0, 0, self._report.kept_bytes))
+            report = replace(self._report, number=order.number, shown_bytes=0, waited_ns=0, copied_ns=0, released_ns=0)
+            self._enter(report)
             return
         try:
             report = self._park(order)
@@ -308,6 +325,9 @@ class SessionParking:
         if memory is None or len(memory.view) < context.pages_bytes:
             raise _Refused(ParkRefusal.NO_MEMORY, "it has no host memory, or too little")
         waited_ns = time.monotonic_ns() - began_ns
+        if order.in_place and context.can_lend():
+            kept_bytes = self._resources.ledger.fixed_bytes
+            return ParkedReport(order.number, context.pages_bytes, 0, waited_ns, 0, 0, kept_bytes, in_place=True)
         # Step 3: move the bytes. The broker compares them with the driver's free memory before and after.
         before_bytes = context.free_bytes()
         moved = context.park(memory.view, memory.ready, self._resources.check_lease)
@@ -331,7 +351,7 @@ class SessionParking:
 
     def _enter(self, report: ParkedReport) -> None:
         # From now on the server holds all requests.
-        self._resources.is_parked, self._report = True, report
+        self._resources.is_parked, self._resources.is_in_place, self._report = True, report.in_place, report
         self._counters[Counter.PARK_NUMBER] = report.number
         self.outbox.append(report)
 
@@ -346,7 +366,7 @@ class SessionParking:
         if order.number != self._number:
             return
         try:
-            moved = self._context.unpark(self._resources.check_lease)
+            moved = PageMove(0, 0, 0) if self.is_in_place else self._context.unpark(self._resources.check_lease)
             # A session that came from another process becomes complete only now.
             if self._finish is not None:
                 self._finish()
@@ -354,12 +374,14 @@ class SessionParking:
         except LeaseOver:
             self.outbox.append(ReturnFailedReport(order.number, "the lease has ended"))
         except DriverError as error:
-            if isinstance(error, KernelFault):
+            # What another process has lent is still there: the session goes back to it, whatever failed here.
+            self.is_misfit = isinstance(error, ImageMismatch) or self._is_borrowing
+            if isinstance(error, KernelFault) and not self.is_misfit:
                 self._resources.keep_fault(error)
-            self.is_misfit = isinstance(error, ImageMismatch)
             self.outbox.append(ReturnFailedReport(order.number, str(error), self.is_misfit))
         else:
-            self._resources.is_parked, self._report = False, None
+            self._resources.is_parked = self._resources.is_in_place = self._is_borrowing = False
+            self._report = None
             self._counters[Counter.PARK_NUMBER] = 0
             self._resources.record_usage()
             self.outbox.append(ReturnedReport(order.number, moved.size_bytes, moved.mapped_ns, moved.copied_ns))
@@ -384,10 +406,31 @@ class SessionParking:
         """Show on the claims page that only this process has the session. Call this before it reads from clients."""
         self._counters[Counter.TRANSFER] = Transfer.SERVES
 
+    def lend_pages(self) -> list[int]:
+        """Lend the pages of a session that is parked in place, for the next process; none of any other.
+
+        Returns descriptors that the caller closes. Raises CantLeave.
+        """
+        if not self.is_in_place or self._memory is None:
+            return []
+        memory, check = self._memory, self._resources.check_lease
+        try:
+            return self._context.lend_pages(MAX_LENT_PAGES, memory.view, memory.ready, check)
+        except (DriverError, LeaseOver, _Refused) as error:
+            raise CantLeave(f"its pages can't be lent: {error}", is_lasting=False) from None
+
     def report(self, message: ImagedReport | LeaveRefusedReport | ReturnFailedReport) -> None:
         self.outbox.append(message)
 
-    def adopt(self, number: int, fd: int, size_bytes: int, image: SessionImage, finish: Callable[[], None]) -> None:
+    def adopt(
+        self,
+        number: int,
+        fd: int,
+        size_bytes: int,
+        image: SessionImage,
+        finish: Callable[[], None],
+        pages: Sequence[int] | None = None,
+    ) -> None:
         """Take over the park of a session that has left another process.
 
         Args:
@@ -397,18 +440,23 @@ class SessionParking:
             image: The session's image.
             finish: Called after each return, until it succeeds, to restore what needs the session's bytes. Raises
                 ImageMismatch.
+            pages: Descriptors of the pages that the former process, which parked the session in place, lends. They are
+                the context's from now on. None if it did not.
 
         Raises:
             ImageMismatch: The context does not match the image, or the host memory can't be mapped.
         """
         if self.is_parked or not self.is_parkable or image.number != number:
+            close_all([*(pages or ())])
             raise ImageMismatch("the image is not that of this park")
         self._drop_memory()
         try:
             self._memory = HostMemory(fd, size_bytes, self._context)
         except (OSError, ValueError) as error:
+            close_all([*(pages or ())])
             raise ImageMismatch(f"its host memory can't be mapped: {error}") from None
-        self._context.adopt_parked(image.context, self._memory.view)
+        self._is_borrowing = pages is not None
+        self._context.adopt_parked(image.context, self._memory.view, pages or ())
         self._resources.is_parked = True
         self._report = ParkedReport(number, image.moved_bytes, 0, 0, 0, 0, self._resources.ledger.fixed_bytes)
         self._counters[Counter.PARK_NUMBER] = number

@@ -409,7 +409,7 @@ class RegionMemory:
         before_bytes = self._call(context.free_bytes)
         returned = self._call(lambda: context.region_end(region.address, resources.check_lease))
         # A parked session's bytes were returned to the card, and shown to the broker, when it was parked.
-        is_parked = resources.is_parked
+        is_parked = resources.is_parked and not resources.is_in_place
         shown_bytes = returned.freed_bytes if is_parked else self._call(context.free_bytes) - before_bytes
         resources.ledger.end_region(region.address, returned.kept_bytes)
         resources.record_usage()

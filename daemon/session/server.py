@@ -524,7 +524,6 @@ class SessionServer:
         except DriverError as error:
             raise CantLeave(str(error), is_lasting=True) from None
         driver = self._welcome.driver
-        image = self._session.parts.export(self._session.lease_id, order.number, driver, report.moved_bytes, states)
         connections = [
             ConnectionFds(
                 connection.fd,
@@ -533,7 +532,16 @@ class SessionServer:
             )
             for connection in self._connections.values()
         ]
-        return send_image(fds[0], image, (memory.fd, len(memory.view)), connections), not all(quiet)
+        # Step 3: send them. A session that is parked in place lends its pages, which the image then describes.
+        in_place, pages = self._session.parking.is_in_place, self._session.parking.lend_pages()
+        try:
+            image = self._session.parts.export(self._session.lease_id, order.number, driver, report.moved_bytes, states)
+            image_bytes = send_image(
+                fds[0], image, (memory.fd, len(memory.view)), connections, pages, in_place=in_place
+            )
+        finally:
+            close_all(pages)
+        return image_bytes, not all(quiet)
 
     def _check_quiet(self, connection: AttachedConnection, *, carries: bool) -> bool:
         """Make a ring's client ring the bell from now on; return whether it has no request that waits.
@@ -630,6 +638,7 @@ class SessionServer:
             received.host_bytes,
             image,
             lambda: session.parts.restore_graphs(image, holders),
+            [received.take(fd) for fd in list(received.pages)] if received.in_place else None,
         )
         rows = zip(image.connections, connections, strict=True)
         session.parts.restore(image, [(state, taken.streams, taken.holder) for state, taken in rows])

@@ -116,7 +116,7 @@ class ParkOrders:
 
     def park(self, order: ParkSession) -> None:
         until_ns = time.monotonic_ns() + order.grace_ms * NS_PER_MS
-        if not self._send(order.lease_id, messages.ParkOrder(order.number, until_ns)):
+        if not self._send(order.lease_id, messages.ParkOrder(order.number, until_ns, order.in_place)):
             self._post(SessionParkRefused(order.lease_id, order.number, _IS_FULL))
 
     def bring_back(self, order: ReturnSession) -> None:
@@ -202,7 +202,7 @@ class ParkOrders:
             case messages.ParkedReport():
                 moved_bytes = min(message.moved_bytes, lease.size_bytes + self._allowance_bytes)
                 kept_bytes = min(message.kept_bytes, lease.size_bytes)
-                self._post(SessionParked(lease_id, message.number, moved_bytes, kept_bytes))
+                self._post(SessionParked(lease_id, message.number, moved_bytes, kept_bytes, message.in_place))
             case messages.ParkRefusedReport():
                 reason = clean_text(message.reason, MAX_REASON_CHARS)
                 lacks_memory = message.why is messages.ParkRefusal.NO_MEMORY

@@ -26,11 +26,13 @@ from gpulease.daemon.contract.messages import (
     ImageConnection,
     ImagedReport,
     ImageMemory,
+    ImageMessage,
+    ImagePages,
     ParkedRegion,
 )
 from gpulease.daemon.contract.regions_page import BrokerRegionsPage
 from gpulease.daemon.contract.session_image import IMAGE_VERSIONS
-from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, receive_message, send_message
+from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, close_all, fd_groups, receive_message, send_message
 from gpulease.daemon.leases import (
     Event,
     RegionEnded,
@@ -61,6 +63,8 @@ class _Image:
         number: The number of its park.
         channel: The broker's end of the channel that its worker got; None once everything was read.
         memory: What the worker sent with the image, and the two descriptors.
+        pages: Descriptors of the session's pages, which its former worker still holds; none if its bytes are in the
+            host memory.
         connections: Each connection's message, and its descriptors, the socket first.
         is_kept: Whether the session has no worker any more.
         is_lent: Whether a new worker is adopting it.
@@ -78,6 +82,7 @@ class _Image:
     number: int
     channel: socket.socket | None
     memory: tuple[ImageMemory, list[int]] | None = None
+    pages: list[int] = field(default_factory=list)
     connections: list[tuple[ImageConnection, list[int]]] = field(default_factory=list)
     is_kept: bool = False
     is_lent: bool = False
@@ -150,7 +155,7 @@ class SessionImages:
         return True
 
     def _read(self, image: _Image, channel: socket.socket, connections: int) -> None:
-        # Receive the memory with its descriptor and the image's, then each connection with its descriptors.
+        # Receive the memory with its descriptor and the image's, then pages, then each connection with its descriptors.
         memory, fds = _receive(channel)
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             close_all(fds)
@@ -159,6 +164,11 @@ class SessionImages:
             close_all(fds)
             raise ValueError(f"its image must have a version up to {max(IMAGE_VERSIONS)}, not {memory.version}")
         image.memory = memory, fds
+        while len(image.pages) < memory.pages:
+            pages, fds = _receive(channel)
+            image.pages += fds
+            if not isinstance(pages, ImagePages) or not fds or len(image.pages) > memory.pages:
+                raise ValueError("its pages are missing")
         for _ in range(connections):
             connection, fds = _receive(channel)
             if not isinstance(connection, ImageConnection) or not fds:
@@ -257,10 +267,13 @@ class SessionImages:
         """Wipe the bytes of an ended region, and return them to the host. Returns the event that reports the result.
 
         Returns None if a worker has the session or is adopting it, because then the region is that worker's. The next
-        worker reads the region's word, which shows that it must not restore the region.
+        worker reads the region's word, which shows that it must not restore the region. The same applies to a session
+        with bytes in pages of its former worker: they are not in the host memory, and it is adopted at once.
         """
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.is_lent or image.memory is None:
+            return None
+        if image.memory[0].in_place:
             return None
         region = image.regions.pop(region_id, None)
         if region is None:
@@ -309,6 +322,8 @@ class SessionImages:
             try:
                 memory, fds = image.memory
                 send_message(own_end, memory.to_map(), tuple(fds))
+                for page_fds in fd_groups(image.pages):
+                    send_message(own_end, ImagePages().to_map(), page_fds)
                 for connection, fds in image.connections:
                     send_message(own_end, connection.to_map(), tuple(fds))
                 self._give_words(image, worker)
@@ -388,6 +403,7 @@ class SessionImages:
             image.channel.close()
         if image.memory is not None:
             close_all(image.memory[1])
+        close_all(image.pages)
         for _, fds in image.connections:
             close_all(fds)
         close_all([fd for fd, _ in image.held])
@@ -414,7 +430,7 @@ def _wipe(fd: int, at: int, size_bytes: int) -> None:
         memory[pages_to:end] = bytes(end - pages_to)
 
 
-def _receive(channel: socket.socket) -> tuple[ImageMemory | ImageConnection | None, list[int]]:
+def _receive(channel: socket.socket) -> tuple[ImageMessage | None, list[int]]:
     """Receive one message of an image. Raises as `receive_message` and `parse_message` do, and then keeps nothing."""
     message, fds = receive_message(channel)
     try:

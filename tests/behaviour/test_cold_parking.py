@@ -354,6 +354,39 @@ def test_a_tenant_moves_its_lease_after_what_it_has_sent(node: Daemon, lease: Gp
             assert bytes(session.mem_read(buffer, 0, 1000)) == bytes([turn]) * 1000
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_move_says_how_the_bytes_went_and_loses_none(is_direct: bool) -> None:
+    config = CONFIG + f"direct_moves = {str(is_direct).lower()}\n"
+    daemon = Daemon(vram=("512MiB", "512MiB"), config=config)
+    with running(daemon) as node, parkable(node.address) as lease, GpuSession(lease) as session:
+        data = os.urandom(20 * MIB)
+        buffer, small = session.mem_alloc(len(data)), session.mem_alloc(8)
+        session.mem_write(buffer, 0, data)
+        session.mem_write(small, 0, b"smallest")
+        region = lease.region(2 * MIB)
+        session.mem_write(region, 4096, b"region")
+        env = {ADDRESS_VARIABLE: node.address}
+        for turn in (1, 2):
+            session.sync()
+            moved = CliRunner().invoke(main, ["move", str(lease.lease_id), "--device", str(turn % 2)], env=env)
+            way = "directly" if is_direct else "through the host's memory because direct_moves is off"
+            assert (moved.exit_code, way in moved.output) == (0, True), moved.output
+            shown = row(node.address, lease)["park"]
+            assert shown["last_move"] == {
+                "is_direct": is_direct,
+                "reason": "" if is_direct else "direct_moves is off",
+            }
+            assert shown["moved_bytes"] >= len(data) + 2 * MIB
+            assert bytes(session.mem_read(buffer, 0, len(data))) == data
+            assert bytes(session.mem_read(small, 0, 8)) == b"smallest"
+            assert bytes(session.mem_read(region, 4096, 6)) == b"region"
+        # The former worker is gone, with all that it held.
+        wait_until(lambda: cards(node.address)[1]["available_bytes"] == 512 * MIB, "the other card's bytes are back")
+        metrics = ask(Opcode.METRICS, Empty(), node.address).exposition.splitlines()
+        series = f'gpu_lease_moved_directly_total{{UUID="{cards(node.address)[0]["uuid"]}"}} '
+        assert [float(line.removeprefix(series)) for line in metrics if line.startswith(series)] == [int(is_direct)]
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_a_session_at_work_moves_between_two_operations(node: Daemon, lease: GpuLease, shared_memory: bool) -> None:
     uuids = [card["uuid"] for card in cards(node.address)]

@@ -51,8 +51,8 @@ def _two_cards(cards: Cards) -> None:
 
 
 @contextlib.contextmanager
-def two_card_node(cards: Cards, warm_contexts: int = 0) -> Iterator[Daemon]:
-    config = CONFIG.format(warm_contexts=warm_contexts)
+def two_card_node(cards: Cards, warm_contexts: int = 0, *, direct_moves: bool = True) -> Iterator[Daemon]:
+    config = CONFIG.format(warm_contexts=warm_contexts) + f"direct_moves = {str(direct_moves).lower()}\n"
     with daemon_on(cards, vram=("40GiB",), config=config) as daemon:
         yield daemon
 
@@ -140,10 +140,11 @@ def show(what: str, moved: MovedSession, longest_s: float) -> None:
     print(f"{what}: {gib:.2f} GiB in {took_s:.3f} s, {gib / took_s:.1f} GiB/s; longest round {longest_s:.3f} s")
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
 @pytest.mark.parametrize(("gib", "warm_contexts"), [(1, 0), (16, 0), (16, 1)])
-def test_a_session_at_work_moves_back_and_forth(cards: Cards, gib: int, warm_contexts: int) -> None:
+def test_a_session_at_work_moves_back_and_forth(cards: Cards, gib: int, warm_contexts: int, is_direct: bool) -> None:
     with (
-        two_card_node(cards, warm_contexts) as node,
+        two_card_node(cards, warm_contexts, direct_moves=is_direct) as node,
         lease_of(node, gib * GIB + 128 * MIB) as lease,
         GpuSession(lease) as session,
     ):
@@ -157,7 +158,11 @@ def test_a_session_at_work_moves_back_and_forth(cards: Cards, gib: int, warm_con
                 moved = move(node, lease, str(card))
                 assert moved.card_uuid == cards.uuids()[card]
                 time.sleep(0.5)
-                show(f"{gib} GiB, {warm_contexts} warm contexts, turn {turn}", moved, tenant.take_longest_s())
+                last_move = node.query(lease.lease_id)["park"]["last_move"]
+                way = "directly" if last_move["is_direct"] else f"through the host, as {last_move['reason']}"
+                # Only the cards say whether they are peers.
+                assert last_move["is_direct"] == is_direct or last_move["reason"] == "the cards are not peers"
+                show(f"{gib} GiB, {way}, {warm_contexts} warm contexts", moved, tenant.take_longest_s())
                 assert cards.used_bytes()[1 - card] < before[0] - gib * GIB + SLACK_BYTES + GIB
 
 

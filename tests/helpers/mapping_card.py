@@ -4,10 +4,11 @@ The rules are the CUDA driver API's, "Virtual Memory Management".
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from gpulease.daemon.drivers.cuda.mapped_pages import MappedPages
 from gpulease.daemon.drivers.interface import DriverError, Poll
@@ -36,6 +37,9 @@ class Card:
         zeroed: (address, size) of each memset.
         bytes: What is in memory that was written, by handle.
         pinned: Sizes of registered host memory by address, which `may_pin` allows.
+        lent: The card and the handle of each exported piece, by the descriptor's file. All cards share it.
+        imported: Handles of pieces of other cards.
+        copied_back: Bytes that were copied from the host.
         fail_at: Number of the call that fails.
         busy: How often the stream is not ready yet.
     """
@@ -45,6 +49,7 @@ class Card:
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
 
     def __init__(self, granularity: int = PAGE) -> None:
         self.granularity = granularity
@@ -61,7 +66,11 @@ class Card:
         self.events = 0
         self.pinned: dict[int, int] = {}
         self.may_pin = True
+        self.imported: set[int] = set()
+        self.copied_back = 0
         self._next = 1 << 40
+
+    lent: ClassVar[dict[tuple[int, int], tuple["Card", int]]] = {}
 
     @staticmethod
     def CUmemAllocationProp() -> Any:
@@ -75,8 +84,8 @@ class Card:
 
     @property
     def taken(self) -> int:
-        """Bytes that some handle or some mapping holds."""
-        held = {handle for _, handle, _ in self.mapped.values()} | set(self.sizes)
+        """Bytes of this card that some handle or some mapping holds."""
+        held = ({handle for _, handle, _ in self.mapped.values()} | set(self.sizes)) - self.imported
         return sum((self.sizes | self.lost)[handle] for handle in held)
 
     def cuMemGetAllocationGranularity(self, memory: Any, option: int) -> tuple[Any, ...]:
@@ -186,7 +195,33 @@ class Card:
         if error := self._ok():
             return (error,)
         self.poke(address, ctypes.string_at(host, size))
+        self.copied_back += size
         return (Result.CUDA_SUCCESS,)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error,)
+        self.poke(target, self.peek(source, size))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error, None)
+        assert kind == 1
+        fd = os.memfd_create("piece")
+        self.lent[_file_of(fd)] = self, handle
+        return (Result.CUDA_SUCCESS, fd)
+
+    def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> tuple[Any, ...]:
+        if error := self._ok():
+            return (error, None)
+        assert kind == 1
+        card, handle = self.lent[_file_of(fd)]
+        own = self.calls
+        self.sizes[own] = card.sizes[handle]
+        self.bytes[own] = card.bytes.setdefault(handle, bytearray(b"?" * card.sizes[handle]))
+        self.imported.add(own)
+        return (Result.CUDA_SUCCESS, own)
 
     def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[Any, ...]:
         if not self.may_pin:
@@ -224,6 +259,11 @@ class Card:
             at += span
         assert at == address + size
         return handles
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def wait(is_done: Callable[[], bool], poll: Poll) -> None:

@@ -469,9 +469,19 @@ class CudaContext:
 
     # --- leaving the process ---
 
+    def can_lend(self) -> bool:
+        return self._slice is not None and self._pages.can_lend()
+
+    def lend_pages(
+        self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting
+    ) -> list[int]:
+        """Export large pages (mapped_pages.py)."""
+        self._await(self._pages.is_zeroed, poll)
+        return self._pages.lend(most, host, ready, poll)
+
     def parked_state(self) -> bytes:
-        """Return a record of the parked memory, and the bytes of modules' variables, which are still on the card."""
-        if self._slice is None or not self._pages.is_parked:
+        """Return a record of the parked or lent memory, and the bytes of modules' variables, which are still on the card."""
+        if self._slice is None or not (self._pages.is_parked or self._pages.is_lent):
             raise DriverError("it is not parked")
         if self._has_system_calls:
             raise DriverError("a module calls malloc, free or assert: the heap and its state belong to the context")
@@ -499,7 +509,8 @@ class CudaContext:
             raise DriverError("this module is another driver's")
         return tuple(address for address, _ in module.variables())
 
-    def adopt_parked(self, state: bytes, host: memoryview) -> None:
+    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None:
+        self._pages.adopt(host, pages)
         try:
             where, saved, sizes, contents, *regions = msgpack.unpackb(
                 state, use_list=False, strict_map_key=False, max_bin_len=MAX_VARIABLE_BYTES
@@ -507,20 +518,23 @@ class CudaContext:
             if self._slice is None or where != self._slice.range:
                 raise ImageMismatch(f"its slice would begin at {self._slice and hex(self._slice.range[0])}")
             # Step 1: the pages, with the mappings that they had. Nothing is taken of the card yet.
-            self._pages.adopt(host)
             blocks = {address: block_bytes(size) for address, size in sizes.items()}
             for address, allocation in self._slice.adopt(saved, blocks).items():
                 self._blocks.add(address, sizes[address], allocation)
             # Step 2: regions, if the session has ever had one.
             if regions:
                 self._regions.adopt(regions[0])
+            self._pages.assign_lent()
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise ImageMismatch(f"what is parked can't be read: {error}") from None
         self._contents = list(contents)
 
-    def adopt_module(self, image: bytes, place: tuple[int, ...]) -> CudaModule:
+    def module_code(self, module: DriverModule) -> bytes:
+        return module.code if isinstance(module, CudaModule) else b""
+
+    def adopt_module(self, image: bytes, place: tuple[int, ...], code: bytes = b"") -> CudaModule:
         try:
-            module = self.module_load(image)
+            module = self.module_load(image, code=code)
             module_place = self.module_place(module)
         except ImageRejected as error:
             raise ImageMismatch(str(error)) from None
@@ -663,12 +677,13 @@ class CudaContext:
             elif self._yields:
                 os.sched_yield()
 
-    def module_load(self, image: bytes, admit: AdmitModule = admit_all) -> CudaModule:
-        """Load PTX or a cubin, measured before the driver gets it."""
+    def module_load(self, image: bytes, admit: AdmitModule = admit_all, code: bytes = b"") -> CudaModule:
+        """Load PTX or a cubin, measured before the driver gets it. `code`: the PTX's machine code, if that is known."""
         # A lost context reports its fault again, instead of a load that failed.
         if self._fault is not None:
             raise self._fault
-        module = load_image(image, admit, self._local, self.compiled, self._on_weighed)
+        keeps_code = self._slice is not None
+        module = load_image(image, admit, self._local, self.compiled, self._on_weighed, code, keeps_code=keeps_code)
         self._modules[module] = None
         return module
 

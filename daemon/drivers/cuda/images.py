@@ -92,6 +92,7 @@ class CudaModule:
         loaded: Its CUmodule.
         names: Its variables, each with whether kernels can write it.
         has_system_calls: Whether it calls functions of the driver's own.
+        code: The machine code that was compiled from its PTX, if it is kept.
     """
 
     kernels: Mapping[str, CudaKernel]
@@ -101,6 +102,7 @@ class CudaModule:
     loaded: Any
     names: tuple[tuple[str, bool], ...] = ()
     has_system_calls: bool = False
+    code: bytes = b""
 
     def variables(self) -> list[tuple[int, int]]:
         """Return address and size of each variable. Raises DriverError for one that the driver does not name."""
@@ -124,16 +126,33 @@ class CudaModule:
 
 
 def load_image(
-    image: bytes, admit: AdmitModule, local: LocalMemory, compiled: Compiled, on_weighed: Callable[[Weight], None]
+    image: bytes,
+    admit: AdmitModule,
+    local: LocalMemory,
+    compiled: Compiled,
+    on_weighed: Callable[[Weight], None],
+    code: bytes = b"",
+    *,
+    keeps_code: bool = False,
 ) -> CudaModule:
-    """Load PTX text or a cubin into the current context. Raises ImageRejected with the compiler's log.
+    """Load PTX text or a cubin into the current context.
 
-    Calls `on_weighed` before the driver gets any of the image, because the driver may keep something of an image that
-    it refuses.
+    Args:
+        image: The image.
+        admit: Admits the module by its size on the card.
+        local: What kernels' local memory takes.
+        compiled: The cache of compiled code.
+        on_weighed: Called before the driver gets any of the image, because the driver may keep something of an image
+            that it refuses.
+        code: Machine code that another process has compiled from the PTX; b"" to compile it here.
+        keeps_code: Whether the module keeps the code that was compiled from PTX.
+
+    Raises:
+        ImageRejected: With the compiler's log.
     """
     # Step 1: get the machine code, from the cache or the compiler. Step 2: measure it, and have the session admit it.
     # Only then does the driver get it.
-    cubin = machine_code(image, compiled)
+    cubin = machine_code(image, compiled, code)
     weight = weigh(cubin)
     on_weighed(weight)
     kept_bytes = local.kept_by_system_calls if weight.has_system_calls else 0
@@ -162,11 +181,12 @@ def load_image(
         loaded,
         weight.variables,
         weight.has_system_calls,
+        cubin if keeps_code and not image.startswith(_ELF) else b"",
     )
 
 
-def machine_code(image: bytes, compiled: Compiled) -> bytes:
-    """Return an image as a cubin, not measured yet. Raises ImageRejected."""
+def machine_code(image: bytes, compiled: Compiled, code: bytes = b"") -> bytes:
+    """Return an image as a cubin, not measured yet. Raises ImageRejected. `code`: as for `load_image`."""
     if image.startswith(_ELF):
         return image
     if image.startswith(_FATBINS):
@@ -175,7 +195,8 @@ def machine_code(image: bytes, compiled: Compiled) -> bytes:
         )
     text = text_of(image)
     refuse_managed_text(text)
-    return compiled.of(text, _compile)
+    # Code that another process has compiled is not put into the cache, which a later lease may use.
+    return code or compiled.of(text, _compile)
 
 
 def unload(loaded: Any) -> None:

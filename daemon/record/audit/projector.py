@@ -93,7 +93,8 @@ def _left(fact: Fact) -> Particulars:
 
 def _moved(fact: Fact) -> Particulars:
     moved = fact.source
-    details = {"from_card": moved.from_uuid, "moved_bytes": bounded(moved.moved_bytes)}
+    way = {"way": "host" if moved.why_through_host else "direct", "through_host": clean_text(moved.why_through_host)}
+    details = {"from_card": moved.from_uuid} | way | {"moved_bytes": bounded(moved.moved_bytes)}
     # The time that it has used so far was used on the card that it left.
     return _lease(moved.lease) | details | {"took_us": moved.took_ns // NS_PER_US} | _use(fact.use)
 

@@ -170,6 +170,9 @@ PARKS_FAILED: Final = _counter(
 )
 LEASES_COLD: Final = _counter("gpu_lease_cold", "Parked sessions whose worker process was ended (parked cold).", CARD)
 LEASES_MOVED: Final = _counter("gpu_lease_moved", "Sessions that were moved to this card.", CARD)
+LEASES_MOVED_DIRECTLY: Final = _counter(
+    "gpu_lease_moved_directly", "Sessions whose bytes were moved to this card directly from another card.", CARD
+)
 IMAGE_MISMATCHES: Final = _counter(
     "gpu_lease_image_mismatch", "Leases that ended because their session could not be restored exactly.", CARD
 )

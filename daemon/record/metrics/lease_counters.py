@@ -33,7 +33,10 @@ _OF_SESSIONS: Final = (
 )
 """The counters on workers' control pages."""
 
-_OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {families.IMAGE_MISMATCHES}
+_OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families} | {
+    families.IMAGE_MISMATCHES,
+    families.LEASES_MOVED_DIRECTLY,
+}
 """The families that facts count; one kind of fact also says whether there was an image mismatch."""
 
 _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
@@ -94,6 +97,7 @@ class LeaseCounters:
             FactKind.PARKED: self._measure_park,
             FactKind.UNPARKED: self._measure_park,
             FactKind.PARK_FAILED: self._count_mismatch,
+            FactKind.MOVED: self._count_direct_move,
         }
 
     def on_facts(self, facts: Sequence[Fact]) -> None:
@@ -185,6 +189,10 @@ class LeaseCounters:
     def _count_mismatch(self, fact: Fact, is_region: bool) -> None:
         if fact.source.is_mismatch:
             self._count(families.IMAGE_MISMATCHES, fact)
+
+    def _count_direct_move(self, fact: Fact, is_region: bool) -> None:
+        if not fact.source.why_through_host:
+            self._count(families.LEASES_MOVED_DIRECTLY, fact)
 
     def _measure_end(self, fact: Fact, is_region: bool) -> None:
         lease, times = fact.lease, fact.times

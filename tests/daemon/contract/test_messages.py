@@ -179,7 +179,8 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (TO_WORKER, messages.EndRegionOrder(10, 50), {"op": "end_region", "lease": LEASE, "grace": 50}),
     (TO_WORKER, messages.ResizeSliceOrder(1 << 30), {"op": "resize", "size": 1 << 30}),
     (TO_WORKER, messages.ParkMemoryOrder(1 << 30), {"op": "park_memory", "size": 1 << 30}),
-    (TO_WORKER, messages.ParkOrder(4, 5), {"op": "park", "number": 4, "until": 5}),
+    (TO_WORKER, messages.ParkOrder(4, 5), {"op": "park", "number": 4, "until": 5, "in_place": False}),
+    (TO_WORKER, messages.ParkOrder(4, 5, True), {"op": "park", "number": 4, "until": 5, "in_place": True}),
     (TO_WORKER, messages.ReturnOrder(4), {"op": "return", "number": 4}),
     (TO_WORKER, messages.RefuseReturn(4, "It is full."), {"op": "no_return", "number": 4, "reason": "It is full."}),
     (TO_WORKER, messages.LeaveOrder(4, True), {"op": "leave", "number": 4, "carries": True}),
@@ -234,7 +235,8 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
     (
         FROM_WORKER,
         messages.ParkedReport(4, 5, -6, 7, 8, 9, 10),
-        {"op": "parked", "number": 4, "moved": 5, "shown": -6, "waited": 7, "copied": 8, "released": 9, "kept": 10},
+        {"op": "parked", "number": 4, "moved": 5, "shown": -6, "waited": 7, "copied": 8, "released": 9, "kept": 10}
+        | {"in_place": False},
     ),
     (
         FROM_WORKER,
@@ -267,7 +269,12 @@ MAPS: list[tuple[Mapping[str, type[Message]], Message, dict[str, Any]]] = [
         messages.LeaveRefusedReport(4, "it has events", True),
         {"op": "leave_refused", "number": 4, "reason": "it has events", "lasting": True},
     ),
-    (IMAGE_MESSAGES, messages.ImageMemory(5, 6, 2), {"op": "image", "image": 5, "host": 6, "version": 2}),
+    (
+        IMAGE_MESSAGES,
+        messages.ImageMemory(5, 6, 2, 7, True),
+        {"op": "image", "image": 5, "host": 6, "version": 2, "pages": 7, "in_place": True},
+    ),
+    (IMAGE_MESSAGES, messages.ImagePages(), {"op": "image_pages"}),
     (
         IMAGE_MESSAGES,
         messages.ImageConnection(True, False),

@@ -58,6 +58,9 @@ REGIONS = RegionStates(
 )
 
 
+CODED = (ModuleState(1, b"ptx", (1, 2), 2, ((4096, 8),), b"code"), ModuleState(2, b"ptx", (), 2, ()))
+
+
 @pytest.mark.parametrize(
     ("made", "version"),
     [
@@ -66,6 +69,8 @@ REGIONS = RegionStates(
         (image(events=EVENTS), 2),
         (image(events=EVENTS)._replace(regions=REGIONS), 3),
         (image()._replace(regions=REGIONS), 3),
+        (image()._replace(modules=CODED), 4),
+        (image(b"a request")._replace(modules=CODED, regions=REGIONS), 4),
     ],
 )
 def test_an_image_is_written_in_the_lowest_version_that_has_all_of_it(made: SessionImage, version: int) -> None:
@@ -80,6 +85,7 @@ def test_the_first_version_has_what_its_readers_know() -> None:
     # The lease's id is first and last, and nothing has regions.
     assert len(data) == 1 + len(SessionImage._fields)
     assert [len(one) for one in connections] == [6, 6]
+    assert [len(one) for one in data[1 + SessionImage._fields.index("modules")]] == [5]
 
 
 def test_an_image_of_an_unknown_version_is_refused() -> None:

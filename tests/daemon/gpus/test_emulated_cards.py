@@ -24,6 +24,12 @@ def test_uuids_differ_and_depend_on_the_index_alone() -> None:
         assert str(uuid.UUID(number)) == number
 
 
+def test_each_card_is_the_peer_of_all_others() -> None:
+    first, second, third = EmbeddedCards([GIB] * 3).discover({})
+    assert (first.peers, second.peers) == ((second.uuid, third.uuid), (first.uuid, third.uuid))
+    assert EmbeddedCards([GIB]).discover({})[0].peers == ()
+
+
 def test_nothing_but_the_tenants_bytes_is_charged_and_nothing_is_missing() -> None:
     source = EmbeddedCards([GIB])
     assert source.driver == "cpu"

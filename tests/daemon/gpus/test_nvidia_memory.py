@@ -131,3 +131,19 @@ def test_only_visible_cards_are_leased(nvml: MadeNvml, monkeypatch: pytest.Monke
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert [(card.uuid, card.index) for card in NvidiaCards().discover({})] == [("GPU-2", 0), ("GPU-0", 1)]
+
+
+def test_peers_are_cards_that_are_read_over_nvlink(nvml: MadeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, nvlink = 0, 2
+    # Card 1 is joined to card 0. Card 2 could only be read over PCIe, and the driver says nothing about card 3.
+    states = {(0, 1): (0, 0), (0, 2): (0, 6), (1, 2): (6, 6)}
+
+    def status(one: int, other: int, kind: int) -> int:
+        if 3 in (one, other):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return states[min(one, other), max(one, other)][{read: 0, nvlink: 1}[kind]]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 4)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    assert [card.peers for card in NvidiaCards().discover({})] == [("GPU-1",), ("GPU-0",), (), ()]

@@ -96,8 +96,8 @@ from gpulease.protocol.opcodes import Exclusivity
 from .disk import Disk
 
 MS = 1_000_000
-CARD = Card("GPU-a", 0, "Card", 1000, 50)
-OTHER = Card("GPU-b", 1, "Card", 700, 50)
+CARD = Card("GPU-a", 0, "Card", 1000, 50, peers=("GPU-b",))
+OTHER = Card("GPU-b", 1, "Card", 700, 50, peers=("GPU-a",))
 CARDS = {card.uuid: card for card in (CARD, OTHER)}
 GRANULE = 2 << 20
 LIMITS = CoreLimits(
@@ -130,6 +130,8 @@ class ModelWorker:
         is_new: It waits for the image of a cold session.
         of_lease: The lease for which its zygote knows it.
         is_leased: Its page has a deadline.
+        is_in_place: It is parked with its bytes on the card.
+        borrows: It is parked, and its bytes are in its former worker.
     """
 
     worker_id: int
@@ -149,6 +151,12 @@ class ModelWorker:
     is_new: bool = False
     of_lease: int = 0
     is_leased: bool = False
+    is_in_place: bool = False
+    borrows: bool = False
+
+    @property
+    def is_parked(self) -> bool:
+        return self.is_in_place or not self.on_card
 
     @property
     def bytes_on_card(self) -> int:
@@ -170,22 +178,31 @@ class ModelWorker:
 
     def come_back(self) -> None:
         self.on_card, self.park, self.waits = True, 0, False
+        self.is_in_place = self.borrows = False
         held, self.held = self.held, []
         for order in held:
             self.open(order)
 
 
 class ParkingAnyOrder(RuleBasedStateMachine):
-    @initialize(warm=st.sampled_from([0, 2]), is_slow=st.booleans(), moves=st.booleans())
-    def begin(self, warm: int, is_slow: bool = False, moves: bool = False) -> None:
+    @initialize(
+        warm=st.sampled_from([0, 2]),
+        is_slow=st.booleans(),
+        moves=st.booleans(),
+        is_direct=st.sampled_from([True, True, False]),
+    )
+    def begin(self, warm: int, is_slow: bool = False, moves: bool = False, is_direct: bool = False) -> None:
         # A small burst and a slow pace, so that runs use them up.
         self.burst, self.parks_per_minute = (2, 20) if is_slow else (USUAL_BURST, 6000)
         parking.PARK_BURST = self.burst  # type: ignore[misc]
         self.limits = replace(LIMITS, parks_per_minute=self.parks_per_minute, moves_for_need=moves)
+        self.limits = replace(self.limits, direct_moves=is_direct)
         self.warm = warm
         self.table = LeaseTable(CARDS.values(), self.limits, warm)
         # The number of the park of each session whose image the broker has.
         self.images: dict[int, int] = {}
+        # Images with bytes in pages of the former worker.
+        self.lent_pages: set[int] = set()
         self.lent: set[int] = set()
         self.imaged: dict[int, int] = {}
         # Open and ended regions in each image, and what the broker answers itself for those.
@@ -283,7 +300,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     self.check_need_move(lease_id)
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
-            case EndRegion(lease_id, region_id) if lease_id in self.images and lease_id not in self.lent:
+            case EndRegion(lease_id, region_id) if lease_id in self.images.keys() - self.lent - self.lent_pages:
                 self.wipe(*self.image_regions[lease_id], region_id)
             case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
                 if lease_id in self.workers:
@@ -381,11 +398,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         match order:
             case LeaveSession(lease_id, number, carries):
                 is_busy = (worker.waits and not carries) or worker.held or luck % 5 == 1
-                if worker.on_card or worker.park != number or is_busy:
+                if not worker.is_parked or worker.park != number or is_busy:
                     worker.answers.append(SessionStays(lease_id, number, "it is busy", is_lasting=luck % 2 == 1))
                     return
                 worker.has_left, worker.serves, self.imaged[lease_id] = True, False, number
                 self.image_regions[lease_id] = dict(worker.regions), dict(worker.gone)
+                (self.lent_pages.add if worker.is_in_place else self.lent_pages.discard)(lease_id)
                 worker.answers.append(SessionImaged(lease_id, number, 1000))
             case AdoptSession(lease_id, number, refusal) if refusal and luck % 5 != 1:
                 worker.is_new, worker.park, worker.has_memory = False, number, True
@@ -396,37 +414,49 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     worker.answers.append(SessionReturnFailed(lease_id, number, "it moved", is_mismatch=True))
                     return
                 worker.is_new, worker.park, worker.has_memory = False, number, True
-                self.serve(worker)
+                worker.borrows = lease_id in self.lent_pages
+                if not worker.borrows:
+                    self.serve(worker)
                 regions, gone = self.image_regions[lease_id]
                 worker.regions, worker.gone = dict(regions), dict(gone)
                 self.read_words(worker)
                 worker.orders.insert(0, ReturnSession(lease_id, number))
                 self.obey(worker, luck)
             case GiveParkMemory():
-                worker.has_memory = worker.has_memory or worker.on_card
+                worker.has_memory = worker.has_memory or not worker.is_parked
             case DropParkMemory():
-                worker.has_memory = worker.has_memory and not worker.on_card
-            case ParkSession(lease_id, number):
-                if worker.on_card and (not worker.has_memory or luck % 5 == 1 or worker.gone):
+                worker.has_memory = worker.has_memory and worker.is_parked
+            case ParkSession(lease_id, number, in_place=in_place):
+                if not worker.is_parked and (not worker.has_memory or luck % 5 == 1 or worker.gone):
                     lacks = not worker.has_memory
                     worker.answers.append(SessionParkRefused(lease_id, number, "it runs", lacks_memory=lacks))
                     return
-                worker.on_card, worker.park = False, number
-                worker.answers.append(SessionParked(lease_id, number, worker.size))
+                # It may have too many pages to lend them.
+                worker.is_in_place = in_place and worker.on_card and luck % 3 != 2
+                worker.on_card, worker.park = worker.is_in_place, number
+                worker.answers.append(SessionParked(lease_id, number, worker.size, is_in_place=worker.is_in_place))
             case ReturnSession(lease_id, number):
-                if worker.on_card:
+                if not worker.is_parked:
                     worker.answers.append(SessionReturned(lease_id, number, 0))
                 elif number != worker.park:
                     return
+                elif worker.is_in_place:
+                    worker.answers.append(SessionReturned(lease_id, number, 0))
+                    worker.come_back()
                 # A card that has less than its books say, after a broker lost its last rows, refuses the pages.
                 elif luck % 7 == 1 or self.has_no_room(worker):
-                    worker.answers.append(SessionReturnFailed(lease_id, number, "the address was refused"))
+                    worker.answers.append(
+                        SessionReturnFailed(lease_id, number, "the address was refused", is_mismatch=worker.borrows)
+                    )
                 else:
+                    if worker.borrows:
+                        # Until now its former worker had the session.
+                        self.serve(worker)
                     worker.answers.append(SessionReturned(lease_id, number, worker.size))
                     worker.come_back()
             case RefuseWaitingOperations(number=number):
                 worker.waits = worker.waits and number != worker.park
-            case OpenRegion() as order if worker.on_card:
+            case OpenRegion() as order if not worker.is_parked:
                 worker.open(order)
             case OpenRegion() as order:
                 worker.held.append(order)
@@ -530,7 +560,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     def tenant_works(self, pick: int) -> None:
         if (worker := self.some(pick)) is None or worker.has_left or worker.is_new:
             return
-        if worker.on_card:
+        if not worker.is_parked:
             self.send(SessionsUsed((worker.worker_id,)))
         else:
             worker.waits = True

@@ -1,5 +1,6 @@
 """A parked context's memory and modules, adopted by another context: at the same addresses, or not at all."""
 
+import os
 import struct
 
 import pytest
@@ -52,6 +53,40 @@ def test_another_context_continues_where_the_first_one_was_parked() -> None:
     second.mem_read(counted, memoryview(word := bytearray(8)))
     assert struct.unpack("<Q", word) == (42,)
     second.close()
+
+
+def test_another_context_copies_what_the_first_one_lends_and_changes_nothing_there() -> None:
+    first = parkable()
+    kept = first.mem_alloc(1000)
+    first.mem_write(kept, memoryview(b"weights"))
+    region = first.region_open(first.region_granule_bytes)
+    assert first.can_lend()
+    fds, state = first.lend_pages(1, memoryview(b""), lambda end: None), first.parked_state()
+    back = bytearray(7)
+    first.mem_read(kept, memoryview(back))
+    assert bytes(back) == b"weights"
+    first.close()
+    second = parkable()
+    second.adopt_parked(state, memoryview(b""), fds)
+    # The descriptors are the second context's, which has closed them.
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fds[0])
+    second.unpark()
+    second.mem_read(kept, memoryview(back))
+    assert bytes(back) == b"weights"
+    second.region_end(region)
+    second.close()
+
+
+def test_what_is_lent_in_a_wrong_number_of_pieces_is_refused_and_closed() -> None:
+    context = parkable()
+    fds = [os.memfd_create("lent") for _ in range(2)]
+    with pytest.raises(ImageMismatch, match="lent 2 pieces"):
+        context.adopt_parked(b"", memoryview(b""), fds)
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    context.close()
 
 
 def test_a_module_with_other_variables_is_refused() -> None:

@@ -1,6 +1,7 @@
 """A session that came from another process leaves again only once it was whole."""
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from gpulease.daemon.session.parking import SessionParking
 class Card:
     is_full = True
 
-    def adopt_parked(self, state: bytes, host: memoryview) -> None: ...
+    def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None: ...
 
     def unpark(self, poll: Any) -> PageMove:
         if self.is_full:
@@ -26,7 +27,12 @@ class Card:
 
 def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
     resources: Any = SimpleNamespace(
-        context=Card(), counters=[0] * 200, is_parked=False, check_lease=None, ledger=SimpleNamespace(fixed_bytes=0)
+        context=Card(),
+        counters=[0] * 200,
+        is_parked=False,
+        is_in_place=False,
+        check_lease=None,
+        ledger=SimpleNamespace(fixed_bytes=0),
     )
     parking = SessionParking(resources, lambda: False, lambda: False, is_parkable=True)
     image: Any = SimpleNamespace(number=1, context=b"", moved_bytes=0)

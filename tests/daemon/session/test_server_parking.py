@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import mmap
 import os
 import random
 import socket
@@ -43,6 +44,7 @@ from gpulease.daemon.ptx.context import CpuContext
 from gpulease.daemon.session import connection
 from gpulease.daemon.session.connection import AttachedConnection
 from gpulease.daemon.session.huge_mapping import HugeMapping
+from gpulease.daemon.session.image_channel import ReceivedImage
 from gpulease.protocol.errors import FramingError
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.messages import Body, Data, Empty, Handle, MemAlloc, MemRead, MemWrite, ModuleLoad, Ping
@@ -614,6 +616,56 @@ def test_a_region_that_ends_while_the_session_has_left_ends_if_that_stays_after_
         assert made.hear(RegionEndedReport).region_id == REGION
         made.bring_back()
         assert made.ask(Opcode.REGION_RELEASE, Handle(address)) == Empty()
+
+
+# --- a direct move: the session is parked with its bytes on the card ---
+
+
+def test_a_session_that_has_lent_its_pages_goes_on_unchanged_if_it_stays() -> None:
+    with worker(is_parkable=True) as (made, _):
+        address, handle = made.open_region(GRANULE), made.alloc(1 << 20)
+        data = random.Random(1).randbytes(1 << 20)
+        made.write(handle, 0, data)
+        made.write(address, 5, b"in a region")
+        made.give_memory(MEMORY)
+        made.say(ParkOrder(1, time.monotonic_ns() + MINUTE_NS, in_place=True))
+        report = made.hear(ParkedReport)
+        assert (report.in_place, report.moved_bytes, report.shown_bytes) == (True, GRANULE + (1 << 20), 0)
+        assert made.page.counter(Counter.PARK_NUMBER) == 1
+        # What is sent now waits, and becomes part of the image.
+        made.send(Opcode.SYNC, Empty())
+        made.hear(ReturnWantedReport)
+        ours, theirs = channel_pair()
+        with ours, theirs:
+            made.say(LeaveOrder(1, carries=True), theirs.fileno())
+            assert made.hear(ImagedReport).is_awaited
+            received = ReceivedImage(ours.fileno(), 1)
+            with mmap.mmap(received.pages[0], 0, prot=mmap.PROT_READ) as lent:
+                assert data in lent[:]
+            received.close()
+        made.say(StayOrder(1))
+        made.bring_back()
+        assert made.reply() == Empty()
+        assert made.read(handle, 0, len(data)) == data
+        assert made.read(address, 5, 11) == b"in a region"
+        # The next park is a usual one.
+        assert not made.park(2).in_place
+        made.bring_back(2)
+        assert made.read(handle, 0, len(data)) == data
+
+
+def test_a_region_may_end_while_its_session_is_parked_on_the_card() -> None:
+    with worker(is_parkable=True) as (made, _):
+        made.open_region(GRANULE)
+        made.give_memory(MEMORY)
+        made.say(ParkOrder(1, time.monotonic_ns() + MINUTE_NS, in_place=True))
+        made.hear(ParkedReport)
+        made.writer.set(0, 1, 0, 0)
+        made.say(EndRegionOrder(REGION, 1000))
+        assert made.hear(RegionEndedReport).freed_bytes > 0
+        # A usual park, which a new broker may order, moves the bytes after all.
+        assert not made.park(2).in_place
+        made.bring_back(2)
 
 
 def test_orders_that_need_the_card_wait_for_the_return() -> None:

@@ -1,9 +1,11 @@
 """Pages that leave the card and return to their addresses, and what a call that fails on the way leaves."""
 
+import contextlib
 import itertools
+import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -54,17 +56,29 @@ class Scene:
         moved = self.pages.park(self.host, self.ready.append, poll)
         assert moved.size_bytes == self.taken
 
-    def move(self) -> None:
-        """Continue in another process, on another card."""
+    def take(self, size_bytes: int) -> None:
+        """Allocate more."""
+        address = int(self.slice.take(size_bytes))
+        self.expected[address] = random.Random(4).randbytes(size_bytes)
+        self.card.poke(address, self.expected[address])
+        self.mapped = {at: size for at, (size, _, _) in self.card.mapped.items()}
+        self.taken = self.card.taken
+
+    def lend(self, most: int = 9) -> list[int]:
+        return self.pages.lend(most, self.host, self.ready.append, keep_waiting)
+
+    def move(self, fds: Sequence[int] = ()) -> None:
+        """Continue in another process, on another card; `fds`: what this one has lent, if it has."""
         saved, state = self.slice.saved(), self.regions.state()
         self.card = Card()
         self.pages = pages_on(self.card)
         self.slice, self.regions = SlicePages(self.pages, HOST_BYTES), CudaRegions(self.pages, wait)
         self.regions.use_range(*self.slice.regions_range)
-        self.pages.adopt(self.host)
+        self.pages.adopt(self.host, fds)
         self.slice.adopt(saved, {})
         if state is not None:
             self.regions.adopt(state)
+        self.pages.assign_lent()
         assert self.pages.held_bytes == self.taken
 
     def bring_back(self, poll: Callable[[], None] = keep_waiting, *, is_pinned: bool = True) -> None:
@@ -112,6 +126,106 @@ def test_another_process_has_all_pages_at_their_addresses() -> None:
     other = scene.regions.open(3 * PAGE)
     assert other >= scene.ended + 3 * PAGE
     assert scene.regions.end(other, keep_waiting).freed_bytes == 2 * PAGE
+
+
+@pytest.fixture
+def _small_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_pages, "LENT_BYTES", 2 * PAGE)
+
+
+@pytest.mark.usefixtures("_small_lent", "_small_buffers")
+@pytest.mark.parametrize("most", [0, 1, 9])
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_lent_pages_are_copied_from_the_card_that_keeps_them(most: int, is_pinned: bool) -> None:
+    scene = Scene()
+    scene.take(3 * PAGE)
+    for _ in range(3):
+        former, taken = scene.card, scene.taken
+        fds = scene.lend(most)
+        assert len(fds) == min(most, 2)
+        scene.move(fds)
+        scene.check_parked()
+        scene.bring_back(is_pinned=is_pinned)
+        scene.check_here()
+        # Nothing of the other card is held here, and nothing has changed there.
+        assert not scene.card.sizes.keys() & scene.card.imported
+        assert former.taken == taken
+        # The host memory has only what was not lent.
+        largest = sorted((piece.size_bytes for piece in scene.pages._pieces), reverse=True)
+        assert scene.card.copied_back == taken - sum(largest[: min(most, 2)])
+
+
+@pytest.mark.usefixtures("_small_lent")
+@pytest.mark.parametrize("fails_at", range(1, 60, 8))
+def test_a_copy_of_lent_pages_that_fails_leaves_them_to_their_process(fails_at: int) -> None:
+    scene = Scene()
+    former, before, expected = scene.card, dict(scene.card.mapped), dict(scene.expected)
+    fds = scene.lend()
+    scene.move(fds)
+    scene.card.fail_at = scene.card.calls + fails_at
+    with contextlib.suppress(DriverError):
+        scene.bring_back()
+        for fd in fds:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+        return
+    assert former.mapped == before
+    assert all(former.peek(address, len(data)) == data for address, data in expected.items())
+    scene.card.fail_at = 0
+    # Its records can still be dropped, with what was lent to it.
+    for piece in list(scene.pages._pieces):
+        if not scene.pages.is_broken:
+            scene.pages.drop(piece)
+        elif piece.lent_fd >= 0:
+            os.close(piece.lent_fd)
+
+
+@pytest.mark.usefixtures("_small_lent")
+def test_a_region_that_ends_before_its_lent_pages_are_copied_leaves_zeros() -> None:
+    scene = Scene()
+    # Its scratch has the size from which pieces are lent.
+    ended = scene.regions.open(64 * PAGE)
+    scene.card.poke(ended, b"secret")
+    scene.taken = scene.card.taken
+    scene.mapped = {address: size for address, (size, _, _) in scene.card.mapped.items()}
+    scene.move(scene.lend())
+    scene.regions.end(ended, keep_waiting)
+    scene.bring_back()
+    assert (ended, 4 * PAGE) in scene.card.zeroed
+    assert all(scene.card.peek(address, len(data)) == data for address, data in scene.expected.items())
+    assert not scene.card.sizes.keys() & scene.card.imported
+
+
+@pytest.mark.usefixtures("_small_lent")
+def test_pages_of_another_number_do_not_fit() -> None:
+    scene = Scene()
+    fds = scene.lend()
+    try:
+        with pytest.raises(ImageMismatch, match="2 pieces of memory were lent, and it has 1 of that size"):
+            scene.move([*fds, fds[0]])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+@pytest.mark.usefixtures("_small_lent")
+def test_what_is_not_lent_must_be_in_the_host_memory() -> None:
+    scene = Scene()
+    fds = scene.lend()
+    scene.host = scene.host[:PAGE]
+    try:
+        with pytest.raises(ImageMismatch, match="host memory is too small"):
+            scene.move(fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_memory_at_no_address_is_not_lent() -> None:
+    scene = Scene()
+    assert scene.pages.can_lend()
+    scene.pages.take(PAGE)
+    assert not scene.pages.can_lend()
 
 
 class LateCard(Card):

@@ -92,12 +92,13 @@ def test_a_whole_life() -> None:
     assert life.is_empty()
 
 
-def test_a_move_records_what_the_lease_used_on_the_card_that_it_left() -> None:
+@pytest.mark.parametrize(("why", "way"), [("", "direct"), ("the cards are not peers", "host")])
+def test_a_move_records_its_way_and_what_the_lease_used_on_the_card_that_it_left(why: str, way: str) -> None:
     lease = Life().granted().table.get(5)
     assert lease is not None
     history = LeaseHistory(lambda _: lease, use_of=lambda _: LeaseTimeUse(2_500_000.0, 3_000_000, 1000))
-    (fact,) = history.on_event(PoolTimerFired(), [LeaseMoved(lease, "GPU-b", 100, 9000)], 1)
-    how = {"from_card": "GPU-b", "moved_bytes": 100, "took_us": 9}
+    (fact,) = history.on_event(PoolTimerFired(), [LeaseMoved(lease, "GPU-b", 100, 9000, why)], 1)
+    how = {"from_card": "GPU-b", "way": way, "through_host": why, "moved_bytes": 100, "took_us": 9}
     assert entry_of(fact) == ("move", WHO | how | {"gpu_us": 2500, "busy_us": 3000, "held_back_us": 1})
 
 

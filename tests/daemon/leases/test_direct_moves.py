@@ -1,0 +1,252 @@
+"""Direct moves: which sessions move that way, and what becomes of one that fails."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpulease.daemon.leases import (
+    AdoptSession,
+    CoreLimits,
+    DenialReason,
+    Effect,
+    KillWorker,
+    LeaseEnded,
+    LeaseLeft,
+    LeaseMoved,
+    LeaseParked,
+    LeaseReturned,
+    LeaveSession,
+    MoveRequested,
+    ParkFailed,
+    ParkPhase,
+    ParkRequested,
+    ParkSession,
+    ProveRegion,
+    ReclaimProved,
+    RegionProved,
+    RenameWorker,
+    RequestDenied,
+    RestartWorker,
+    ReturnSession,
+    ReturnWanted,
+    RevokeRequested,
+    SessionImaged,
+    SessionMoved,
+    SessionParked,
+    SessionReturned,
+    SessionReturnFailed,
+    SessionStays,
+    StaySession,
+    WarmState,
+    WorkerExited,
+    WorkerReady,
+)
+from gpulease.daemon.leases.park_state import ParkDepth, ParkState
+
+from .scenario import OVERHEAD, Scenario, card, denied, kinds, one
+
+LIMITS = CoreLimits(park_memory_bytes=16 << 20, overcommit=4.0, park_stay_ms=0)
+MOVE = 7
+SIZE = 60
+
+
+def scenario(*, are_peers: bool = True, limits: CoreLimits = LIMITS) -> Scenario:
+    first, second = card(0, 200), card(1, 200)
+    if are_peers:
+        first, second = replace(first, peers=(second.uuid,)), replace(second, peers=(first.uuid,))
+    s = Scenario(first, second, limits=limits)
+    s.active(1, SIZE, park_idle_ms=0, selector="0")
+    return s
+
+
+def state_of(s: Scenario) -> ParkState:
+    state = s.table._store.parkable[1].park
+    assert state is not None
+    return state
+
+
+def begin(s: Scenario) -> ParkSession:
+    return one(s.do(MoveRequested(MOVE, 1, "ann", "1")), ParkSession)
+
+
+def leave(s: Scenario) -> list[Effect]:
+    """Have the session of lease 1 parked in place, and its image sent."""
+    order = begin(s)
+    assert order.in_place
+    effects = s.do(SessionParked(1, order.number, 50, 4, is_in_place=True))
+    # Nothing has left the card, so nothing is proved or recorded as parked.
+    assert not {ProveRegion, LeaseParked} & {type(effect) for effect in effects}
+    assert one(effects, LeaveSession).carries
+    return list(s.do(SessionImaged(1, order.number, 1000)))
+
+
+def held(s: Scenario) -> list[tuple[str, WarmState]]:
+    return [(context.card_uuid, context.state) for context in s.table.warming()]
+
+
+def bytes_held(s: Scenario) -> tuple[int, int]:
+    """Return the bytes of leases, and of workers that belong to none, on each card."""
+    first, second = s.card(0), s.card(1)
+    return first.held_bytes + first.warm_bytes, second.held_bytes + second.warm_bytes
+
+
+def test_both_cards_are_charged_until_the_next_worker_has_the_session() -> None:
+    s = scenario()
+    effects = leave(s)
+    one(effects, LeaseLeft)
+    assert one(effects, RestartWorker).card_uuid == "GPU-b"
+    assert not any(isinstance(effect, KillWorker) for effect in effects)
+    assert (held(s), bytes_held(s)) == ([("GPU-a", WarmState.HELD)], (SIZE + OVERHEAD, SIZE + OVERHEAD))
+    one(s.do(WorkerReady(1)), AdoptSession)
+    effects = list(s.do(SessionReturned(1, state_of(s).number, 50)))
+    moved = one(effects, LeaseMoved)
+    assert (moved.from_uuid, moved.lease.card_uuid, moved.moved_bytes) == ("GPU-a", "GPU-b", 50)
+    assert moved.why_through_host == ""
+    assert one(effects, SessionMoved).request == MOVE
+    # It was never parked, so it has not returned either.
+    assert LeaseReturned not in kinds(effects)
+    killed = one(effects, KillWorker).worker_id
+    assert (held(s), state_of(s).phase) == ([("GPU-a", WarmState.DROPPING)], ParkPhase.RESIDENT)
+    snapshot = s.table.parking.of(1)
+    assert snapshot is not None
+    assert snapshot.last_move == ""
+    # The bytes on the former card are free once they are proved free.
+    s.do(WorkerExited(killed, "it was killed"))
+    assert bytes_held(s)[0] == SIZE + OVERHEAD
+    s.do(ReclaimProved(killed))
+    assert bytes_held(s) == (0, SIZE + OVERHEAD)
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda: scenario(are_peers=False), "the cards are not peers"),
+        (lambda: scenario(limits=replace(LIMITS, direct_moves=False)), "direct_moves is off"),
+    ],
+)
+def test_a_move_through_the_host_says_why(made: object, why: str) -> None:
+    s = made()  # type: ignore[operator]
+    order = begin(s)
+    assert not order.in_place
+    through_host(s, order.number, why)
+
+
+def through_host(s: Scenario, number: int, why: str) -> None:
+    """Have the session of lease 1, which has its order to park, move through the host's memory."""
+    s.do(SessionParked(1, number, 50))
+    one(s.do(RegionProved(1)), LeaveSession)
+    s.do(SessionImaged(1, number, 1000))
+    s.do(WorkerReady(1))
+    effects = s.do(SessionReturned(1, number, 50))
+    assert why in one(effects, LeaseMoved).why_through_host
+    snapshot = s.table.parking.of(1)
+    assert snapshot is not None
+    assert snapshot.last_move == one(effects, LeaseMoved).why_through_host
+
+
+def test_a_parked_session_moves_through_the_host() -> None:
+    s = scenario()
+    number = one(s.do(ParkRequested(5, 1, "ann")), ParkSession).number
+    s.do(SessionParked(1, number, 50))
+    s.do(RegionProved(1))
+    one(s.do(MoveRequested(MOVE, 1, "ann", "1")), LeaveSession)
+    s.do(SessionImaged(1, number, 1000))
+    s.do(WorkerReady(1))
+    assert "not on its card" in one(s.do(SessionReturned(1, number, 50)), LeaseMoved).why_through_host
+
+
+def test_a_card_without_room_for_the_session_now_gets_it_through_the_host() -> None:
+    s = scenario()
+    s.active(2, 150, tenant="bob", selector="1")
+    assert not begin(s).in_place
+
+
+def test_a_worker_that_can_not_lend_its_pages_parks_the_session_and_that_is_reported() -> None:
+    s = scenario()
+    order = begin(s)
+    assert order.in_place
+    through_host(s, order.number, "could not lend its pages")
+
+
+def test_a_worker_that_was_not_ordered_to_keep_its_pages_is_not_believed() -> None:
+    s = scenario()
+    number = one(s.do(ParkRequested(5, 1, "ann")), ParkSession).number
+    one(s.do(SessionParked(1, number, 50, is_in_place=True)), ProveRegion)
+
+
+def check_back(s: Scenario, effects: list[Effect], aside: int, why: str) -> None:
+    """Check that the former worker continues the session on its own card, and that the next move avoids this way."""
+    assert RenameWorker(aside, 1) in effects
+    assert effects.index(RenameWorker(aside, 1)) < effects.index(StaySession(1, state_of(s).number))
+    one(effects, RequestDenied)
+    one(effects, ReturnSession)
+    assert LeaseMoved not in kinds(effects)
+    assert s.lease(1).card_uuid == "GPU-a"
+    assert bytes_held(s)[0] == SIZE + OVERHEAD
+    s.do(SessionReturned(1, state_of(s).number, 0))
+    assert (state_of(s).phase, state_of(s).depth) == (ParkPhase.RESIDENT, ParkDepth.WARM)
+    for context in s.table.warming():
+        s.do(WorkerExited(context.warm_id, "it was killed"))
+        s.do(ReclaimProved(context.warm_id))
+    order = begin(s)
+    assert not order.in_place
+    through_host(s, order.number, why)
+
+
+@pytest.mark.parametrize("is_mismatch", [True, False])
+def test_a_session_that_could_not_be_copied_is_back_in_its_former_worker(is_mismatch: bool) -> None:
+    s = scenario()
+    aside = one(leave(s), RenameWorker).to_id
+    s.do(WorkerReady(1))
+    failed = SessionReturnFailed(1, state_of(s).number, "the pages can't be mapped", is_mismatch=is_mismatch)
+    effects = list(s.do(failed))
+    assert any(isinstance(effect, ParkFailed) for effect in effects)
+    check_back(s, effects, aside, "its last direct move failed: the pages can't be mapped")
+
+
+def test_a_session_is_back_in_its_former_worker_if_its_next_one_ends() -> None:
+    s = scenario()
+    aside = one(leave(s), RenameWorker).to_id
+    s.do(WorkerReady(1))
+    check_back(s, list(s.do(WorkerExited(1, "it was killed"))), aside, "its last direct move failed")
+
+
+def test_a_session_that_can_not_leave_is_served_again_at_once() -> None:
+    s = scenario()
+    order = begin(s)
+    s.do(SessionParked(1, order.number, 50, is_in_place=True))
+    effects = s.do(SessionStays(1, order.number, "a client is connected by a token", is_lasting=True))
+    assert denied(effects).reason is DenialReason.UNSUPPORTED
+    one(effects, ReturnSession)
+    s.do(SessionReturned(1, order.number, 0))
+    assert (state_of(s).phase, bytes_held(s)) == (ParkPhase.RESIDENT, (SIZE + OVERHEAD, 0))
+
+
+def test_an_operation_during_the_move_is_served_on_the_other_card() -> None:
+    s = scenario()
+    order = begin(s)
+    s.do(SessionParked(1, order.number, 50, is_in_place=True))
+    assert s.do(ReturnWanted(1, order.number)) == []
+    s.do(SessionImaged(1, order.number, 1000))
+    assert s.do(ReturnWanted(1, order.number)) == []
+    s.do(WorkerReady(1))
+    one(s.do(SessionReturned(1, order.number, 50)), SessionMoved)
+
+
+def test_a_lease_that_ends_on_its_way_takes_both_workers_along() -> None:
+    s = scenario()
+    leave(s)
+    s.do(WorkerReady(1))
+    s.do(RevokeRequested(9, 1, "maintenance", is_operator=True))
+    assert held(s) == [("GPU-a", WarmState.DROPPING)]
+
+
+def test_a_session_with_no_worker_left_ends_its_lease() -> None:
+    s = scenario()
+    aside = one(leave(s), RenameWorker).to_id
+    s.do(WorkerExited(aside, "signal 9"))
+    effects = s.do(WorkerExited(1, "signal 9"))
+    assert denied(effects).reason is not None
+    ended = [effect for effect in effects if isinstance(effect, LeaseEnded)]
+    lease = s.table.get(1)
+    assert ended or lease is None or lease.state.name != "ACTIVE"
