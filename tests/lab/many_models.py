@@ -1,9 +1,11 @@
 """Eight models on a card that holds three, requested by Zipf's law: times, hit rate, and a check of every output.
 
-    PYTHONPATH=.dev python -m tests.lab.many_models --minutes 2
+    PYTHONPATH=.dev:tests python -m lab.many_models --minutes 2
+    PYTHONPATH=.dev:tests python -m lab.many_models --driver cuda --shape llama-1b --minutes 1
 
-Starts a private daemon on the embedded driver. The models are the tiny one with other weights; each output is compared
-with the first one of its model and prompt. Prints one JSON object, and exits with 1 if an output differs.
+Starts a private daemon. The models are the tiny one with other weights, or have a benchmark's shape and random weights;
+each output is compared with the first one of its model and prompt. Prints one JSON object, and exits with 1 if an
+output differs.
 """
 
 import asyncio
@@ -14,18 +16,30 @@ import sys
 import tempfile
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import click
 import numpy as np
 
+from gpulease.client.bench.decode_shapes import SHAPES
 from gpulease.client.console.private_daemon import private_daemon
-from gpulease.client.decode import TINY_MODEL, DecoderSettings, SamplingParameters, TenantConfig, open_model
+from gpulease.client.decode import (
+    TINY_MODEL,
+    DecoderSettings,
+    ModelConfig,
+    RandomCheckpoint,
+    SamplingParameters,
+    TenantConfig,
+    open_model,
+)
+from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.decode_errors import ModelUnavailable
 from gpulease.client.decode.scheduler.model_residency import ModelState, ResidencyLimits
 from gpulease.client.decode.supervisor.decoder import engine_bytes
 from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
+from helpers.decode.hugging_face import config_json
 
 MODELS: Final = 8
 RESIDENT: Final = 3
@@ -33,14 +47,17 @@ PROMPTS: Final = 4
 """Different prompts of each model."""
 
 TOKENS: Final = 16
+ROWS_WRITTEN: Final = 8192
+"""Rows of a tensor that are written at a time."""
+
 WAIT_S: Final = 300.0
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=4, positions=96, text_processes=1)
 TENANTS: Final = (TenantConfig("ann", 4, 24),)
 
-# As the daemon's manual advises; the card has the room of three models, and promises as often as there are models.
+# As the daemon's manual advises; the card has room for three models, and grants leases for all of them.
 _LIMITS: Final = """
 [limits]
-park_memory = "4GiB"
+park_memory = "{park_memory}"
 overcommit = 8.0
 park_stay_ms = 0
 parks_per_minute = 100000
@@ -58,6 +75,29 @@ def make_model(folder: Path, number: int) -> Path:
     # The lower bits of a bf16's mantissa.
     weights ^= np.random.default_rng(number).integers(0, 64, weights.size, np.uint16)
     (folder / "model.safetensors").write_bytes(data.tobytes())
+    return folder
+
+
+def make_random_model(folder: Path, config: ModelConfig, seed: int) -> Path:
+    """Write a model with random weights and the tiny one's tokenizer. Returns its folder."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((TINY_MODEL / name).read_bytes())
+    (folder / "config.json").write_text(json.dumps(config_json(replace(config, end_tokens=(0,)))))
+    checkpoint = RandomCheckpoint(config, seed)
+    tensors = {name: checkpoint.tensor(name) for name, _ in model_tensors(config)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 2 * int(np.prod(tensor.shape))
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            # In parts, since the values of a whole embedding would be copied in memory first.
+            for row in range(0, tensor.rows, ROWS_WRITTEN):
+                file.write(tensor.read(row, min(row + ROWS_WRITTEN, tensor.rows)).tobytes())
     return folder
 
 
@@ -110,7 +150,11 @@ class _Run:
 
 
 async def _measure(address: str, folder: Path, size: int, options: dict[str, Any]) -> dict[str, Any]:
-    paths = {str(number): make_model(folder / str(number), number) for number in range(MODELS)}
+    shape = SHAPES.get(options["shape"])
+    paths = {
+        str(n): make_random_model(folder / str(n), shape, n) if shape else make_model(folder / str(n), n)
+        for n in range(MODELS)
+    }
     parked = 0 if options["unloads"] else MODELS * size
     limits = ResidencyLimits(RESIDENT * size, parked, options["stay"])
     pool = ModelPool(
@@ -139,11 +183,19 @@ async def _measure(address: str, folder: Path, size: int, options: dict[str, Any
 @click.option("--stay", default=0.2, show_default=True, help="pool.min_stay_secs.")
 @click.option("--unloads", is_flag=True, help="Unload models instead of parking them.")
 @click.option("--seed", default=1, show_default=True)
+@click.option("--driver", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
+@click.option("--shape", type=click.Choice(("tiny", *SHAPES)), default="tiny", show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path, exists=True), help="Where models are written.")
 def main(**options: Any) -> None:
     """Measure, and print one JSON object."""
-    size = engine_bytes(open_model(TINY_MODEL), TENANTS, SETTINGS)
+    shape = SHAPES.get(options["shape"])
+    size = engine_bytes(RandomCheckpoint(shape, 1) if shape else open_model(TINY_MODEL), TENANTS, SETTINGS)
     card = f"{RESIDENT * size}"
-    with tempfile.TemporaryDirectory() as folder, private_daemon("cpu", (card,), settings=_LIMITS) as address:
+    limits = _LIMITS.format(park_memory=MODELS * size + (4 << 30))
+    with (
+        tempfile.TemporaryDirectory(dir=options["folder"]) as folder,
+        private_daemon(options["driver"], (card,), settings=limits) as address,
+    ):
         report = asyncio.run(_measure(address, Path(folder), size, options))
     click.echo(json.dumps({name: round(it, 3) if isinstance(it, float) else it for name, it in report.items()}))
     sys.exit(1 if report["wrong"] else 0)
