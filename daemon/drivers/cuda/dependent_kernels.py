@@ -4,6 +4,13 @@ A kernel that executes griddepcontrol.wait before it touches memory gives the sa
 the launch before it still runs: they wait at that instruction until that launch is complete and its writes are visible.
 So a graph begins such a launch early, and the time between two kernels falls. The PTX shows which kernels do that; for
 machine code alone nothing is begun early.
+
+All threads of such a kernel wait, so it ends only after the launch before it has ended. So what comes next needs to
+wait for this kernel alone.
+
+The wait makes writes visible to reads for which the memory consistency model holds. It does not hold for textures,
+surfaces and ld.global.nc (PTX ISA, Scope and applicability of the model): their memory must not change while a kernel
+runs, and it would if the kernel started early. Images that read so have no kernels that start early.
 """
 
 import re
@@ -11,16 +18,24 @@ from typing import Final
 
 _WAIT: Final = b"griddepcontrol.wait"
 
-_COMMENT: Final = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LEFT_OUT: Final = re.compile(rb'//[^\n]*|/\*.*?(?:\*/|\Z)|"(?:[^"\\\n]++|\\.)*+"', re.DOTALL)
+"""Comments and strings, both of which may contain anything."""
 
-_ENTRY: Final = re.compile(rb"\.entry\s+([\w$%]+)\s*(?:\([^()]*\))?[^{};]*\{")
-"""A kernel's head, with the brace that begins its body."""
+_ENTRY: Final = re.compile(rb"\.entry\s++([\w$%]++)\s*+(?:\([^()]*+\))?+[^{};]*+\{")
+"""A kernel's head, with the brace that begins its body. It gives nothing back, so that its time is linear."""
 
 _HARMLESS: Final = re.compile(
-    rb"(?:@!?%[\w$]+\s+)?(?:mov|cvt|cvta|add|sub|mul|mad|min|max|and|or|not|shl|shr|setp|selp|ld\.param|prefetch"
-    rb"|cp\.async\.bulk\.prefetch|griddepcontrol\.launch_dependents)(?:\.[\w.:]+)?(?:\s[^{};]*)?"
+    rb"(?:@!?%[\w$]+\s+)?(?:(?:mov|cvt|cvta|add|sub|mul|mad|min|max|and|or|not|shl|shr|setp|selp|ld\.param"
+    rb"|cp\.async\.bulk\.prefetch|griddepcontrol\.launch_dependents)(?:\.[\w.:]+)?"
+    rb"|prefetch(?:\.global)?\.L[12](?:::\w+)?)(?:\s[^{};:]*)?"
 )
-"""A statement that neither reads nor writes memory, except for parameters, and does not branch."""
+"""A statement that neither reads nor writes memory, except for parameters, and does not branch. Its operands have no
+colon, which would make its first word a label. prefetch.tensormap reads: what it got is used after the wait."""
+
+_UNORDERED: Final = re.compile(
+    rb"\bld(?:\.[\w:]+)*\.nc\b|\b(?:ldu|tex|tld4|suld|sust|sured)\.|\.(?:tex|texref|surfref|samplerref)\b"
+)
+"""What accesses memory as if nothing else wrote it while the kernel runs."""
 
 MAX_STATEMENTS: Final = 256
 """Most statements of a kernel that are read for the wait. Stops an image from taking long to load."""
@@ -30,7 +45,9 @@ def waiting_kernels(ptx: bytes) -> frozenset[str]:
     """Return the kernels of PTX that wait for the launch before them ahead of everything that touches memory."""
     if _WAIT not in ptx:
         return frozenset()
-    text = _COMMENT.sub(b" ", ptx)
+    text = _LEFT_OUT.sub(b" ", ptx)
+    if _UNORDERED.search(text):
+        return frozenset()
     return frozenset(head[1].decode() for head in _ENTRY.finditer(text) if _waits(text, head.end()))
 
 
