@@ -30,6 +30,7 @@ from gpulease.client.decode.engine.forward_pass import (
     buffer_sizes,
     excess_launches,
     head_rows_of,
+    is_uneven,
     parts_of,
 )
 from gpulease.client.decode.engine.linear_tiles import target_of
@@ -657,6 +658,9 @@ class DecodeEngine:
         # Only large buckets have kernels for prompts, so small steps are not searched for any.
         if (bucket, 0, with_prompts) not in self._graphs:
             return kind
+        cut = with_prompts._replace(is_cut=True)
+        if (bucket, 0, cut) in self._graphs and is_uneven(rows, self.forward.weights.config, self.limits):
+            return cut
         tables = rows["table"]
         if not (tables[1:] == tables[:-1]).any():
             return kind

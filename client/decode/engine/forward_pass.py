@@ -13,13 +13,15 @@ from functools import cached_property
 from itertools import product
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from gpulease.client.aio import GpuSession
 from gpulease.client.decode.checkpoint.weights import LayerWeights, Layout, Linear, ModelWeights, Plane
 from gpulease.client.decode.decode_errors import RequestRejected
 from gpulease.client.decode.engine.kernel_library import KernelLaunch, KernelLibrary, ManifestKernel, Value, manifest
 from gpulease.client.decode.engine.linear_tiles import SM_80, SM_90A, grid_of, linear_grid, tile_of, tiles_of
 from gpulease.client.decode.model_config import Experts, ModelConfig
-from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, mask_words
+from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RANKED, RESULT, ROW, Rows, mask_words
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
@@ -57,11 +59,39 @@ Models that exceed it have only the graphs that they need, and a larger lease (`
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
 
+MIN_CUT_POSITIONS: Final = 3072
+"""The longest sequence of a step has at least so many positions if the step's attention is cut into spans."""
+
+UNEVENNESS: Final = 1
+"""By how much the longest tile exceeds its share of a step if the step's attention is cut into spans."""
+
+WHOLE_SPLITS: Final = 16
+"""Most splits of a tile of rows that is not cut into spans: so many take little longer than cutting and combining."""
+
+SPAN_SPLITS: Final = 8
+"""Splits of a span, if not too many spans are needed: few enough that one program needs no longer for it than for short
+sequences, many enough that its start and end matter little."""
+
+MAX_SPANS: Final = 256
+"""Most spans of the tiles of a step that are cut."""
+
+PLACED_ROWS: Final = 64
+"""Rows whose attention can be cut into spans (`cut_spans`) at the most positions of a sequence."""
+
+MAX_PLACES: Final = 16_384
+"""Most parts of attention, one for each row and split, that steps with spans have room for. A part takes 8 or 17 KB of
+the card with 32 heads that are 64 or 128 wide."""
+
 LAUNCHES_A_TURN: Final = 8
 """Most launches in one turn of the event loop, in which no step of another model is planned.
 
 Recording one takes about 30 us of Python. A turn costs about 10 us, and another model's step several turns.
 """
+
+_SPAN_BYTES: Final = 8 * 4
+"""A span's record, and a row's place and splits (`cut_spans`), in 32-bit words."""
+
+_CUT_BYTES: Final = 2 * 4
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
 """Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
@@ -116,11 +146,13 @@ class StepKind(NamedTuple):
         is_guided: Whether the step also reads `guides`.
         has_prompts: Whether adjacent rows are of one sequence.
         head_rows: How many rows, the first ones, get logits and a token; None: all.
+        is_cut: Whether the attention of long sequences is cut into spans. Then `has_prompts` is set.
     """
 
     is_guided: bool = False
     has_prompts: bool = False
     head_rows: int | None = None
+    is_cut: bool = False
 
 
 PLAIN: Final = StepKind()
@@ -160,6 +192,29 @@ class StepLimits:
         return -(-self.positions // manifest().split)
 
 
+def is_uneven(rows: Rows, config: ModelConfig, limits: StepLimits) -> bool:
+    """Whether a step of these rows is faster if the attention of long sequences is cut into spans.
+
+    That is so if the longest tile takes longer than its share of all, and the parts of all long tiles have places. It
+    changes no bits.
+    """
+    positions, tables, tile_rows = rows["position"], rows["table"], _tile_rows(config)
+    longest = int(positions.max())
+    if longest < MIN_CUT_POSITIONS:
+        return False
+    # The last row of each tile is its longest.
+    is_last = np.arange(1, len(rows) + 1) % tile_rows == 0
+    is_last[-1] = True
+    is_last[:-1] |= tables[1:] != tables[:-1]
+    ends = np.flatnonzero(is_last)
+    lengths = positions[ends] + 1
+    if longest <= UNEVENNESS * int(lengths.sum()) * config.key_heads / MAX_PROGRAMS:
+        return False
+    splits = -(-lengths // manifest().split)
+    parts = np.diff(ends, prepend=-1) * splits
+    return int(parts[splits > WHOLE_SPLITS].sum()) <= _places(config, limits)
+
+
 def block_bytes(config: ModelConfig) -> int:
     """Return the size of one block of keys and values: [layers][k, v][key_heads][PAGE][head_width] bf16."""
     return config.layers * layer_bytes(config)
@@ -196,8 +251,9 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
             "tiles": max(tiles for tiles, _ in tilings) * 4,
             "pairs": max(tiles * expert_rows for tiles, expert_rows in tilings) * 4,
         }
+    spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
     # Bytes of one f32 per head and part of a sequence, for steps with attention that is cut.
-    attention = _split_rows(rows, config) * heads * limits.splits * 4
+    attention = _places(config, limits) * heads * 4
     # Buffers of one step, reused by every layer. Two steps in flight run one after the other on the card.
     sizes = {
         "h": rows * config.width * 4,
@@ -215,6 +271,8 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         "rows": rows * ROW.itemsize,
         "results": rows * RESULT.itemsize,
         "tables": limits.tables * limits.table_blocks * 4,
+        # Only for steps with spans.
+        **spans,
         # Only for models with experts.
         **experts,
         # Only for guided steps.
@@ -243,7 +301,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
 
 def excess_launches(config: ModelConfig, limits: StepLimits) -> int:
     """Return by how many launches a model's graphs, for one of the steps in flight, exceed MAX_RECORDED_LAUNCHES."""
-    return max(0, _graphs(config, limits.max_rows, ()) * _most_launches(config) - MAX_RECORDED_LAUNCHES)
+    return max(0, _graphs(config, limits, ()) * _most_launches(config, limits) - MAX_RECORDED_LAUNCHES)
 
 
 class ForwardPass:
@@ -324,12 +382,13 @@ class ForwardPass:
 
     def kinds(self, rows: int) -> list[StepKind]:
         """Return the kinds of steps of `rows` rows. Steps that are cut have no kernels for prompts."""
-        return _kinds(rows, self.weights.config, HEAD_ROWS if self._computes_few_logits else ())
+        return _kinds(rows, self.weights.config, self.limits, HEAD_ROWS if self._computes_few_logits else ())
 
     @cached_property
     def _computes_few_logits(self) -> bool:
-        config, most = self.weights.config, self.limits.max_rows
-        return _graphs(config, most, HEAD_ROWS) * len(list(self.launches(most))) <= MAX_RECORDED_LAUNCHES
+        longest = StepKind(is_cut=_cuts_spans(self.weights.config, self.limits))
+        launches = len(list(self.launches(self.limits.max_rows, longest)))
+        return _graphs(self.weights.config, self.limits, HEAD_ROWS) * launches <= MAX_RECORDED_LAUNCHES
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
         """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
@@ -355,13 +414,19 @@ class ForwardPass:
             "embed_scaled" if scaled else "embed", (rows,), h=b["h"], table=self.weights.embedding, rows=b["rows"],
             results=b["results"], tables=b["tables"], D=width, table_blocks=limits.table_blocks, **scaled,
         )  # fmt: skip
+        if kind.is_cut:
+            yield KernelLaunch(
+                "cut_spans", (1,), spans=b["spans"], cuts=b["cuts"], rows=b["rows"], R=rows, S=_most_spans(rows),
+                count=_tile_rows(config), room=_places(config, limits), whole_splits=WHOLE_SPLITS,
+                least_splits=SPAN_SPLITS, max_spans=MAX_SPANS,
+            )  # fmt: skip
         # The norm after a linear adds its parts to the residual, so it needs to know their number, and the outer norm
         # of these parts. The first norm has none, because `embed` writes the residual itself.
         before, outer = 0, None
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
             yield self._normalise(rows, layer.attention_norm, before, outer)
-            yield from self._attend(rows, index, layer, has_prompts=kind.has_prompts)
+            yield from self._attend(rows, index, layer, kind)
             yield self._linear(layer.output, rows, "x")
             # Feed-forward: norm (which adds the attention's output), gate and up, down projection.
             yield self._normalise(rows, layer.inner_norm, _splits(layer.output), layer.attention_outer_norm)
@@ -427,7 +492,7 @@ class ForwardPass:
             eps=self.weights.config.norm_epsilon, **extra_values,
         )  # fmt: skip
 
-    def _attend(self, rows: int, index: int, layer: LayerWeights, *, has_prompts: bool) -> Iterator[KernelLaunch]:
+    def _attend(self, rows: int, index: int, layer: LayerWeights, kind: StepKind) -> Iterator[KernelLaunch]:
         """Yield the launches that turn h's norm, in x, into the attention's output, also in x."""
         config, b, limits = self.weights.config, self._buffers, self.limits
         heads, key_heads, width = config.heads, config.key_heads, config.head_width
@@ -458,7 +523,16 @@ class ForwardPass:
         # One program per row and key head if the sequences are short or the rows many; otherwise cut each sequence, so
         # that few rows still fill the card. Both give the same bits.
         is_whole = rows > _split_rows(rows, config)
-        if is_whole and has_prompts:
+        parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
+        if kind.is_cut and window is None:
+            # One program per span and key head: long sequences have several. Again the same bits.
+            for name in (f"attend_spans_{width}", f"attend_row_spans_{width}"):
+                yield KernelLaunch(name, (key_heads, _most_spans(rows)), x=b["x"], **parts, spans=b["spans"], **read)
+            yield KernelLaunch(
+                f"combine_spans_{width}", (rows, heads), x=b["x"], **parts, rows=b["rows"], H=heads, cuts=b["cuts"]
+            )
+            return
+        if is_whole and kind.has_prompts:
             # Adjacent rows of one sequence share what they read. Again the same bits.
             yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **window_values)
             return
@@ -468,7 +542,6 @@ class ForwardPass:
             yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads * groups), x=b["x"], **read, **window_values)
             return
         # The parts of a sequence's attention, which `combine` adds in ascending order.
-        parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         parts["splits"] = limits.splits
         programs = min(limits.splits, -(-MAX_ATTENTION_PROGRAMS // (rows * key_heads)))
         yield KernelLaunch(f"attend_{suffix}", (rows, key_heads, programs), **parts, **read, **window_values)
@@ -535,25 +608,54 @@ class ForwardPass:
         return KernelLaunch(name, grid, parts=b[parts], x=b[x], **planes, **shape, chunk=chunk)
 
 
-def _kinds(rows: int, config: ModelConfig, few: Iterable[int]) -> list[StepKind]:
+def _kinds(rows: int, config: ModelConfig, limits: StepLimits, few: Iterable[int]) -> list[StepKind]:
     """Return the kinds of steps of `rows` rows, if those of prompts may compute the head for `few` rows."""
     if rows <= _split_rows(rows, config):
         return [StepKind(is_guided) for is_guided in (False, True)]
     kinds = [StepKind(*flags) for flags in product((False, True), (False, True))]
+    if _cuts_spans(config, limits) and rows <= manifest().kernels["cut_spans"].constants["LANES"]:
+        kinds += [StepKind(is_guided, has_prompts=True, is_cut=True) for is_guided in (False, True)]
     # Only prompts have rows without logits. Guided steps are too rare to have graphs of their own for that.
     return kinds + [StepKind(False, True, head_rows) for head_rows in few if head_rows < rows]
 
 
-def _graphs(config: ModelConfig, max_rows: int, few: Iterable[int]) -> int:
+def _graphs(config: ModelConfig, limits: StepLimits, few: Iterable[int]) -> int:
     """Return the number of graphs for one step in flight, if those of prompts may compute the head for `few` rows."""
-    return sum(len(_kinds(rows, config, few)) for rows in buckets_of(max_rows))
+    return sum(len(_kinds(rows, config, limits, few)) for rows in buckets_of(limits.max_rows))
 
 
-def _most_launches(config: ModelConfig) -> int:
+def _cuts_spans(config: ModelConfig, limits: StepLimits) -> bool:
+    """Whether steps of many rows may have tiles that are long enough to be cut."""
+    if limits.positions <= MIN_CUT_POSITIONS or limits.max_rows <= _split_rows(limits.max_rows, config):
+        return False
+    return any(config.window(layer, limits.positions) is None for layer in range(config.layers))
+
+
+def _places(config: ModelConfig, limits: StepLimits) -> int:
+    """The number of parts of attention, one for each row and split, that a step has room for."""
+    places = _split_rows(limits.max_rows, config) * limits.splits
+    if not _cuts_spans(config, limits):
+        return places
+    return max(places, min(MAX_PLACES, min(PLACED_ROWS, limits.max_rows) * limits.splits))
+
+
+def _most_spans(rows: int) -> int:
+    """The most spans of a step: each row may be a tile of its own."""
+    return rows + MAX_SPANS
+
+
+def _tile_rows(config: ModelConfig) -> int:
+    """The most rows of a tile of a prompt: each lane has a query head of a row."""
+    lanes = manifest().kernels[f"attend_spans_{config.head_width}"].constants["LANES"]
+    return lanes // (config.heads // config.key_heads)
+
+
+def _most_launches(config: ModelConfig, limits: StepLimits) -> int:
     """Return the most launches of a step (`ForwardPass.launches`)."""
-    # In each layer 5 with qkv, if attention is cut, the output, 2 norms, and the feed-forward part: 3, or 5 with
-    # experts. Beyond the layers the embedding, the norm, the head, and the 4 that choose tokens in a guided step.
-    attention, rest = 7, 7
+    # In each layer 5 with qkv, if attention is cut, or 6 if it is cut into spans, the output, 2 norms, and the
+    # feed-forward part: 3, or 5 with experts. Beyond the layers the embedding, the spans, the norm, the head, and the 4
+    # that choose tokens in a guided step.
+    attention, rest = 7 + _cuts_spans(config, limits), 8
     return sum(attention + (5 if config.experts_of(layer) else 3) for layer in range(config.layers)) + rest
 
 

@@ -70,6 +70,9 @@ ROPE_HEADS: Final = 8
 SPLIT: Final = 128
 """Positions of a sequence in one part of its attention."""
 
+CUT_ROWS: Final = 1024
+"""Most rows of a step with tiles that are cut: one program reads them all at once."""
+
 COMBINED: Final = 32
 """Splits whose rescaling `combine` computes at once: one for each lane of its warp."""
 
@@ -173,6 +176,13 @@ def jobs() -> dict[str, Job]:
             {"LANES": 256, "PLACES": 16},
             # One warp, because each place needs several reductions over the lanes, one after the other.
             warps=1,
+        ),
+        "cut_spans": Job(
+            s.cut_spans,
+            _types("spans:w cuts:w rows:w R S count room whole_splits least_splits max_spans"),
+            {"SPLIT": SPLIT, "LANES": CUT_ROWS},
+            # One row a thread: all of them are scanned at once.
+            warps=32,
         ),
         "group": Job(s.group, _types("pairs:w tiles:w experts:w P E T rows_per_tile"), {"LANES": 256, "BLOCK_P": 32}),
         "sample_guided": Job(
@@ -281,18 +291,22 @@ def _attention_jobs(width: int) -> dict[str, Job]:
             divisible=places,
         ),
     }
+    # Rows with a window do not see enough to be cut.
+    read_spans = f"x:b {splits} q:b rows:w tables:w spans:w {cache} table_blocks H G scale:fp32"
+    compiled |= {
+        f"attend_spans_{width}": _attend_prompt(s.attend_spans, width, _types(read_spans)),
+        f"attend_row_spans_{width}": _attend(s.attend_row_spans, width, _types(read_spans)),
+        f"combine_spans_{width}": _combine(width, _types(f"x:b {splits} rows:w H cuts:w")),
+    }
     # Each kernel twice: without a window, and with one.
     for name, window in ((f"{width}", ""), (f"window_{width}", " window")):
         compiled |= {
             f"attend_{name}": _attend(s.attend, width, _types(f"{splits} {read} splits scale:fp32{window}")),
             f"attend_whole_{name}": _attend_whole(width, _types(f"x:b {read} scale:fp32{window}")),
-            f"attend_prompt_{name}": _attend_prompt(width, _types(f"x:b {read_rows} scale:fp32{window}")),
-            f"combine_{name}": Job(
-                s.combine,
-                _types(f"x:b {splits} rows:w H splits{window}"),
-                {"DH": width, "SPLIT": SPLIT, "LANES": COMBINED, "UNROLLED": COMBINE_UNROLLED},
-                warps=1,
+            f"attend_prompt_{name}": _attend_prompt(
+                s.attend_prompt, width, _types(f"x:b {read_rows} scale:fp32{window}")
             ),
+            f"combine_{name}": _combine(width, _types(f"x:b {splits} rows:w H splits{window}")),
         }
     return compiled
 
@@ -316,12 +330,17 @@ def _attend_whole(width: int, types: dict[str, str]) -> Job:
     return Job(triton_source.attend_whole_positions, types, constants, warps, stages, divisible, registers=registers)
 
 
-def _attend_prompt(width: int, types: dict[str, str]) -> Job:
+def _combine(width: int, types: dict[str, str]) -> Job:
+    constants = {"DH": width, "SPLIT": SPLIT, "LANES": COMBINED, "UNROLLED": COMBINE_UNROLLED}
+    return Job(triton_source.combine, types, constants, warps=1)
+
+
+def _attend_prompt(function: Any, width: int, types: dict[str, str]) -> Job:
     positions, whole_warps, _, _ = ATTEND_TILES[width]
     lanes, warps, stages, registers = PROMPT_TILES[width]
     constants = {"DH": width, "SPLIT": SPLIT, "BT": positions, "LANES": lanes, "WARPS": whole_warps}
     divisible = ("layer_bytes", "block_bytes")
-    return Job(triton_source.attend_prompt, types, constants, warps, stages, divisible, registers=registers)
+    return Job(function, types, constants, warps, stages, divisible, registers=registers)
 
 
 def _types(text: str) -> dict[str, str]:

@@ -51,6 +51,16 @@ ADDEND = tl.constexpr(1)
 DIVISOR = tl.constexpr(2)
 SUBTRAHEND = tl.constexpr(3)
 
+# A span's record: 8 words, of which it uses 6. A row's cut: 2 words.
+SPAN_WORDS = tl.constexpr(8)
+FIRST_ROW = tl.constexpr(0)
+ROWS = tl.constexpr(1)
+FIRST_SPLIT = tl.constexpr(2)
+END_SPLIT = tl.constexpr(3)
+PLACE = tl.constexpr(4)
+SPLITS = tl.constexpr(5)
+CUT_WORDS = tl.constexpr(2)
+
 RESULT_WORDS = tl.constexpr(4)
 PAGE = tl.constexpr(16)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -593,10 +603,12 @@ def highest(a, b):
 
 @triton.jit
 def combine(
-    x, totals, tops, sums, rows, H, splits, window,
+    x, totals, tops, sums, rows, H, splits, window, cuts,
     DH: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Add a head's splits in ascending order: x [R, H, DH] bf16. With a `window` (not None), those that it reaches.
+
+    With `cuts` (not None), the splits are those of `attend_spans`, and rows that it did not cut are left as they are.
 
     If there are many, as in a long context, the rescaling of LANES splits is computed at once, and the totals of
     UNROLLED splits are loaded at once. They are added one after the other all the same, so the bits are equal.
@@ -605,7 +617,13 @@ def combine(
     head = tl.program_id(1)
     d = tl.arange(0, triton.next_power_of_2(DH))
     length = tl.load(rows + row * WORDS + POSITION) + 1
-    at = (row * H + head) * splits
+    if cuts is None:
+        at = (row * H + head) * splits
+    else:
+        place = tl.load(cuts + row * CUT_WORDS)
+        if place < 0:
+            return
+        at = place * H + head * tl.load(cuts + row * CUT_WORDS + 1)
     top = tl.full((), -1e30, tl.float32)
     weights = tl.zeros((1,), tl.float32)
     total = tl.zeros((triton.next_power_of_2(DH),), tl.float32)
@@ -840,6 +858,103 @@ def attend_whole_positions(
 
 
 @triton.jit
+def attend_rows(
+    x, totals, tops, sums, q, tables, number, base, blocks, shared, readable, row, count, its, mine, position,
+    first_split, end_split, place, splits, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window,
+    DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile: rows of one sequence from `row` on, `its` [LANES] by lane, of which `mine` are the tile's.
+
+    Without `totals` (None), all of it: x [R, H, DH] bf16. With them, the splits from `first_split` to `end_split`: x if
+    `place` is -1; otherwise their parts, as `attend` writes them, which for each row take `splits` places from there.
+    """
+    share = H // G
+    lanes = tl.arange(0, LANES)
+    d = tl.arange(0, triton.next_power_of_2(DH))
+    at = (its * H + g * share + lanes % share)[:, None] * DH + d[None, :]
+    query = tl.load(q + at, mask=within(mine[:, None], d[None, :], DH), other=0.0)
+    table = tables + number * table_blocks
+    # All rows at once. If that reads an infinite value, or a NaN, which some row does not see, each row again by
+    # itself: such a value has weight 0 for that row, and 0 times infinity is NaN.
+    turn = 0
+    turns = 1
+    while turn < turns:
+        active = mine & ((turn == 0) | (its == row + turn - 1))
+        length = tl.where(active, position, -1) + 1
+        most = tl.max(length, 0)
+        all_total = tl.zeros((LANES, triton.next_power_of_2(DH)), tl.float32)
+        all_top = tl.full((LANES,), -1e30, tl.float32)
+        all_weights = tl.zeros((LANES,), tl.float32)
+        total, top, weights = all_total, all_top, all_weights
+        # Positions from `seen_from` up to `seen_to` are seen by every row.
+        seen_to = tl.min(tl.where(active, length, most), 0)
+        seen_from = 0
+        first = tl.zeros((LANES,), tl.int32)
+        begin = 0
+        if window is not None:
+            first = tl.maximum(length - window, 0)
+            seen_from = tl.max(first, 0)
+            least = tl.min(tl.where(active, first, seen_from), 0)
+            begin = least // SPLIT * SPLIT
+        end = most
+        if totals is not None:
+            begin = first_split * SPLIT
+            end = tl.minimum(most, end_split * SPLIT)
+        for j in range(begin, end, BT):
+            p = j + tl.arange(0, BT)
+            # As in `attend_tile`; but what is loaded depends on the tile, and what a row sees on the row.
+            block = tl.load(table + p // PAGE, mask=p < most, other=-1)
+            known = (block >= 0) & (block < readable)
+            if window is not None:
+                known = known & (p >= least)
+            memory = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
+            memory += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
+            keys = tl.multiple_of(memory.to(tl.pointer_type(tl.bfloat16)), 16)
+            k = tl.load(keys[None, :] + d[:, None], mask=within(known[None, :], d[:, None], DH), other=0.0)
+            values = keys + G * PAGE * DH
+            v = tl.load(values[:, None] + d[None, :], mask=within(known[:, None], d[None, :], DH), other=0.0)
+            seen = known[None, :] & (p[None, :] < length[:, None])
+            if window is not None:
+                seen = seen & (p[None, :] >= first[:, None])
+            score = tl.where(seen, tl.dot(query, k) * scale, -1e30)
+            higher = tl.maximum(top, tl.max(score, 1))
+            e = tl.where(seen, exp2(score - higher[:, None]), 0.0)
+            shrink = exp2(top - higher)
+            total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
+            weights = weights * shrink + summed_as_rows(e, LANES, BT, WARPS)
+            top = higher
+            if (turn == 0) & ((j + BT > seen_to) | (j < seen_from)):
+                finite = (v.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
+                if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
+                    turns = 1 + count
+            # The end of a split, or of the longest row, as in `attend_whole`. A row that has ended, or has not begun,
+            # gets nothing.
+            if ((j + BT) % SPLIT == 0) | (j + BT >= end):
+                if totals is not None:
+                    part = ((place + (its - row) * splits) * H + (g * share + lanes % share) * splits) + j // SPLIT
+                    kept = active & (place >= 0)
+                    part_at = part[:, None] * DH + d[None, :]
+                    tl.store(totals + part_at, total, mask=within(kept[:, None], d[None, :], DH))
+                    tl.store(tops + part, top, mask=kept)
+                    tl.store(sums + part, weights, mask=kept)
+                over = tl.maximum(all_top, top)
+                shrink = exp2(all_top - over)
+                its_share = exp2(top - over)
+                all_total = all_total * shrink[:, None] + total * its_share[:, None]
+                all_weights = all_weights * shrink + weights * its_share
+                all_top = over
+                total = tl.zeros((LANES, triton.next_power_of_2(DH)), tl.float32)
+                top = tl.full((LANES,), -1e30, tl.float32)
+                weights = tl.zeros((LANES,), tl.float32)
+        written = active
+        if totals is not None:
+            written = active & (place < 0)
+        result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[:, None])
+        tl.store(x + at, result.to(tl.bfloat16), mask=within(written[:, None], d[None, :], DH))
+        turn += 1
+
+
+@triton.jit
 def attend_prompt(
     x, q, rows, tables, layer_bytes, block_bytes, table_blocks, R, H, G, scale, window,
     DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
@@ -877,74 +992,176 @@ def attend_prompt(
     # The tile ends before the first row of another sequence.
     mine = its < tl.min(tl.where(inside & other, its, after), 0)
     position = tl.load(near + POSITION, mask=mine, other=-1)
+    attend_rows(
+        x, None, None, None, q, tables, number, base, blocks, shared, readable, row, count, its, mine, position, 0, 0,
+        -1, 0, layer_bytes, block_bytes, table_blocks, H, G, g, scale, window, DH, SPLIT, BT, LANES, WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def differ(one, other, mask):
+    """Return where two rows' records are of different sequences or regions, so that no tile has both."""
+    different = tl.load(one + TABLE, mask=mask, other=0) != tl.load(other + TABLE, mask=mask, other=0)
+    different |= tl.load(one + BLOCKS, mask=mask, other=0) != tl.load(other + BLOCKS, mask=mask, other=0)
+    one_base, other_base = (one + BASE).to(tl.pointer_type(tl.int64)), (other + BASE).to(tl.pointer_type(tl.int64))
+    different |= tl.load(one_base, mask=mask, other=0) != tl.load(other_base, mask=mask, other=0)
+    different |= tl.load(one + SHARED, mask=mask, other=0) != tl.load(other + SHARED, mask=mask, other=0)
+    different |= tl.load(one + SHARED_BLOCKS, mask=mask, other=0) != tl.load(other + SHARED_BLOCKS, mask=mask, other=0)
+    return different
+
+
+@triton.jit
+def cut_spans(
+    spans,
+    cuts,
+    rows,
+    R,
+    S,
+    count,
+    room,
+    whole_splits,
+    least_splits,
+    max_spans,
+    SPLIT: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Cut the attention of at most LANES rows into spans, for `attend_spans`: one program for a step.
+
+    A tile is up to `count` adjacent rows of one sequence, as in `attend_prompt`. A tile with more than `whole_splits`
+    splits is cut into spans of `least_splits`, or more, so that all of them together are about `max_spans`; others are
+    one span each. The parts of tiles that are cut take one of `room` places for each row and split; if there is no room
+    left, a tile is not cut. S is at least R + `max_spans`.
+
+    Writes the spans, those of cut tiles first: the tile's first row and number of rows, the first split and that after
+    the last, the place of its parts (-1: not cut), the tile's splits. Spans behind the last have the row -1. Of each
+    row it writes the place of its parts, and the splits of its tile.
+    """
+    i = tl.arange(0, LANES)
+    inside = i < R
+    record = rows + i * WORDS
+    position = tl.load(record + POSITION, mask=inside, other=-1)
+    begins = (i % count == 0) | differ(record, record - WORDS, inside & (i % count > 0))
+    ends = ((i + 1) % count == 0) | (i + 1 == R) | differ(record, record + WORDS, i + 1 < R)
+    ends = ends & inside
+    # Where the row's tile begins, and its longest row so far: both only grow within a tile, so that one maximum of
+    # both in one word has them.
+    first = tl.associative_scan(tl.where(begins, i, 0), 0, highest)
+    both = tl.associative_scan((first << 16) | tl.cdiv(position + 1, SPLIT), 0, highest)
+    # From here on, the last row of each tile has what the tile needs.
+    splits = both & 0xFFFF
+    tile_rows = i - first + 1
+    is_long = ends & (splits > whole_splits)
+    places = tl.where(is_long, tile_rows * splits, 0)
+    behind = tl.cumsum(places, 0)
+    is_cut = is_long & (behind <= room)
+    place = tl.where(is_cut, behind - places, -1)
+    span_splits = tl.maximum(least_splits, tl.cdiv(tl.sum(tl.where(is_cut, splits, 0), 0), max_spans))
+    its_spans = tl.where(is_cut, tl.cdiv(splits, span_splits), 0)
+    cut = tl.sum(its_spans, 0)
+    whole = ends & (its_spans == 0)
+    number = tl.where(is_cut, tl.cumsum(its_spans, 0) - its_spans, cut + tl.cumsum(whole.to(tl.int32), 0) - 1)
+    for s in range(tl.maximum(tl.max(its_spans, 0), 1)):
+        mask = (s < its_spans) | (whole & (s == 0))
+        at = spans + (number + s) * SPAN_WORDS
+        begin = s * span_splits
+        tl.store(at + FIRST_ROW, first, mask=mask)
+        tl.store(at + ROWS, tile_rows, mask=mask)
+        tl.store(at + FIRST_SPLIT, begin, mask=mask)
+        tl.store(at + END_SPLIT, tl.where(is_cut, tl.minimum(begin + span_splits, splits), splits), mask=mask)
+        tl.store(at + PLACE, place, mask=mask)
+        tl.store(at + SPLITS, splits, mask=mask)
+    for s in range(cut + tl.sum(whole.to(tl.int32), 0), S, LANES):
+        tl.store(spans + (s + i) * SPAN_WORDS + FIRST_ROW, -1, mask=s + i < S)
+    for r in range(count):
+        at = cuts + (first + r) * CUT_WORDS
+        mask = ends & (r < tile_rows)
+        tl.store(at, tl.where(is_cut, place + r * splits, -1), mask=mask)
+        tl.store(at + 1, splits, mask=mask)
+
+
+@triton.jit
+def attend_spans(
+    x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
+    DH: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Compute what `attend_prompt` does, to the bit, but a long tile by several programs: `cut_spans` has cut it.
+
+    Tiles that are not cut are written to x, and the parts of the others to the places that `combine` reads. Tiles of
+    one row are left to `attend_row_spans`.
+    """
+    g = tl.program_id(0)
+    span = spans + tl.program_id(1) * SPAN_WORDS
+    row = tl.load(span + FIRST_ROW)
+    tile_rows = tl.load(span + ROWS)
+    if (row < 0) | (tile_rows == 1):
+        return
+    share = H // G
+    its = row + tl.arange(0, LANES) // share
+    mine = its < row + tile_rows
+    # All rows of a tile are of the same sequence and regions.
+    record = rows + row * WORDS
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    position = tl.load(rows + its * WORDS + POSITION, mask=mine, other=-1)
+    attend_rows(
+        x, totals, tops, sums, q, tables, tl.load(record + TABLE), base, blocks, shared, readable, row, LANES // share,
+        its, mine, position, tl.load(span + FIRST_SPLIT), tl.load(span + END_SPLIT), tl.load(span + PLACE),
+        tl.load(span + SPLITS), layer_bytes, block_bytes, table_blocks, H, G, g, scale, None, DH, SPLIT, BT, LANES,
+        WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_row_spans(
+    x, totals, tops, sums, q, rows, tables, spans, layer_bytes, block_bytes, table_blocks, H, G, scale,
+    DH: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Compute what `attend_spans` does, to the bit, for tiles of one row, whose heads fill fewer lanes."""
+    g = tl.program_id(0)
+    span = spans + tl.program_id(1) * SPAN_WORDS
+    row = tl.load(span + FIRST_ROW)
+    if (row < 0) | (tl.load(span + ROWS) != 1):
+        return
+    place = tl.load(span + PLACE)
+    record = rows + row * WORDS
+    length = tl.load(record + POSITION) + 1
+    heads = tl.arange(0, HEADS)
     d = tl.arange(0, triton.next_power_of_2(DH))
-    at = (its * H + g * share + lanes % share)[:, None] * DH + d[None, :]
-    query = tl.load(q + at, mask=within(mine[:, None], d[None, :], DH), other=0.0)
-    table = tables + number * table_blocks
-    # All rows at once. If that reads an infinite value, or a NaN, which some row does not see, each row again by
-    # itself: such a value has weight 0 for that row, and 0 times infinity is NaN.
-    turn = 0
-    turns = 1
-    while turn < turns:
-        active = mine & ((turn == 0) | (its == row + turn - 1))
-        length = tl.where(active, position, -1) + 1
-        most = tl.max(length, 0)
-        all_total = tl.zeros((LANES, triton.next_power_of_2(DH)), tl.float32)
-        all_top = tl.full((LANES,), -1e30, tl.float32)
-        all_weights = tl.zeros((LANES,), tl.float32)
-        total, top, weights = all_total, all_top, all_weights
-        # Positions from `seen_from` up to `seen_to` are seen by every row.
-        seen_to = tl.min(tl.where(active, length, most), 0)
-        seen_from = 0
-        first = tl.zeros((LANES,), tl.int32)
-        begin = 0
-        if window is not None:
-            first = tl.maximum(length - window, 0)
-            seen_from = tl.max(first, 0)
-            least = tl.min(tl.where(active, first, seen_from), 0)
-            begin = least // SPLIT * SPLIT
-        for j in range(begin, most, BT):
-            p = j + tl.arange(0, BT)
-            # As in `attend_tile`; but what is loaded depends on the tile, and what a row sees on the row.
-            block = tl.load(table + p // PAGE, mask=p < most, other=-1)
-            known = (block >= 0) & (block < readable)
-            if window is not None:
-                known = known & (p >= least)
-            place = tl.where(block < blocks, base, shared) + block.to(tl.int64) * block_bytes + layer_bytes
-            place += ((g * PAGE + p % PAGE) * DH * 2).to(tl.int64)
-            keys = tl.multiple_of(place.to(tl.pointer_type(tl.bfloat16)), 16)
-            k = tl.load(keys[None, :] + d[:, None], mask=within(known[None, :], d[:, None], DH), other=0.0)
-            values = keys + G * PAGE * DH
-            v = tl.load(values[:, None] + d[None, :], mask=within(known[:, None], d[None, :], DH), other=0.0)
-            seen = known[None, :] & (p[None, :] < length[:, None])
-            if window is not None:
-                seen = seen & (p[None, :] >= first[:, None])
-            score = tl.where(seen, tl.dot(query, k) * scale, -1e30)
-            higher = tl.maximum(top, tl.max(score, 1))
-            e = tl.where(seen, exp2(score - higher[:, None]), 0.0)
-            shrink = exp2(top - higher)
-            total = tl.dot(e.to(tl.bfloat16), v, total * shrink[:, None])
-            weights = weights * shrink + summed_as_rows(e, LANES, BT, WARPS)
-            top = higher
-            if (turn == 0) & ((j + BT > seen_to) | (j < seen_from)):
-                finite = (v.to(tl.int16, bitcast=True) & 0x7F80) != 0x7F80
-                if tl.min(tl.min(finite.to(tl.int32), 1), 0) == 0:
-                    turns = 1 + count
-            # The end of a split, or of the longest row, as in `attend_whole`. A row that has ended, or has not begun,
-            # gets nothing.
-            if ((j + BT) % SPLIT == 0) | (j + BT >= most):
-                over = tl.maximum(all_top, top)
-                shrink = exp2(all_top - over)
-                part = exp2(top - over)
-                all_total = all_total * shrink[:, None] + total * part[:, None]
-                all_weights = all_weights * shrink + weights * part
-                all_top = over
-                total = tl.zeros((LANES, triton.next_power_of_2(DH)), tl.float32)
-                top = tl.full((LANES,), -1e30, tl.float32)
-                weights = tl.zeros((LANES,), tl.float32)
+    valid = heads < H // G
+    base, blocks, shared, readable = regions_of(record, block_bytes)
+    table = tables + tl.load(record + TABLE) * table_blocks
+    query = query_tile(q, row, H, G, g, DH, HEADS)
+    # Two levels of sums, as in `attend_whole`; of a sequence that is cut, only the one within the current split.
+    all_total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
+    all_top = tl.full((HEADS,), -1e30, tl.float32)
+    all_weights = tl.zeros((HEADS,), tl.float32)
+    total, top, weights = all_total, all_top, all_weights
+    parts = place * H + (g * (H // G) + heads) * tl.load(span + SPLITS)
+    end = tl.minimum(tl.load(span + END_SPLIT) * SPLIT, length)
+    for j in range(tl.load(span + FIRST_SPLIT) * SPLIT, end, BT):
+        total, top, weights = attend_tile(
+            total, top, weights, query, table, base, blocks, shared, readable, j, None, length, layer_bytes,
+            block_bytes, g, G, scale, DH, BT,
+        )  # fmt: skip
+        if ((j + BT) % SPLIT == 0) | (j + BT >= end):
+            if place >= 0:
+                at = parts + j // SPLIT
+                tl.store(totals + at[:, None] * DH + d[None, :], total, mask=within(valid[:, None], d[None, :], DH))
+                tl.store(tops + at, top, mask=valid)
+                tl.store(sums + at, weights, mask=valid)
+            else:
+                higher = tl.maximum(all_top, top)
+                shrink = exp2(all_top - higher)
+                its = exp2(top - higher)
+                all_total = all_total * shrink[:, None] + total * its[:, None]
+                all_weights = all_weights * shrink + weights * its
+                all_top = higher
+            total = tl.zeros((HEADS, triton.next_power_of_2(DH)), tl.float32)
+            top = tl.full((HEADS,), -1e30, tl.float32)
+            weights = tl.zeros((HEADS,), tl.float32)
+    if place < 0:
         result = tl.div_rn(all_total, tl.where(all_weights > 0.0, all_weights, 1.0)[:, None])
-        tl.store(x + at, result.to(tl.bfloat16), mask=within(active[:, None], d[None, :], DH))
-        turn += 1
+        at = (row * H + g * (H // G) + heads)[:, None] * DH + d[None, :]
+        tl.store(x + at, result.to(tl.bfloat16), mask=within(valid[:, None], d[None, :], DH))
 
 
 @triton.jit

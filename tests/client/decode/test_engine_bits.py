@@ -131,16 +131,10 @@ def test_a_model_has_the_bits_that_it_has_alone(shared_daemon: Daemon, config: M
     try_model(shared_daemon, config)
 
 
-@pytest.mark.parametrize("config", [BIASED, pytest.param(SHARED_KEYS, marks=pytest.mark.exhaustive)])
-def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
-    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, config: ModelConfig
-) -> None:
-    """Steps of more than two rows count as large here, so that those with prompts have kernels of their own.
-
-    Then logits are computed for the rows that need them: for up to two, up to four, or all.
-    """
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched or recorded. Steps of more than two rows count as large."""
     monkeypatch.setattr(forward_pass, "_split_rows", lambda rows, config: min(rows, 2))
-    monkeypatch.setattr(forward_pass, "HEAD_ROWS", (2, 4))
     launched: list[str] = []
     launch = KernelLibrary.launch
 
@@ -149,8 +143,47 @@ def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
         await launch(library, wanted)
 
     monkeypatch.setattr(KernelLibrary, "launch", noted)
+    return launched
+
+
+@pytest.mark.parametrize("config", [BIASED, pytest.param(SHARED_KEYS, marks=pytest.mark.exhaustive)])
+def test_rows_of_prompts_in_large_steps_have_the_bits_that_they_have_alone(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str], config: ModelConfig
+) -> None:
+    """Logits are computed for the rows that need them: for up to two, up to four, or all."""
+    monkeypatch.setattr(forward_pass, "HEAD_ROWS", (2, 4))
     try_model(shared_daemon, config, is_served=True)
     assert f"attend_prompt_{config.head_width}" in launched
+
+
+def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut every large step's sequences into spans of one split, however short they are."""
+    for name, value in (("MIN_CUT_POSITIONS", 0), ("UNEVENNESS", 0), ("WHOLE_SPLITS", 0), ("SPAN_SPLITS", 1)):
+        monkeypatch.setattr(forward_pass, name, value)
+
+
+@pytest.mark.parametrize(
+    "config", [BIASED, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in (SHARED_KEYS, WINDOWS))]
+)
+def test_rows_of_sequences_that_are_cut_into_spans_have_the_bits_that_they_have_alone(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str], config: ModelConfig
+) -> None:
+    cut_everything(monkeypatch)
+    try_model(shared_daemon, config)
+    assert f"attend_spans_{config.head_width}" in launched
+
+
+def test_spans_of_several_splits_have_the_bits_that_their_rows_have_alone(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    """A prompt in chunks of two rows, which are small steps, and of 16, next to a sequence that decodes."""
+    cut_everything(monkeypatch)
+    with running(shared_daemon.address, RandomCheckpoint(TINY, 1), StepLimits(16, TABLES, 160)) as rig:
+        lines = rig.run(lambda rig: rig.lines([LONG, SHAPES[0]]))
+        seat, beside = Seat(0, 1, 4, tuple(range(11, -1, -1))), Seat(1, 0, 0, (3,))
+        steps = chunked(seat, len(lines[0]), 15, is_awaited=True)
+        rig.mix(lines, [MixedStep((*step.rows, (beside, at % len(lines[1]))), True) for at, step in enumerate(steps)])
+    assert "combine_spans_32" in launched
 
 
 @pytest.mark.parametrize("method", ["awq", pytest.param("fp8", marks=pytest.mark.exhaustive)])

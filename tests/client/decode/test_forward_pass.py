@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_the_lease_counts_the_launches_of_graphs_beyond_those_that_need_no_room(
 
 
 def test_a_model_of_many_layers_needs_a_larger_lease_for_its_graphs() -> None:
-    """Llama-3.1-70B's layers and heads: 824 launches in each of 16 graphs."""
+    """Llama-3.1-70B's layers and heads: 888 launches in each of 18 graphs."""
     config = replace(TINY, layers=80, heads=64, key_heads=8)
     assert excess_launches(config, StepLimits(64, 64, 4096)) > 0
     assert excess_launches(replace(config, layers=32), StepLimits(64, 64, 4096)) == 0
@@ -272,6 +273,45 @@ def test_attention_s_parts_have_room_for_the_rows_that_are_few_enough_to_be_cut(
     sizes = [buffer_sizes(TINY, StepLimits(rows, 6, 1000))["totals"] for rows in (1, 131, 132, 500)]
     assert TINY.key_heads == 2
     assert sizes == [sizes[0] * rows for rows in (1, 131, 131, 131)]
+
+
+def test_long_sequences_have_room_for_the_parts_of_some_rows_of_large_steps() -> None:
+    """For 64 rows, or as many as the most parts allow; but not less than what small steps need."""
+    config = replace(TINY, heads=8, key_heads=8)
+    shapes = [(32, 8000), (33, 8000), (256, 3072), (256, 8000), (256, 32_000), (256, 128_000)]
+    sums = [buffer_sizes(config, StepLimits(rows, 6, positions))["sums"] / (4 * 8) for rows, positions in shapes]
+    assert sums == [32 * 63, 33 * 63, 32 * 24, 64 * 63, 64 * 250, 32 * 1000]
+
+
+def uneven_rows(*tiles: tuple[int, int]) -> Rows:
+    """Rows of sequences, each with so many adjacent rows up to a position."""
+    rows = np.zeros(sum(count for count, _ in tiles), ROW)
+    rows["table"] = np.repeat(np.arange(len(tiles)), [count for count, _ in tiles])
+    rows["position"] = np.concatenate([np.arange(last - count, last) + 1 for count, last in tiles])
+    return rows
+
+
+LLAMA_3B: Final = replace(TINY, heads=24, key_heads=8)
+"""Its tiles have ten rows; a card computes 33 at a time."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_uneven"),
+    [
+        pytest.param([(1, 128)] * 64, False, id="short"),
+        pytest.param([(1, 32_000), *[(1, 128)] * 63], True, id="one is long"),
+        pytest.param([(1, 3000), *[(1, 12)] * 63], False, id="one is not long enough"),
+        pytest.param([(1, 32_000)] * 64, False, id="all are long"),
+        pytest.param([*[(1, 128)] * 64, (56, 31_000)], True, id="a prompt of few tiles"),
+        pytest.param([*[(1, 128)] * 64, (448, 31_000)], False, id="a prompt of many tiles"),
+        pytest.param([*[(1, 128)] * 64, (128, 31_000)], False, id="a prompt with more parts than places"),
+        pytest.param([(512, 4511)], False, id="a prompt alone"),
+    ],
+)
+def test_steps_are_cut_into_spans_if_few_of_their_sequences_are_far_longer(
+    rows: list[tuple[int, int]], is_uneven: bool
+) -> None:
+    assert forward_pass.is_uneven(uneven_rows(*rows), LLAMA_3B, StepLimits(512, 64, 40_000)) == is_uneven
 
 
 def test_buffers_that_kernels_can_t_index_are_refused() -> None:

@@ -129,8 +129,8 @@ def attended(
 ) -> Array:
     """The attention's output [R, H, width] of bf16 queries: of `attend`, by two programs a row, and `combine`.
 
-    `attend_whole` and `attend_prompt` give the same bits. With a `window`, all are the kernels that have one. `shared`
-    are the blocks of a region that the rows share.
+    `attend_whole`, `attend_prompt` and, without a window, `attend_spans` give the same bits. With a `window`, all are
+    the kernels that have one. `shared` are the blocks of a region that the rows share.
     """
     count, heads, width = q.shape
     key_heads = region.shape[3]
@@ -156,6 +156,11 @@ def attended(
     groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{kind}"].constants["HEADS"])
     rig.launch(f"attend_whole_{kind}", (count, key_heads * groups), x=whole, **read, **seen)
     rig.launch(f"attend_prompt_{kind}", (count, key_heads), x=prompt, R=count, **read, **seen)
+    if window is None:
+        # Spans of one split, of every sequence that has two, as long as there are places.
+        for room in (count * splits // 2, count * splits):
+            spanned = attended_in_spans(rig, rows, heads, key_heads, width, read, room)
+            assert spanned.tobytes() == whole.tobytes()
     rig.release(address)
     if shared is not None:
         rig.release(shared_address)
@@ -165,6 +170,35 @@ def attended(
     )  # fmt: skip
     assert whole.tobytes() == x.tobytes()
     assert prompt.tobytes() == x.tobytes()
+    return x
+
+
+def cut(
+    rig: KernelRig, rows: Array, tile_rows: int, room: int, *, whole: int = 1, least: int = 1, most: int = 64
+) -> tuple[Array, Array]:
+    """What `cut_spans` makes of rows: the spans [spans, 6 of 8 words], and each row's place and splits."""
+    spans, cuts = np.full((len(rows) + most, 8), -2, np.int32), np.full((len(rows), 2), -2, np.int32)
+    rig.launch(
+        "cut_spans", (1,), spans=spans, cuts=cuts, rows=rows, R=len(rows), S=len(spans), count=tile_rows, room=room,
+        whole_splits=whole, least_splits=least, max_spans=most,
+    )  # fmt: skip
+    return spans, cuts
+
+
+def attended_in_spans(
+    rig: KernelRig, rows: Array, heads: int, key_heads: int, width: int, read: dict[str, Any], room: int
+) -> Array:
+    """The attention's output of `attend_spans` and `combine`, with room for so many parts."""
+    count = len(rows)
+    lanes = manifest().kernels[f"attend_spans_{width}"].constants["LANES"]
+    spans, cuts = cut(rig, rows, lanes // (heads // key_heads), room)
+    totals = np.full((max(room, 1), heads, width), np.nan, np.float32)
+    tops, sums = np.full((2, max(room, 1), heads), np.nan, np.float32)
+    x = np.full((count, heads, width), 0x7FC0, np.uint16)
+    parts: dict[str, Any] = {"totals": totals, "tops": tops, "sums": sums}
+    for name in (f"attend_spans_{width}", f"attend_row_spans_{width}"):
+        rig.launch(name, (key_heads, len(spans)), x=x, **parts, spans=spans, **read)
+    rig.launch(f"combine_spans_{width}", (count, heads), x=x, **parts, rows=rows, H=heads, cuts=cuts)
     return x
 
 
@@ -269,6 +303,62 @@ def test_rows_of_prompts_have_the_bits_that_each_has_alone(
     rows = step_rows(len(table), position=position, table=table, blocks=60)
     found = attended(rig, bf16(rng.normal(0, 2, (len(table), 2 * group, width))), region, rows, tables, 3, window)
     assert not found[-3:].any()
+
+
+def tiles_of(rows: Array, tile_rows: int) -> list[tuple[int, int]]:
+    """The tiles of a step: their first rows and the rows behind their last."""
+    found, begin = [], 0
+    for row in range(1, len(rows) + 1):
+        owner = ["table", "base", "blocks", "shared", "shared_blocks"]
+        if row % tile_rows == 0 or row == len(rows) or rows[owner][row] != rows[owner][begin]:
+            found.append((begin, row))
+            begin = row
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spans_have_each_split_of_each_row_once(rig: KernelRig, seed: int) -> None:
+    """Tiles end with the sequence, its regions or the most rows; those that are cut have places of their own."""
+    rng = np.random.default_rng(seed)
+    count, tile_rows, split = int(rng.integers(1, 300)), int(rng.choice([2, 8, 10, 32])), manifest().split
+    # Changes of the regions are rare, so that most tiles have several rows.
+    regions = ("blocks", "base", "shared", "shared_blocks")
+    fields = {name: np.cumsum(rng.random(count) < 0.02) % 2 for name in regions}
+    position = np.where(rng.random(count) < 0.1, -1, rng.integers(0, 40 * split, count))
+    rows = step_rows(count, position=position, table=np.cumsum(rng.random(count) < 0.2), **fields)
+    whole, least, most = int(rng.integers(1, 9)), int(rng.integers(1, 9)), int(rng.integers(1, 64))
+    room = int(rng.integers(0, 3 * count * 40))
+    spans, cuts = cut(rig, rows, tile_rows, room, whole=whole, least=least, most=most)
+    used = spans[: np.argmax(spans[:, 0] == -1)]
+    assert (spans[len(used) :, 0] == -1).all()
+    behind = 0
+    cut_places = np.zeros(max(room, 1), int)
+    for begin, end in tiles_of(rows, tile_rows):
+        its = used[used[:, 0] == begin]
+        splits = -(-(int(rows["position"][begin:end].max()) + 1) // split)
+        behind += (end - begin) * splits if splits > whole else 0
+        assert (its[:, 1] == end - begin).all()
+        assert (its[:, 5] == splits).all()
+        assert its[0, 2] == 0
+        assert its[-1, 3] == splits
+        assert (its[1:, 2] == its[:-1, 3]).all()
+        if splits <= whole or behind > room:
+            assert len(its) == 1
+            assert its[0, 4] == -1
+            assert (cuts[begin:end, 0] == -1).all()
+            continue
+        lengths = its[:, 3] - its[:, 2]
+        assert (lengths >= 1).all()
+        assert lengths[0] >= min(least, splits)
+        place = its[0, 4]
+        assert (its[:, 4] == place).all()
+        assert cuts[begin:end].tolist() == [[place + row * splits, splits] for row in range(end - begin)]
+        cut_places[place : place + (end - begin) * splits] += 1
+    assert cut_places.max() <= 1
+    is_cut = used[:, 4] >= 0
+    assert len(used) <= count + most
+    # The long ones come first, so that none of them begins when all others have ended.
+    assert not is_cut[np.argmin(is_cut) :].any() or is_cut.all()
 
 
 def test_rows_of_two_regions_are_not_one_prompt_s(rig: KernelRig) -> None:
