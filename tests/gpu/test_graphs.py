@@ -201,6 +201,12 @@ AGAIN:
     st.global.u64 [%d1], %d3;
     ret;
 }
+.visible .entry between()
+{
+    griddepcontrol.launch_dependents;
+    griddepcontrol.wait;
+    ret;
+}
 .visible .entry next(.param .u64 out)
 {
     .reg .b64 %d<4>;
@@ -230,3 +236,40 @@ def test_a_kernel_that_waits_by_itself_starts_before_the_one_before_it_ends(sess
         # It started during the first kernel's 20 ms, and waited for what that kernel wrote at its end.
         assert end - 20_000_000 < start < end
         assert seen == end
+
+
+def test_an_early_kernel_sees_what_came_before_the_kernel_that_it_waits_for(session: GpuSession) -> None:
+    """`between` lets the next kernel start while `slow` runs, but ends only after it."""
+    if session.compute_capability < 90:
+        pytest.skip("griddepcontrol is for compute capability 9.0 and later")
+    module, buffers = session.module_load(EARLY), [session.mem_alloc(24) for _ in range(2)]
+    with session.record() as graph:
+        session.launch(module, "slow", [1], [1], KernelArgs().push_parameter("slow", "buffer", buffers[0]))
+        for _ in range(3):
+            session.launch(module, "between", [1], [1], [])
+        session.launch(module, "next", [1], [1], KernelArgs().push_parameter("next", "buffer", buffers[0]))
+    # Parameters change from replay to replay.
+    for buffer in (buffers[0], buffers[1], buffers[1], buffers[0]):
+        session.mem_write(buffer, 0, bytes(24))
+        graph.launch(slow=buffer, next=buffer)
+        end, _, seen = np.frombuffer(session.mem_read(buffer, 0, 24), np.uint64).tolist()
+        assert seen == end > 0
+
+
+def test_what_graphs_of_early_kernels_take_of_the_card_is_charged(session: GpuSession, cards: Cards) -> None:
+    if session.compute_capability < 90:
+        pytest.skip("griddepcontrol is for compute capability 9.0 and later")
+    before = cards.used_bytes()
+    module, graphs = session.module_load(EARLY), []
+    for number in range(MAX_GRAPHS):
+        with session.record() as graph:
+            for _ in range(2 + number % 2 * (SEGMENT_STEPS - 2)):
+                session.launch(module, "between", [1], [1], [])
+        graph.launch()
+        graphs.append(graph)
+    session.sync()
+    report = session.lease.query()
+    taken = sum(cards.used_bytes()) - sum(before)
+    print(f"{len(graphs)} graphs: the card shows {taken} bytes more, {report['allocated_bytes']} are charged")
+    time.sleep(1)
+    assert session.lease.query()["state"] == "active", "a session that holds more than was admitted is ended"
