@@ -42,12 +42,12 @@ FIRST_PTX: Final = b""".version 7.0
     ret;
 }
 """
-"""A kernel with a name that no compiler's cache knows."""
+"""A kernel. `%s` in its name takes a random number, so that no compiler's cache contains the kernel."""
 
 
 def acquisition(address: str, count: int) -> dict[str, float]:
     """Time a lease from acquire to its session's first answer, and from free to memory proved free."""
-    return _start_figures([_one_lease_ms(address) for _ in range(count)], ("acquire", "first_kernel", "free"))
+    return _percentiles_by_column([_one_lease_ms(address) for _ in range(count)], ("acquire", "first_kernel", "free"))
 
 
 def warm_acquisition(address: str, count: int) -> dict[str, float]:
@@ -56,17 +56,17 @@ def warm_acquisition(address: str, count: int) -> dict[str, float]:
     for _ in range(count):
         await_pool(address)
         rounds.append(_one_lease_ms(address))
-    return _start_figures(rounds, ("warm_acquire", "warm_first_kernel"))
+    return _percentiles_by_column(rounds, ("warm_acquire", "warm_first_kernel"))
 
 
 def _one_lease_ms(address: str) -> tuple[float, ...]:
-    """Return milliseconds to the first answer, to the end of a new kernel, and of the lease's end."""
+    """Return three times in milliseconds: to the session's first reply, to the end of a new kernel, and of `free()`."""
     # A kernel with a new name: no cache of any compiler has it.
     ptx = FIRST_PTX % secrets.token_hex(8).encode()
     started = time.perf_counter()
     lease = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60).acquire()
     with GpuSession(lease) as session:
-        # The session's first answer: a lease that is granted is only then of use.
+        # A granted lease is usable only once its session has replied.
         session.sync()
         answered = time.perf_counter()
         # The first kernel, from its PTX to its end.
@@ -84,7 +84,6 @@ def _one_lease_ms(address: str) -> tuple[float, ...]:
 def await_pool(address: str) -> None:
     """Wait until the first card's pool is full. Raises RuntimeError if it never is."""
     deadline_s = time.monotonic() + POOL_TIMEOUT_S
-    # A figure for each column of the rounds, by the columns' names.
     while True:
         card = first_card(address, "warm_contexts", "warm_wanted")
         if card["warm_contexts"] >= card["warm_wanted"]:
@@ -94,7 +93,8 @@ def await_pool(address: str) -> None:
         time.sleep(_POOL_POLL_S)
 
 
-def _start_figures(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
+def _percentiles_by_column(rounds: list[tuple[float, ...]], names: tuple[str, ...]) -> dict[str, float]:
+    """Return the percentiles 50 and 99 of each column of `rounds`, by name. Columns without a name are left out."""
     columns = zip(names, zip(*rounds, strict=True), strict=False)
     return {f"{name}_p{part}_ms": percentile(samples, part) for name, samples in columns for part in (50, 99)}
 
@@ -106,7 +106,7 @@ SPINNING_S: Final = 0.05
 """Seconds for which a kernel runs before its lease is revoked."""
 
 NOTICE_LIMIT_S: Final = 10.0
-"""Seconds for a revoked tenant to get its error."""
+"""Limit on the seconds until the tenant gets its error, after a revocation."""
 
 SPIN_PTX: Final = b""".version 7.0
 .target sm_75

@@ -211,7 +211,7 @@ class RequestPipeline:
         if not channel.link.has_failure:
             channel.link.forget(attachment.dropped)
         self.drop_held()
-        while attachment.dropped and channel.link.end is None and self.put_frees():
+        while attachment.dropped and channel.link.end is None and self.try_queue_frees():
             pass
 
     def close(self) -> None:
@@ -428,7 +428,7 @@ class RequestPipeline:
     def give_back_at_once(self) -> None:
         """Free the held buffers before the next launch or, if the channel has no room, after it."""
         self.drop_held()
-        self.put_frees()
+        self.try_queue_frees()
 
     def reuse(self, handle: int) -> MaybePending[None]:
         """Free an allocation and allocate it again in place, under the session's lock."""
@@ -442,7 +442,7 @@ class RequestPipeline:
         self.freed.append((request_id, Opcode.MEM_REUSE, handle))
         return None if self.put(frame) else self.go_on("mem_alloc", send(attachment.channel, (frame,), self.deadline))
 
-    def put_frees(self) -> bool:
+    def try_queue_frees(self) -> bool:
         """Queue quiet frees of dropped handles; False if the channel has no room for them."""
         frames, note = self._frees()
         return self.put_noting(frames, note)

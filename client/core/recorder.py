@@ -125,32 +125,35 @@ class Recording(LaunchCommands, CopyCommands):
         args = in_order(module, kernel, args)
         _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
-        # Do the check that can fail first, then record the node, then what it uses, so that a refused launch leaves
-        # nothing behind.
+        # `_add_parameters` may refuse, so call it before anything is recorded: a refused launch then leaves nothing
+        # behind.
         if isinstance(args, KernelArgs):
             self._add_parameters(kernel, number, args)
         self._add(Opcode.LAUNCH, frame[HEADER_BYTES:])
         self._kernels.append(kernel)
         self._modules[id(module)] = module
         if isinstance(args, KernelArgs):
-            # A buffer that is a parameter may be replaced at each launch, so the graph need not keep it.
-            rebound = {id(bound.buffer) for _, _, bound in args.parameters}
+            # The client keeps every buffer alive while the graph exists. In the worker, the graph uses only the buffers
+            # that no parameter can replace.
+            replaceable = {id(bound.buffer) for _, _, bound in args.parameters}
             self._buffers |= {id(buffer): buffer for buffer in args.buffers}
-            self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in rebound}
+            self._used |= {buffer.handle for buffer in args.buffers if id(buffer) not in replaceable}
         return number
 
     def launch_in(self, regions: RegionSet, position: int, *launch: Any) -> int:
-        """Refuse: a graph's regions are named by its launch, for all of it."""
+        """Refuse: the launch of a graph names the regions, and they apply to the whole graph."""
         self._check_caller("launch")
         raise InvalidRequest(
-            "launch: what is recorded names no regions of its own; a graph's launch names them for all of it",
+            "launch: a recorded launch can't have its own regions; the launch of the graph sets them for all of it",
             "Give the set to graph.launch(regions=...)",
         )
 
     def launch_with(self, attributes: LaunchAttributes, *launch: Any) -> int:
         """Refuse: graphs don't support cooperative launches and clusters."""
         self._check_caller("launch")
-        raise InvalidRequest("launch: cooperative launches and clusters can't be recorded", "Launch it by itself")
+        raise InvalidRequest(
+            "launch: cooperative launches and clusters can't be recorded", "Launch it outside of the recording"
+        )
 
     def write(self, buffer: Buffer, offset: int, data: Any, stream: StreamHandle | None = None) -> None:
         """Record a copy to the device: the bytes of an immutable object, or the place of an array in the arena."""
@@ -168,7 +171,7 @@ class Recording(LaunchCommands, CopyCommands):
         elif len(view) > MAX_WRITE_BYTES:
             raise InvalidRequest(
                 f"mem_write: at most {MAX_WRITE_BYTES} bytes can be recorded, not {len(view)}",
-                "Copy from an array of session.empty(): each launch of the graph takes its bytes then",
+                "Copy from an array of session.empty(): each launch of the graph then copies the array's current bytes",
             )
         else:
             head = mem_write_prefix(buffer.handle, offset, len(view), request_id=1, session_id=0, quiet=True)

@@ -120,18 +120,18 @@ class Resources:
         try:
             operations.check(buffer, Buffer, "mem_free")
         except GpuLeaseError as error:
-            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+            raise error.with_traceback(None)  # noqa: B904  # the traceback then starts at the caller's line
         attachment.check_open("mem_free")
         # Keep the memory for the next allocation of its size, if there is room for that.
         if type(buffer) is Buffer and attachment.held.hold(buffer):
             return None
         attachment.dropped.append(buffer.mark_freed())
-        if operations.put_frees():
+        if operations.try_queue_frees():
             return None
         return operations.go_on("mem_free", operations.send_frees())
 
     def load(self, image: Any, kind: type[M]) -> Procedure[M]:
-        """Compile and load PTX, or load a cubin, as the API's kind of module. Raises InvalidRequest while recording."""
+        """Compile and load PTX, or load a cubin; return a `kind` of module. Raises InvalidRequest while recording."""
         self._operations.check_recording("module_load")
         return self.load_unrecorded(image, kind)
 
@@ -153,7 +153,8 @@ class Resources:
 
         load = build_body(ModuleLoad(code))
         module = yield from operations.make(Opcode.MODULE_LOAD, load, Opcode.MODULE_UNLOAD, loaded)
-        # A newer worker also reports the parameter types, with which launches check Python numbers.
+        # A worker that serves MODULE_PARAMETERS reports the kernels' parameter types. Launches use them to check ints
+        # and floats.
         if Opcode.MODULE_PARAMETERS in attachment.served:
             parameters = HANDLE.pack(module.handle)
             answer = yield from operations.ask(Opcode.MODULE_PARAMETERS, parameters, operation="module_load")
@@ -163,7 +164,7 @@ class Resources:
     def variable(self, module: Module, name: str) -> Procedure[Variable]:
         """Find a variable of a module. Raises InvalidHandle if the module has no variable of that name."""
         operation = "variable"
-        self._check_details(Opcode.MODULE_VARIABLE, module, operation)
+        self._check_module_query(Opcode.MODULE_VARIABLE, module, operation)
         request = VariableName(module.handle, bounded(name, "variable: a name", MAX_KERNEL_NAME_BYTES))
         asking = self._operations.ask(Opcode.MODULE_VARIABLE, build_body(request), operation=operation)
         reply = yield from self._operations.do(operation, asking)
@@ -172,13 +173,13 @@ class Resources:
     def figures(self, module: Module) -> Procedure[Mapping[str, KernelFigures]]:
         """Ask how many registers and how much memory each kernel of a module uses."""
         operation = "kernel_figures"
-        self._check_details(Opcode.MODULE_FIGURES, module, operation)
+        self._check_module_query(Opcode.MODULE_FIGURES, module, operation)
         asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), operation=operation)
         reply = yield from self._operations.do(operation, asking)
         # In the order of the module's kernels, as the reply to MODULE_LOAD had them.
         return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
 
-    def _check_details(self, op: Opcode, module: Module, operation: str) -> None:
+    def _check_module_query(self, op: Opcode, module: Module, operation: str) -> None:
         self._operations.check_recording(operation)
         self._operations.check(module, Module, operation)
         self.attachment.require(op, operation)

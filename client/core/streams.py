@@ -342,7 +342,7 @@ class Streams:
             unsent = b"" if self.operations.put(frame) else frame
         # Send the launch first, then the frees that are due.
         if self.attachment.dropped and not unsent:
-            self.operations.put_frees()
+            self.operations.try_queue_frees()
         return self.operations.go_on(operation, self._send_rest(number, unsent)) if unsent else number
 
     def _send_rest(self, number: int, frame: bytes) -> Procedure[int]:

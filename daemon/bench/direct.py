@@ -22,7 +22,7 @@ from gpulease.daemon.zygote.driver_registry import driver_named
 ONE: Final[Dim3] = (1, 1, 1)
 
 COPIES: Final = 15
-"""Copies of each large size and direction; the median counts."""
+"""Number of copies that are timed for each large size and direction; the median is reported."""
 
 SMALL_COPY_BYTES: Final = 4096
 SLICE_BYTES: Final = 256 << 20
@@ -30,7 +30,7 @@ THREADS: Final = 32
 
 
 def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_sizes: list[int]) -> dict[str, float]:
-    """Return microseconds and GB/s of the driver's own calls. `copy_sizes`: bytes, whole MiB."""
+    """Return microseconds and GB/s of the driver's own calls. `copy_sizes` are in bytes, multiples of 1 MiB."""
     driver_name, context = _open(driver_name)
     module = context.module_load(ptx)
     kernel = module.kernels["scale"]
@@ -50,7 +50,7 @@ def measure(driver_name: str, ptx: bytes, launches: int, samples: int, copy_size
 
     # Warm up: the first launches load code and grow the driver's queues.
     _timed_us(launch_and_sync, 50)
-    # Launches that are awaited one by one, and then a long row of them: latency and throughput.
+    # First launch and sync each time, for the latency; then many launches and one sync, for the throughput.
     round_trips = _timed_us(launch_and_sync, samples)
     started = time.perf_counter()
     for _ in range(launches):

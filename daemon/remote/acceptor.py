@@ -46,32 +46,35 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_HANDSHAKES: Final = 32
-"""Relays at a time with an unknown peer. An honest peer is unknown for one round trip."""
+"""Limit on the relays that do not know their peer yet. An honest peer is unknown for one round trip. Stops peers
+that do not finish their handshakes from taking all relays."""
 
 MIN_HANDSHAKE_S: Final = 0.5
-"""Each handshake gets at least so long; then, if others wait, one handshake is ended."""
+"""Seconds that each handshake gets at least. Afterwards it may be ended if other connections wait."""
 
 HANDSHAKE_CHECK_S: Final = 0.25
-"""Pause between two checks for handshakes to end, while others wait."""
+"""Seconds between two checks for handshakes to end, while other connections wait."""
 
 INNER_BUFFER_BYTES: Final = 512 << 10
-"""Bytes on the way between a relay and the worker, in each direction. The kernel allows as many again for its
-own bookkeeping, and no more than net.core.wmem_max says (socket(7)). With room for one batch of a relay's alone,
-relay and worker wait for each other in turn. Stops a peer that does not read from holding more of the host's memory."""
+"""Limit on the bytes under way between a relay and the worker, in each direction. The kernel adds as many for its
+own bookkeeping, and allows at most net.core.wmem_max (socket(7)). If only one batch of the relay fitted, relay and
+worker would wait for each other in turn. Stops a peer that does not read from holding more of the host's memory."""
 
 SPARE_RELAYS: Final = 4
-"""Relays that wait for a connection. A lease and its session take two connections; the others are for those who come
-meanwhile. A connection beyond them waits for a fork. Each has 3 MiB of its own."""
+"""Number of relays that are kept ready for connections. A lease and its session take two connections; the other
+relays are for tenants that connect at the same time. A connection that finds no ready relay waits for a fork. Each
+relay takes 3 MiB of its own."""
 
 REVOKED_CHECK_S: Final = 1.0
-"""Pause from one search for open connections with a revoked certificate to the next."""
+"""Seconds between two searches for open connections with a revoked certificate."""
 
 NO_DESCRIPTORS_PAUSE_S: Final = 0.1
-"""After the host had no descriptor for a connection, until the next accept."""
+"""Seconds until the next accept, after this process had no descriptor left for a connection."""
 
 MAX_REFUSED_RELAYS: Final = 16
-"""Relays of one certificate beyond those it may have; each lives until its peer has read the refusal. Stops a tenant
-from taking everybody's relays by opening connections that are refused again and again."""
+"""Limit on the relays of one certificate's names beyond the tenant's own limit. The broker refuses the connections
+of these relays; each of them lives until its peer has read the refusal. Stops a tenant from taking everybody's relays
+by opening connections that are refused again and again."""
 
 EXIT_BUG: Final = 70
 """EX_SOFTWARE of sysexits(3)."""
@@ -83,16 +86,16 @@ class SpareRelay:
 
     Attributes:
         pid: The relay's process.
-        report: The channel that takes the connection to the relay, and then the relay's report here.
+        report_channel: Carries the connection to the relay, and then the relay's report to this process.
         inner: The far end of the relay's inner socket.
     """
 
     pid: int
-    report: socket.socket
+    report_channel: socket.socket
     inner: socket.socket
 
     def close(self) -> None:
-        self.report.close()
+        self.report_channel.close()
         self.inner.close()
 
 
@@ -103,8 +106,8 @@ class Handshake:
     Attributes:
         pid: The relay's process.
         peer: The peer's address, for the log.
-        source: The source that the connection counts for.
-        report: The channel on which the relay reports its peer's certificate.
+        source: The source that the connection counts for, by `source_of`.
+        report_channel: Carries the relay's report of its peer's certificate.
         inner: The far end of the relay's inner socket; the broker gets it with the report.
         since_s: The time of its connection, by time.monotonic().
         has_failed: Whether the handshake failed, and the relay lives only until the peer has read the alert.
@@ -113,7 +116,7 @@ class Handshake:
     pid: int
     peer: str
     source: str
-    report: socket.socket
+    report_channel: socket.socket
     inner: socket.socket
     since_s: float
     has_failed: bool = False
@@ -121,7 +124,13 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True)
 class CertificateHolder:
-    """The holder of a certificate: its names and its serial number. No CA issues one below zero (RFC 5280, 4.1.2.2)."""
+    """The holder of a certificate.
+
+    Attributes:
+        names: The certificate's names, in the order of its extension.
+        serial: The certificate's serial number; -1 if the certificate is unknown, because no CA issues a negative one
+            (RFC 5280, 4.1.2.2).
+    """
 
     names: tuple[str, ...] = ()
     serial: int = -1
@@ -131,7 +140,7 @@ UNKNOWN: Final = CertificateHolder()
 
 
 def get_ready() -> None:
-    """Do the work that each relay would do once, before the first fork.
+    """Do once, before the first fork, the work that every relay would otherwise repeat: mainly imports.
 
     Every relay inherits the objects that exist now. A frozen heap keeps the garbage collector from writing to, and so
     copying, their pages.
@@ -147,8 +156,9 @@ class TlsAcceptor:
     Args:
         channel: The channel to the broker.
         files: The node's certificate, its key, and the CAs it trusts.
-        max_relays: Relays at a time.
-        max_relays_per_tenant: Relays at a time of one certificate's names.
+        max_relays: Limit on the relays that exist at a time.
+        max_relays_per_tenant: Limit on the relays that peers with the same names in their certificates may have at a
+            time. MAX_REFUSED_RELAYS more are kept for the time that it takes to refuse them.
     """
 
     def __init__(
@@ -160,24 +170,25 @@ class TlsAcceptor:
         self._identity: Identity | None = Identity(files)
         self._identity_problem = ""
         self._max_relays = max_relays
-        self._max_by_names = max_relays_per_tenant + MAX_REFUSED_RELAYS
+        self._max_relays_per_names = max_relays_per_tenant + MAX_REFUSED_RELAYS
         self._epoll = select.epoll()
         self._refusals = RateLimitedLog(LogEvent.STRANGER_REFUSED)
         self._pending = PendingConnections(self._epoll, self._on_hello, self._on_refused)
         self._listeners: dict[int, socket.socket] = {}
         # Connections with a whole ClientHello, which wait for a relay.
         self._ready: deque[PendingConnection] = deque()
-        # By the descriptor of the report, oldest first.
+        # Keyed by the descriptor of the report channel; the oldest is first.
         self._handshakes: dict[int, Handshake] = {}
         # Relays without a connection, oldest first.
         self._spare_relays: deque[SpareRelay] = deque()
         self._wants_spare_relays = True
-        # By process id; UNKNOWN until the relay reports a certificate.
+        # Keyed by process id; UNKNOWN until the relay reports a certificate.
         self._relays: dict[int, CertificateHolder] = {}
-        # Serial numbers by the pidfds of relays that an earlier acceptor left.
+        # The relays that an earlier acceptor left: the serial numbers of their certificates, keyed by pidfd.
         self._orphans: dict[int, int] = {}
         self._next_revoked_check = 0.0
-        self._accepts_from = 0.0
+        # 0 while accepting is not paused.
+        self._accept_paused_until_s = 0.0
         # Python's C-level handler writes SIGCHLD here, which wakes epoll_wait(2).
         self._wakeup, self._wakeup_end = socket.socketpair()
         for end in (self._wakeup, self._wakeup_end):
@@ -227,7 +238,7 @@ class TlsAcceptor:
         timeouts = [self._pending.next_timeout_s]
         if self._ready:
             timeouts.append(HANDSHAKE_CHECK_S)
-        if self._accepts_from:
+        if self._accept_paused_until_s:
             timeouts.append(NO_DESCRIPTORS_PAUSE_S)
         if self._relays or self._orphans:
             timeouts.append(REVOKED_CHECK_S)
@@ -276,11 +287,11 @@ class TlsAcceptor:
             self._refusals.add("a peer", f"no connection can be taken: {error.strerror}")
             self._pending.evict_one("no descriptors are left")
             self._watch_listeners(events=0)
-            self._accepts_from = time.monotonic() + NO_DESCRIPTORS_PAUSE_S
+            self._accept_paused_until_s = time.monotonic() + NO_DESCRIPTORS_PAUSE_S
 
     def _resume_accepting(self) -> None:
-        if self._accepts_from and time.monotonic() >= self._accepts_from:
-            self._accepts_from = 0.0
+        if self._accept_paused_until_s and time.monotonic() >= self._accept_paused_until_s:
+            self._accept_paused_until_s = 0.0
             self._watch_listeners(events=select.EPOLLIN)
 
     def _watch_listeners(self, events: int) -> None:
@@ -396,9 +407,9 @@ class TlsAcceptor:
         # From here on the relay has the connection; this process closes its copy.
         self._wants_spare_relays = True
         self._relays[spare.pid] = UNKNOWN
-        self._epoll.register(spare.report, select.EPOLLIN)
-        self._handshakes[spare.report.fileno()] = Handshake(
-            spare.pid, connection.peer, connection.source, spare.report, spare.inner, time.monotonic()
+        self._epoll.register(spare.report_channel, select.EPOLLIN)
+        self._handshakes[spare.report_channel.fileno()] = Handshake(
+            spare.pid, connection.peer, connection.source, spare.report_channel, spare.inner, time.monotonic()
         )
 
     def _fork_relay(self, identity: Identity) -> SpareRelay:
@@ -466,7 +477,7 @@ class TlsAcceptor:
 
     def _on_report(self, handshake: Handshake) -> None:
         try:
-            received, fds = receive_message(handshake.report)
+            received, fds = receive_message(handshake.report_channel)
         except ChannelClosed:
             self._forget(handshake)
             return
@@ -491,9 +502,9 @@ class TlsAcceptor:
 
     def _on_verified(self, handshake: Handshake, verified: PeerVerified) -> None:
         holder = CertificateHolder(verified.names, int(verified.serial, 16))
-        # A certificate may have so many relays, whatever tenant the broker counts it for. Without this bound its
-        # refused connections could take all of them.
-        if sum(other.names == holder.names for other in self._relays.values()) >= self._max_by_names:
+        # The limit is on the certificate's names, because only the broker knows the tenant. Without it, connections
+        # that the broker refuses could take all relays.
+        if sum(other.names == holder.names for other in self._relays.values()) >= self._max_relays_per_names:
             self._abort(handshake, f"{', '.join(holder.names)} has too many connections")
             return
         # The relay belongs to this holder from here on; later reports from it are not read.
@@ -511,9 +522,9 @@ class TlsAcceptor:
         self._forget(handshake)
 
     def _forget(self, handshake: Handshake) -> None:
-        del self._handshakes[handshake.report.fileno()]
-        self._epoll.unregister(handshake.report)
-        handshake.report.close()
+        del self._handshakes[handshake.report_channel.fileno()]
+        self._epoll.unregister(handshake.report_channel)
+        handshake.report_channel.close()
         handshake.inner.close()
 
     def _reap(self) -> None:
@@ -527,7 +538,7 @@ class TlsAcceptor:
 
 def _send_connection(spare: SpareRelay, connection: PendingConnection) -> bool:
     try:
-        send_message(spare.report, TakeConnection().to_map(), (connection.sock.fileno(),))
+        send_message(spare.report_channel, TakeConnection().to_map(), (connection.sock.fileno(),))
     except ChannelClosed:
         return False
     return True

@@ -1,12 +1,12 @@
 """A session's ledger: its allocations, regions, modules, graphs and streams, and the bytes of the slice that they take.
 
 An allocation is charged to the slice with the number of bytes that the tenant asked for. The card uses more than that:
-for rounding to pages, for modules, for the local memory of kernels. The node pays for this up to the lease's allowance,
-and the slice pays for the rest. So a tenant gets all the bytes that it asked for, and the card never gives more than
-the broker admitted.
+for rounding to pages, for modules, for the local memory of kernels. Up to `allowance_bytes` of this is charged to the
+node, and the rest to the slice. While it is within the allowance, a tenant can therefore allocate all the bytes of its
+slice. In any case the card never gives more than the broker admitted.
 
-A module's number is never used again. A device pointer becomes valid again only when the driver returns the same
-address again. A number of another session is unknown here, because each process has one ledger.
+A module's handle is never used again. A device pointer becomes valid again only when the driver returns the same
+address again. Handles of other sessions are unknown here, because each process has one ledger.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Status
 
 MAX_ALLOCATIONS: Final = 65_536
-"""Most live allocations of a session. Stops a loop of one-byte allocations, each of which costs the driver far more
-than a byte."""
+"""Limit on the live allocations of a session. Stops a loop of one-byte allocations, each of which costs the driver
+far more than a byte."""
 
 MAX_MODULES: Final = 1024
-"""Most loaded modules of a session: each costs host memory, which no slice bounds."""
+"""Limit on the modules that are loaded in a session. Each costs host memory, which no slice bounds."""
 
 MAX_IMAGE_BYTES: Final = 256 << 20
-"""Most bytes of all images that are loaded at one time: they cost host memory, too."""
+"""Limit on the bytes of all images that are loaded in a session at one time. They cost host memory, too."""
 
 
 def invalid_handle(message: str) -> Refused:

@@ -59,45 +59,47 @@ class _Probe:
         # Use a slice of 1 byte, because 0 would make it a warm worker.
         self.workers.spawn(WorkerSpec(self.number, self.card.uuid, 1, is_shared=False))
         # Step 1: wait until the worker has its context, or reports why not.
-        started = await self._next()
+        first_event = await self._next()
         pid = self.workers.pid(self.number)
-        if not isinstance(started, WorkerReady):
-            await self._end(started)
-            raise await self._failure(started)
+        if not isinstance(first_event, WorkerReady):
+            await self._end(first_event)
+            raise await self._failure(first_event)
         # Step 2: measure while it runs. The card's figure for the process is the cost of its context.
         overhead = await asyncio.to_thread(self.source.process_bytes, self.card.uuid, pid)
-        # Step 3: end it, and prove its bytes free. On a card that keeps them, a lease's bytes could never be proved
-        # free.
-        await self._end(started)
+        # Step 3: end it, and prove its bytes free. If the card went on reporting a dead process's bytes as used, no
+        # lease's bytes could ever be proved free on it, so find that out now.
+        await self._end(first_event)
         await _wait_for_proof(self.source, self.card, pid)
         self.workers.settle(self.number)
         return overhead + self.source.reserve_bytes
 
-    async def _end(self, started: Event) -> None:
-        if not isinstance(started, WorkerExited):
+    async def _end(self, first_event: Event) -> None:
+        if not isinstance(first_event, WorkerExited):
             self.workers.kill(self.number)
             while not isinstance(await self._next(), WorkerExited):
                 pass
 
-    async def _failure(self, started: Event) -> CardsUnavailable:
+    async def _failure(self, first_event: Event) -> CardsUnavailable:
         """Return why no context could be made: the driver's own reason, if it has one."""
         self.workers.settle(self.number)
         # The driver's own reason (no device, a wrong version) is more helpful than what the worker reports.
         driver_says = await asyncio.to_thread(self.source.why_no_context)
         if driver_says is not None:
             return driver_says
-        reason = started.reason if isinstance(started, WorkerFailed | WorkerExited) else "its worker lost its context"
+        reason = "its worker lost its context"
+        if isinstance(first_event, WorkerFailed | WorkerExited):
+            reason = first_event.reason
         card = self.card
         return CardsUnavailable(
             f"no context can be made on card {card.index} ({card.uuid}, {card.name}): {reason}",
-            hint="Check that the driver works there, and without which measure of the sandbox (sandbox_without), or "
-            "start with --driver cpu.",
+            hint="Check that the driver works on this card, and turn off measures of the sandbox one by one "
+            "(sandbox_without) to find one that blocks the driver; or start with --driver cpu.",
         )
 
     async def _next(self) -> Event:
         """Return the next event of this worker. Late events of the previous worker are skipped."""
         with contextlib.suppress(TimeoutError):
-            # Each event gets the whole time, because loading a driver is slow.
+            # The full timeout applies to each event, because loading a driver is slow.
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 while True:
                     event = await self.events.get()
@@ -105,14 +107,14 @@ class _Probe:
                         return event
         raise CardsUnavailable(
             f"card {self.card.index} ({self.card.uuid}) did not answer within {PROBE_TIMEOUT_S:g} s",
-            hint="Check that the driver works there, or start with --driver cpu.",
+            hint="Check that the driver works on this card, or start with --driver cpu.",
         )
 
 
 async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None:
     """Wait until the probe's bytes are proved free, by the same rules as a lease's bytes."""
     deadline_s = time.monotonic() + PROOF_TIMEOUT_S
-    unlisted, others = UnlistedSince(pid), Others(0, card.slack_bytes)
+    unlisted, others = UnlistedSince(pid), Others(spare_bytes=0, slack_bytes=card.slack_bytes)
     while True:
         polled_ns = time.monotonic_ns()
         try:

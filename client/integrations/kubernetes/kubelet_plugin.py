@@ -199,7 +199,7 @@ for _described in (_REGISTRATION, *map(_dra_file, DRA_VERSIONS), *map(_health_fi
 
 
 def message(name: str) -> Any:
-    """Return the class of a message by its full name, its package first."""
+    """Return the class of a message by its full name, including the package."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
 
 
@@ -234,7 +234,7 @@ class KubeletPlugin:
 
         Args:
             driver: The driver's name, a DNS subdomain.
-            claims: Does the work.
+            claims: Prepares and unprepares the claims that the kubelet names.
             health: Returns the health of all devices.
             registry: The folder in which the kubelet looks for plugins' sockets.
             folder: The folder for the socket of the DRA service.

@@ -135,14 +135,14 @@ class InferenceKernel:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """The outcome of a request that succeeded.
+    """The response to a request that succeeded.
 
     Attributes:
         request_id: The request.
-        lease_id: The lease that computed it, which is over.
-        token_expires_at_unix_secs: The latest end of its grant, by the daemon's date.
+        lease_id: The lease on which the request ran. It has ended.
+        token_expires_at_unix_secs: When the token of this request expires at the latest, by the daemon's wall clock.
         output: The model's output.
-        is_replayed: Whether this is the outcome of an earlier request with the same id.
+        is_replayed: Whether an earlier request with the same id computed this response.
     """
 
     request_id: str
@@ -153,13 +153,13 @@ class InferenceResponse:
 
 
 def response_to_outcome(response: InferenceResponse) -> bytes:
-    """Encode a response for the store: the length of a JSON head (u32, big-endian), the head, the output."""
+    """Encode a response as an outcome: the length of a JSON head (u32, big-endian), the head, the output."""
     head = {"lease_id": str(response.lease_id), "token_expires_at": response.token_expires_at_unix_secs}
     return _outcome({"version": 1, "ok": head}, response.output)
 
 
 def failure_to_outcome(error: Exception) -> bytes:
-    """Encode the failure of an attempt that had begun its effect."""
+    """Encode, as an outcome, a failure after the gateway had recorded that it would launch the kernel."""
     # The class's name is enough to answer later requests the same way; the traceback is not kept.
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")
@@ -170,7 +170,7 @@ def outcome_to_response(request_id: str, outcome: bytes) -> InferenceResponse:
     # The output follows the head as raw bytes: base64 in the JSON would take a third more room.
     (size,) = _HEAD_BYTES.unpack_from(outcome)
     head = json.loads(outcome[_HEAD_BYTES.size : _HEAD_BYTES.size + size])
-    # A failure is an outcome, too: it is raised, and never executed again.
+    # A failure is final, too: raise it. The request is not run again.
     if "failed" in head:
         raise OperationFailed(head["failed"]["message"], head["failed"]["kind"])
     output = outcome[_HEAD_BYTES.size + size :]

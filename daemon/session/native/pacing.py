@@ -107,10 +107,11 @@ class Pacer:
         self._page = page
         self._marks = (PacingMark * MAX_MARKS)()
         self._means = (ctypes.c_uint64 * MEANS)()
-        # A word of zero stands in for each latency word that the session does not know.
-        self._no_word, self._unread_word = ctypes.c_uint64(), ctypes.c_uint64()
-        no_word = ctypes.addressof(self._no_word)
-        self._words = (ctypes.c_uint64 * MAX_LATENCY_WORDS)(*[no_word] * MAX_LATENCY_WORDS)
+        # Stand-ins: one that is always 0, for each latency word that the session does not know; and one that nobody
+        # reads, for the session's own word.
+        self._zero_word, self._dummy_own_word = ctypes.c_uint64(), ctypes.c_uint64()
+        zero_word = ctypes.addressof(self._zero_word)
+        self._words = (ctypes.c_uint64 * MAX_LATENCY_WORDS)(*[zero_word] * MAX_LATENCY_WORDS)
         self._word_maps: dict[int, mmap.mmap] = {}
         self._state = PacingState(
             page=address_of(page.word),
@@ -119,7 +120,7 @@ class Pacer:
             idle=progress.idle,
             mark=progress.mark,
             reached=progress.reached,
-            own_word=ctypes.addressof(self._unread_word),
+            own_word=ctypes.addressof(self._dummy_own_word),
             words=ctypes.addressof(self._words),
             marks=ctypes.addressof(self._marks),
             spin_ns=spin_ns,
@@ -244,7 +245,7 @@ class Pacer:
         """
         page = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_own else 0))
         address = address_of(page)
-        # The new address before the old mapping goes: native code does not run meanwhile.
+        # Store the new address before the earlier mapping is closed. Native code does not run during this call.
         self._words[number] = address
         if is_own:
             self._state.own_word, self._state.own_bit = address, 1 << number
@@ -256,12 +257,12 @@ class Pacer:
         self._word_maps[number] = page
 
     def _forget_own(self) -> None:
-        self._state.own_word, self._state.own_bit = ctypes.addressof(self._unread_word), 0
+        self._state.own_word, self._state.own_bit = ctypes.addressof(self._dummy_own_word), 0
 
     def close(self) -> None:
-        """Unmap the latency words. Nothing may be begun any more."""
+        """Unmap the latency words. No work may begin after this."""
         self._forget_own()
         for number, page in self._word_maps.items():
-            self._words[number] = ctypes.addressof(self._no_word)
+            self._words[number] = ctypes.addressof(self._zero_word)
             page.close()
         self._word_maps.clear()
