@@ -18,6 +18,7 @@ from gpulease.daemon.leases import (
     AdoptSession,
     ArmTimer,
     Card,
+    Cause,
     CoreLimits,
     DrainCancelled,
     DrainRequested,
@@ -49,6 +50,7 @@ from gpulease.daemon.leases import (
     ProveRegion,
     ReclaimProved,
     RefuseWaitingOperations,
+    RefuseWork,
     RegionEnded,
     RegionGranted,
     RegionOpened,
@@ -132,6 +134,7 @@ class ModelWorker:
         is_leased: Its page has a deadline.
         is_in_place: It is parked with its bytes on the card.
         borrows: It is parked, and its bytes are in its former worker.
+        ended: The cause on its page, which is written when its lease ends, before anything else.
     """
 
     worker_id: int
@@ -153,6 +156,7 @@ class ModelWorker:
     is_leased: bool = False
     is_in_place: bool = False
     borrows: bool = False
+    ended: Cause | None = None
 
     @property
     def is_parked(self) -> bool:
@@ -266,6 +270,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case SetDeadline(worker_id):
                 if worker_id in self.workers:
                     self.workers[worker_id].is_leased = True
+            case RefuseWork(worker_id, cause):
+                if worker_id in self.workers:
+                    self.workers[worker_id].ended = cause
             case RestartWorker(lease_id, card, terms):
                 worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
                 worker.size, worker.on_card, worker.is_new, worker.of_lease = terms.size_bytes, False, True, lease_id
@@ -736,6 +743,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 kept = kept._replace(is_cold=not has_session[kept.lease_id])
             if (own := self.workers.get(kept.lease_id)) is not None:
                 kept = kept._replace(card_uuid=own.card)
+                # A broker writes an end on the page before it records it.
+                if own.ended is not None and kept.state is LeaseState.ACTIVE:
+                    kept = kept._replace(state=LeaseState.DRAINING, cause=own.ended)
             self.send(LeaseRestored(kept, has_worker=own is not None, has_session=True))
             lease = self.table.get(kept.lease_id)
             if own is not None and lease is not None and lease.state is LeaseState.ACTIVE:
@@ -1030,4 +1040,17 @@ def test_a_session_that_left_without_a_record_of_it_continues_in_its_worker() ->
     state.send(ReturnWanted(lease_id, worker.park))
     state.all_is_done(0, 0)
     assert worker.on_card
+    state.teardown()
+
+
+def test_an_end_that_only_the_page_shows_continues_behind_a_killed_broker() -> None:
+    """The worker is killed at once, and the record of the end is lost with the broker."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire("bob", 100, 0, 0, is_quick=True)
+    state.end(pick=0, is_revoked=False)
+    assert state.unrecorded_kills == [1]
+    state.broker_is_killed(is_tail_lost=True, luck=0)
+    (lease,) = state.table.snapshots()
+    assert (lease.lease_id, lease.state) == (1, LeaseState.DRAINING)
     state.teardown()
