@@ -13,13 +13,14 @@ from gpulease.client.texts import quoted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_DIMENSIONS: Final = 8
-"""Most dimensions of an array: the copy kernel has room for no more. Stops data that was passed as a shape."""
+"""Maximum number of dimensions of an array: the copy kernel has room for no more. Stops data that was passed as a
+shape."""
 
 MAX_ARRAY_BYTES: Final = 1 << 47
 """Largest array, more than any card has. Stops a shape that is a mistake, and overflows in the copy kernel."""
 
 MAX_UNIT_BYTES: Final = 16
-"""Most bytes that one thread copies at once: the widest load and store of a card."""
+"""Maximum number of bytes that one thread copies at once: the widest load and store of a card."""
 
 
 @dataclass(frozen=True, slots=True)

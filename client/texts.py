@@ -6,7 +6,7 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 
 MAX_QUOTED_CHARS: Final = 120
-"""Most characters that a message quotes. Stops an overlong string from filling the error message too."""
+"""Maximum number of characters that a message quotes. Stops an overlong string from filling the error message too."""
 
 
 def quoted(value: Any) -> str:

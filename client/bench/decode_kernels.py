@@ -19,15 +19,16 @@ from gpulease.client.decode.engine.linear_tiles import IN_TURNS, SM_80, grid_of,
 from gpulease.client.handles import Buffer
 
 KERNEL_LAUNCHES: Final = 32
-"""Least launches in a graph that times one kernel."""
+"""Minimum number of launches in a graph that times one kernel."""
 
 KERNEL_GRAPHS: Final = 10
 
 MOST_SPLITS: Final = 16
-"""Most parts of a sum that are tried."""
+"""Maximum number of parts of a sum that are tried."""
 
 MOST_READS: Final = 8
-"""Most times that a tile may read the weights: tiles that read them more often never win, and take long."""
+"""Maximum number of times that a tile may read the weights: tiles that read them more often never win, and take
+long."""
 
 Figure = dict[str, Any]
 

@@ -23,8 +23,8 @@ from gpulease.client.console.tables import table
 from gpulease.protocol.json_text import indented_json
 
 MAX_OPEN: Final = 400
-"""Most open requests: the server accepts 512 connections, and a client has 1,024 descriptors. A request that arrives
-beyond this is counted as not sent."""
+"""Maximum number of open requests: the server accepts 512 connections, and a client has 1,024 descriptors. A request
+that arrives beyond this is counted as not sent."""
 
 LIMIT_S: Final = 300.0
 """Seconds after which a request is given up."""

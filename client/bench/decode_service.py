@@ -43,7 +43,7 @@ WARM_TOKENS: Final = 32
 """Tokens that each sequence emits before its steps are timed."""
 
 LEAST_STEPS: Final = 8
-"""Fewest steps that are timed, however slow they are."""
+"""Minimum number of steps that are timed, however slow they are."""
 
 REVOKE_EVERY_S: Final = 1.0
 PROMPT: Final = 512

@@ -71,7 +71,7 @@ SHORT_LEASE_S: Final = 4.0
 ENDINGS: Final = ("free", "free", "drop", "expire", "revoke", "kill")
 
 ROUNDS: Final = (4, 16)
-"""Fewest and most rounds of a lease's work."""
+"""Minimum and maximum number of rounds of a lease's work."""
 
 PATIENCE_S: Final = 120.0
 """Longest time, in seconds, that an operation waits for room or for a broker: beyond it, something hangs."""

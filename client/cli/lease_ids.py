@@ -21,13 +21,13 @@ COMPLETION_LIMIT_S: Final = 0.5
 """Longest time for the daemon to list leases while a person waits for a completion, in seconds; then there is none."""
 
 MAX_COMPLETIONS: Final = 256
-"""Most ids offered to a shell, which asks before it shows more than fit on the screen."""
+"""Maximum number of ids offered to a shell, which asks before it shows more than fit on the screen."""
 
 MIN_PREFIX_DIGITS: Final = 4
-"""Least digits of an id's prefix; fewer are more likely a slip than a choice."""
+"""Minimum number of digits of an id's prefix; fewer are more likely a slip than a choice."""
 
 MAX_LISTED: Final = 8
-"""Most leases that the error about an ambiguous prefix lists."""
+"""Maximum number of leases that the error about an ambiguous prefix lists."""
 
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")

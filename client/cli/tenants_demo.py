@@ -42,7 +42,7 @@ SHARED_BYTES: Final = 256 * MIB
 """Size of bob's lease at a daemon that others use too; a quarter of the free memory, if that is less."""
 
 LEAST_BYTES: Final = 64 * MIB
-"""Least size of bob's lease: carol's regions must fit."""
+"""Minimum size of bob's lease: carol's regions must fit."""
 
 SPARE_BYTES: Final = {"cpu": 2 * MIB, "cuda": 32 * MIB}
 """Bytes of a slice that are left for code and small buffers."""

@@ -47,10 +47,10 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 MIN_TEXT: Final = 24
-"""Least width of a last column of text, in cells; if there is less, the text goes below its row."""
+"""Minimum width of a last column of text, in cells; if there is less, the text goes below its row."""
 
 MIN_INDENTED: Final = 12
-"""Least width in cells for indented lines; below it, every cell is needed."""
+"""Minimum width in cells for indented lines; below it, every cell is needed."""
 
 _INDENT: Final = "  "
 

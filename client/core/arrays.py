@@ -39,8 +39,8 @@ BLOCK_THREADS: Final = 256
 """Threads per block of the kernel that copies and fills."""
 
 MAX_BLOCKS: Final = 4096
-"""Most blocks of one launch, several for each multiprocessor of any card. Beyond that, each thread copies several
-units."""
+"""Maximum number of blocks of one launch, several for each multiprocessor of any card. Beyond that, each thread copies
+several units."""
 
 _LAYOUT: Final = struct.Struct(f"<3Q{MAX_UNIT_BYTES}s{MAX_DIMENSIONS}Q{2 * MAX_DIMENSIONS}q")
 """`Layout` of the kernel's source: count, last, unit_bytes, pattern, lengths, to_strides, from_strides."""

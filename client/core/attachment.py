@@ -100,13 +100,13 @@ class LentArrays:
 
 MAX_HELD_BYTES: Final = 16 << 20
 HELD_PART: Final = 16
-"""Most bytes that freed buffers may continue to occupy in a session, also as a fraction of its slice (1 of this many
-parts). It is so small that any allocation that needs these bytes can have them freed first."""
+"""Maximum number of bytes that freed buffers may continue to occupy in a session, also as a fraction of its slice (1 of
+this many parts). It is so small that any allocation that needs these bytes can have them freed first."""
 
 
 MAX_HELD_BUFFERS: Final = 64
-"""Most held buffers. One operation frees all of them (`operations.FREES_PER_FLUSH`), so that the next allocation has
-their memory."""
+"""Maximum number of held buffers. One operation frees all of them (`operations.FREES_PER_FLUSH`), so that the next
+allocation has their memory."""
 
 
 class HeldBuffers:

@@ -6,7 +6,7 @@ from typing import Final
 from gpulease.protocol.foreign_text import printable
 
 MAX_WARNINGS: Final = 16
-"""Most different warnings that a process logs. Stops a daemon that makes a new one for each connection."""
+"""Maximum number of different warnings that a process logs. Stops a daemon that makes a new one for each connection."""
 
 _log: Final = logging.getLogger("gpulease")
 _logged: Final = set[str]()

@@ -101,7 +101,7 @@ name, and each node that is asked queries the fleet's store. A node that is cut 
 one answer is not enough."""
 
 MAX_LISTED: Final = 8
-"""Most refusing nodes that an error message lists."""
+"""Maximum number of refusing nodes that an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)

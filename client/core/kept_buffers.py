@@ -14,7 +14,7 @@ from gpulease.protocol.messages import Freed, KeptBuffer, MemKeep
 from gpulease.protocol.messages import KeptBuffers as KeptBuffersBody
 
 MAX_NAMED: Final = 16
-"""Most kept buffers that an error message lists."""
+"""Maximum number of kept buffers that an error message lists."""
 
 
 class SessionKeptBuffers:

@@ -23,14 +23,14 @@ from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
-"""Most launch templates that are kept per module, about half a kilobyte each. Stops a tenant that never uses the same
-grid twice from filling memory: at this number all are dropped."""
+"""Maximum number of launch templates that are kept per module, about half a kilobyte each. Stops a tenant that never
+uses the same grid twice from filling memory: at this number all are dropped."""
 
 MAX_U32: Final = 2**32 - 1
 """Largest dimension of a grid or block that fits the wire's u32."""
 
 MAX_LISTED_KERNELS: Final = 16
-"""Most kernels that a message lists before it says how many more there are."""
+"""Maximum number of kernels that a message lists before it says how many more there are."""
 
 KernelArguments = KernelArgs | bytes | bytearray | memoryview | list[Any] | tuple[Any, ...]
 

@@ -339,8 +339,8 @@ after its end, too.
 """
 
 MAX_NOTES: Final = 256
-"""Most notes that are in flight together: more would not be faster, and the daemon accepts a bounded number of requests
-per connection."""
+"""Maximum number of notes that are in flight together: more would not be faster, and the daemon accepts a bounded
+number of requests per connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
 """Pause before the first reconnect, in seconds; it is doubled after each failed one."""

@@ -39,8 +39,8 @@ EXPIRY_MARGIN_S: Final = 5.0
 grace, the reclaim, and a slow host."""
 
 FREES_PER_FLUSH: Final = 128
-"""Most dropped handles that one operation frees, so that it is not delayed after a long list was dropped. Their frames
-are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
+"""Maximum number of dropped handles that one operation frees, so that it is not delayed after a long list was dropped.
+Their frames are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
 STREAMS_FENCES: Final = having(Trait.SETTLES)
 """Operations that wait for everything before them, also when the session has several streams."""

@@ -34,7 +34,7 @@ from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, G
 from gpulease.protocol.opcodes import ParameterKind
 
 MAX_WRITE_BYTES: Final = MAX_GRAPH_NODE_BYTES - 20
-"""Most data of one recorded write, in bytes: a node's body also holds handle, offset and length."""
+"""Maximum size of the data of one recorded write, in bytes: a node's body also holds handle, offset and length."""
 
 
 class Recording(LaunchCommands, CopyCommands):

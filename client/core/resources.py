@@ -23,8 +23,8 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 
 
 MAX_UNSETTLED: Final = 256
-"""Most frees and reuses without a settling reply. At this number an allocation asks the worker, and the reply settles
-them."""
+"""Maximum number of frees and reuses without a settling reply. At this number an allocation asks the worker, and the
+reply settles them."""
 
 
 class ModuleBase(Module):

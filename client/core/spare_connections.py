@@ -9,7 +9,7 @@ from gpulease.client.transport.channel import Channel
 from gpulease.protocol.messages import HelloReply
 
 MAX_SPARE: Final = 16
-"""Most connections kept. Each counts towards the tenant's connections on the daemon."""
+"""Maximum number of connections kept. Each counts towards the tenant's connections on the daemon."""
 
 
 class SpareConnections:

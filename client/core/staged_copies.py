@@ -44,8 +44,8 @@ MIN_PIECE_BYTES: Final = 512 << 10
 """Smallest piece of a copy that is cut into `MIN_PIECES`: the request for a smaller one takes longer than its copy."""
 
 MIN_PIECES: Final = 4
-"""Least pieces of a copy, unless they would be too small. The first and the last piece do not overlap with others: one
-side is idle while the other copies them."""
+"""Minimum number of pieces of a copy, unless they would be too small. The first and the last piece do not overlap with
+others: one side is idle while the other copies them."""
 
 SLOTS: Final = 8
 """Pieces in progress at a time. Times `SLOT_BYTES`, this is the arena's and the host's memory in use."""
@@ -311,8 +311,8 @@ def _address_of(data: memoryview) -> int:
 # --- threads that copy ---
 
 MAX_COPIERS: Final = 4
-"""Most copying threads of a session: with four, an H100's host copies faster than the card fetches from the worker.
-"""
+"""Maximum number of copying threads of a session: with four, an H100's host copies faster than the card fetches from
+the worker."""
 
 CORES_PER_COPIER: Final = 4
 """Cores that this process must have per thread: with fewer, the threads would take the worker's or the tenant's."""

@@ -27,7 +27,7 @@ LINE_EVERY_S: Final = 1.0
 """Seconds between lines after those, so that a tenant that continually loses regions can't fill a disk."""
 
 MAX_TEXT_CHARACTERS: Final = 500
-"""Most characters of a text in a line. Callers choose request ids, and messages may repeat them."""
+"""Maximum number of characters of a text in a line. Callers choose request ids, and messages may repeat them."""
 
 _WORD: Final = re.compile(r"[A-Za-z0-9_.:/+-]+")
 

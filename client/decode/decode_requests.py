@@ -24,7 +24,7 @@ MAX_SEED: Final = 2**64 - 1
 """Highest seed: a row's record holds it in 64 bits."""
 
 MAX_POSITIONS: Final = 2**31 - 1
-"""Most positions of a sequence: a row's record holds them in 32 signed bits."""
+"""Maximum number of positions of a sequence: a row's record holds them in 32 signed bits."""
 
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
@@ -37,19 +37,21 @@ MAX_BIAS: Final = 100.0
 """Highest bias of a token's logit, and lowest when negated, as in OpenAI's API."""
 
 MAX_BIASED_TOKENS: Final = 300
-"""Most tokens with a bias: a request's audit record has them all."""
+"""Maximum number of tokens with a bias: a request's audit record has them all."""
 
 MAX_ALLOWED_TOKENS: Final = 4096
-"""Most tokens of a list of those that are allowed. It is checked once for each of a request's sequences."""
+"""Maximum number of tokens of a list of those that are allowed. It is checked once for each of a request's
+sequences."""
 
 MAX_BAD_SEQUENCES: Final = 256
-"""Most sequences of tokens that an answer may not have: two for each word, with and without a space before it."""
+"""Maximum number of sequences of tokens that an answer may not have: two for each word, with and without a space before
+it."""
 
 MAX_BAD_SEQUENCE: Final = 16
 """Longest of these, in tokens. With each emitted token, up to this many lengths are looked up."""
 
 MAX_STOP_TOKENS: Final = 128
-"""Most tokens that end one request's sequence, in addition to the model's."""
+"""Maximum number of tokens that end one request's sequence, in addition to the model's."""
 
 LEAST_DEPTH: Final = 1e-30
 """The depth of a min_p of 1, which keeps only the highest logits: 0 would keep all."""
@@ -70,7 +72,7 @@ DEFAULT_WEIGHT: Final = 1.0
 DEFAULT_MAX_WAITING: Final = 64
 
 MAX_BLOCKS_PER_TENANT: Final = 2**20
-"""Most blocks of a region. The list of free blocks is allocated at once, 8 bytes for each."""
+"""Maximum number of blocks of a region. The list of free blocks is allocated at once, 8 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.texts import quoted
 
 MAX_LOGGED_KEYS: Final = 20
-"""Most keys of a file in a line of the log, so that a hostile file can't fill the log."""
+"""Maximum number of keys of a file in a line of the log, so that a hostile file can't fill the log."""
 
 MAX_LOGGED_FILES: Final = 1024
 """Lines of the log that are remembered, so that opening a model again does not repeat them."""

@@ -12,25 +12,25 @@ HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
 """The widths of heads that attention kernels are compiled for."""
 
 MAX_SHARE: Final = 16
-"""Most query heads per key head: the rows of an attention kernel's tile."""
+"""Maximum number of query heads per key head: the rows of an attention kernel's tile."""
 
 COLUMNS_STEP: Final = 32
 """The columns of every linear must be a multiple of this, which is the block of Q8_0."""
 
 MIN_NORM_EPSILON: Final = 2.0**-126
-"""Least value that RMS norms add under the root: the smallest normal f32 (IEEE 754)."""
+"""Minimum value that RMS norms add under the root: the smallest normal f32 (IEEE 754)."""
 
 MAX_LAYERS: Final = 1024
-"""Most layers, so that a number in a file can't create a list of tensors that fills the host's memory."""
+"""Maximum number of layers, so that a number in a file can't create a list of tensors that fills the host's memory."""
 
 MAX_CONTEXT: Final = 1 << 24
-"""Most positions, so that a number in a file can't create an enormous table."""
+"""Maximum number of positions, so that a number in a file can't create an enormous table."""
 
 MAX_EXPERTS: Final = 256
-"""Most experts of a layer: the lanes of the kernels that choose and gather them."""
+"""Maximum number of experts of a layer: the lanes of the kernels that choose and gather them."""
 
 MAX_CHOSEN: Final = 16
-"""Most experts of a row: the places of the kernel that chooses them."""
+"""Maximum number of experts of a row: the places of the kernel that chooses them."""
 
 MAX_SIZE: Final = 1 << 24
 """Limit of every other size. Products of two sizes fit in 64 bits, and indexes within a row in 32 bits."""

@@ -40,7 +40,8 @@ NO_MASK: Final = -1
 NO_TARGET: Final = -1
 
 MAX_RANKS: Final = 20
-"""Most likeliest tokens that a row can report, the limit of OpenAI's API. The kernel `rank` has it as a constant."""
+"""Maximum number of likeliest tokens that a row can report, the limit of OpenAI's API. The kernel `rank` has it as a
+constant."""
 
 GUIDE: Final = np.dtype(
     [

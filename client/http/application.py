@@ -26,7 +26,8 @@ BINARY: Final = "application/octet-stream"
 JSON: Final = "application/json"
 
 BODY_LIMIT_S: Final = 10.0
-"""Seconds for a body to arrive, so that a caller can't hold a connection by sending a byte at a time."""
+"""Longest time, in seconds, for a body to arrive, so that a caller can't hold a connection by sending a byte at a
+time."""
 
 
 def make_application(

@@ -12,10 +12,10 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.settings_reader import BadSetting, read_settings, read_values
 
 MAX_MODELS: Final = 256
-"""Most models of one server. Each takes memory, and has its own series in the metrics."""
+"""Maximum number of models of one server. Each takes memory, and has its own series in the metrics."""
 
 MAX_SETTINGS_BYTES: Final = 1 << 20
-"""Most bytes of a settings file, so that a wrong path can't fill memory."""
+"""Maximum number of bytes of a settings file, so that a wrong path can't fill memory."""
 
 Settings = TypeVar("Settings")
 

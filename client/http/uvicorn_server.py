@@ -33,22 +33,23 @@ from gpulease.protocol.http_origin import (
 )
 
 MAX_CONNECTIONS: Final = 512
-"""Most connections at the same time; requests over further ones get 503. Without a limit, a peer could use up all
-descriptors of the process."""
+"""Maximum number of connections at the same time; requests over further ones get 503. Without a limit, a peer could use
+up all descriptors of the process."""
 
 FULL: Final = Problem(
     503, "too_many_connections", "The server has too many connections. Send the request again.", retry_after_s=1.0
 )
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Most bytes of a request's line and headers, for a peer that never ends them."""
+"""Maximum number of bytes of a request's line and headers, for a peer that never ends them."""
 
 KEEP_ALIVE_S: Final = 5
 """Seconds that an idle connection stays open after a reply."""
 
 HEAD_LIMIT_S: Final = 10.0
-"""Seconds for a connection's next request line and headers to arrive, before it is closed. Without this limit, a peer
-could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own begins after the first reply."""
+"""Longest time, in seconds, for a connection's next request line and headers to arrive, before it is closed. Without
+this limit, a peer could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own begins after
+the first reply."""
 
 
 @contextmanager

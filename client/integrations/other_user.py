@@ -12,7 +12,7 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.protocol import Failure, Status
 
 MAX_ERROR_CHARS: Final = 1024
-"""Most characters of an error that the process passes on, for the job's output or the pod's events."""
+"""Maximum number of characters of an error that the process passes on, for the job's output or the pod's events."""
 
 
 class RefusedForUser(GpuLeaseError):

@@ -10,8 +10,8 @@ from gpulease.client.kernel_args import KernelArgs
 from gpulease.protocol import Failure, Status
 
 MAX_VARIANTS: Final = 256
-"""Most compiled variants of one kernel in memory. Stops a constant that differs in every call from filling it: beyond
-this all are dropped, and compiled again or found on disk."""
+"""Maximum number of compiled variants of one kernel in memory. Stops a constant that differs in every call from filling
+it: beyond this all are dropped, and compiled again or found on disk."""
 
 
 @dataclass(frozen=True, slots=True)

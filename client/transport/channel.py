@@ -19,7 +19,7 @@ from gpulease.protocol.address import Address, UnixAddress
 from gpulease.protocol.ring import MAX_DESCRIPTORS, NO_DATA
 
 MAX_PARTS_PER_SEND: Final = 16
-"""Most pieces passed to one sendmsg(): far below IOV_MAX (1024), and more than any request has."""
+"""Maximum number of pieces passed to one sendmsg(): far below IOV_MAX (1024), and more than any request has."""
 
 
 class AskOutcome(Enum):

@@ -32,7 +32,8 @@ FLUSH_BYTES: Final = 8 << 10
 """Size at which the outbox is sent. Between 4 and 16 KiB, a launch costs client and worker together the least."""
 
 MAX_OUTBOX_BYTES: Final = 64 << 10
-"""Most bytes that wait here for a peer that does not read. Beyond it the caller waits, as for a full socket."""
+"""Maximum number of bytes that wait here for a peer that does not read. Beyond it the caller waits, as for a full
+socket."""
 
 FLUSH_PAUSE_S: Final = 250e-6
 """Pause between two rounds of the flusher."""

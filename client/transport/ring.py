@@ -39,7 +39,7 @@ from gpulease.protocol.ring import (
 )
 
 BELLS_BYTES: Final = 4096
-"""Most bells received at a time."""
+"""Maximum number of bells received at a time."""
 
 _NO_MEMORY: Final = "Allow this process more open files and memory, or open the session with shared_memory=False"
 

@@ -62,7 +62,7 @@ PER_TURN: Final = 64
 """Requests in one turn of the loop, as so many connections would send at once."""
 
 AT_A_TIME: Final = 512
-"""Most requests that wait for their answer; with few leases, a quarter of their number."""
+"""Maximum number of requests that wait for their answer; with few leases, a quarter of their number."""
 
 LONG_MS: Final = 3_600_000
 ROUNDS_S: Final = 3.0

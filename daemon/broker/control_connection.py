@@ -55,8 +55,8 @@ LINGER_S: Final = 5.0
 """Time for a peer to read the final reply before the connection is cut."""
 
 REQUESTS_PER_QUANTUM: Final = 16
-"""Most requests of one connection that are served in a row. To serve a buffer full of small requests would take 100
-ms."""
+"""Maximum number of requests of one connection that are served in a row. To serve a buffer full of small requests would
+take 100 ms."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which fits almost every control request. It grows for a larger request. Stops

@@ -106,12 +106,12 @@ MAX_CLAIMS: Final = 1_024
 """Claims of names, and of quota bytes, that may wait at a node: as many of each as its process accepts."""
 
 MAX_CLAIMS_PER_TENANT: Final = 64
-"""Most waiting claims of one tenant. Stops it from using up the node's requests to etcd: a name that is taken is
-requested every second."""
+"""Maximum number of waiting claims of one tenant. Stops it from using up the node's requests to etcd: a name that is
+taken is requested every second."""
 
 MAX_UNSENT: Final = 4 * MAX_CLAIMS
-"""Most messages that may wait until the process reads them; beyond that, claims are refused. While a process hangs,
-tenants that request and disconnect again must not fill the broker's memory."""
+"""Maximum number of messages that may wait until the process reads them; beyond that, claims are refused. While a
+process hangs, tenants that request and disconnect again must not fill the broker's memory."""
 
 
 class _PendingClaim(NamedTuple):

@@ -25,8 +25,8 @@ from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, InventoryFlag
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_LISTED_REGIONS: Final = 1024
-"""Most regions that a list of leases describes; each lease always names its own regions. Stops tenants that fill their
-leases with small regions from delaying the broker's loop: 4,096 regions took half a second."""
+"""Maximum number of regions that a list of leases describes; each lease always names its own regions. Stops tenants
+that fill their leases with small regions from delaying the broker's loop: 4,096 regions took half a second."""
 
 
 def full_report(

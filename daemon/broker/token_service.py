@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from gpulease.daemon.capabilities.authority import CapabilityAuthority, LeaseFacts
 
 MAX_PRESENTED: Final = 64
-"""Most leases for which one control connection can hold tokens. Stops a peer that presents tokens in a loop."""
+"""Maximum number of leases for which one control connection can hold tokens. Stops a peer that presents tokens in a
+loop."""
 
 MAX_NAMES: Final = 4096
-"""Most tenants for which audiences are known by name, for the audit log. This is more than a host has users."""
+"""Maximum number of tenants for which audiences are known by name, for the audit log. This is more than a host has
+users."""
 
 KEY_FILE_NAME: Final = "token.key"
 

@@ -44,14 +44,15 @@ BY_PAGE: Final = "web page"
 """Name in logs for a person who acts by the web page. It has a space, which a tenant's name can't have."""
 
 MAX_WRONG_TOKENS: Final = 10
-"""Most wrong tokens that are checked in a row. An honest web process forwards none."""
+"""Maximum number of wrong tokens that are checked in a row. An honest web process forwards none."""
 
 WRONG_TOKEN_S: Final = 6.0
 """Time until one more token is checked. Stops a compromised web process from guessing, and from keeping the broker's
 loop busy with hashing."""
 
 MAX_PENDING: Final = 16
-"""Most actions without an outcome yet. Stops even a holder of the token from filling the broker's memory."""
+"""Maximum number of actions without an outcome yet. Stops even a holder of the token from filling the broker's
+memory."""
 
 Answer = Callable[[ActionOutcome], None]
 

@@ -77,7 +77,7 @@ MAX_UID: Final = 2**32 - 2
 """The largest number of a user (credentials(7)); 2**32 - 1 means "none"."""
 
 MAX_CARDS_NAMED: Final = 8
-"""Most cards that one error message names."""
+"""Maximum number of cards that one error message names."""
 
 
 DEFAULT: Final = "default"

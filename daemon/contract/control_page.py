@@ -135,10 +135,10 @@ _GENERATION: Final = 2
 _MARKS: Final = 3
 
 MAX_REVOKED_TOKENS: Final = 200
-"""Most revoked tokens that one lease can have at a time: a page of 4096 bytes has no room for more."""
+"""Maximum number of revoked tokens that one lease can have at a time: a page of 4096 bytes has no room for more."""
 
 MAX_REASON_BYTES: Final = 512
-"""Most bytes of an operator's reason for ending the lease."""
+"""Maximum number of bytes of an operator's reason for ending the lease."""
 
 # Marks and their ends are two arrays, so that the worker can compare all marks with one slice.
 _FIRST_MARK: Final = 4
@@ -158,7 +158,8 @@ _TIME_ACCOUNT: Final = 488
 """The broker's account of the lease's time. It does not follow the limits directly, so that limits can be added."""
 
 MAX_LATENCY_WORDS: Final = 8
-"""Most sessions with the latency option that a card has at a time. A worker reads their words before each launch."""
+"""Maximum number of sessions with the latency option that a card has at a time. A worker reads their words before each
+launch."""
 
 TIME_VERSION: Final = 1
 """Value that a worker writes to `Counter.TIME_VERSION` if it keeps the account of its time and obeys the limits."""
@@ -232,7 +233,7 @@ SESSION_TOTALS: Final = (
 """Counters that only grow during a session's life. Metrics add them up."""
 
 MAX_CONNECTIONS: Final = 16
-"""Most connections of a SHARED session. Keeps a tenant from exhausting its worker's descriptors."""
+"""Maximum number of connections of a SHARED session. Keeps a tenant from exhausting its worker's descriptors."""
 
 _FIRST_CONNECTION: Final = 64
 _CONNECTION_WORDS: Final = 3

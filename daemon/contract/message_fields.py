@@ -37,10 +37,11 @@ REQUEST_KEY: Final = "number"
 
 
 MAX_OP_CHARS: Final = 32
-"""Most characters of an unknown op that are logged. All known ops are shorter."""
+"""Maximum number of characters of an unknown op that are logged. All known ops are shorter."""
 
 MAX_PROBLEM_CHARS: Final = 200
-"""Most characters of the reason why a message is refused. The reason quotes the value received, and is logged."""
+"""Maximum number of characters of the reason why a message is refused. The reason quotes the value received, and is
+logged."""
 
 
 class MalformedMessage(ValueError):

@@ -80,12 +80,12 @@ HANDOVER: Final = 3
 """Version of these messages. A broker can't take over a zygote that introduces itself with another version."""
 
 MAX_LENT_PAGES: Final = 256
-"""Most descriptors of pages that a session lends to its next worker. They pass through the broker, which has a bounded
-number of descriptors. A session's other pages go through its host memory."""
+"""Maximum number of descriptors of pages that a session lends to its next worker. They pass through the broker, which
+has a bounded number of descriptors. A session's other pages go through its host memory."""
 
 MAX_IMAGE_CONNECTIONS: Final = 64
-"""Most connections of a session that leaves its process. Bounds the descriptors that the broker holds for a cold-parked
-session, and the messages that wait in a channel that nothing reads yet."""
+"""Maximum number of connections of a session that leaves its process. Bounds the descriptors that the broker holds for
+a cold-parked session, and the messages that wait in a channel that nothing reads yet."""
 
 ZYGOTE_NAME: Final = "gpul-zygote"
 """Name of a zygote's process, for ps(1). A broker kills no process with another name."""

@@ -21,7 +21,7 @@ so that workers of earlier daemons can adopt it.
 """
 
 MAX_CODE_BYTES: Final = 32 << 20
-"""Most machine code in an image, in bytes. Modules whose code would exceed it are compiled again."""
+"""Maximum size of the machine code in an image, in bytes. Modules whose code would exceed it are compiled again."""
 
 MAX_IMAGE_BYTES: Final = 320 << 20
 """Size of the largest image. Most of it is the modules' images, of which a session may have 256 MiB, and graphs."""

@@ -251,7 +251,7 @@ class NativeLaunch:
 
 
 MAX_MARKS: Final = 64
-"""Most marks of a `CardProgress`: mark n replaces mark n - MAX_MARKS. Native code repeats the number."""
+"""Maximum number of marks of a `CardProgress`: mark n replaces mark n - MAX_MARKS. Native code repeats the number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class NativeChain(Protocol):
 
 
 MAX_CHAIN: Final = 16
-"""Most launches queued by one call of `NativeLaunch.replay`, without a check of the lease between them."""
+"""Maximum number of launches queued by one call of `NativeLaunch.replay`, without a check of the lease between them."""
 
 SEGMENT_STEPS: Final = 32
 """Steps queued between two checks of the lease, so at most this many kernels and copies begin after its end. A card

@@ -26,7 +26,7 @@ PACKING_BYTES: Final = 4096
 too."""
 
 MAX_FDS: Final = 4
-"""Most descriptors in one message."""
+"""Maximum number of descriptors in one message."""
 
 
 class _Incoming(threading.local):

@@ -15,7 +15,7 @@ POLL_NS: Final = 1_000_000
 us, and on a host with slow cores in 650."""
 
 MAX_TURNS: Final = 2_000
-"""Most turns of the loop for which it polls after `stay_awake`, each of a microsecond or more."""
+"""Maximum number of turns of the loop for which it polls after `stay_awake`, each of a microsecond or more."""
 
 
 class LoopPolling:

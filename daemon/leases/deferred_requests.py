@@ -21,7 +21,8 @@ from gpulease.daemon.leases.table_state import DeferrableRequest, DeferredGroup,
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_DEFERRED: Final = 64
-"""Most requests that wait for the return of one session. Stops a tenant from making the broker remember any number."""
+"""Maximum number of requests that wait for the return of one session. Stops a tenant from making the broker remember
+any number."""
 
 
 class DeferredRequests:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Final
 
 MAX_NAMES: Final = 4096
-"""Most names with an epoch of their own. Stops a tenant that keeps using new names from filling memory and the
-journal."""
+"""Maximum number of names with an epoch of their own. Stops a tenant that keeps using new names from filling memory and
+the journal."""
 
 FLOOR: Final = ""
 """Stands for all names without an epoch of their own. No lease has it as its name."""

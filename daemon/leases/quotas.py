@@ -37,7 +37,7 @@ from gpulease.protocol.settings_reader import (
 from gpulease.protocol.time_units import NS_PER_MINUTE, NS_PER_MS, NS_PER_S
 
 MAX_RATES: Final = 65_536
-"""Most tenants for which rates are kept at one time: as many as a host has ordinary users."""
+"""Maximum number of tenants for which rates are kept at one time: as many as a host has ordinary users."""
 
 
 def _read_devices(value: Any) -> tuple[str, ...]:
@@ -477,8 +477,8 @@ def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
 
 
 RENEWAL_SLACK_MS: Final = 1000
-"""Most by which a renewed deadline may exceed the drain's. Normally the drain ends the lease and reports that. If the
-drain's end does not reach the worker, the worker still stops on its own at this deadline."""
+"""Maximum time by which a renewed deadline may exceed the drain's. Normally the drain ends the lease and reports that.
+If the drain's end does not reach the worker, the worker still stops on its own at this deadline."""
 
 
 def renewed_until(now_ns: int, ttl_ms: int, drain_ns: int | None) -> int:

@@ -58,8 +58,8 @@ from gpulease.protocol.opcodes import RevokeOutcome
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_PLACES: Final = 65_536
-"""Most ended regions of a lease that still keep their addresses. Stops a driver with small granules from making the
-broker remember millions."""
+"""Maximum number of ended regions of a lease that still keep their addresses. Stops a driver with small granules from
+making the broker remember millions."""
 
 _ABANDONED: Final = "the connection of its request was closed"
 

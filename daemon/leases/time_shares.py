@@ -58,14 +58,14 @@ LATENCY_PATIENCE_NS: Final = 20 * NS_PER_MS
 set, it delays the others by at most this time, until the broker removes the word."""
 
 MAX_DEBT_NS: Final = NS_PER_S
-"""Most GPU time beyond its part that a tenant pays back. Longer kernels are the task of `max_kernel`."""
+"""Maximum GPU time beyond its part that a tenant pays back. Longer kernels are the task of `max_kernel`."""
 
 MAX_CREDIT_NS: Final = 50 * NS_PER_MS
-"""Most GPU time that a tenant can be owed, which bounds the length of its bursts."""
+"""Maximum GPU time that a tenant can be owed, which bounds the length of its bursts."""
 
 _MAX_CAP_CREDIT_NS: Final = 3 * NS_PER_MS
-"""Most GPU time that a tenant with a cap can be owed: enough to make up for a late round, too little for a burst beyond
-the cap."""
+"""Maximum GPU time that a tenant with a cap can be owed: enough to make up for a late round, too little for a burst
+beyond the cap."""
 
 _HEADROOM: Final = 1.1
 _LEAST_DEMAND_NS: Final = NS_PER_MS // 5

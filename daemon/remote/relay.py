@@ -44,7 +44,8 @@ STOPPED_S: Final = 0.5
 frozen container), or that its host is overloaded. Then the step's time does not count against the peer."""
 
 MAX_STOPS: Final = 3
-"""Most such steps of one handshake that do not count. Stops a peer from holding a relay of an overloaded host."""
+"""Maximum number of such steps of one handshake that do not count. Stops a peer from holding a relay of an overloaded
+host."""
 
 WAIT_S: Final = 1.0
 """Longest single wait for the peer, in seconds, so that a stop during it is noticed."""

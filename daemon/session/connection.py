@@ -300,7 +300,8 @@ RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
 which the kernel allocates at first use."""
 
 BELLS_BYTES: Final = 4096
-"""Most bells received at a time: a peer that rings without end costs one system call for that many bells."""
+"""Maximum number of bells received at a time: a peer that rings without end costs one system call for that many
+bells."""
 
 QUANTUM_NS: Final = 1_000_000
 """Longest time for which native code serves one connection before other connections, the broker and the broker's
@@ -719,8 +720,8 @@ a peer that reads each reply only after its connection was paused would take SHA
 request."""
 
 UNSENT_BYTES: Final = 64 << 20
-"""Most unsent bytes that a session keeps for all its peers: four of the largest replies. A well-behaved client asks
-for 1 MiB at a time."""
+"""Maximum number of unsent bytes that a session keeps for all its peers: four of the largest replies. A well-behaved
+client asks for 1 MiB at a time."""
 
 UNSENT_TIMEOUT_S: Final = 60.0
 """Time within which a peer must read at least STEP_BYTES, or the whole rest. Stops a peer that never reads from keeping

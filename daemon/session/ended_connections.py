@@ -37,8 +37,8 @@ from gpulease.protocol.messages import Freed
 from gpulease.protocol.opcodes import Opcode, Status
 
 FREES_PER_TURN: Final = 256
-"""Most objects that are released before the other connections are served again. So a connection that ends with 65,536
-allocations does not delay the others until all are freed."""
+"""Maximum number of objects that are released before the other connections are served again. So a connection that ends
+with 65,536 allocations does not delay the others until all are freed."""
 
 FIRST_PAUSE_S: Final = 0.001
 LAST_PAUSE_S: Final = 0.128

@@ -37,15 +37,16 @@ from gpulease.protocol.messages import GraphCreate, GraphNode, GraphParameter, G
 from gpulease.protocol.opcodes import Opcode, ParameterKind, Status
 
 MAX_GRAPHS: Final = 256
-"""Most graphs of a session. Stops a loop that records graphs and never closes them: each graph has objects in the
-driver."""
+"""Maximum number of graphs of a session. Stops a loop that records graphs and never closes them: each graph has objects
+in the driver."""
 
 MAX_SESSION_PARTS: Final = 32_768
-"""Most nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire and takes a
-kilobyte here, so without this bound a tenant could fill the host's memory."""
+"""Maximum number of nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire
+and takes a kilobyte here, so without this bound a tenant could fill the host's memory."""
 
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
-"""Most bytes of the GRAPH_CREATE requests of a session's live graphs. They take host memory, which no slice bounds."""
+"""Maximum number of bytes of the GRAPH_CREATE requests of a session's live graphs. They take host memory, which no
+slice bounds."""
 
 NODES_PER_CHECK: Final = 64
 """Number of nodes checked between two checks of the lease; these take some milliseconds."""

@@ -46,8 +46,8 @@ from gpulease.protocol.messages import Launch, Printed
 from gpulease.protocol.opcodes import LaunchFlag, Opcode, Status
 
 MAX_PLANS: Final = 4096
-"""Most plans that are kept. A tenant that never launches the same shape twice gains nothing from plans, but its memory
-stays bounded."""
+"""Maximum number of plans that are kept. A tenant that never launches the same shape twice gains nothing from plans,
+but its memory stays bounded."""
 
 REPLAYED_THREADS: Final = 1 << 62
 """Threads for which a graph's kernels are compiled: more than any launch has, because a graph is replayed."""

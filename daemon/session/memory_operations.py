@@ -158,11 +158,12 @@ MAX_ARENA_BYTES: Final = 1 << 30
 of the host's memory, and pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""Least memory that is pinned at a time. Otherwise a tenant could make the driver keep a record per page.
+"""Minimum memory that is pinned at a time. Otherwise a tenant could make the driver keep a record per page.
 native/serve.ll repeats this number."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
-"""Most memory that is pinned at a time: pinning it takes 12 ms, and the worker checks the lease between two extents."""
+"""Maximum memory that is pinned at a time: pinning it takes 12 ms, and the worker checks the lease between two
+extents."""
 
 Pin = Callable[[memoryview], None]
 

@@ -34,7 +34,7 @@ from gpulease.protocol.messages import (
 from gpulease.protocol.opcodes import Opcode, ParameterType, Status
 
 SHOWN_NAME_CHARACTERS: Final = 200
-"""Most characters of a name that an error shows. Stops a name of 4 KiB from filling the error's text."""
+"""Maximum number of characters of a name that an error shows. Stops a name of 4 KiB from filling the error's text."""
 
 _COMPILING_SINCE_NS: Final = int(Counter.COMPILING_SINCE_NS)
 

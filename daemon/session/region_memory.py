@@ -66,8 +66,8 @@ UNASKED_GRACE_MS: Final = 1000
 does not know it."""
 
 MAX_MAPPED_REGIONS: Final = 4096
-"""Most regions for which a session holds addresses, including ended ones. Otherwise a tenant could fill the driver's
-tables with regions that it never releases."""
+"""Maximum number of regions for which a session holds addresses, including ended ones. Otherwise a tenant could fill
+the driver's tables with regions that it never releases."""
 
 
 @dataclass(slots=True, eq=False)

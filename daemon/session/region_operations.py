@@ -42,15 +42,15 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.session_words import ENDED_WORDS, RegionWord, word_of
 
 MAX_REGION_SETS: Final = 4096
-"""Most region sets of a session. Stops a loop that makes sets and never releases them."""
+"""Maximum number of region sets of a session. Stops a loop that makes sets and never releases them."""
 
 MAX_SET_MEMBERS: Final = 65_536
-"""Most members of all of a session's sets together: each takes about 100 bytes of the host's memory, which no slice
-bounds."""
+"""Maximum number of members of all of a session's sets together: each takes about 100 bytes of the host's memory, which
+no slice bounds."""
 
 MAX_REPEATS: Final = 100
-"""Most repeated refusals for regions that are reported to the broker within REPEAT_NS; the first one for each region is
-always reported. Stops a tenant that keeps launching in ended regions from keeping the broker busy."""
+"""Maximum number of repeated refusals for regions that are reported to the broker within REPEAT_NS; the first one for
+each region is always reported. Stops a tenant that keeps launching in ended regions from keeping the broker busy."""
 
 REPEAT_NS: Final = 1_000_000_000
 

@@ -87,7 +87,7 @@ from gpulease.protocol.ring import SharedMemoryGrant, SharedMemoryRequest
 from gpulease.protocol.time_units import NS_PER_MS
 
 BUFFERS_BYTES: Final = MAX_PAYLOAD_BYTES + (16 << 20)
-"""Most memory of incomplete frames that all connections of a session may hold: one of the largest frames, and many
+"""Maximum memory of incomplete frames that all connections of a session may hold: one of the largest frames, and many
 small ones. Stops a lease of one byte from taking a gigabyte of the host's memory."""
 
 MAX_SLEEP_MS: Final = 5000
@@ -98,8 +98,8 @@ READS_PER_ROUND: Final = 16
 """Number of buffers received from one connection before the other connections and the broker are served."""
 
 MAX_UNSENT: Final = 4096
-"""Most messages about regions that wait while the broker's socket is full. Beyond that number, refusals are dropped,
-because a tenant can cause them at will."""
+"""Maximum number of messages about regions that wait while the broker's socket is full. Beyond that number, refusals
+are dropped, because a tenant can cause them at will."""
 
 ORDER_POLL_NS: Final = 400_000
 """Time for which the worker polls its connections and the broker without sleeping, in nanoseconds, after a bell without

@@ -34,8 +34,8 @@ from gpulease.daemon.workers.zygote_discovery import FoundWorker
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_RENEWALS_AHEAD: Final = 1 << 20
-"""Most renewals by which a page's generation may exceed the journal's, because they were not on the disk yet. No broker
-gets further ahead."""
+"""Maximum number of renewals by which a page's generation may exceed the journal's, because they were not on the disk
+yet. No broker gets further ahead."""
 
 STRAY_TIMEOUT_S: Final = 5.0
 """Longest wait for the end of a worker after its zygote has died: the kernel kills it with its parent."""

@@ -74,8 +74,8 @@ MAX_REASON_CHARS: Final = 1000
 journal, which keeps reasons of thousands of leases."""
 
 MAX_LAST_MESSAGES: Final = 300
-"""Most messages that are read from an ended worker, which is as many as fit its channel. A compromised worker can give
-its end of the channel to its tenant, and the broker must not read for as long as that tenant sends."""
+"""Maximum number of messages that are read from an ended worker, which is as many as fit its channel. A compromised
+worker can give its end of the channel to its tenant, and the broker must not read for as long as that tenant sends."""
 
 
 class Workers:

@@ -30,8 +30,8 @@ from gpulease.protocol.opcodes import Status
 from gpulease.protocol.time_units import NS_PER_MS
 
 MAX_HAND_OVERS: Final = 16
-"""Most sockets that wait in the channel of a busy worker. They do not count as connections until the worker takes
-them."""
+"""Maximum number of sockets that wait in the channel of a busy worker. They do not count as connections until the
+worker takes them."""
 
 ENDED_BY_DAEMON: Final = "was ended by the daemon"
 

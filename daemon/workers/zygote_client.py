@@ -158,8 +158,9 @@ HUNG_AFTER_S: Final = 20.0
 zygote must be dead before such a worker's bytes are fenced (reclaim_timeout_s of [limits], 30)."""
 
 MAX_WAITING: Final = 16_384
-"""Most messages that wait for room in the channel: several for each possible lease (max_leases of [limits], 4096). The
-kernel has room for about 180. Stops a zygote that does not read from filling the broker's memory."""
+"""Maximum number of messages that wait for room in the channel: several for each possible lease (max_leases of
+[limits], 4096). The kernel has room for about 180. Stops a zygote that does not read from filling the broker's
+memory."""
 
 
 class ZygoteClient:

@@ -15,10 +15,10 @@ GAP: Final = 1
 """Cells between columns."""
 
 MAX_BAR: Final = 24
-"""Most cells of the bar of remaining time: longer bars do not read more easily."""
+"""Maximum number of cells of the bar of remaining time: longer bars do not read more easily."""
 
 MIN_BAR: Final = 6
-"""Least cells of that bar: shorter bars show nothing."""
+"""Minimum number of cells of that bar: shorter bars show nothing."""
 
 _SCALES: Final = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 

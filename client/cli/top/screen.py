@@ -29,7 +29,7 @@ ESCAPE_MS: Final = 25
 """Milliseconds during which a lone Esc may turn out to start another key's code."""
 
 MAX_KEYS: Final = 256
-"""Most keys processed between two drawings. Stops pasted text from keeping the screen from being drawn."""
+"""Maximum number of keys processed between two drawings. Stops pasted text from keeping the screen from being drawn."""
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TAKEN: Final = (*_ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)

@@ -12,12 +12,12 @@ from gpulease.client.console.tables import shown
 from gpulease.protocol.fast_dataclass import dataclass
 
 MIN_EVERY_S: Final = 0.1
-"""Least seconds between samples: a shorter interval would keep the broker busy with reports."""
+"""Minimum number of seconds between samples: a shorter interval would keep the broker busy with reports."""
 
 MAX_EVERY_S: Final = 3600.0
 
 MAX_TYPED: Final = 200
-"""Most characters of a typed line: a reason of this many four-byte characters still fits the request."""
+"""Maximum number of characters of a typed line: a reason of this many four-byte characters still fits the request."""
 
 CONFIRMING_DIGITS: Final = 4
 """Digits of a lease id to type before a revocation. Stops one by habit, or of another lease."""

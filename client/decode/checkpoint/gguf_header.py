@@ -22,14 +22,14 @@ VERSIONS: Final = (2, 3)
 """Versions that are read. Version 1 had 32-bit counts, and big-endian files have another number here."""
 
 MAX_ITEMS: Final = 4 << 20
-"""Most items in all lists of a file together, so that a file of empty texts can't fill the host's memory with Python
-objects. The largest vocabularies have about 700,000 tokens and merges."""
+"""Maximum number of items in all lists of a file together, so that a file of empty texts can't fill the host's memory
+with Python objects. The largest vocabularies have about 700,000 tokens and merges."""
 
 MAX_PAIRS: Final = 4096
-"""Most keys of metadata that a file may have."""
+"""Maximum number of keys of metadata that a file may have."""
 
 MAX_TENSORS: Final = 1 << 16
-"""Most tensors; a model of 1,024 layers has about 12,000."""
+"""Maximum number of tensors; a model of 1,024 layers has about 12,000."""
 
 MAX_DIMENSIONS: Final = 4
 """The most dimensions that GGML's tensors have."""

@@ -21,9 +21,9 @@ PART_BITS: Final = 27
 """Bits of each part of pi / 2. The product of a part and up to 2^26 quarter turns is exact in f64."""
 
 MIN_DIVISOR: Final = 0.25
-"""Least divisor of a frequency that a file may have. The published models' are about 1 or more. With this one, the
-angles of MAX_CONTEXT positions are still reduced exactly (`PART_BITS`); the smallest floats would make them infinite.
-"""
+"""Minimum divisor of a frequency that a file may have. The published models' are about 1 or more. With this one, the
+angles of MAX_CONTEXT positions are still reduced exactly (`PART_BITS`); the smallest floats would make them
+infinite."""
 
 SINE: Final = [(-1) ** k / math.factorial(2 * k + 1) for k in range(9)]
 COSINE: Final = [(-1) ** k / math.factorial(2 * k) for k in range(10)]

@@ -42,8 +42,8 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
 MAX_FILES: Final = 256
-"""Most files of one model, so that a hostile index can't open more files than a process may have. Each takes two
-descriptors: its mapping's and one for reading ahead."""
+"""Maximum number of files of one model, so that a hostile index can't open more files than a process may have. Each
+takes two descriptors: its mapping's and one for reading ahead."""
 
 TYPES: Final = {"F32": TensorType.F32, "F16": TensorType.F16, "BF16": TensorType.BF16}
 """The types that are read, by safetensors' names."""

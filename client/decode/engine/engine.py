@@ -56,19 +56,19 @@ from gpulease.client.decode.row_records import (
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Most steps in flight: one is computed, and one waits. With a worker on another host only one may be: without shared
-memory a step's graph can't copy rows and results, so separate requests copy them before and after it."""
+"""Maximum number of steps in flight: one is computed, and one waits. With a worker on another host only one may be:
+without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after it."""
 
 MAX_REGION_SETS: Final = 256
-"""Most sets of regions that are kept, one for each combination of tenants in a step. The oldest one is dropped, and
-made again if it is needed. A worker has room for more."""
+"""Maximum number of sets of regions that are kept, one for each combination of tenants in a step. The oldest one is
+dropped, and made again if it is needed. A worker has room for more."""
 
 COPY_BYTES: Final = 8 << 20
 """Bytes of blocks in one copy. A step waits for one such copy at most, 0.2 ms on a card's bus."""
 
 MAX_COPY_TRIES: Final = 100
-"""Most tries to copy blocks. A try fails only if a region ended during it, so this many failures mean that regions end
-continually."""
+"""Maximum number of tries to copy blocks. A try fails only if a region ended during it, so this many failures mean that
+regions end continually."""
 
 
 SPARE_BYTES: Final = 64 << 20

@@ -29,10 +29,11 @@ MAX_PROGRAMS: Final = 264
 multiprocessors."""
 
 MAX_SPLITS: Final = 8
-"""Most parts of a sum. Each part is written to memory and read again."""
+"""Maximum number of parts of a sum. Each part is written to memory and read again."""
 
 LEAST_CHUNK: Final = 384
-"""Fewest columns in one part. With fewer, to write and read the part would cost more than the parallel sum saves."""
+"""Minimum number of columns in one part. With fewer, to write and read the part would cost more than the parallel sum
+saves."""
 
 CHUNK_STEP: Final = 256
 """The columns of a part are a multiple of this: of Q4_K's block, and of every tile's depth."""
@@ -52,9 +53,10 @@ LAUNCH_BYTES: Final = 8 << 10
 in pages of 2 MiB.)"""
 
 MAX_RECORDED_LAUNCHES: Final = 11_000
-"""Most launches in the graphs of a model, without a second set for the other step in flight, if some compute the head
-for HEAD_ROWS. So the two sets fit into the 176 MiB that a worker may take of an NVIDIA card in addition to its lease.
-Models that exceed it have only the graphs that they need, and a larger lease (`excess_launches`)."""
+"""Maximum number of launches in the graphs of a model, without a second set for the other step in flight, if some
+compute the head for HEAD_ROWS. So the two sets fit into the 176 MiB that a worker may take of an NVIDIA card in
+addition to its lease. Models that exceed it have only the graphs that they need, and a larger lease
+(`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
@@ -66,21 +68,22 @@ UNEVENNESS: Final = 1
 """By how much the longest tile exceeds its share of a step if the step's attention is cut into spans."""
 
 WHOLE_SPLITS: Final = 16
-"""Most splits of a tile of rows that is not cut into spans: so many take little longer than cutting and combining."""
+"""Maximum number of splits of a tile of rows that is not cut into spans: so many take little longer than cutting and
+combining."""
 
 SPAN_SPLITS: Final = 8
 """Splits of a span, if not too many spans are needed: few enough that one program needs no longer for it than for short
 sequences, many enough that its start and end matter little."""
 
 MAX_SPANS: Final = 256
-"""Most spans of the tiles of a step that are cut."""
+"""Maximum number of spans of the tiles of a step that are cut."""
 
 PLACED_ROWS: Final = 64
 """Rows whose attention can be cut into spans (`cut_spans`) at the most positions of a sequence."""
 
 MAX_PLACES: Final = 16_384
-"""Most parts of attention, one for each row and split, that steps with spans have room for. A part takes 8 or 17 KB of
-the card with 32 heads that are 64 or 128 wide."""
+"""Maximum number of parts of attention, one for each row and split, that steps with spans have room for. A part takes 8
+or 17 KB of the card with 32 heads that are 64 or 128 wide."""
 
 LAUNCHES_A_TURN: Final = 8
 """Most launches in one turn of the event loop, in which no step of another model is planned.
@@ -94,14 +97,15 @@ _SPAN_BYTES: Final = 8 * 4
 _CUT_BYTES: Final = 2 * 4
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
-"""Most bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
+"""Maximum number of bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
 
 
 MAX_GUIDED_ROWS: Final = 64
-"""Most rows of a step with entries or a mask. Each may need as many entries as it has tokens, in separate memory."""
+"""Maximum number of rows of a step with entries or a mask. Each may need as many entries as it has tokens, in separate
+memory."""
 
 MAX_BIASES: Final = 1024
-"""Most tokens for which a request may change logits, in addition to those in its sequence."""
+"""Maximum number of tokens for which a request may change logits, in addition to those in its sequence."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:

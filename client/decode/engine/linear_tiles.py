@@ -17,7 +17,8 @@ SM_90A: Final = "sm_90a"
 """Architecture of the kernels that only cards of compute capability 9.0 run (PTX ISA, `.target`)."""
 
 ENOUGH_PROGRAMS: Final = 96
-"""Least programs of a launch for the larger of two tiles. Fewer would leave too many of 132 multiprocessors idle."""
+"""Minimum number of programs of a launch for the larger of two tiles. Fewer would leave too many of 132 multiprocessors
+idle."""
 
 ENOUGH_WAITING_PROGRAMS: Final = 200
 """The same for 64 rows or fewer. Their programs wait for memory, so each multiprocessor needs more than one."""

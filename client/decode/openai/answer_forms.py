@@ -18,7 +18,7 @@ from gpulease.client.decode.text.written_grammar import lark_of
 from gpulease.client.texts import quoted
 
 MAX_FORM_CHOICES: Final = 1024
-"""Most texts of which an answer may be one."""
+"""Maximum number of texts of which an answer may be one."""
 
 
 @dataclass(frozen=True, slots=True)

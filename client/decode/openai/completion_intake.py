@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Most bytes of a body, which hold about 500,000 tokens as text or as numbers."""
+"""Maximum number of bytes of a body, which hold about 500,000 tokens as text or as numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,35 +23,36 @@ from gpulease.client.decode.text.prompt_reader import Cut
 from gpulease.client.texts import quoted
 
 MAX_STOPS: Final = 16
-"""Most stops. OpenAI's API has 4, but lm-evaluation-harness's tasks send more. Every piece of text is searched for
-each."""
+"""Maximum number of stops. OpenAI's API has 4, but lm-evaluation-harness's tasks send more. Every piece of text is
+searched for each."""
 
 MAX_STOP_CHARACTERS: Final = 1024
 """Longest stop. Up to this much text is held back, and searched again with every token."""
 
 MAX_REFUSAL_CHARACTERS: Final = 240
-"""Most characters of the reason why a value is refused, which may quote the value."""
+"""Maximum number of characters of the reason why a value is refused, which may quote the value."""
 
 MAX_MESSAGES: Final = 4096
-"""Most messages of a chat. The model's template processes each, in a time that only the process's limits bound."""
+"""Maximum number of messages of a chat. The model's template processes each, in a time that only the process's limits
+bound."""
 
 MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
-"""Most bad words. Each is up to two sequences of tokens."""
+"""Maximum number of bad words. Each is up to two sequences of tokens."""
 
 MAX_CHOICES: Final = 128
-"""Most choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
+"""Maximum number of choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
 
 MAX_REPLY_SCORES: Final = 1 << 20
-"""Most log-probabilities of one reply, which is built in memory: about 64 MB of JSON."""
+"""Maximum number of log-probabilities of one reply, which is built in memory: about 64 MB of JSON."""
 
 MAX_TOOLS: Final = 128
-"""Most tools, as in OpenAI's API."""
+"""Maximum number of tools, as in OpenAI's API."""
 
 MAX_CALLS: Final = 128
-"""Most calls in one message of a chat."""
+"""Maximum number of calls in one message of a chat."""
 
 MAX_VARIABLES: Final = 64
-"""Most variables that a chat gives its model's template."""
+"""Maximum number of variables that a chat gives its model's template."""
 
 _OWN_VARIABLES: Final = ("messages", "continue_final_message")
 """Parameters of a chat that its template's variables can't replace."""
@@ -64,7 +65,7 @@ ALL_TOKENS: Final = -1
 """
 
 MAX_TOKEN_DIGITS: Final = 10
-"""Most digits of a token's id. Python reads longer numbers in quadratic time."""
+"""Maximum number of digits of a token's id. Python reads longer numbers in quadratic time."""
 
 _SAMPLING_NAMES: Final = (
     "temperature",

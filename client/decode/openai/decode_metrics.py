@@ -65,7 +65,8 @@ UNKNOWN_TENANT: Final = "other"
 """The label of tenants that are not in the settings, so that the settings bound the number of series."""
 
 MAX_FOLLOWED: Final = 65_536
-"""Most sequences for which the time of the last token is kept, so that unreported ends can't fill memory."""
+"""Maximum number of sequences for which the time of the last token is kept, so that unreported ends can't fill
+memory."""
 
 
 class GapHistogram(Collector):

@@ -32,19 +32,20 @@ from gpulease.client.http.settings_file import MAX_MODELS, open_regular, read_fi
 from gpulease.protocol.settings_reader import BadSetting, Setting, must_be, read_size
 
 MAX_TENANTS: Final = 256
-"""Most tenants. Each has a region on the card and its own series in the metrics."""
+"""Maximum number of tenants. Each has a region on the card and its own series in the metrics."""
 
 MAX_PREFIXES: Final = 64
-"""Most shared prefixes. Each has a region on the card, and is computed at every load."""
+"""Maximum number of shared prefixes. Each has a region on the card, and is computed at every load."""
 
 MAX_ALIASES: Final = 16
-"""Most further names of a model. `/v1/models` lists it by each of them."""
+"""Maximum number of further names of a model. `/v1/models` lists it by each of them."""
 
 MAX_ORIGINS: Final = 64
-"""Most origins of pages. Each request's is compared with all of them."""
+"""Maximum number of origins of pages. Each request's is compared with all of them."""
 
 MAX_MODEL_QUEUE: Final = 4096
-"""Most requests that wait for one model in a settings file: each keeps its body, of up to 4 MiB, in memory."""
+"""Maximum number of requests that wait for one model in a settings file: each keeps its body, of up to 4 MiB, in
+memory."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
@@ -54,7 +55,7 @@ DEFAULT_CHAT_TOKENS: Final = 256
 """Default tokens of a chat's answer. Blocks are reserved for all of them, so it is much less than the context."""
 
 MAX_HTTP_PROCESSES: Final = 64
-"""Most processes that speak HTTP. Each has a tokenizer of its own, about 100 MB."""
+"""Maximum number of processes that speak HTTP. Each has a tokenizer of its own, about 100 MB."""
 
 MIN_CORES_FOR_FRONTS: Final = 4
 DEFAULT_MOST_FRONTS: Final = 8

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.prompt_reader import PromptReader
 
 MAX_INPUTS: Final = 2048
-"""Most inputs of one request, as in OpenAI's API."""
+"""Maximum number of inputs of one request, as in OpenAI's API."""
 
 FORMATS: Final = ("float", "base64")
 

@@ -84,7 +84,8 @@ ErrorForm = Callable[[ApiError], dict[str, Any]]
 """Makes the body of an error's reply."""
 
 SEND_LIMIT_S: Final = 60.0
-"""Seconds for a caller to receive a piece of a stream. A caller that does not read would hold its answer in memory."""
+"""Longest time, in seconds, for a caller to receive a piece of a stream. A caller that does not read would hold its
+answer in memory."""
 
 SILENCE_S: Final = 5.0
 """Seconds after which a silent stream gets a comment; at the latest after twice as many. Proxies close connections that

@@ -21,7 +21,7 @@ from gpulease.client.decode.text.grammar import json_rule, regex_rule, string_li
 from gpulease.client.texts import quoted
 
 MAX_TAGS: Final = 128
-"""Most tags, and most triggers, as of tools."""
+"""Maximum number of tags, and of triggers, as of tools."""
 
 MAX_TAG_CHARACTERS: Final = 1024
 """Longest begin, end or trigger of a tag. As long as a stop."""

@@ -77,11 +77,11 @@ HEADERS: Final = {
 }
 
 MAX_STREAMS: Final = 16
-"""Most streams of the operator at the same time, and most of all tenants; a further one is refused. Each gets a state
-several times a second."""
+"""Maximum number of streams of the operator at the same time, and of all tenants; a further one is refused. Each gets a
+state several times a second."""
 
 MAX_TENANT_STREAMS: Final = 2
-"""Most streams of one tenant at the same time."""
+"""Maximum number of streams of one tenant at the same time."""
 
 SNAPSHOT_S: Final = 0.25
 """Seconds between two states. All streams share one encoding, so a further stream costs only the sending."""
@@ -99,14 +99,15 @@ LATEST_GAPS: Final = 200
 """Number of the latest steps with a tenant's tokens for which the page shows the times between tokens."""
 
 MAX_PREFIXES: Final = 64
-"""Most shared prefixes that are shown, each once for each model that has it."""
+"""Maximum number of shared prefixes that are shown, each once for each model that has it."""
 
 MAX_TENANTS: Final = 64
-"""Most tenants that are shown to the operator, in the order of the settings. Each makes the state and the page larger.
-"""
+"""Maximum number of tenants that are shown to the operator, in the order of the settings. Each makes the state and the
+page larger."""
 
 MAX_HISTORIES: Final = 256
-"""Most tenants with an hour of their own, of about 100 kB each. Further ones see their figures without it."""
+"""Maximum number of tenants with an hour of their own, of about 100 kB each. Further ones see their figures without
+it."""
 
 REVOKED_BY: Final = "revoked on the decode server's page"
 """The reason for a revocation, as it appears in the audit log and in the tenant's error."""

@@ -22,7 +22,7 @@ PROMPTS: Final = (
 """Beginnings in the style of Python's help, on which the tiny model was trained."""
 
 MAX_TOKENS: Final = 160
-"""Most tokens of one text."""
+"""Maximum number of tokens of one text."""
 
 PAUSE_S: Final = 0.5
 """Seconds of pause between two texts of a tenant."""
@@ -31,7 +31,7 @@ RETRY_S: Final = 2.0
 """Seconds before a retry after a request that failed, for example while the tenant's region can't be rebuilt."""
 
 TAIL_CHARACTERS: Final = 600
-"""Most characters of a text that are kept: the page shows no more."""
+"""Maximum number of characters of a text that are kept: the page shows no more."""
 
 SAMPLING: Final = SamplingParameters(temperature=0.8, top_p=0.95)
 

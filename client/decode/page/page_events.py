@@ -6,13 +6,13 @@ from enum import StrEnum
 from typing import Any, Final
 
 MAX_EVENTS: Final = 30
-"""Most events that are kept and shown."""
+"""Maximum number of events that are kept and shown."""
 
 MERGED_S: Final = 10.0
 """Seconds in which similar events of a tenant are merged, so that a flood of refusals can't push out other events."""
 
 MAX_DETAIL_CHARACTERS: Final = 300
-"""Most characters of an error that an event repeats."""
+"""Maximum number of characters of an error that an event repeats."""
 
 
 class EventKind(StrEnum):

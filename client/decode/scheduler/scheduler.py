@@ -43,7 +43,7 @@ from gpulease.client.decode.scheduler.tenant_state import (
 )
 
 MAX_UNANSWERED_STEPS: Final = 2
-"""Most steps that are planned and not answered: a third would need tokens that are not computed yet."""
+"""Maximum number of steps that are planned and not answered: a third would need tokens that are not computed yet."""
 
 PREFILL_GRAIN: Final = PAGE
 """Rows of prompts that one tenant gets before the next tenant's turn."""

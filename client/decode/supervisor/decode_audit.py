@@ -34,8 +34,8 @@ from gpulease.protocol.lease_ids import lease_text
 from gpulease.protocol.time_units import US_PER_S
 
 MAX_PENDING: Final = 16_384
-"""Most records that wait for the daemon, about 30 MB. Without a limit, a daemon that stays down would make the server
-run out of memory."""
+"""Maximum number of records that wait for the daemon, about 30 MB. Without a limit, a daemon that stays down would make
+the server run out of memory."""
 
 AT_ONCE: Final = 64
 """Records in flight together, which wait for the disk once. A lease's renewal waits for them."""
@@ -47,7 +47,7 @@ LAST_WRITES_S: Final = 10.0
 """Seconds to write the remaining records when the server stops. A daemon that hangs must not delay the stop further."""
 
 MAX_NAME_CHARACTERS: Final = 128
-"""Most characters of a name in a record, so that the record stays below the size limit of a note."""
+"""Maximum number of characters of a name in a record, so that the record stays below the size limit of a note."""
 
 SERVER_BYTES: Final = 8
 """Random bytes of a server's name in its records, enough that no two servers of one log have the same name."""

@@ -65,19 +65,20 @@ MAX_REGION_LIFE_S: Final = 86_400.0
 """Longest life of a region that is not renewed: the default limit that daemons set for a lease's time."""
 
 MAX_ROWS: Final = 1024
-"""Most rows of a step in a settings file: more are a typing mistake."""
+"""Maximum number of rows of a step in a settings file: more are a typing mistake."""
 
 MAX_SEQUENCES: Final = 4096
-"""Most live sequences in a settings file: more are a typing mistake."""
+"""Maximum number of live sequences in a settings file: more are a typing mistake."""
 
 MAX_REBINDS_AT_ONCE: Final = 1000
-"""Most regions of a tenant that are opened again at once. A higher number would not limit the cost of their replays."""
+"""Maximum number of regions of a tenant that are opened again at once. A higher number would not limit the cost of
+their replays."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
 """Default number of processes that parse prompts: one is free while a tenant's large texts keep the other busy."""
 
 MAX_TEXT_PROCESSES: Final = 64
-"""Most processes that parse texts. Each may take half a GiB, the memory of TextLimits."""
+"""Maximum number of processes that parse texts. Each may take half a GiB, the memory of TextLimits."""
 
 STEP_PAUSE_S: Final = 0.001
 """Seconds between two checks whether the last step in flight has ended, which takes milliseconds."""

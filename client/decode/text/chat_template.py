@@ -29,7 +29,8 @@ MAX_REPEATED_CHARACTERS: Final = 1 << 20
 """Longest text or list that a product in a template may produce, for the same reason."""
 
 MAX_ERROR_CHARACTERS: Final = 1000
-"""Most characters of a template's own error message, so that it can't return a whole message to the caller."""
+"""Maximum number of characters of a template's own error message, so that it can't return a whole message to the
+caller."""
 
 
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "

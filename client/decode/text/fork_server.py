@@ -16,13 +16,14 @@ from gpulease.client.decode.text.text_jobs import LENGTH, MAX_ANSWER_BYTES, unpa
 MODULE: Final = "gpulease.client.decode.text.text_fork_server"
 
 MAX_PACKET_BYTES: Final = 65536
-"""Most bytes of a packet that the fork server sends."""
+"""Maximum number of bytes of a packet that the fork server sends."""
 
 START_LIMIT_S: Final = 120.0
-"""Seconds for the fork server to load the tokenizer. A large vocabulary takes a few, on a busy host many."""
+"""Longest time, in seconds, for the fork server to load the tokenizer. A large vocabulary takes a few seconds, on a
+busy host many."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Seconds for the fork server to end its workers and itself, before it is killed."""
+"""Longest time, in seconds, for the fork server to end its workers and itself, before it is killed."""
 
 POLL_S: Final = 0.005
 """Seconds between two checks whether the fork server has ended, which usually takes a few milliseconds."""

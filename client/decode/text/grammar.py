@@ -106,7 +106,7 @@ _VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
 """The flag by which a regular expression has comments, in which brackets mean nothing."""
 
 MAX_ERROR_CHARACTERS: Final = 300
-"""Most characters of the library's own message in an error."""
+"""Maximum number of characters of the library's own message in an error."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

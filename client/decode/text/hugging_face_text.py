@@ -37,7 +37,7 @@ BEGINNING_CLASSES: Final = (
 """Classes that rebuild the post-processor from the settings; "" if the settings name no class."""
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
-"""Most bytes of tokenizer.json. The largest vocabularies need about 33 million."""
+"""Maximum number of bytes of tokenizer.json. The largest vocabularies need about 33 million."""
 
 
 def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:

@@ -15,7 +15,7 @@ MAX_TEXT_BYTES: Final = 16 << 20
 """Longest text or chat, in bytes of UTF-8, for any model, so that copies of it can't fill memory."""
 
 MAX_CHAT_DEPTH: Final = 32
-"""Most levels of lists and objects in a message, so that recursion over it can't exhaust the stack."""
+"""Maximum number of levels of lists and objects in a message, so that recursion over it can't exhaust the stack."""
 
 
 @dataclass(frozen=True, slots=True)

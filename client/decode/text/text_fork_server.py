@@ -33,16 +33,16 @@ from gpulease.client.decode.text.text_jobs import LENGTH, TextLimits, framed, re
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_PACKET_BYTES: Final = 4096
-"""Most bytes of a packet that CONTROL receives."""
+"""Maximum number of bytes of a packet that CONTROL receives."""
 
 MAX_ERROR_CHARACTERS: Final = 600
-"""Most characters of an error in a packet, where JSON may take 6 bytes for each."""
+"""Maximum number of characters of an error in a packet, where JSON may take 6 bytes for each."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
 """Memory that a worker may keep after a job, beyond its memory at the start. One that keeps more is replaced."""
 
 MAX_TRACEBACK_CHARACTERS: Final = 4000
-"""Most characters of a traceback, so that an error that repeats a text can't fill the server's log."""
+"""Maximum number of characters of a traceback, so that an error that repeats a text can't fill the server's log."""
 
 OUT_OF_MEMORY_SCORE: Final = b"500"
 """The kernel's score: when the host runs out of memory, workers are killed before the server."""

@@ -24,11 +24,12 @@ Job = Callable[..., dict[str, Any]]
 LENGTH: Final = struct.Struct("<I")
 
 MAX_JOB_BYTES: Final = 24 << 20
-"""Most bytes of a job: the longest text or chat, and the names in it. Limits the memory of jobs that wait."""
+"""Maximum number of bytes of a job: the longest text or chat, and the names in it. Limits the memory of jobs that
+wait."""
 
 MAX_ANSWER_BYTES: Final = 16 << 20
-"""Most bytes of an answer: the tokens of the largest context, 4 bytes each, and the other results. Limits the memory
-that a worker out of control can take in the server."""
+"""Maximum number of bytes of an answer: the tokens of the largest context, 4 bytes each, and the other results. Limits
+the memory that a worker out of control can take in the server."""
 
 NO_TOKEN: Final = -1
 """Stands for a token id that no vocabulary can have. The scheduler refuses it."""

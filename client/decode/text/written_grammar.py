@@ -18,13 +18,14 @@ from gpulease.client.decode.text.grammar import MAX_EXPANDED_ITEMS, MAX_GRAMMAR_
 from gpulease.client.texts import quoted
 
 MAX_DEFINITIONS: Final = 512
-"""Most rules and terminals. That each of them has an end is shown in a time that their number multiplies."""
+"""Maximum number of rules and terminals. That each of them has an end is shown in a time that their number
+multiplies."""
 
 MAX_DEPTH: Final = 64
-"""Most groups in one another."""
+"""Maximum number of groups in one another."""
 
 MAX_STACKED: Final = 4
-"""Most repetitions right behind one another: each is a level around the part, as a group is."""
+"""Maximum number of repetitions right behind one another: each is a level around the part, as a group is."""
 
 MAX_COUNT: Final = 1_000_000
 """Highest number of repetitions."""

@@ -56,7 +56,7 @@ PROOF_LIMIT_S: Final = 30.0
 """Seconds to wait until memory is proved free. The kubelet's limit for the whole request is 45 s, then it retries."""
 
 LEAST_PROOF_S: Final = 1.0
-"""Least seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
+"""Minimum number of seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
 
 _USERS_LOCK: Final = "users"
 

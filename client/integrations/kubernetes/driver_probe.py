@@ -8,7 +8,7 @@ import grpc
 from gpulease.client.integrations.kubernetes.kubelet_plugin import dra_message, message, registration_socket
 
 PROBE_LIMIT_S: Final = 5.0
-"""Seconds for each of the two calls."""
+"""Longest time, in seconds, for each of the two calls."""
 
 
 def problem_of(driver: str, registry: Path, instance: str) -> str:

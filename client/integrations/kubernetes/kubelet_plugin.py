@@ -35,19 +35,19 @@ HEALTH_TIMEOUT_S: Final = 30
 """Seconds after which the kubelet takes a device's health as unknown, if no report comes."""
 
 MAX_HEALTH_WATCHES: Final = 4
-"""Most streams of health at a time: each takes a thread. There is one kubelet."""
+"""Maximum number of streams of health at a time: each takes a thread. There is one kubelet."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """Largest request. A claim's reference has a few hundred bytes, and a kubelet sends those of one pod."""
 
 MAX_CLAIMS: Final = 256
-"""Most claims of one request. Each becomes a process on the GPU; a pod has a handful."""
+"""Maximum number of claims of one request. Each becomes a process on the GPU; a pod has a handful."""
 
 SERVICE_THREADS: Final = 8
 """Requests served at the same time. One that waits for the proof of freed memory must not delay the others."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Seconds for requests in flight when the driver stops."""
+"""Longest time, in seconds, for requests in flight when the driver stops."""
 
 _STRING: Final = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BOOL: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BOOL

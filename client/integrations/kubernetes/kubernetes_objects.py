@@ -22,7 +22,7 @@ POD_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/pod-claim-name"
 """The annotation of a claim that Kubernetes made from a template: the claim's name in the pod."""
 
 MAX_DEVICES: Final = 32
-"""Most devices of one claim, which is Kubernetes' own limit. Each device is a process."""
+"""Maximum number of devices of one claim, which is Kubernetes' own limit. Each device is a process."""
 
 MAX_USER: Final = 2**32 - 2
 """Largest user id. The next number means "unchanged" in setresuid(2)."""

@@ -32,7 +32,7 @@ POD_FOLDER: Final = "/run/gpulease"
 """Folder inside a container, which has `users/USER/daemon`, the folder of the daemon's socket, and `leases`."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
-"""Most bytes of a record that are read. A record of 32 devices has about 10 KiB."""
+"""Maximum number of bytes of a record that are read. A record of 32 devices has about 10 KiB."""
 
 _RECORD_VERSION: Final = 2
 _TOKENS_VERSION: Final = 1

@@ -26,7 +26,7 @@ DEFAULT_VRAM: Final = 1 << 30
 """Default size of a claim's slice."""
 
 MAX_SLICE_DEVICES: Final = 64
-"""Most devices of one ResourceSlice if any of them has a taint; without taints it is 128."""
+"""Maximum number of devices of one ResourceSlice if any of them has a taint; without taints it is 128."""
 
 MAX_NAME_CHARS: Final = 253
 """Longest name of an object."""

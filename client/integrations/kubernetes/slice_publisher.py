@@ -25,7 +25,8 @@ COMPARE_S: Final = 5.0
 """Seconds between two comparisons if no event comes: as long as a change of a card may go unpublished."""
 
 WRITE_GAP_S: Final = 1.0
-"""Least seconds between two rounds of writes, so that a dispute with another writer costs one request a second."""
+"""Minimum number of seconds between two rounds of writes, so that a dispute with another writer costs one request a
+second."""
 
 RELIST_S: Final = 300.0
 """Seconds between two lists while the watch works: makes up for a watch that lost its connection without notice."""

@@ -32,10 +32,10 @@ from gpulease.protocol.messages import CapabilityPresent, Empty, LeaseAlloc
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE
 
 PROCESS_LIMIT_S: Final = 30.0
-"""Seconds for all leases of one claim. The kubelet's limit for the whole request is 45 s."""
+"""Longest time, in seconds, for all leases of one claim. The kubelet's limit for the whole request is 45 s."""
 
 REQUEST_LIMIT_S: Final = 10.0
-"""Seconds for one lease. The daemon does not queue it: the kubelet retries."""
+"""Longest time, in seconds, for one lease. The daemon does not queue it: the kubelet retries."""
 
 ALLOC_TOKEN_S: Final = 60.0
 """Seconds of the token that permits to acquire one lease."""

@@ -18,7 +18,7 @@ COMMAND_LIMIT_S: Final = 20.0
 """Longest wait for an answer of slurmctld, in seconds, because it may hang."""
 
 MAX_CARDS: Final = 64
-"""Most cards of one job on one node. A comment that asks for more was not written by job_submit.lua."""
+"""Maximum number of cards of one job on one node. A comment that asks for more was not written by job_submit.lua."""
 
 _MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})(?: cards=([1-9][0-9]?))?(?: type=([A-Za-z0-9_.-]{1,64}))?\]$")
 """The mark that job_submit.lua appends to the comment of a job that requests vram. Only the end of the text counts,

@@ -21,13 +21,13 @@ MAX_LEASE_S: Final = 300.0
 """Longest lease of one request in seconds: the longest life of its grant, which must last as long."""
 
 MAX_THREADS: Final = 1024
-"""Most threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
+"""Maximum number of threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
 
 DEFAULT_THREADS: Final = 256
 DEFAULT_BYTES_PER_THREAD: Final = 4
 
 MAX_MESSAGE_CHARS: Final = 2000
-"""Most characters of an error's text that are kept, so that a compiler's log can't fill the store."""
+"""Maximum number of characters of an error's text that are kept, so that a compiler's log can't fill the store."""
 
 _HEAD_BYTES: Final = struct.Struct(">I")
 

@@ -121,21 +121,21 @@ T = TypeVar("T")
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 MAX_CONNECTIONS: Final = 8
-"""Most connections of one store, so that a gateway does not take all of the server's connections."""
+"""Maximum number of connections of one store, so that a gateway does not take all of the server's connections."""
 
 CONNECT_S: Final = 5
-"""Seconds for one attempt to connect, a whole number as libpq requires."""
+"""Longest time, in seconds, for one attempt to connect, a whole number as libpq requires."""
 
 STATEMENT_MS: Final = 10_000
 """Milliseconds for one statement, including the wait for the row's lock, so that one hung gateway does not block the
 others."""
 
 COMMIT_S: Final = 4.0
-"""Seconds for one commit, including the wait for a standby's disk, which the server itself does not limit. Without a
-limit, requests would wait forever for a standby that is gone."""
+"""Longest time, in seconds, for one commit, including the wait for a standby's disk, which the server itself does not
+limit. Without a limit, requests would wait forever for a standby that is gone."""
 
 CANCEL_S: Final = 2.0
-"""Seconds for the request that cancels a commit at the server."""
+"""Longest time, in seconds, for the request that cancels a commit at the server."""
 
 PATIENCE_S: Final = 10.0
 """Seconds for which a transaction is repeated while the server is down. A primary's restart takes seconds."""

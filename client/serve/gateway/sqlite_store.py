@@ -40,7 +40,7 @@ from gpulease.client.serve.gateway.ledger import (
 T = TypeVar("T")
 
 GROUP_MAX: Final = 64
-"""Most changes in one transaction. Limits the wait of the first caller for the others."""
+"""Maximum number of changes in one transaction. Limits the wait of the first caller for the others."""
 
 BUSY_S: Final = 5.0
 """Seconds that another process may lock the file before StoreUnavailable is raised."""

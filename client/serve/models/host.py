@@ -16,7 +16,8 @@ from gpulease.client.serve.rpc import Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 STOP_LIMIT_S: Final = 20.0
-"""Seconds for all models to compute waiting requests and to free their leases, before they are cancelled."""
+"""Longest time, in seconds, for all models to compute waiting requests and to free their leases, before they are
+cancelled."""
 
 _log: Final = logging.getLogger("gpulease.models")
 

@@ -106,7 +106,7 @@ class BatchRunner:
 
 
 CLOSE_LIMIT_S: Final = 5.0
-"""Seconds for freeing a lease, which otherwise ends at its deadline."""
+"""Longest time, in seconds, for freeing a lease, which otherwise ends at its deadline."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
 """Seconds to wait in the daemon's queue for room without a smaller variant, so that others do not overtake."""

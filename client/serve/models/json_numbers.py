@@ -29,11 +29,11 @@ FORMATS: Final = {
 """The types of numbers, and their letters in the module `struct`."""
 
 MAX_NUMBERS: Final = 1 << 18
-"""Most numbers in a request, and in its reply, so that one body does not delay the others: parsing a number takes
-0.1 us, and a number in Python takes 32 bytes."""
+"""Maximum number of numbers in a request, and in its reply, so that one body does not delay the others: parsing a
+number takes 0.1 us, and a number in Python takes 32 bytes."""
 
 MAX_NUMBER_CHARS: Final = 32
-"""Most characters of a body per number. A 64-bit float has at most 24, with a comma and a space 26."""
+"""Maximum number of characters of a body per number. A 64-bit float has at most 24, with a comma and a space 26."""
 
 _SHOWN_CHARS: Final = 40
 

@@ -12,11 +12,11 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be, read_text
 
 MAX_BATCH_BYTES: Final = 256 << 20
-"""Most bytes of a batch's inputs, and of its outputs. They are in the memory shared with the lease's worker, which has
-1 GiB."""
+"""Maximum number of bytes of a batch's inputs, and of its outputs. They are in the memory shared with the lease's
+worker, which has 1 GiB."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""Most bytes of weights, so that a wrong path can't fill the server's memory."""
+"""Maximum number of bytes of weights, so that a wrong path can't fill the server's memory."""
 
 MAX_NAME_CHARACTERS: Final = 64
 

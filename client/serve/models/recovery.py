@@ -15,7 +15,7 @@ FIRST_PAUSE_S: Final = 0.05
 MAX_PAUSE_S: Final = 5.0
 
 PRESSURE_PAUSE_S: Final = 0.5
-"""Least pause in seconds after a refusal for lack of room, because other tenants' leases usually last for seconds."""
+"""Minimum pause in seconds after a refusal for lack of room, because other tenants' leases usually last for seconds."""
 
 _BROKEN: Final = (errors.LoadFailed, errors.AllocFailed, errors.Denied, errors.Unsupported)
 

@@ -16,7 +16,8 @@ from gpulease.client.serve.rpc import Answer, Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 MAX_ATTEMPTS: Final = 2
-"""Most attempts at a request of a pure model, so that a request that ends every lease is not tried forever."""
+"""Maximum number of attempts at a request of a pure model, so that a request that ends every lease is not tried
+forever."""
 
 
 @dataclass(eq=False, slots=True)

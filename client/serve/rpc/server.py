@@ -31,16 +31,17 @@ from gpulease.protocol.rpc import (
 )
 
 MAX_CALLERS: Final = 256
-"""Most connections at the same time; a further one is closed at once. Each takes two descriptors and 64 KiB."""
+"""Maximum number of connections at the same time; a further one is closed at once. Each takes two descriptors and 64
+KiB."""
 
 MAX_FALSE_BELLS: Final = 64
-"""Most bells in a row without a request, so that a caller can't take the server's time by only ringing."""
+"""Maximum number of bells in a row without a request, so that a caller can't take the server's time by only ringing."""
 
 ACCEPT_PAUSE_S: Final = 0.5
 """Seconds without accepting after descriptors ran out, so that the loop does not retry continually."""
 
 BELLS_BYTES: Final = 4096
-"""Most bells that are read at once."""
+"""Maximum number of bells that are read at once."""
 
 _log: Final = logging.getLogger("gpulease.rpc")
 

@@ -68,11 +68,11 @@ COPY_SPIN_BYTES_PER_S: Final = 10e9
 would be coarse in comparison."""
 
 MAX_AHEAD_OF_COPY: Final = 512
-"""Most launches that may be queued when a copy is put after them without a wait."""
+"""Maximum number of launches that may be queued when a copy is put after them without a wait."""
 
 MAX_VARIABLE_BYTES: Final = 32 << 20
-"""Most bytes of modules' variables of a session that leaves its process: they travel in its image, without the speed of
-pinned memory."""
+"""Maximum number of bytes of modules' variables of a session that leaves its process: they travel in its image, without
+the speed of pinned memory."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two polls of card and lease."""

@@ -22,7 +22,7 @@ MAX_NAME_BYTES: Final = 32 << 10
 """Longest name of a symbol. Stops a file of symbols with endless names from being searched to its end for each."""
 
 MAX_ROWS: Final = 1 << 17
-"""Most section headers of one file, most symbols, and most calls. Stops a forged file with 64 MiB of them from
+"""Maximum number of section headers of one file, of symbols, and of calls. Stops a forged file with 64 MiB of them from
 costing a worker hundreds of MB. Real cubins have a few tens of thousands at most."""
 
 MODULE_GRAIN_BYTES: Final = 64 << 10

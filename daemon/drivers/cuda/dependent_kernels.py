@@ -38,7 +38,7 @@ _UNORDERED: Final = re.compile(
 """What accesses memory as if nothing else wrote it while the kernel runs."""
 
 MAX_STATEMENTS: Final = 256
-"""Most statements of a kernel that are read for the wait. Stops an image from taking long to load."""
+"""Maximum number of statements of a kernel that are read for the wait. Stops an image from taking long to load."""
 
 
 def waiting_kernels(ptx: bytes) -> frozenset[str]:

@@ -20,7 +20,7 @@ CACHE_VARIABLE: Final = "CUDA_CACHE_PATH"
 Variables"). Without it the cache is off, because one worker would run code that another wrote there."""
 
 MAX_PRIVATE_BYTES: Final = 16 << 30
-"""Most private host memory of a worker. A worker uses 130 MiB, plus the memory for compiling its images. The bound
+"""Maximum private host memory of a worker. A worker uses 130 MiB, plus the memory for compiling its images. The bound
 stops an image that makes the compiler take all of the host's memory."""
 
 _FILES: Final = (

@@ -32,7 +32,7 @@ from gpulease.daemon.drivers.interface import (
 from gpulease.daemon.ptx.translate.cooperative import confirm_by_text
 
 LOG_BYTES: Final = 64 << 10
-"""Most bytes kept of the compiler's log, which may have a line for every line of a hostile image."""
+"""Maximum number of bytes kept of the compiler's log, which may have a line for every line of a hostile image."""
 
 _ELF: Final = b"\x7fELF"
 _FATBINS: Final = (b"\x50\xed\x55\xba", b"\xb1\x43\x62\x46")

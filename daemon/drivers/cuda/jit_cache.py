@@ -15,10 +15,10 @@ from typing import Final
 import numpy as np
 
 MAX_IMAGES: Final = 16
-"""Most images kept at a time; the most recently used stay."""
+"""Maximum number of images kept at a time; the most recently used stay."""
 
 MAX_KEPT_BYTES: Final = 8 << 20
-"""Most bytes of machine code kept. Stops a tenant from filling its worker's memory with images."""
+"""Maximum number of bytes of machine code kept. Stops a tenant from filling its worker's memory with images."""
 
 _NAME: Final = b"gpulease: the name of an image\0"
 _KEY: Final = b"gpulease: the key of an image\0"

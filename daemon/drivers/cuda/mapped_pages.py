@@ -40,8 +40,8 @@ STAGED_BYTES: Final = 256 << 20
 took 65 to 95 ms in a worker, in which the driver copies as much itself (H200, driver 580)."""
 
 STEPS_AHEAD: Final = 4
-"""Most steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy that is
-given up ends within milliseconds."""
+"""Maximum number of steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy
+that is given up ends within milliseconds."""
 
 Wait = Callable[[Callable[[], bool], Poll], None]
 """Waits until its first argument returns true, and polls."""

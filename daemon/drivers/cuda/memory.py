@@ -86,11 +86,12 @@ def _pages_of(address: int, size_bytes: int) -> range:
 
 
 MAX_CACHED_BYTES: Final = 1 << 30
-"""Most bytes cached. Keeps a session from holding memory that it does not use. Above this size, zeroing a block takes
-longer than the driver's calls."""
+"""Maximum number of bytes cached. Keeps a session from holding memory that it does not use. Above this size, zeroing a
+block takes longer than the driver's calls."""
 
 MAX_CACHED_BLOCKS: Final = 1024
-"""Most blocks cached. Stops a storm of allocations from leaving records of blocks that are never requested again."""
+"""Maximum number of blocks cached. Stops a storm of allocations from leaving records of blocks that are never requested
+again."""
 
 _SMALL_STEP_BYTES: Final = 512
 """cuMemAlloc rounds small sizes up to a multiple of this."""
@@ -181,12 +182,12 @@ class Blocks:
 
 
 HEAP_BYTES: Final = 8 << 20
-"""Most bytes that all kernels together may malloc. The driver takes them when the first module with a malloc is
-loaded, so they are part of every session's allowance. A kernel that requests more gets a null pointer."""
+"""Maximum number of bytes that all kernels together may malloc. The driver takes them when the first module with a
+malloc is loaded, so they are part of every session's allowance. A kernel that requests more gets a null pointer."""
 
 PRINT_BYTES: Final = 1 << 20
-"""Most bytes that kernels may print between two syncs; beyond that the oldest lines are lost. The driver takes them
-with the heap."""
+"""Maximum number of bytes that kernels may print between two syncs; beyond that the oldest lines are lost. The driver
+takes them with the heap."""
 
 SYSTEM_CALL_STACK_BYTES: Final = 544
 """Local memory for each thread that the driver adds when it loads the first module with a system call (malloc, free, an

@@ -29,8 +29,8 @@ from gpulease.daemon.drivers.cuda.memory import whole_pages
 from gpulease.daemon.drivers.interface import DriverError, ImageMismatch, OutOfMemory, Poll, RegionReturn
 
 MAX_RESERVED_BYTES: Final = 32 << 40
-"""Most addresses that all regions of a context take, ended ones included, in bytes. Stops a session that keeps
-opening regions from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
+"""Maximum range of addresses that all regions of a context take, ended ones included, in bytes. Stops a session that
+keeps opening regions from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
 
 AHEAD_BYTES: Final = 16 << 30
 """Addresses that are reserved at a time, in bytes: the driver needs 20 us for it, however many there are."""

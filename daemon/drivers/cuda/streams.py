@@ -22,8 +22,8 @@ from gpulease.daemon.drivers.interface import Poll
 from gpulease.protocol.limits import MAX_STREAMS
 
 MAX_BEGUN_COPIES: Final = 256
-"""Most copies put in a stream without waiting for it. The driver blocks at about 1024 operations, and that wait
-can't be ended."""
+"""Maximum number of copies put in a stream without waiting for it. The driver blocks at about 1024 operations, and that
+wait can't be ended."""
 
 STREAM_BYTES: Final = 512 << 10
 """Bytes that the driver takes of the card for a stream, in pages that it keeps. Measured on an H100 (driver 580.159)
@@ -181,7 +181,7 @@ class CudaStreams:
 
 
 MAX_WAITING: Final = 512
-"""Most launches, copies and waits in flight, in all streams. The driver blocks at about 1024."""
+"""Maximum number of launches, copies and waits in flight, in all streams. The driver blocks at about 1024."""
 
 _SLEEP_S: Final = 2e-4
 

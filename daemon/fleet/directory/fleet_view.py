@@ -31,10 +31,11 @@ from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_NODES: Final = 50_000
-"""Most nodes of a view, about 6 KiB each. Without a limit, a writer to etcd could fill the directory's memory."""
+"""Maximum number of nodes of a view, about 6 KiB each. Without a limit, a writer to etcd could fill the directory's
+memory."""
 
 MAX_NAMES: Final = 500_000
-"""Most claims of a view, about 500 bytes each, for the same reason."""
+"""Maximum number of claims of a view, about 500 bytes each, for the same reason."""
 
 NO_ROOM: Final = Unreadable("the directory has no room for it")
 

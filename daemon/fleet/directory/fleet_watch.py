@@ -53,7 +53,7 @@ COUNTS_S: Final = 60.0
 """Pause between two log lines with counts of answers."""
 
 MAX_LISTED: Final = 20_000
-"""Most nodes, and most names, in one listing: about 20 MiB."""
+"""Maximum number of nodes, and of names, in one listing: about 20 MiB."""
 
 LISTING_S: Final = 1.0
 """Greatest age of a listing. Repeated requests get the same bytes: a listing of 10,000 nodes takes 200 ms and 11

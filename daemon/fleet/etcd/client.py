@@ -56,7 +56,7 @@ PAGE_KEYS: Final = 1_000
 """Keys of one page: 2 MiB of nodes with 16 cards, so that a member answers it within the time of one request."""
 
 MAX_READ_BYTES: Final = 512 << 20
-"""Most bytes of all pages of one read: 50,000 nodes and 500,000 claims have 300 MiB. Stops the same."""
+"""Maximum number of bytes of all pages of one read: 50,000 nodes and 500,000 claims have 300 MiB. Stops the same."""
 
 MAX_REASON_CHARS: Final = 300
 """Longest error text that is passed on; longer ones are cut."""
@@ -65,7 +65,7 @@ CONNECT_LIMIT_MS: Final = 2_000
 """Longest time for TCP and TLS to one member; a host that is down does not answer."""
 
 RECONNECT_MS: Final = (100, 1_000)
-"""Least and most time between two attempts to connect: a member that restarts is found within a second."""
+"""Minimum and maximum time between two attempts to connect: a member that restarts is found within a second."""
 
 KEEPALIVE_MS: Final = 6_000
 """Time between pings on a connection. etcd closes connections that ping more often than every 5 s."""

@@ -16,7 +16,7 @@ Stamp = tuple[int, int, int, int]
 """A file's device, number, size and time of last change."""
 
 MAX_FILE_BYTES: Final = 4 << 20
-"""Most bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path does not fill memory."""
+"""Maximum number of bytes of one file: a bundle of all public CAs has 0.3 MiB. A mistaken path does not fill memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ MAX_NUMBER: Final = (1 << 63) - 1
 """Largest number in a record. etcd's revisions, times in nanoseconds and all messages have 64 bits."""
 
 MAX_QUOTA_BYTES: Final = 1 << 60
-"""Most bytes of a quota, an exbibyte. Keeps budgets that move between shards within the range of numbers."""
+"""Maximum number of bytes of a quota, an exbibyte. Keeps budgets that move between shards within the range of
+numbers."""
 
 MAX_REASON_CHARS: Final = 160
 """Longest reason for an unreadable value. It goes into a log and into health."""

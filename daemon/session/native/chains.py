@@ -23,7 +23,7 @@ LENGTHS: Final = (4, MAX_CHAIN)
 """Lengths of chains, the shorter one first."""
 
 MAX_STARTS: Final = 4
-"""Most plans at which chains begin. Stops a tenant from filling the host with graphs."""
+"""Maximum number of plans at which chains begin. Stops a tenant from filling the host with graphs."""
 
 
 class Chains:

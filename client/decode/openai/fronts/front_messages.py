@@ -24,11 +24,12 @@ from gpulease.client.decode.supervisor.generation import EmittedParts
 from gpulease.client.errors import GpuLeaseError
 
 MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
-"""Most bytes of a front's frame: a request's body, and the rest of its message. A front that was taken over could
-otherwise fill the memory of the decoder's process."""
+"""Maximum number of bytes of a front's frame: a request's body, and the rest of its message. A front that was taken
+over could otherwise fill the memory of the decoder's process."""
 
 MAX_STEP_BYTES: Final = 256 << 20
-"""Most bytes of a frame to a front, which trusts the decoder's process: a scored prompt with all its ranks."""
+"""Maximum number of bytes of a frame to a front, which trusts the decoder's process: a scored prompt with all its
+ranks."""
 
 _LENGTH_BYTES: Final = 4
 

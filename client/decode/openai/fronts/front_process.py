@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TOKENIZERS: Final = 16
-"""Most tokenizers that a front keeps. Each may take about 100 MB, and models come and go."""
+"""Maximum number of tokenizers that a front keeps. Each may take about 100 MB, and models come and go."""
 
 LOST: Final = 1
 """Exit status of a front after its decoder's process has ended."""

@@ -49,15 +49,15 @@ from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
 from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Most bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of the decoder's
-process; a step of a thousand tokens has about 50 kB."""
+"""Maximum number of bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of
+the decoder's process; a step of a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
 """Pauses before a front is started again: doubled each time, so that one that can't start does not use up a core."""
 
 START_LIMIT_S: Final = 60.0
-"""Seconds for a front to load the tokenizer and to accept connections."""
+"""Longest time, in seconds, for a front to load the tokenizer and to accept connections."""
 
 
 class FrontsFailed(GpuLeaseError):
