@@ -605,7 +605,9 @@ class Context(Protocol):
     def can_lend(self) -> bool:
         """Return whether `lend_pages` can lend the session's pages."""
 
-    def lend_pages(self, most: int, host: memoryview, poll: Poll = keep_waiting) -> list[int]:
+    def lend_pages(
+        self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting
+    ) -> list[int]:
         """Lend the pages of a session that is not parked, and in which nothing runs, to a context of another process.
 
         `parked_state` then describes these pages. They must not change while they are lent, except that regions may
@@ -613,7 +615,8 @@ class Context(Protocol):
 
         Args:
             most: The largest number of descriptors. It must be the same in the other context.
-            host: Host memory of at least `pages_bytes`, prepared or not, to which small pages are copied instead.
+            host: Host memory to which small pages are copied instead, as by `park`.
+            ready: As for `park`.
             poll: As for `park`.
 
         Returns descriptors of the pages, which the caller closes.

@@ -387,7 +387,9 @@ class CpuContext:
     def can_lend(self) -> bool:
         return True
 
-    def lend_pages(self, most: int, host: memoryview, poll: Poll = keep_waiting) -> list[int]:
+    def lend_pages(
+        self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting
+    ) -> list[int]:
         """Copy everything to memory that another process can map (`Context.lend_pages`)."""
         return self._parked.lend(poll)
 

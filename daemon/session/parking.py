@@ -415,9 +415,8 @@ class SessionParking:
             return []
         memory, check = self._memory, self._resources.check_lease
         try:
-            # The memory is not prepared first: that takes longer than the copy of small pages to any memory.
-            return self._context.lend_pages(MAX_LENT_PAGES, memory.view, check)
-        except (DriverError, LeaseOver) as error:
+            return self._context.lend_pages(MAX_LENT_PAGES, memory.view, memory.ready, check)
+        except (DriverError, LeaseOver, _Refused) as error:
             raise CantLeave(f"its pages can't be lent: {error}", is_lasting=False) from None
 
     def report(self, message: ImagedReport | LeaveRefusedReport | ReturnFailedReport) -> None:

@@ -472,10 +472,12 @@ class CudaContext:
     def can_lend(self) -> bool:
         return self._slice is not None and self._pages.can_lend()
 
-    def lend_pages(self, most: int, host: memoryview, poll: Poll = keep_waiting) -> list[int]:
+    def lend_pages(
+        self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll = keep_waiting
+    ) -> list[int]:
         """Export large pages (mapped_pages.py)."""
         self._await(self._pages.is_zeroed, poll)
-        return self._pages.lend(most, host, poll)
+        return self._pages.lend(most, host, ready, poll)
 
     def parked_state(self) -> bytes:
         """Return a record of the parked or lent memory, and the bytes of modules' variables, still on the card."""

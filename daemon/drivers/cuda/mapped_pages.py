@@ -35,10 +35,6 @@ LENT_BYTES: Final = 32 << 20
 """Size in bytes from which a piece is made so that it can be exported. To make a piece of 2 MiB so takes 0.18 ms, not
 0.06, and to export and import it 0.3 ms, in which the host's memory takes six of them (H200, driver 580)."""
 
-STAGED_BYTES: Final = 256 << 20
-"""Size in bytes from which a session's ordinary host memory is copied by way of pinned buffers. To pin and unpin those
-took 65 to 95 ms in a worker, in which the driver copies as much itself (H200, driver 580)."""
-
 STEPS_AHEAD: Final = 4
 """Maximum number of steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy
 that is given up ends within milliseconds."""
@@ -227,10 +223,11 @@ class MappedPages:
         # Memory at no address is that of a region with an end that failed.
         return all(piece.mappings for piece in self._pieces)
 
-    def lend(self, most: int, host: memoryview, poll: Poll) -> list[int]:
+    def lend(self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll) -> list[int]:
         """Export the `most` largest pieces, and copy the others to `host`, for `adopt` in another process.
 
-        Returns a descriptor of each exported piece, in their order, which the caller closes. `poll`: as for `park`.
+        Returns a descriptor of each exported piece, in their order, which the caller closes. `ready`, `poll`: as for
+        `park`.
         """
         fds: list[int] = []
         kind, at = self._lent_kind, 0
@@ -238,7 +235,7 @@ class MappedPages:
             piece.saved_at, at = at, at + piece.size_bytes
         lent = self._lent_pieces(most)
         others = [piece for piece in self._pieces if piece not in lent]
-        self._copy(others, self._api.cuMemcpyDtoHAsync, _start_of(host), lambda end: None, poll, is_out=True)
+        self._copy(others, self._api.cuMemcpyDtoHAsync, _start_of(host), ready, poll, is_out=True)
         try:
             for piece in lent:
                 fds.append(int(self.check(self._api.cuMemExportToShareableHandle(piece.handle, kind, 0))))
@@ -316,8 +313,7 @@ class MappedPages:
             if len(saved) < len(self._pieces):
                 self._copy_lent(poll)
             parts = self._parts(saved, host)
-            is_plain = is_pinned or sum(piece.size_bytes for piece in saved) < STAGED_BYTES
-            if is_plain or not copy_staged(parts, self._pin, self._begin_copy, self._await, poll):
+            if saved and (is_pinned or not copy_staged(parts, self._pin, self._begin_copy, self._await, poll)):
                 self._copy(saved, self._api.cuMemcpyHtoDAsync, _start_of(host), lambda end: None, poll, is_out=False)
         except BaseException:
             self._leave_again()

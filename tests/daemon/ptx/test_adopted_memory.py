@@ -61,7 +61,7 @@ def test_another_context_copies_what_the_first_one_lends_and_changes_nothing_the
     first.mem_write(kept, memoryview(b"weights"))
     region = first.region_open(first.region_granule_bytes)
     assert first.can_lend()
-    fds, state = first.lend_pages(1, memoryview(b"")), first.parked_state()
+    fds, state = first.lend_pages(1, memoryview(b""), lambda end: None), first.parked_state()
     back = bytearray(7)
     first.mem_read(kept, memoryview(back))
     assert bytes(back) == b"weights"

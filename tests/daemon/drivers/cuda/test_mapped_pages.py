@@ -65,7 +65,7 @@ class Scene:
         self.taken = self.card.taken
 
     def lend(self, most: int = 9) -> list[int]:
-        return self.pages.lend(most, self.host, keep_waiting)
+        return self.pages.lend(most, self.host, self.ready.append, keep_waiting)
 
     def move(self, fds: Sequence[int] = ()) -> None:
         """Continue in another process, on another card; `fds`: what this one has lent, if it has."""
@@ -250,7 +250,6 @@ class LateCard(Card):
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mapped_pages, staged_copies):
         monkeypatch.setattr(module, "BUFFER_BYTES", PAGE // 8)
-    monkeypatch.setattr(mapped_pages, "STAGED_BYTES", 0)
     for name, value in (("THREADS", 3), ("BUFFERS", 5)):
         monkeypatch.setattr(staged_copies, name, value)
 
