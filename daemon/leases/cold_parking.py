@@ -180,7 +180,7 @@ class ColdParking:
         state.due_ns = now_ns + self._store.limits.session_timeout_s * NS_PER_S
         carries = state.move is not None and bool(state.move.card_uuid)
         is_upgrade = state.move is not None and bool(state.move.from_version)
-        effects.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade))
+        effects.append(LeaveSession(lease.lease_id, state.number, carries, is_upgrade, state.is_in_place))
         arm_park_timer(lease, state.due_ns, effects)
 
     def on_imaged(self, event: events.SessionImaged, now_ns: int, effects: list[Effect]) -> None:

@@ -1086,12 +1086,14 @@ class LeaveSession:
     Attributes:
         carries: Whether the session returns at once in its next worker, so that it may leave while operations wait.
         is_upgrade: Whether its worker is kept until the next one has restored the whole session.
+        in_place: Whether it is parked in place, so that its worker lends its pages.
     """
 
     lease_id: int
     number: int
     carries: bool = False
     is_upgrade: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class ParkOrders:
             self._post(SessionStays(order.lease_id, order.number, _IS_EARLIER, is_lasting=False))
             return
         try:
-            channel = self._workers.images.begin(order.lease_id, order.number)
+            channel = self._workers.images.begin(order.lease_id, order.number, in_place=order.in_place)
         except OSError as error:
             self._post(SessionStays(order.lease_id, order.number, str(error), is_lasting=False))
             return

@@ -61,6 +61,7 @@ class _Image:
 
     Attributes:
         number: The number of its park.
+        in_place: Whether it is parked in place, for a direct move.
         channel: The broker's end of the channel that its worker got; None once everything was read.
         memory: What the worker sent with the image, and the two descriptors.
         pages: Descriptors of the session's pages, which its former worker still holds; none if its bytes are in the
@@ -80,6 +81,7 @@ class _Image:
     """
 
     number: int
+    in_place: bool
     channel: socket.socket | None
     memory: tuple[ImageMemory, list[int]] | None = None
     pages: list[int] = field(default_factory=list)
@@ -119,13 +121,16 @@ class SessionImages:
 
     # --- leaving ---
 
-    def begin(self, lease_id: int, number: int) -> socket.socket:
-        """Return the worker's end of a channel for its session's image. The caller closes it. Raises OSError."""
+    def begin(self, lease_id: int, number: int, *, in_place: bool = False) -> socket.socket:
+        """Return the worker's end of a channel for its session's image. The caller closes it. Raises OSError.
+
+        `in_place`: Whether the session is parked in place. Only then may its worker lend pages.
+        """
         self.discard(lease_id)
         own_end, peer_end = channel_pair()
         peer_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHANNEL_BYTES)
         own_end.setblocking(False)
-        self._images[lease_id] = _Image(number, own_end)
+        self._images[lease_id] = _Image(number, in_place, own_end)
         return peer_end
 
     def on_imaged(self, lease_id: int, report: ImagedReport) -> bool:
@@ -164,6 +169,9 @@ class SessionImages:
             close_all(fds)
             raise ValueError(f"its image must have a version up to {max(IMAGE_VERSIONS)}, not {memory.version}")
         image.memory = memory, fds
+        # Any number of sessions may be cold, for any time, and the broker has a bounded number of descriptors.
+        if memory.in_place != image.in_place or (memory.pages and not memory.in_place):
+            raise ValueError("its bytes are not where it was parked")
         while len(image.pages) < memory.pages:
             pages, fds = _receive(channel)
             image.pages += fds

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from gpulease.daemon.contract.control_page import sealed_memory
-from gpulease.daemon.contract.messages import ImageConnection, ImagedReport, ImageMemory, ParkedRegion, ReturnOrder
+from gpulease.daemon.contract.messages import (
+    ImageConnection,
+    ImagedReport,
+    ImageMemory,
+    ImagePages,
+    ParkedRegion,
+    ReturnOrder,
+)
 from gpulease.daemon.host.ipc import send_message
 from gpulease.daemon.leases import (
     AdoptSession,
@@ -199,3 +206,45 @@ def test_an_image_of_an_unknown_version_is_refused_and_its_worker_serves_again(n
     (stays,) = node.posted
     assert isinstance(stays, SessionStays)
     assert (stays.is_lasting, "not 99" in stays.reason) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("ordered", "memory"),
+    [
+        (False, ImageMemory(1, 1, pages=1, in_place=True)),
+        (False, ImageMemory(1, 1, pages=1)),
+        (False, ImageMemory(1, 1, in_place=True)),
+        (True, ImageMemory(1, 1)),
+    ],
+)
+def test_a_worker_lends_pages_only_if_its_session_is_parked_in_place(
+    node: Node, ordered: bool, memory: ImageMemory
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    node.orders.leave(LeaveSession(LEASE, PARK, carries=True, in_place=ordered))
+    _, fds, _, _ = socket.recv_fds(node.channel, 4096, 1)
+    with socket.socket(fileno=fds[0]) as channel:
+        send_message(channel, memory.to_map(), (0, 0))
+        if memory.pages:
+            send_message(channel, ImagePages().to_map(), (0,))
+        (order,) = node.reports()
+    assert b"stay" in order
+    assert [type(event) for event in node.posted] == [SessionStays]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_broker_keeps_the_pages_of_a_session_that_is_parked_in_place_until_it_stays(node: Node) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    node.orders.leave(LeaveSession(LEASE, PARK, carries=True, in_place=True))
+    _, fds, _, _ = socket.recv_fds(node.channel, 4096, 1)
+    with socket.socket(fileno=fds[0]) as channel:
+        send_message(channel, ImageMemory(1, 1, pages=2, in_place=True).to_map(), (0, 0))
+        send_message(channel, ImagePages().to_map(), (0, 0))
+        assert node.reports() == []
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+
+    async def stay() -> None:
+        node.orders.stay(StaySession(LEASE, PARK))
+
+    asyncio.run(stay())
+    assert len(os.listdir("/proc/self/fd")) == before
