@@ -47,7 +47,7 @@ LEAST_STEPS: Final = 8
 
 REVOKE_EVERY_S: Final = 1.0
 PROMPT: Final = 512
-"""Tokens of the prompts that are rebound."""
+"""Number of tokens in each prompt that is rebound."""
 
 
 class DecoderTimes(DecoderObserver):

@@ -12,7 +12,7 @@ from gpulease.client.decode.engine.forward_pass import StepLimits
 from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW, Results, Rows
 
 PREFILL: Final = 512
-"""Rows of the step that computes a prompt at once."""
+"""Number of rows in the step that computes a prompt at once."""
 
 SEED: Final = 1
 """Seed of the random weights: the same for every engine, so that results are equal."""

@@ -66,7 +66,7 @@ CPU_CARDS: Final = 2
 
 LEASE_S: Final = 120.0
 SHORT_LEASE_S: Final = 4.0
-"""Of a lease that is to expire."""
+"""Time of a lease that is to expire, in seconds."""
 
 ENDINGS: Final = ("free", "free", "drop", "expire", "revoke", "kill")
 
@@ -84,7 +84,7 @@ DRAINED_S: Final = 1.0
 """The deadline of a card's drain, which never comes, and how long a card is drained."""
 
 ENDED_COLD: Final = "parked without a worker when the daemon ended"
-"""In the reason of a lease that ended because the only copy of its session was in a broker that was killed."""
+"""Part of the reason with which a lease ends if the only copy of its session was in a broker that was killed."""
 
 AS_OTHER_VERSION: Final = 'recycle = "same-tenant"\n'
 """A setting for workers: with and without it in turn, each broker finds workers that another version started."""

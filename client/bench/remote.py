@@ -23,7 +23,7 @@ PKI_TIMEOUT_S: Final = 30.0
 HOST: Final = "127.0.0.1"
 
 STREAM_BYTES: Final = 512 << 20
-"""Bytes of the raw stream: openssl's two programs take about a second for them."""
+"""Number of bytes in the plain TLS stream. openssl's two programs take about a second for them."""
 
 _STREAM_TIMEOUT_S: Final = 60.0
 _LISTEN_TIMEOUT_S: Final = 5.0

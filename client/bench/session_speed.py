@@ -22,11 +22,11 @@ CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
 """Sizes if there is a bus; the embedded driver's memory is the host's."""
 
 COPIES: Final = 15
-"""Copies of each large size and direction; the median counts."""
+"""Number of copies that are timed for each large size and direction; the median is reported."""
 
 FRESH_ARRAYS: Final = 3
 FRESH_COPIES: Final = (1, 2, 5)
-"""Which copies of a fresh array count."""
+"""The numbers of the copies of a fresh array that are timed."""
 
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32

@@ -19,7 +19,7 @@ MISSING: Final = "-"
 """Shown in a cell for which the daemon sends no value."""
 
 GAP: Final = "  "
-"""Between two columns."""
+"""Text between two columns."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:

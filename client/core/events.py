@@ -23,7 +23,7 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
-"""In place of a lease's id: all leases that the daemon shows this user."""
+"""Stands for a lease's id, and means all leases that the daemon shows this user."""
 
 WAIT_S: Final = 3600.0
 """Longest single wait for an event, in seconds; any number of waits may follow."""

@@ -74,7 +74,8 @@ NODE_LIMIT_S: Final = 4.0
 milliseconds. After this time the client asks another one. The grant itself may take longer."""
 
 PLACEMENTS_PER_ROUND: Final = 3
-"""How often a round asks a directory for further nodes: if none of 24 random nodes has room, few others will."""
+"""Number of times that a round asks a directory for further nodes. If none of 24 random nodes has room, few others
+will."""
 
 GRANT_LIMIT_S: Final = 90.0
 """Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds. It is the same as
@@ -86,7 +87,7 @@ with few cores, all of them busy, it took 3 s. If a daemon was killed during the
 a name elsewhere, the acquire takes this much longer."""
 
 LOST_PAUSE_S: Final = 0.1
-"""Pause between two such tries, in seconds."""
+"""Pause, in seconds, before a node is asked again after an answer was lost."""
 
 WAIT_SLICE_S: Final = 2.0
 """Longest wait in one node's queue before the client asks others again, in seconds: room or the name may be free there.
@@ -96,9 +97,9 @@ ROUND_PAUSE_S: Final = 0.25
 """Pause between two rounds if no node has a queue for this request, in seconds."""
 
 NAME_TRIES: Final = 3
-"""How many nodes of a round may answer BUSY to a name. A directory does not disclose which node serves another tenant's
-name, and each node that is asked queries the fleet's store. A node that is cut off from its fleet also answers BUSY, so
-one answer is not enough."""
+"""Number of nodes of a round that may answer BUSY to a name. A directory does not disclose which node serves another
+tenant's name, and each node that is asked queries the fleet's store. A node that is cut off from its fleet also answers
+BUSY, so one answer is not enough."""
 
 MAX_LISTED: Final = 8
 """Maximum number of refusing nodes that an error message lists."""

@@ -32,8 +32,8 @@ shorter."""
 
 FIRST_RETURN_POLL_S: Final = 0.0005
 LAST_RETURN_POLL_S: Final = 0.01
-"""Pauses between two polls for that, in seconds: from the first one, doubling, up to the last one. A small region is
-free within a millisecond or two."""
+"""First and last pause, in seconds, between two polls whether those launches have ended. Each pause is twice the
+previous one. A small region is free within a millisecond or two."""
 
 _KNOWN_OUTCOMES: Final = {int(outcome): outcome for outcome in RevokeOutcome}
 _HAS_MEMORY: Final = frozenset({"pending", "active", "draining"})

@@ -21,7 +21,7 @@ MAX_LOGGED_KEYS: Final = 20
 """Maximum number of keys of a file in a line of the log, so that a hostile file can't fill the log."""
 
 MAX_LOGGED_FILES: Final = 1024
-"""Lines of the log that are remembered, so that opening a model again does not repeat them."""
+"""Maximum number of log lines that are remembered, so that opening a model again does not repeat them."""
 
 LOG: Final = logging.getLogger("gpulease.decode")
 

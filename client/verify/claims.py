@@ -183,10 +183,10 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
 
 
 WORK_S: Final = 0.5
-"""Seconds for which all of them compute at the same time."""
+"""Seconds for which all tenants compute at the same time."""
 
 END_S: Final = 30.0
-"""Longest time for a round in progress to end, in seconds, on a host with one core for all of them."""
+"""Longest time for a round in progress to end, in seconds, on a host with one core for all tenants."""
 
 WORKLOAD_WORDS: Final = 1 << 18
 

@@ -38,7 +38,8 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.primitives import Tlv
 
 HELLO_TIMEOUT_S: Final = 10.0
-"""Time from connect to HELLO. Stops peers that connect and send nothing from using up the connections."""
+"""Longest time from connect to HELLO, in seconds. Stops peers that connect and send nothing from using up the
+connections."""
 
 STALL_TIMEOUT_S: Final = 10.0
 """Longest time from the first byte of a frame to its last, and longest time for a peer to read its replies. Stops a
@@ -48,11 +49,11 @@ WRITTEN_POLL_S: Final = 0.001
 """First pause before a hand-over checks again whether the peer has read all replies, which it nearly always has."""
 
 MAX_WRITTEN_POLL_S: Final = 0.1
-"""Longest pause between two such checks. Each pause is twice the previous one, so that a peer that does not read costs
-hardly any time."""
+"""Longest pause before a hand-over checks again. Each pause is twice the previous one, so that a peer that does not
+read costs hardly any time."""
 
 LINGER_S: Final = 5.0
-"""Time for a peer to read the final reply before the connection is cut."""
+"""Longest time, in seconds, for a peer to read the final reply before the connection is cut."""
 
 REQUESTS_PER_QUANTUM: Final = 16
 """Maximum number of requests of one connection that are served in a row. To serve a buffer full of small requests would

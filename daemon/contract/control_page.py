@@ -165,7 +165,8 @@ TIME_VERSION: Final = 1
 """Value that a worker writes to `Counter.TIME_VERSION` if it keeps the account of its time and obeys the limits."""
 
 CLAIM_READS: Final = 4
-"""How often at most the broker reads claims that change during the read. Keeps a hostile worker from stalling it."""
+"""Maximum number of times that the broker reads claims that change during the read. Keeps a hostile worker from
+stalling it."""
 
 BEYOND_HORIZON: Final = "its node is cut off from its fleet, and another node may serve its name"
 """The reason that a worker gives after its page's membership deadline, until the broker or zygote sets the word."""

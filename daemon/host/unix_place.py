@@ -25,8 +25,8 @@ CHECK_INTERVAL_S: Final = 5.0
 """Seconds from one call of `UnixPlace.restore` to the next: the longest time for which clients find no socket."""
 
 MAX_TRIES: Final = 100
-"""Tries for a lock, in case its file is removed after opening and before locking. Bounds the loop against a program
-that keeps removing it."""
+"""Maximum number of tries for a lock, in case its file is removed after opening and before locking. Bounds the loop
+against a program that keeps removing the file."""
 
 
 class PlaceChange(Enum):

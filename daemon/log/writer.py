@@ -361,7 +361,7 @@ GATHER_S: Final = 0.005
 thread for each of them takes the broker longer than to make the line."""
 
 GATHERS: Final = 4
-"""Times in a row that the thread gathers no line before it sleeps until a line wakes it."""
+"""Number of times in a row that the thread gathers no line before it sleeps until a line wakes it."""
 
 FLUSH_S: Final = 1.0
 """The longest wait, at the daemon's end, for the reader to take the last lines."""

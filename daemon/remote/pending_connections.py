@@ -23,7 +23,7 @@ MAX_PENDING: Final = 256
 """Connections at a time. One more evicts one."""
 
 HELLO_TIMEOUT_S: Final = 5.0
-"""From the connection to its whole first record."""
+"""Longest time, in seconds, from the connection to the end of its first record."""
 
 ACCEPTS_AT_A_TIME: Final = 64
 """Connections accepted in a row before the acceptor serves its other descriptors."""

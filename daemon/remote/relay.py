@@ -36,8 +36,8 @@ from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.protocol.fast_dataclass import dataclass
 
 HANDSHAKE_S: Final = 5.0
-"""From a whole ClientHello to the end of the handshake, one round trip. Stops a peer that begins and does not
-continue."""
+"""Longest time, in seconds, from a whole ClientHello to the end of the handshake, one round trip. Stops a peer that
+begins and does not continue."""
 
 STOPPED_S: Final = 0.5
 """A step of the handshake that takes so much longer than it may, in seconds, means that this process was stopped (a

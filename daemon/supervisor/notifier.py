@@ -19,7 +19,7 @@ from gpulease.protocol.time_units import US_PER_S
 ADDRESS_VARIABLE: Final = "NOTIFY_SOCKET"
 
 SEND_TIMEOUT_S: Final = 5.0
-"""The time for which the notifier retries a notification that must arrive."""
+"""Time, in seconds, for which the notifier retries a notification that must arrive."""
 
 MAX_STATUS_CHARS: Final = 512
 """The length of a line for `systemctl status`. Texts from settings could exceed a datagram."""

@@ -24,10 +24,10 @@ from gpulease.daemon.web.view import Pseudonyms
 from gpulease.daemon.web.web_messages import START, WebStart
 
 MAX_PRIVATE_BYTES: Final = 512 << 20
-"""The process's private memory. An honest one uses about 60 MiB. Stops an attacker who makes it grow."""
+"""Limit on the process's private memory. An honest process uses about 60 MiB. Stops an attacker who makes it grow."""
 
 NICENESS: Final = 5
-"""Tenants' work has priority over the page that shows it."""
+"""Nice value of the process: tenants' work has priority over the page that shows it."""
 
 
 def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:

@@ -66,7 +66,7 @@ OPERATORS_STREAMS: Final = 8
 """Further streams, for pages with the operator's token. So other local users can't lock operators out."""
 
 STATE_FRESH_S: Final = 0.1
-"""The time for which an encoded state is reused. Its stated age is off by at most that."""
+"""Time in seconds for which an encoded state is reused. Its stated age is wrong by at most this time."""
 
 HISTORY_FRESH_S: Final = 1.0
 """The time for which the encoded last hour of the cards is reused; it gains a sample every ten seconds."""
@@ -384,7 +384,8 @@ async def rehearse(app: App, host: str) -> None:
 Ask = Callable[[Opcode, Any], Awaitable[Any]]
 
 HEALTH_FRESH_S: Final = 0.5
-"""The greatest age of an answer. A probe asks every few seconds; a caller who asks more often learns nothing by it."""
+"""Maximum age of an answer, in seconds. A probe asks every few seconds; a caller who asks more often learns nothing by
+it."""
 
 
 class Cached:

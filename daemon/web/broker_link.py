@@ -43,7 +43,7 @@ from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseEvent
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 
 ANSWER_S: Final = 5.0
-"""The broker's time to answer. It takes a millisecond, and seconds on a host that swaps."""
+"""Longest time for the broker to answer, in seconds. It takes a millisecond, and seconds on a host that swaps."""
 
 
 class BrokerSilent(Exception):

@@ -14,11 +14,11 @@ MAX_CONNECTIONS: Final = 128
 read its answer. So a local user who opens all of them keeps no client out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""The size of a request's line and headers. Stops a peer that never ends them."""
+"""Maximum number of bytes of a request's line and headers. Stops a peer that never ends them."""
 
 HEAD_S: Final = 10.0
-"""From a connection's start, or from its last answer, to the end of the next request. Stops a peer that sends a byte a
-second, or nothing."""
+"""Longest time, in seconds, from a connection's start, or from its last answer, to the end of the next request. Stops a
+peer that sends a byte a second, or nothing."""
 
 KEEP_ALIVE_S: Final = 5
 """The time for which an idle connection stays open."""

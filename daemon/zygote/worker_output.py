@@ -25,7 +25,7 @@ BURST_BYTES: Final = 1 << 20
 """Bytes of all workers at once, after about a minute of silence."""
 
 MAX_LINE_BYTES: Final = 900
-"""Bytes of one line; a longer one becomes several. A log record shows more than that of a text."""
+"""Maximum number of bytes of one line; a longer line is split. A log record shows more than that of a text."""
 
 RECORD_BYTES: Final = 250
 """Bytes of a log record in addition to the line. Stops a kernel from filling the log with one-character lines."""

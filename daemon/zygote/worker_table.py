@@ -319,7 +319,7 @@ def _end_overdue(worker: WorkerEntry, word: Status, cause: str = "") -> None:
 # --- due while no broker runs ---
 
 GRACE_NS: Final = 20_000_000
-"""From the end of a lease to the kill of its worker: the default of a broker's settings."""
+"""Time from the end of a lease to the kill of its worker: the default of a broker's settings."""
 
 MAX_POLL_NS: Final = 1_000_000_000
 """Longest time between two polls of a kernel with a bounded time."""

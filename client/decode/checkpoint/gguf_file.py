@@ -53,7 +53,7 @@ GEMMA_LAYER: Final = LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""The same for Gemma 3. Its norms in GGUF files are the factors themselves."""
+"""Like LAYER, but for Gemma 3. Its norms in GGUF files are the factors themselves."""
 
 EXPERTS: Final = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors of a layer that contain the tensors of all its experts, one after the other, and the names for one expert."""

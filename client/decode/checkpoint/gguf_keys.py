@@ -160,7 +160,7 @@ _WITH_EXPERTS: Final[KeyTable] = {
     **_ARCHITECTURE,
     **used("expert_count", "expert_used_count", "expert_feed_forward_length"),
 }
-"""The same keys for a family with experts. llama.cpp's Qwen3-MoE reads no key for their gate or their shares."""
+"""Keys of a family with experts. llama.cpp's Qwen3-MoE reads no key for the experts' gate or their shares."""
 
 _WITH_WINDOWS: Final[KeyTable] = {
     **_ARCHITECTURE,
@@ -175,7 +175,7 @@ _WITH_WINDOWS: Final[KeyTable] = {
     # Its graph has one activation.
     **no_effect("hidden_activation"),
 }
-"""The same keys for Gemma 3."""
+"""Keys of Gemma 3."""
 
 GGUF_FAMILIES: Final = {
     "llama": Family.LLAMA,

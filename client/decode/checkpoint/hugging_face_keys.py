@@ -335,7 +335,7 @@ LAYERED_ROPE_KEYS: Final[KeyTable] = {
     **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
     **no_effect("finetuned"),
 }
-"""The same in an object of Gemma 3, for one kind of layers."""
+"""Keys of the objects that Gemma 3's rope_parameters have for each kind of layers."""
 
 PHI3_ROPE_KEYS: Final[KeyTable] = {**ROPE_KEYS, **used("partial_rotary_factor")}
-"""The same in a Phi-3, which turns parts of heads."""
+"""Keys of rope_parameters, or rope_scaling, of a Phi-3, which turns parts of heads."""

@@ -21,7 +21,8 @@ ENOUGH_PROGRAMS: Final = 96
 idle."""
 
 ENOUGH_WAITING_PROGRAMS: Final = 200
-"""The same for 64 rows or fewer. Their programs wait for memory, so each multiprocessor needs more than one."""
+"""Like ENOUGH_PROGRAMS, for 64 rows or fewer. The programs then wait for memory, so each multiprocessor needs more than
+one."""
 
 
 MULTIPROCESSORS: Final = 132

@@ -98,7 +98,7 @@ HEALTH_PATHS: Final = ("/healthz", "/health", "/v1/health", "/ping")
 """Paths of the health report: those of other servers, so that load balancers need no change."""
 
 MESSAGES_PATH: Final = "/v1/messages"
-"""Where Anthropic's API begins."""
+"""The path of Anthropic's API."""
 
 LOADING: Final = b": loading\n\n"
 """The comment of a stream with a model that is being loaded (HTML, 9.2.6): no client shows it."""

@@ -63,7 +63,7 @@ MISTRAL: Final = ToolFormat("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "[", "arg
 LLAMA_3: Final = ToolFormat("llama3", '"parameters"', "", "", "parameters", "; ", "")
 
 FORMATS: Final = (HERMES, MISTRAL, LLAMA_3)
-"""In the order in which a template is searched for their marks."""
+"""All formats, in the order in which a template is searched for their marks."""
 
 
 def format_of(template: str) -> ToolFormat | None:

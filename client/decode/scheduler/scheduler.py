@@ -46,11 +46,11 @@ MAX_UNANSWERED_STEPS: Final = 2
 """Maximum number of steps that are planned and not answered: a third would need tokens that are not computed yet."""
 
 PREFILL_GRAIN: Final = PAGE
-"""Rows of prompts that one tenant gets before the next tenant's turn."""
+"""Number of rows of prompts that one tenant gets before the next tenant's turn."""
 
 MAX_PREEMPTIONS: Final = 2
-"""How often one request may be preempted. Without a limit, a stream of heavier tenants' requests could prevent its end
-forever."""
+"""Maximum number of times that one request may be preempted. Without a limit, a stream of heavier tenants' requests
+could prevent its end forever."""
 
 _ONE: Final = np.array(1)
 """numpy adds an array in half the time of a number."""

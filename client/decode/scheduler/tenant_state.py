@@ -14,7 +14,7 @@ from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
 
 NO_BLOCK: Final = -1
-"""In the place of a block that its sequence has freed, because its window is behind it."""
+"""Stands for a block that its sequence has freed, because its window is behind the block."""
 
 
 @dataclass(slots=True, eq=False)

@@ -38,7 +38,7 @@ MAX_PENDING: Final = 16_384
 the server run out of memory."""
 
 AT_ONCE: Final = 64
-"""Records in flight together, which wait for the disk once. A lease's renewal waits for them."""
+"""Maximum number of records in flight together, which wait for the disk once. A lease's renewal waits for them."""
 
 RETRY_S: Final = 1.0
 """Seconds between two tries to write a record that the daemon did not take."""

@@ -28,7 +28,7 @@ LLAMA_3: Final = (
 """The pattern by which Llama 3 splits a text into words, from its tokenizer.json."""
 
 QWEN_2: Final = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
-"""The same of Qwen 2, where each digit is a word."""
+"""The pattern by which Qwen 2 splits a text into words. Each digit is a word."""
 
 
 def gguf_tokenizer(metadata: Members, begin_token: int | None) -> Tokenizer:

@@ -58,10 +58,11 @@ without this one, `multipleOf` 101, 103, 107 and 109 in one `allOf` take minutes
 """
 
 WHITESPACE: Final = " ?"
-"""Between the parts of a JSON text: a space at most. A model that has nothing to say writes more without an end."""
+"""What may stand between the parts of a JSON text: at most one space. A model that has nothing to say would otherwise
+write spaces without end."""
 
 MASK_THREADS: Final = 4
-"""Threads that compile grammars and compute masks at a time. One tenant's occupy all of them but one."""
+"""Number of threads that compile grammars and compute masks. One tenant may occupy all of them except one."""
 
 MAX_GRAMMARS: Final = 64
 """Compiled grammars that are kept, each only for its tenant: the time of a compilation must reveal nothing about

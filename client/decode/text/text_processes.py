@@ -31,7 +31,8 @@ MAX_WAIT_S: Final = 30.0
 """Seconds that a text may wait for a process. All of them may be busy with texts that take all of their CPU time."""
 
 MAX_TRIES: Final = 2
-"""How often a text is tried if its process ended without exceeding a limit. Something else may have killed it."""
+"""Maximum number of times that a text is tried if its process ended without exceeding a limit. Something else may have
+killed the process."""
 
 
 @dataclass(eq=False, slots=True)

@@ -43,7 +43,7 @@ COMMON_CHARACTERS: Final = 100
 _IS_EBNF: Final = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 _EBNF_NAME: Final = re.compile(r"(?P<name>[A-Za-z0-9_-]+)[ \t]*::=")
 _LARK_NAME: Final = re.compile(r"[?!]*(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*:(?!:)")
-"""How a definition begins, at the begin of a line."""
+"""How a definition begins, at the beginning of a line."""
 
 _SPACE: Final = re.compile(r"(?:\s+|(?:#|//)[^\n]*)+")
 

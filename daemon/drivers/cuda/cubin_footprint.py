@@ -29,7 +29,7 @@ MODULE_GRAIN_BYTES: Final = 64 << 10
 """The sum of a module's small sections is rounded up to this: they share pages with other modules, with gaps."""
 
 SECTION_GRAIN_BYTES: Final = 512
-"""Each small section is rounded up to this."""
+"""Each small section is rounded up to a multiple of this number of bytes."""
 
 # Layouts and constants of ELF-64, as far as they are used here.
 _HEADER: Final = struct.Struct("<16sHHIQQQIHHHHHH")

@@ -30,7 +30,7 @@ opens regions forever uses them up; from then on it can't leave its process. 4 T
 reservation of its own would begin at a multiple of 32 MiB (H200, driver 580)."""
 
 MAX_LOOKS: Final = 16
-"""How many ranges of about the right size are examined before a larger range is cut."""
+"""Maximum number of ranges of about the right size that are examined before a larger range is cut."""
 
 _SIZES: Final = 64
 

@@ -42,7 +42,8 @@ MAX_CONNECTIONS: Final = 2048
 """Connections at a time. Each holds a descriptor and, with TLS, about 100 KiB. Tenants disconnect after one reply."""
 
 MAX_PER_SOURCE: Final = 256
-"""Connections at a time from one IP address, or of one local user. Stops one host from taking all of them."""
+"""Maximum number of connections at a time from one IP address, or of one local user. Stops one host from taking all
+connections."""
 
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 """Time from accept to the end of TLS's handshake, which takes one round trip. Stops peers that connect and stay

@@ -58,7 +58,7 @@ MAX_RELEASES: Final = 256
 keeping the node busy with deletions."""
 
 RETRY_AFTER_MS: Final = 1_000
-"""When to ask again for a taken name, or on a node that is cut off."""
+"""Time after which a client should ask again for a name that is taken, or on a node that is cut off."""
 
 
 @dataclass(slots=True)

@@ -57,8 +57,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256
-"""Leases of one tenant in one shard. With node ids of 128 characters the shard has 50 KB, less than the largest
-record that is read."""
+"""Maximum number of leases of one tenant in one shard. With node ids of 128 characters the shard has 50 KB, less than
+the largest record that is read."""
 
 MAX_DROPS: Final = 64
 """Entries of dead nodes that one attempt removes. Bounds a transaction, as MAX_LOOKS does."""

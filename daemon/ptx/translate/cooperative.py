@@ -41,10 +41,11 @@ _SHARED_SPACES: Final = ("global", "shared")
 """nvcc never passes the address through these spaces; those of the stack and of calls are param, local and generic."""
 
 _MAX_ROUNDS: Final = 4
-"""How often unreachable code is removed, which may uncover more of it. Stops code that needs a round per block."""
+"""Maximum number of times that unreachable code is removed, which may uncover more of it. Stops code that needs a round
+per block."""
 
 _KNOWN_BELOW: Final = 128
-"""Only values below are followed: all integer types agree on them."""
+"""Only values below this one are followed: all integer types agree on them."""
 
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     "eq": eq, "ne": ne, "lt": lt, "le": le, "gt": gt, "ge": ge, "lo": lt, "ls": le, "hi": gt, "hs": ge,

@@ -42,7 +42,7 @@ MIN_NAP_S: Final = 100e-6
 """Shortest sleep between two polls of work that no client waits for."""
 
 MAX_NAP_S: Final = 20e-3
-"""Longest such sleep."""
+"""Longest sleep of that kind."""
 
 YOUNG_NS: Final = 3_000_000
 """Age of an interval of work up to which native code polls for its end without a sleep, on a host with cores to spare.

@@ -54,7 +54,8 @@ the decoder's process; a step of a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""Pauses before a front is started again: doubled each time, so that one that can't start does not use up a core."""
+"""First and longest pause, in seconds, before a front is started again. Each pause is twice the previous one, so that a
+front that can't start does not use up a core."""
 
 START_LIMIT_S: Final = 60.0
 """Longest time, in seconds, for a front to load the tokenizer and to accept connections."""
