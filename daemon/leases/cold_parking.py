@@ -234,7 +234,8 @@ class ColdParking:
         state.depth, state.due_ns = ParkDepth.WARM, None
         effects.append(ParkFailed(lease.snapshot(), state.cause, f"it stays in its process: {reason}"))
         was_on_card = state.move is not None and bool(state.move.from_version) and not state.move.was_parked
-        was_on_card = was_on_card or state.is_in_place
+        if state.is_in_place:
+            was_on_card, state.direct_failure = True, reason
         self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason, is_lasting=is_lasting), now_ns, effects)
         if was_on_card:
             # The session was parked only for its upgrade, or in place, so bring it back.
@@ -509,7 +510,7 @@ class ColdParking:
     def _record_move(
         self, lease: Lease, state: ParkState, move: SessionMove, now_ns: int, effects: list[Effect]
     ) -> None:
-        took_ns, state.last_move = now_ns - move.since_ns, move.why_through_host
+        took_ns, state.last_move, state.direct_failure = now_ns - move.since_ns, move.why_through_host, ""
         effects.append(LeaseMoved(lease.snapshot(), move.from_uuid, state.moved_bytes, took_ns, move.why_through_host))
 
     def refuse_move(self, lease: Lease, denial: Denial, now_ns: int, effects: list[Effect]) -> None:

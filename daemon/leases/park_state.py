@@ -140,7 +140,7 @@ class ParkState:
         held_id: The id of its former worker, held as a warm context, while it may go back to that; 0 without one.
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
         is_in_place: Whether it is parked for a direct move, with its bytes in its worker, or in the one set aside.
-        direct_failure: Why its last direct move failed; "" if none has.
+        direct_failure: Why its last direct move failed; "" if none has, or if it has moved since then.
         last_move: As in ParkSnapshot.
         refusal: Why waiting operations are refused once its next worker has adopted it in its parked state; "" if it
           returns.

@@ -191,6 +191,11 @@ def check_back(s: Scenario, effects: list[Effect], aside: int, why: str) -> None
     order = begin(s)
     assert not order.in_place
     through_host(s, order.number, why)
+    # What failed then need not fail again.
+    for context in s.table.warming():
+        s.do(WorkerExited(context.warm_id, "it was killed"))
+        s.do(ReclaimProved(context.warm_id))
+    assert one(s.do(MoveRequested(MOVE + 1, 1, "ann", "0")), ParkSession).in_place
 
 
 @pytest.mark.parametrize("is_mismatch", [True, False])
@@ -220,6 +225,17 @@ def test_a_session_that_can_not_leave_is_served_again_at_once() -> None:
     one(effects, ReturnSession)
     s.do(SessionReturned(1, order.number, 0))
     assert (state_of(s).phase, bytes_held(s)) == (ParkPhase.RESIDENT, (SIZE + OVERHEAD, 0))
+
+
+def test_a_session_with_pages_that_can_not_be_lent_moves_through_the_host_next() -> None:
+    s = scenario()
+    order = begin(s)
+    s.do(SessionParked(1, order.number, 50, is_in_place=True))
+    s.do(SessionStays(1, order.number, "its pages can't be lent", is_lasting=False))
+    s.do(SessionReturned(1, order.number, 0))
+    order = begin(s)
+    assert not order.in_place
+    through_host(s, order.number, "its last direct move failed: its pages can't be lent")
 
 
 def test_an_operation_during_the_move_is_served_on_the_other_card() -> None:
