@@ -43,8 +43,9 @@ LATE_S: Final = 1.0
 debugger), or its host is overloaded. The peer may have answered long ago."""
 
 MAX_EXTENSIONS: Final = 3
-"""Times that a deadline begins again because it was noticed late. Bounds the wait for a daemon that hangs where every
-deadline is noticed late: on an overloaded host, or in an event loop that other work blocks for seconds."""
+"""Maximum number of times that a deadline begins again because it was noticed late. Bounds the wait for a daemon that
+hangs where every deadline is noticed late: on an overloaded host, or in an event loop that other work blocks for
+seconds."""
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before another connect to a Unix socket with a full backlog, in seconds."""

@@ -315,7 +315,8 @@ MAX_COPIERS: Final = 4
 the worker."""
 
 CORES_PER_COPIER: Final = 4
-"""Cores that this process must have per thread: with fewer, the threads would take the worker's or the tenant's."""
+"""Number of cores that this process must have per thread: with fewer, the threads would take the worker's or the
+tenant's."""
 
 PART_BYTES: Final = 512 << 10
 """Size of the part that a thread copies at a time, so that threads share the first piece of a copy, and the last."""

@@ -33,7 +33,7 @@ BATCH_BYTES: Final = 256 << 10
 """Bytes received or encrypted at a time: a system call per record would cost more than the record."""
 
 MAX_CONTEXTS: Final = 8
-"""The most TLS contexts in the cache: reading the files again costs more than the rest of a handshake."""
+"""Maximum number of TLS contexts in the cache: reading the files again costs more than the rest of a handshake."""
 
 _NOTHING: Final = memoryview(b"")
 

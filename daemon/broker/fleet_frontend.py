@@ -103,7 +103,8 @@ STOP_S: Final = 5.0
 thousand a second. After the membership deadline, other nodes that claim the names delete the rest."""
 
 MAX_CLAIMS: Final = 1_024
-"""Claims of names, and of quota bytes, that may wait at a node: as many of each as its process accepts."""
+"""Maximum number of claims of names, and of quota bytes, that may wait at a node: as many of each as its process
+accepts."""
 
 MAX_CLAIMS_PER_TENANT: Final = 64
 """Maximum number of waiting claims of one tenant. Stops it from using up the node's requests to etcd: a name that is

@@ -26,12 +26,12 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 MAX_NONCES_PER_LEASE: Final = 256
-"""Used tokens of one lease that are remembered at a time. Bounds memory against a tenant that mints and attaches in a
-loop. The count is per lease, so such a tenant locks out itself alone."""
+"""Maximum number of used tokens of one lease that are remembered at a time. Bounds memory against a tenant that mints
+and attaches in a loop. The count is per lease, so such a tenant locks out itself alone."""
 
 MAX_STALE: Final = 64
-"""Entries of returned nonces in the heap, in addition to as many as there are used ones. Bounds memory against a guest
-that fails to attach again and again: each attempt uses its token and returns it."""
+"""Maximum number of entries of returned nonces in the heap, in addition to as many as there are used ones. Bounds
+memory against a guest that fails to attach again and again: each attempt uses its token and returns it."""
 
 
 class NonceStore:

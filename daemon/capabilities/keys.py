@@ -29,7 +29,7 @@ NODE_ID_BYTES: Final = 32
 """The length of a node's id, which distinguishes its audiences from other nodes'."""
 
 MAX_KEYS: Final = 16
-"""Keys of one ring. Only a faulty clock or file leads to so many."""
+"""Maximum number of keys of one ring. Only a faulty clock or file leads to so many."""
 
 Draw = Callable[[int], bytes]
 """Returns so many random bytes."""

@@ -28,17 +28,17 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.limits import AUDIENCE_BYTES, MAX_TOKEN_BYTES
 
 MAX_BLOCKS: Final = 8
-"""Blocks of one token, the daemon's included. Each costs a signature check of about 50 us."""
+"""Maximum number of blocks of one token, the daemon's included. Each costs a signature check of about 50 us."""
 
 EVALUATION_LIMIT: Final = timedelta(seconds=1)
 """The library's default of 1 ms refuses valid tokens on a busy host. An evaluation here takes about 20 us, so only
 a host that does not schedule this process reaches the limit."""
 
 MAX_FACTS: Final = 256
-"""Facts of one evaluation. The daemon's own block has a dozen."""
+"""Maximum number of facts of one evaluation. The daemon's own block has a dozen."""
 
 MAX_ITERATIONS: Final = 8
-"""Rounds of one evaluation. Without rules one is enough."""
+"""Maximum number of rounds of one evaluation. Without rules one is enough."""
 
 _SOURCE: Final = (
     "grant({lease}, {tenant}, {generation}, {audience}, {issued_ms}, {issued_unix_ms}, {expires_ms}, {nonce});"
@@ -58,7 +58,7 @@ class Opened:
 
 
 MAX_RECENT: Final = 256
-"""Tokens that `RecentTokens` keeps: 1 MiB at most."""
+"""Maximum number of tokens that `RecentTokens` keeps: 1 MiB at most."""
 
 
 class RecentTokens:

@@ -30,8 +30,8 @@ from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxNeeds, Sandbo
 from gpulease.daemon.sandbox.trial import prepare
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
-"""The process's private memory. An honest one uses about 80 MiB, and 8 MiB of addresses for each of gRPC's threads;
-hosts with many cores have more threads. Stops answers that make it grow without end."""
+"""Limit on the process's private memory. An honest process uses about 80 MiB, and 8 MiB of addresses for each of gRPC's
+threads; hosts with many cores have more threads. Stops answers that make it grow without end."""
 
 DNS_PORT: Final = 53
 

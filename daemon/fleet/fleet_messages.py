@@ -64,13 +64,13 @@ from gpulease.daemon.fleet.rules.fleet_events import (
 from gpulease.protocol.fast_dataclass import dataclass
 
 CLAIMS_PER_MESSAGE: Final = 256
-"""Claims in one message: 256 names or tenants of 128 characters fit into a datagram twice."""
+"""Number of claims in one message: 256 names or tenants of 128 characters fit into a datagram twice."""
 
 MAX_ENDPOINTS: Final = 256
-"""Endpoints of etcd in a message. A cluster has three or five members."""
+"""Maximum number of endpoints of etcd in a message. A cluster has three or five members."""
 
 MAX_FILES: Final = 3
-"""Files of certificates: a CA, a key and a certificate."""
+"""Maximum number of files of certificates: a CA, a key and a certificate."""
 
 MAX_SECONDS: Final = 1e9
 

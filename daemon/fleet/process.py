@@ -70,8 +70,8 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
 
 MESSAGES_PER_TURN: Final = 64
-"""Messages from the broker that one turn of the loop handles. With one per turn, the loop was slower than tenants
-ask."""
+"""Number of messages from the broker that one turn of the loop handles. With one per turn, the loop was slower than
+tenants ask."""
 
 SIZES_S: Final = 60.0
 """Time from one check of etcd's database sizes to the next. A fleet fills its 2 GiB in hours, not in minutes."""

@@ -12,7 +12,7 @@ _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 
 
 MAX_CARD_BYTES: Final = 512 << 30
-"""The largest card. A worker can't reserve more address space in one slice, so more is a typing mistake."""
+"""Memory of the largest card. A worker can't reserve more address space in one slice, so more is a typing mistake."""
 
 
 ALLOWANCE_BYTES: Final = 1 << 20

@@ -13,7 +13,7 @@ LINE_EVERY_S: Final = 1.0
 """The pause between two lines of a RateLimitedLog."""
 
 MAX_REASON_CHARS: Final = 200
-"""The length of a logged reason, which may hold a peer's text."""
+"""Maximum length of a logged reason, which may hold a peer's text."""
 
 
 class RateLimit:

@@ -114,20 +114,21 @@ def _constant_members(event: LogEvent, level: int) -> dict[str, object]:
 
 
 MAX_LINE_BYTES: Final = 4000
-"""Bytes of one line with its newline and a syslog prefix: less than PIPE_BUF on Linux, 4,096."""
+"""Maximum number of bytes of one line with its newline and a syslog prefix: less than PIPE_BUF on Linux, 4,096."""
 
 TEXT_LIMITS: Final = (1000, 200, 40)
 """Characters of a text that a line shows: the first of these that makes the line short enough. Stops a tenant from
 filling a record."""
 
 MAX_TRACEBACK_CHARS: Final = 2000
-"""Characters of a traceback, from its end, where the error is."""
+"""Maximum number of characters of a traceback, from its end, where the error is."""
 
 MIN_REPEATED_CHARS: Final = 4
 """A shorter value is shown even if the message contains it: "1" is in any message."""
 
 MAX_CONSTANT_PARTS: Final = 256
-"""Encoded parts of lines that are kept, one for each event and some of libraries' messages: half a MiB at most."""
+"""Maximum number of encoded parts of lines that are kept, one for each event and some of libraries' messages: half a
+MiB at most."""
 
 _PRIORITY: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 """Priorities of syslog(3), as sd-daemon(3) has them."""
@@ -351,7 +352,8 @@ def _prefix(level: int) -> str:
 
 
 MAX_WAITING_BYTES: Final = 4 << 20
-"""Bytes of waiting lines, about ten thousand. Stops a reader that stopped from filling the broker's memory."""
+"""Maximum number of bytes of waiting lines, about ten thousand. Stops a reader that stopped from filling the broker's
+memory."""
 
 WRITE_BYTES: Final = 4096
 """Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""

@@ -391,7 +391,8 @@ COUNT_EVERY_S: Final = 10.0
 """Time until the log reports how many of a tenant's events were left out."""
 
 MAX_COUNTS: Final = 50
-"""Lines in one such report: one for each tenant and event. All that remain are summed up in one more line."""
+"""Maximum number of lines in one such report: one for each tenant and event. All that remain are summed up in one more
+line."""
 
 _UNLIMITED: Final = frozenset(
     {LogEvent.LEASE_FENCED, LogEvent.SUBMIT_FENCED, LogEvent.LEASE_UNFENCED, LogEvent.OPERATOR_ACTED}

@@ -20,13 +20,13 @@ from typing import Final, Protocol, TypeVar
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_PENDING: Final = 256
-"""Connections at a time. One more evicts one."""
+"""Maximum number of connections at a time. A further one evicts one."""
 
 HELLO_TIMEOUT_S: Final = 5.0
 """Longest time, in seconds, from the connection to the end of its first record."""
 
 ACCEPTS_AT_A_TIME: Final = 64
-"""Connections accepted in a row before the acceptor serves its other descriptors."""
+"""Number of connections accepted in a row before the acceptor serves its other descriptors."""
 
 PEEK_BYTES: Final = 6
 """The bytes that show whether a connection begins a handshake: a record's header and the message type."""

@@ -532,7 +532,8 @@ SPARE_NAME: Final = "gpul-spare"
 """The name of a relay that has no connection yet."""
 
 MAX_DATA_BYTES: Final = 256 << 20
-"""A relay's private memory. An honest one uses a few MiB. Stops a handshake that makes OpenSSL grow without end."""
+"""Limit on a relay's private memory. An honest relay uses a few MiB. Stops a handshake that makes OpenSSL grow without
+end."""
 
 _LIMITS: Final = (
     (resource.RLIMIT_CORE, 0),  # a core file would put the connection's keys on a disk

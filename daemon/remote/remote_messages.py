@@ -33,16 +33,16 @@ from gpulease.daemon.contract.messages import LivenessPing
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_NAMES: Final = 64
-"""Names of one certificate. No peer needs more; it bounds a relay's report to the acceptor."""
+"""Maximum number of names of one certificate. No peer needs more; it bounds a relay's report to the acceptor."""
 
 MAX_NAME_BYTES: Final = 512
-"""The length of one name; the longest DNS name has 253 bytes."""
+"""Maximum length of one name; the longest DNS name has 253 bytes."""
 
 MAX_SERIAL_CHARS: Final = 40
-"""The length of a serial number in hexadecimal (RFC 5280, 4.1.2.2)."""
+"""Maximum length of a serial number in hexadecimal (RFC 5280, 4.1.2.2)."""
 
 MAX_PEER_CHARS: Final = 128
-"""The length of an address with its port."""
+"""Maximum length of an address with its port."""
 
 
 def are_bounded(names: Sequence[str]) -> bool:

@@ -18,8 +18,8 @@ MAX_FILE_BYTES: Final = 1 << 30
 """Stops a file that fills the host's memory or disk. An arena is such a file, so this bounds arenas too."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
-"""Stops memory that can't be swapped out. The driver pins memory for copies by other means, which the arena's size
-bounds."""
+"""Stops a worker that locks memory, which then can't be swapped out. The driver pins memory for copies by other means,
+which the arena's size bounds."""
 
 MAX_THREADS_OF_USER: Final = 32_768
 """Stops threads until the host has no process ids left. The kernel counts all processes of the workers' user, so one

@@ -60,8 +60,8 @@ LATENCY_SPIN_NS: Final = 5_000_000
 is also the longest time that the broker waits until the worker reads its messages."""
 
 SPINS_PER_REPLY: Final = 2
-"""Spins (each of SPIN_NS) after a reply. A tenant that only launches does not wait for replies: the worker sleeps while
-requests gather, and then takes many at once."""
+"""Number of spins (each of SPIN_NS) after a reply. A tenant that only launches does not wait for replies: the worker
+sleeps while requests gather, and then takes many at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ SEND_TIMEOUT_S: Final = 5.0
 """Time, in seconds, for which the notifier retries a notification that must arrive."""
 
 MAX_STATUS_CHARS: Final = 512
-"""The length of a line for `systemctl status`. Texts from settings could exceed a datagram."""
+"""Maximum length of a line for `systemctl status`. Texts from settings could exceed a datagram."""
 
 EXTENSION_S: Final = 30.0
 """The time by which a notification extends a start. The loop sends three in that time; a stuck loop sends none."""

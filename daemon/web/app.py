@@ -60,7 +60,7 @@ FILES: Final = {
 } | {f"/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS}
 
 MAX_STREAMS: Final = 24
-"""Streams at a time; one more is refused for now. Each gets the whole state every second."""
+"""Maximum number of streams at a time; one more is refused for now. Each gets the whole state every second."""
 
 OPERATORS_STREAMS: Final = 8
 """Further streams, for pages with the operator's token. So other local users can't lock operators out."""

@@ -10,8 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
-"""Connections at a time. One more evicts the connection that has been idle for the longest, or else one that does not
-read its answer. So a local user who opens all of them keeps no client out."""
+"""Maximum number of connections at a time. One more evicts the connection that has been idle for the longest, or else
+one that does not read its answer. So a local user who opens all of them keeps no client out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """Maximum number of bytes of a request's line and headers. Stops a peer that never ends them."""

@@ -20,7 +20,7 @@ MIN_TOKEN_CHARS: Final = 32
 """The length of the operator's token. A reader may try as often as it likes, and could guess a shorter one."""
 
 MAX_TOKEN_BYTES: Final = 4096
-"""The size of the token's file. A larger file is another file."""
+"""Maximum size of the token's file. A larger file is another file."""
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 """The characters of a Bearer token (RFC 6750, 2.1)."""

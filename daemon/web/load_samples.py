@@ -11,7 +11,8 @@ SAMPLE_S: Final = 10.0
 """Pause between two samples."""
 
 MAX_SAMPLES: Final = 360
-"""Samples of each card: one hour. Bounds the memory of broker and web process, and the answer, 12 kB a card."""
+"""Maximum number of samples of each card: one hour. Bounds the memory of broker and web process, and the answer, 12 kB
+a card."""
 
 GAP_SAMPLES: Final = 2.5
 """Two samples further apart than this many times SAMPLE_S have a gap between them, which the page leaves undrawn."""

@@ -28,7 +28,7 @@ FETCH_SOON_S: Final = 0.2
 """Pause between two fetches when a lease changed: one change shows at once, a thousand changes show together."""
 
 MAX_CHANGES: Final = 100
-"""Changes of leases that are kept and shown."""
+"""Maximum number of changes of leases that are kept and shown."""
 
 ENDING: Final = frozenset({"grace", "teardown", "ended"})
 """The phases of a lease's end. The page shows only the latest of these."""
@@ -40,14 +40,14 @@ GAP_S: Final = 5.0
 """Longest time between two snapshots over which a launch rate is worth showing."""
 
 MAX_CACHED_LEASES: Final = 4096
-"""Leases for which the values shown with their changes are kept: tenant, card and size."""
+"""Maximum number of leases for which the values shown with their changes are kept: tenant, card and size."""
 
 MAX_LOOKUPS: Final = 64
-"""Changes for which the feed still has to query the lease; a change beyond that shows without its tenant. Stops
-thousands of short leases from making the broker answer for each."""
+"""Maximum number of changes for which the feed still has to query the lease; a change beyond that shows without its
+tenant. Stops thousands of short leases from making the broker answer for each."""
 
 LOOKUP_PAUSE_S: Final = 0.05
-"""Pause between two such requests."""
+"""Pause, in seconds, between two queries of leases."""
 
 
 class Feed:

@@ -39,10 +39,10 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import RevokeOutcome
 
 MAX_HOSTS: Final = 256
-"""Names in the Host header under which the page is served."""
+"""Maximum number of names in the Host header under which the page is served."""
 
 MAX_REASON_CHARS: Final = 512
-"""The length of the reason that a tenant is given; the audit log keeps no more."""
+"""Maximum length of the reason that a tenant is given; the audit log keeps no more."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
 """The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""

@@ -15,8 +15,8 @@ from gpulease.protocol.log_budget import LogBudget
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_OUTPUT_BYTES: Final = 64 << 10
-"""Bytes of one worker in its life: room for many tracebacks. After that its pipe is closed, and further output costs
-nothing. Stops a kernel that prints in a loop from filling the log's disk."""
+"""Maximum number of bytes of one worker in its life: room for many tracebacks. After that its pipe is closed, and
+further output costs nothing. Stops a kernel that prints in a loop from filling the log's disk."""
 
 OUTPUT_BYTES_PER_S: Final = 16 << 10
 """Bytes of all workers per second, on average. Stops a tenant from printing in one lease after another."""

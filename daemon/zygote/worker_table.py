@@ -328,7 +328,7 @@ MIN_POLL_NS: Final = 10_000_000
 """Shortest time between two such polls, however short the bound: a poll is a few system calls."""
 
 POLLS_PER_BOUND: Final = 8
-"""Polls in the time that a kernel may run: one that runs too long is found late by at most that fraction."""
+"""Number of polls in the time that a kernel may run: one that runs too long is found late by at most that fraction."""
 
 
 def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:

@@ -32,7 +32,7 @@ MAX_TENSORS: Final = 1 << 16
 """Maximum number of tensors; a model of 1,024 layers has about 12,000."""
 
 MAX_DIMENSIONS: Final = 4
-"""The most dimensions that GGML's tensors have."""
+"""Maximum number of dimensions of GGML's tensors."""
 
 STRING: Final = 8
 LIST: Final = 9

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_POSITIONS: Final = 4096
-"""Default positions of a sequence, unless the context is shorter. With 131,072, a few sequences would fill a card."""
+"""Default maximum number of positions of a sequence, unless the context is shorter. With 131,072, a few sequences would
+fill a card."""
 
 MIN_REGION_LIFE_S: Final = 0.1
 """Shortest life of a region. With less, moving sequences would take most of the time."""

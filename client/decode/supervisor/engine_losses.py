@@ -32,7 +32,7 @@ LASTED_S: Final = 60.0
 """Seconds after which an engine counts as working even if it has not computed a step."""
 
 TRIES_LOGGED: Final = 8
-"""The first attempts to open an engine, each of which is logged."""
+"""Number of attempts to open an engine that are logged one by one: the first ones."""
 
 TRIES_A_LINE: Final = 12
 """After the first TRIES_LOGGED attempts, one in TRIES_A_LINE is logged: at MAX_PAUSE_S, one a minute."""

@@ -27,8 +27,8 @@ REGION_RETRY_S: Final = 0.1
 """Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
 
 NO_ROOM_TRIES: Final = 50
-"""Tries every REGION_RETRY_S without room, because the daemon soon frees the bytes of the region before. A lack of room
-that lasts longer is treated as any other refusal: the pauses grow, and it is logged."""
+"""Number of tries every REGION_RETRY_S without room, because the daemon soon frees the bytes of the region before. A
+lack of room that lasts longer is treated as any other refusal: the pauses grow, and it is logged."""
 
 
 async def stop_renewal(renewal: KeepAlive) -> None:

@@ -65,8 +65,8 @@ MASK_THREADS: Final = 4
 """Number of threads that compile grammars and compute masks. One tenant may occupy all of them except one."""
 
 MAX_GRAMMARS: Final = 64
-"""Compiled grammars that are kept, each only for its tenant: the time of a compilation must reveal nothing about
-others' grammars."""
+"""Maximum number of compiled grammars that are kept, each only for its tenant: the time of a compilation must reveal
+nothing about others' grammars."""
 
 _COMBINING: Final = frozenset(
     {

@@ -39,7 +39,8 @@ MAX_ERROR_CHARACTERS: Final = 600
 """Maximum number of characters of an error in a packet, where JSON may take 6 bytes for each."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Memory that a worker may keep after a job, beyond its memory at the start. One that keeps more is replaced."""
+"""Maximum memory that a worker may keep after a job, beyond its memory at the start. One that keeps more is
+replaced."""
 
 MAX_TRACEBACK_CHARACTERS: Final = 4000
 """Maximum number of characters of a traceback, so that an error that repeats a text can't fill the server's log."""

@@ -61,7 +61,7 @@ SPIN_NS: Final = 200_000
 """Nanoseconds that a caller polls for its reply before it sleeps, if the host has enough cores."""
 
 POLLS_PER_CLOCK: Final = 16
-"""Polls between two readings of the clock, each of which takes as long as a poll on some hosts."""
+"""Number of polls between two readings of the clock, each of which takes as long as a poll on some hosts."""
 
 FIRST_BACKOFF_S: Final = 0.02
 """Seconds before the second attempt to connect. They double with each further attempt, and half is random."""

@@ -39,7 +39,8 @@ from gpulease.protocol.opcodes import Opcode, Status
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 MAX_CONNECTIONS: Final = 2048
-"""Connections at a time. Each holds a descriptor and, with TLS, about 100 KiB. Tenants disconnect after one reply."""
+"""Maximum number of connections at a time. Each holds a descriptor and, with TLS, about 100 KiB. Tenants disconnect
+after one reply."""
 
 MAX_PER_SOURCE: Final = 256
 """Maximum number of connections at a time from one IP address, or of one local user. Stops one host from taking all
@@ -59,7 +60,7 @@ IDLE_TIMEOUT_S: Final = 30.0
 """Time without a request. A tenant sends one request and disconnects."""
 
 REQUESTS_PER_TURN: Final = 4
-"""Requests of one connection that are served in a row, unless they use up its quantum of time."""
+"""Number of requests of one connection that are served in a row, unless they use up its quantum of time."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
 """Unread answer bytes above which the directory reads nothing more from the peer. It sends a longer

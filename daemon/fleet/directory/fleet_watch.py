@@ -60,7 +60,8 @@ LISTING_S: Final = 1.0
 MiB."""
 
 MAX_LISTINGS: Final = 64
-"""Cached listings, one for each tenant and one for operators. Beyond that, each request makes its own."""
+"""Maximum number of cached listings, one for each tenant and one for operators. Beyond that, each request makes its
+own."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 

@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 from gpulease.daemon.fleet.records.fleet_records import CardRecord, InventoryRecord, NodeRecord
 
 MAX_CARDS: Final = 64
-"""Cards of one node that are indexed by UUID and index. No host has as many; a foreign writer's record may."""
+"""Maximum number of cards of one node that are indexed by UUID and index. No host has as many; a foreign writer's
+record may."""
 
 
 class Room(IntEnum):

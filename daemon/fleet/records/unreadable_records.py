@@ -9,10 +9,10 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.foreign_text import printable
 
 MAX_REMEMBERED: Final = 64
-"""Keys that are remembered. Stops a foreign writer of many keys from filling memory."""
+"""Maximum number of keys that are remembered. Stops a foreign writer of many keys from filling memory."""
 
 MAX_SHOWN: Final = 3
-"""Keys in one sentence. Keeps a line of the log and of health short."""
+"""Maximum number of keys in one sentence. Keeps a line of the log and of health short."""
 
 MAX_KEY_CHARS: Final = 200
 """Longest key that is shown; etcd's keys may have a megabyte."""

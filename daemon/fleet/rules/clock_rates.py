@@ -37,7 +37,8 @@ WINDOW_NS: Final = 3 * 3600 * NS_PER_S
 """Time after which a clock's rate is measured from scratch, so that a changed rate is noticed."""
 
 MAX_POLLS: Final = 16
-"""Remembered heartbeats of this node: a slot names a revision that is about one heartbeat old."""
+"""Maximum number of heartbeats of this node that are remembered: a slot names a revision that is about one heartbeat
+old."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,13 @@ from gpulease.daemon.fleet.records.fleet_records import CardRecord, NodeRecord
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_ADDRESSES: Final = 256
-"""Addresses of one node in a message. A daemon listens on a handful."""
+"""Maximum number of addresses of one node in a message. A daemon listens on a handful."""
 
 MAX_LABELS: Final = 1_024
-"""Labels of one node in a message."""
+"""Maximum number of labels of one node in a message."""
 
 MAX_CARDS: Final = 1_024
-"""Cards of one node in a message: 16 cards, each in 7 partitions, and room."""
+"""Maximum number of cards of one node in a message: 16 cards, each in 7 partitions, and room."""
 
 Number = Annotated[int, U64]
 

@@ -48,14 +48,15 @@ from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_REQUESTS: Final = 1_024
-"""Claims that may wait on one node. Stops tenants from making a node ask etcd without end."""
+"""Maximum number of claims that may wait on one node. Stops tenants from making a node ask etcd without end."""
 
 MAX_HOLDERS: Final = 1_024
-"""Names with remembered holders, from one request to the next. Bounds memory, whatever tenants ask for."""
+"""Maximum number of names with holders that are remembered from one request to the next. Bounds memory, whatever
+tenants ask for."""
 
 MAX_RELEASES: Final = 256
-"""Claims that heartbeats are deleting at one time. Stops a writer of thousands of claims under this node's id from
-keeping the node busy with deletions."""
+"""Maximum number of claims that heartbeats are deleting at one time. Stops a writer of thousands of claims under this
+node's id from keeping the node busy with deletions."""
 
 RETRY_AFTER_MS: Final = 1_000
 """Time after which a client should ask again for a name that is taken, or on a node that is cut off."""

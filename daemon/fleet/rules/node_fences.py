@@ -31,7 +31,8 @@ from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import Membership, node_removal
 
 MAX_SILENT_NODES: Final = 1_024
-"""Remembered memberships without record and mark. Bounds memory; the wait for a forgotten one restarts."""
+"""Maximum number of memberships without record and mark that are remembered. Bounds memory; the wait for a forgotten
+one restarts."""
 
 BEATS_TO_REJOIN: Final = 2
 """Own heartbeats that must succeed after an outage before this node fences another, which may have had the same

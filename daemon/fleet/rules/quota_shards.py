@@ -61,19 +61,20 @@ MAX_ENTRIES: Final = 256
 the largest record that is read."""
 
 MAX_DROPS: Final = 64
-"""Entries of dead nodes that one attempt removes. Bounds a transaction, as MAX_LOOKS does."""
+"""Maximum number of entries of dead nodes that one attempt removes. Bounds a transaction, as MAX_LOOKS does."""
 
 MAX_LOOKS: Final = 32
-"""Nodes that one attempt checks, by two reads each. Bounds a transaction; etcd takes 128 operations."""
+"""Maximum number of nodes that one attempt checks, by two reads each. Bounds a transaction; etcd takes 128
+operations."""
 
 MAX_REQUESTS: Final = 1_024
-"""Claims of bytes that may wait on one node. Stops tenants from making it ask etcd without end."""
+"""Maximum number of claims of bytes that may wait on one node. Stops tenants from making it ask etcd without end."""
 
 MAX_TENANTS: Final = 1_024
-"""Tenants with remembered nodes, from one request to the next. Bounds memory, whoever asks."""
+"""Maximum number of tenants with remembered nodes, from one request to the next. Bounds memory, whoever asks."""
 
 MAX_REMOVALS: Final = 256
-"""Removals in progress above which a heartbeat starts no more. The same bound as MAX_RELEASES."""
+"""Number of removals in progress above which a heartbeat starts no further ones. The same bound as MAX_RELEASES."""
 
 RETRY_AFTER_MS: Final = 1_000
 

@@ -8,8 +8,9 @@ been silent, at least, even for one that it sees for the first time.
 from typing import Final, NamedTuple
 
 KEPT_PARTS: Final = 42
-"""Kept dates, a thirtieth of the horizon apart: more than the longest wait, five quarters of a horizon and a little
-(`Membership.make_up_for`), so that a silent node gets a date however late it is checked. Bounds memory."""
+"""Maximum number of kept dates, a thirtieth of the horizon apart: more than the longest wait, five quarters of a
+horizon and a little (`Membership.make_up_for`), so that a silent node gets a date however late it is checked. Bounds
+memory."""
 
 
 class _Date(NamedTuple):

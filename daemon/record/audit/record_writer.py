@@ -85,7 +85,7 @@ def draft_of(kind: RecordKind, data: dict[str, Any], now_ns: int = 0) -> Draft:
 
 
 MAX_QUEUED: Final = 32_768
-"""Records, about 30 MB. Stops a hung disk from using up the broker's memory."""
+"""Maximum number of queued records, about 30 MB. Stops a hung disk from using up the broker's memory."""
 
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
 """The part of them for events that tenants can repeat at will; the rest is for grants and ends."""

@@ -312,10 +312,11 @@ NOTE_DEPTH: Final = 2
 """Objects around a note in its record."""
 
 MAX_NOTES_WAITING: Final = 4096
-"""Notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for repeatable records."""
+"""Maximum number of notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for
+repeatable records."""
 
 MAX_TENANTS: Final = 4096
-"""Tenants with a budget of their own; more than a host has users. The others share one budget."""
+"""Maximum number of tenants with a budget of their own; more than a host has users. The others share one budget."""
 
 
 class Budgets:

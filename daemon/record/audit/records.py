@@ -20,7 +20,7 @@ MAX_INTEGER: Final = 2**53 - 1
 """The largest integer (RFC 8785, section 3.2.2.3): readers that store numbers as doubles would change a larger one."""
 
 MAX_DEPTH: Final = 8
-"""Nesting of objects and arrays. Stops a forged record from exhausting its reader's stack."""
+"""Maximum nesting of objects and arrays. Stops a forged record from exhausting its reader's stack."""
 
 _KEY: Final = re.compile(r"[A-Za-z0-9_]+")
 _encode: Final = compact_encoder(sorts_keys=True)
@@ -87,7 +87,7 @@ def _check(value: Any, depth: int) -> None:
 
 
 MAX_CHECKED_KEYS: Final = 32
-"""Keys of an object that are checked, and remembered, together."""
+"""Maximum number of keys of an object that are checked, and remembered, together."""
 
 
 @lru_cache(maxsize=256)
@@ -106,10 +106,10 @@ FORMAT: Final = 1
 """The format's number, in every `start` record."""
 
 MAX_RECORD_BYTES: Final = 32 << 10
-"""Bytes of one line. A record has a few hundred. Bounds the memory of a forged log's reader."""
+"""Maximum number of bytes of one line. A record has a few hundred. Bounds the memory of a forged log's reader."""
 
 MAX_TEXT_CHARS: Final = 512
-"""Characters of a text from a tenant, a kernel or a driver. Stops them from filling a record."""
+"""Maximum number of characters of a text from a tenant, a kernel or a driver. Stops them from filling a record."""
 
 HEAD_BYTES: Final = 256
 """The size of the head's file: one write in place, less than a sector. A crash leaves the old head or the new one."""

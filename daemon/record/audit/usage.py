@@ -77,7 +77,8 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 US_PER_DAY: Final = 86_400 * US_PER_S
 
 MAX_DAYS: Final = 3660
-"""Days over which the time of one lease is spread. Stops a forged record of thousands of years from filling memory."""
+"""Maximum number of days over which the time of one lease is spread. Stops a forged record of thousands of years from
+filling memory."""
 
 
 @dataclass(slots=True)

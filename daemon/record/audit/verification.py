@@ -22,7 +22,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_FINDINGS: Final = 100
-"""Findings that are listed; more are counted. A file that is not a log at all has one per line."""
+"""Maximum number of findings that are listed; more are counted. A file that is not a log at all has one per line."""
 
 
 @dataclass(frozen=True, slots=True)

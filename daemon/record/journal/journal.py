@@ -392,11 +392,12 @@ def _folder_of(fd: int) -> str:
 
 
 KEPT_TOMBSTONES: Final = 8192
-"""Leases that ended last: their tenants get the reason after a restart too. Bounds the file and the time to read it
-at the start; the table itself remembers more."""
+"""Number of leases, those that ended last, of which the tenants get the reason after a restart too. Bounds the file and
+the time to read it at the start; the table itself remembers more."""
 
 KEPT_REGION_TOMBSTONES: Final = 2048
-"""The same for regions. They have numbers of their own, so that a tenant that cycles regions displaces no lease."""
+"""Like KEPT_TOMBSTONES, for regions. They have numbers of their own, so that a tenant that cycles regions displaces no
+lease."""
 
 _CHANGING: Final = frozenset(
     {

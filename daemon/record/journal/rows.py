@@ -189,7 +189,8 @@ def digest_of(kind: int, key: bytes, value: bytes) -> int:
 
 
 KEPT_TEXTS: Final = 1024
-"""Encoded texts that are remembered: names of tenants and cards, states, causes. Most rows have no other."""
+"""Maximum number of encoded texts that are remembered: names of tenants and cards, states, causes. Most rows have no
+other."""
 
 
 @lru_cache(maxsize=KEPT_TEXTS)
@@ -310,7 +311,8 @@ SCHEMA: Final = (
 )
 
 MAX_ROWS: Final = 256
-"""Rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html); these need 768."""
+"""Maximum number of rows in one statement, a power of two. Any SQLite takes 999 parameters (sqlite.org/limits.html);
+these need 768."""
 
 _COLUMNS: Final = 3
 """Values of a row: kind, key and value."""

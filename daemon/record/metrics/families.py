@@ -314,16 +314,16 @@ OTHERS: Final = "other"
 """The label of all tenants beyond the bound."""
 
 MAX_TENANT_SERIES: Final = 64
-"""Tenants with a label of their own. Names come and go on a host of many users: the bound stops them from growing the
-daemon, every scrape and Prometheus forever. A known tenant keeps its label: a series that moved would be a counter
-that goes backwards."""
+"""Maximum number of tenants with a label of their own. Names come and go on a host of many users: the bound stops them
+from growing the daemon, every scrape and Prometheus forever. A known tenant keeps its label: a series that moved would
+be a counter that goes backwards."""
 
 MAX_PAIR_SERIES: Final = 512
-"""Combinations of cards and tenants: a host of more than 8 cards gives fewer tenants a label. All combinations in all
-families make an exposition of 1 MB."""
+"""Maximum number of combinations of cards and tenants: a host of more than 8 cards gives fewer tenants a label. All
+combinations in all families make an exposition of 1 MB."""
 
 MAX_LABEL_CHARS: Final = 112
-"""Characters of a tenant's name in a label. Whoever writes certificates chooses the name."""
+"""Maximum number of characters of a tenant's name in a label. Whoever writes certificates chooses the name."""
 
 
 @dataclass(slots=True)
@@ -390,7 +390,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
 
 SAMPLES_PER_CHUNK: Final = 256
-"""Lines of one piece of text. A line takes about 3 us to make."""
+"""Number of lines of one piece of text. A line takes about 3 us to make."""
 
 Content = Mapping[MetricFamily, Mapping[Labels, float] | Histogram]
 """The values of each family. A family without values is left out of the text."""

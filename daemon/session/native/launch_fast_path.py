@@ -47,8 +47,8 @@ from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, RETAINED_BUFFER_BYTES
 from gpulease.protocol.opcodes import Opcode
 
 LAUNCHES_PER_CLOCK: Final = 8
-"""Launches in a row between two checks of the deadline, about 50 us. The worker checks the revocation word before
-each launch, and the broker sets the word at the deadline too. On some hosts reading the clock takes as long as
+"""Number of launches in a row between two checks of the deadline, about 50 us. The worker checks the revocation word
+before each launch, and the broker sets the word at the deadline too. On some hosts reading the clock takes as long as
 all other checks of a launch. serve.ll repeats this number."""
 
 # Plain integers: looking up a member of its enum costs as much as the rest of a check.
