@@ -195,10 +195,10 @@ class TenantConfig:
 
     Attributes:
         id: The tenant's name.
-        max_concurrent: Most live sequences at a time.
-        max_blocks: Most blocks of its region, of PAGE positions each.
+        max_concurrent: Maximum number of live sequences at a time.
+        max_blocks: Maximum number of blocks of its region, of PAGE positions each.
         weight: Its share of the engine while other tenants also wait.
-        max_waiting: Most requests that wait for admission; a further one is refused at once.
+        max_waiting: Maximum number of requests that wait for admission; a further one is refused at once.
     """
 
     id: str
@@ -255,7 +255,7 @@ class PromptRequest:
         request_id: Its id, which no other live or waiting request has.
         token_ids: The prompt, one token at least.
         sampling: How tokens are chosen.
-        max_emitted_tokens: Most tokens to emit, 1 or more.
+        max_emitted_tokens: Maximum number of tokens to emit, 1 or more.
         wait_s: Seconds for which it may wait for its admission; 0: it is refused if it is not admitted at once.
         continues: The caller's id of the request that this one replays; "" if a caller sent it.
         attempt: The number of this replay, from 1; 0 if a caller sent it.

@@ -118,7 +118,7 @@ class Figures:
 
     Attributes:
         shared_bytes: Shared memory of a block that the kernel's variables take.
-        max_dynamic_shared_bytes: Most dynamic shared memory that a launch may request.
+        max_dynamic_shared_bytes: Maximum dynamic shared memory that a launch may request.
         registers: Registers of a thread; 0 where the driver has none.
         local_bytes: Local memory of a thread.
         constant_bytes: Constant memory that its module's code declares; 0 where the driver does not count it.

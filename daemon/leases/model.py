@@ -891,7 +891,7 @@ def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int)
     Args:
         waiting: Contexts of one card that wait for a tenant, oldest first.
         tenant: Tenant of the lease that was just scrubbed.
-        max_idle: Most contexts that may wait on one card.
+        max_idle: Maximum number of contexts that may wait on one card.
     """
     if len(waiting) < max_idle:
         return []

@@ -76,8 +76,8 @@ class GgufHeader:
     """The header of a file.
 
     Attributes:
-        metadata: By key: int, float, bool, str, or a list of one of them.
-        tensors: By name, in GGUF's names.
+        metadata: The values, keyed by name: int, float, bool, str, or a list of one of them.
+        tensors: The tensors, keyed by name, in GGUF's names.
     """
 
     metadata: dict[str, Any]

@@ -110,7 +110,7 @@ class CompletionRequest:
         must_call: Whether the answer consists only of calls.
         is_parallel: Whether it may have several calls.
         tool_format: How the model writes calls (tool_formats.py), once that is known; "" without tools.
-        max_tokens: Most tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
+        max_tokens: Maximum number of tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
         choices: Answers to each prompt.
         tries: Sequences for each prompt, of which the likeliest `choices` are sent.
         sampling: How tokens are chosen.

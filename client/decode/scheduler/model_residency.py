@@ -80,11 +80,11 @@ class ResidencyLimits:
     """Limits of the pool.
 
     Attributes:
-        card_bytes: Most memory of models on the card.
-        parked_bytes: Most host memory of parked models; if 0, models are unloaded and never parked.
+        card_bytes: Maximum memory of models on the card.
+        parked_bytes: Maximum host memory of parked models; if 0, models are unloaded and never parked.
         min_stay_s: Seconds after its load or return for which a model keeps its place.
         idle_s: Seconds without a request in use after which a model is parked; None to park only when room is needed.
-        max_waiting: Most requests that wait for one model.
+        max_waiting: Maximum number of requests that wait for one model.
     """
 
     card_bytes: int

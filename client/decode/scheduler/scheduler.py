@@ -61,11 +61,11 @@ class SchedulerSettings:
     """The engine's limits. Raises ValueError for limits that no engine can have.
 
     Attributes:
-        max_sequences: Most live sequences: rows of the block tables.
-        max_rows: Most rows of a step. With `max_sequences + prefill_rows`, prompts keep their speed when every
-            sequence decodes.
-        prefill_rows: Most rows of prompts in a step that also has rows of decoding sequences.
-        context: Most positions of a sequence.
+        max_sequences: Maximum number of live sequences: rows of the block tables.
+        max_rows: Maximum number of rows of a step. With `max_sequences + prefill_rows`, prompts keep their speed when
+            every sequence decodes.
+        prefill_rows: Maximum number of rows of prompts in a step that also has rows of decoding sequences.
+        context: Maximum number of positions of a sequence.
         vocabulary: Number of tokens.
         end_tokens: Tokens that end a sequence.
         replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
@@ -74,9 +74,9 @@ class SchedulerSettings:
         rebind_interval_s: Seconds after which it may be rebuilt one more time.
         reuses_prefixes: Whether a prompt reuses the equal first blocks of the tenant's earlier sequences. Tokens are
             the same either way.
-        window: Most positions that a row sees, including its own, in any layer of the model; None if it sees all before
-          it.
-        guided_rows: Most rows of a step with a guided choice of the token (`PromptRequest.guide`).
+        window: Maximum number of positions that a row sees, including its own, in any layer of the model; None if it
+          sees all before it.
+        guided_rows: Maximum number of rows of a step with a guided choice of the token (`PromptRequest.guide`).
         preempts: Whether tenants with a higher weight may take the tables of those with a lower one. Off by default,
             because a preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
     """

@@ -74,7 +74,7 @@ class LiveSequence:
         left: How many of its first blocks are behind its window: they are NO_BLOCK.
         published: How many of its blocks others can find, or could find when it got them.
         reused: Positions at its beginning that were computed before: its first row is behind them.
-        reusable: Most positions that it may reuse.
+        reusable: Maximum number of positions that it may reuse.
         prefix: The shared prefix that it uses; "" for none.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
         number: Its place in the order of admissions.

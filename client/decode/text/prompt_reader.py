@@ -23,8 +23,8 @@ class Cut:
     """The part that is kept of a prompt with too many tokens: its end, or its beginning.
 
     Attributes:
-        most: Most tokens that are kept; None: as many as the context has room for, before the answer.
-        answer_tokens: Most tokens of the answer.
+        most: Maximum number of tokens that are kept; None: as many as the context has room for, before the answer.
+        answer_tokens: Maximum number of tokens of the answer.
         keeps_begin: Whether the beginning is kept.
     """
 

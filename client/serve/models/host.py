@@ -26,7 +26,7 @@ class ModelHost:
     """Serves models while its `async with` block lasts. At its end, requests that wait are computed first.
 
     Args:
-        models: By name.
+        models: The models, keyed by name.
         address: The daemon's address; None for the default one.
         metrics: The server's metrics.
     """

@@ -85,7 +85,7 @@ class ModelServer:
     """Serves models over HTTP, and over a Unix socket by RPC.
 
     Args:
-        models: By name.
+        models: The models, keyed by name.
         address: The daemon's address; None for the default one.
         rpc: A listening Unix socket for RPC; None for HTTP only.
     """

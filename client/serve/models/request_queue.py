@@ -57,8 +57,8 @@ class BatchQueue:
     """A bounded FIFO queue, from which batches are taken.
 
     Args:
-        max_items: Most items that wait.
-        max_batch: Most items in a batch.
+        max_items: Maximum number of items that wait.
+        max_batch: Maximum number of items in a batch.
 
     Attributes:
         items: The number of items that wait.
@@ -332,7 +332,7 @@ class Forecast:
 
     Attributes:
         items_ahead: Items that wait before it.
-        max_batch: Most items in a batch.
+        max_batch: Maximum number of items in a batch.
         is_running: Whether a batch is being computed.
         batch_s: Expected seconds of a batch.
         start_s: Expected seconds until the model has a lease; 0 if it has one.

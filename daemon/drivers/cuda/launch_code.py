@@ -98,7 +98,7 @@ class DynamicSharedMemory:
 
     Args:
         static_bytes: Shared memory that the function's variables take.
-        card_bytes: Most that a block may have on the card, if it opts in.
+        card_bytes: Maximum number of bytes that a block may have on the card, if it opts in.
         opt_in: Lets the function have that many bytes of dynamic shared memory; False if the driver refuses. The
           launch then fails by itself, with the driver's reason.
     """

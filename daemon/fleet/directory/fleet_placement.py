@@ -70,7 +70,7 @@ def place(
         silent_before_s: A time of the view's clock. Nodes with a record that last changed then, or earlier, are left
           out.
         tells_holder: Whether the asker may know which node serves the name.
-        choices: Most candidates.
+        choices: Maximum number of candidates.
 
     Returns:
         The candidates. The node that serves the name comes first, unless the tenant tried it: its claim may have ended
