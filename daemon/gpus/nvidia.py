@@ -28,12 +28,12 @@ daemon may hide as much again; the reserve covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
-"""For the driver's own use of a card, in pages of 2 MiB, in addition to a tenant's bytes. Nearly all of it is for
+"""Bytes for the driver's own use of a card, in pages of 2 MiB, in addition to a tenant's bytes. Nearly all of it is for
 modules with assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the allowance
 a tenant with a full lease could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20
-"""For use that the rules miss, such as gaps between small modules. A session that exceeds it is ended."""
+"""Bytes for use that the rules miss, such as gaps between small modules. A session that exceeds it is ended."""
 
 
 class NvidiaCards:

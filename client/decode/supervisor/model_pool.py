@@ -53,8 +53,8 @@ STREAM_WAIT_S: Final = 600.0
 
 PARK_TRIES: Final = 50
 PARK_RETRY_S: Final = 0.02
-"""The number of tries to park an engine that the daemon still counts as returning or busy, and the pause between
-them."""
+"""The number of tries to park an engine that the daemon still counts as returning or busy, and the pause, in seconds,
+between two tries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,15 +42,15 @@ MIN_NAP_S: Final = 100e-6
 """Shortest sleep between two polls of work that no client waits for."""
 
 MAX_NAP_S: Final = 20e-3
-"""Longest sleep of that kind."""
+"""Longest sleep between two polls of work that no client waits for."""
 
 YOUNG_NS: Final = 3_000_000
 """Age of an interval of work up to which native code polls for its end without a sleep, on a host with cores to spare.
 Up to there a sleep of MIN_NAP_S, with what the host adds, is more than a NAPS_PER_INTERVALth part of it."""
 
 NAPS_PER_INTERVAL: Final = 16
-"""Such sleeps are this part of the time for which work is outstanding. Its end is taken to be in the middle of a
-sleep, so an interval is wrong by at most half of it: a 32nd, in either direction."""
+"""Each of these sleeps is this part of the time for which work has been outstanding. The end of the work is assumed to
+be in the middle of a sleep, so the measured time is wrong by at most half a sleep: a 32nd, in either direction."""
 
 # Spreads kinds that are addresses over the means.
 _SPREAD: Final = 0x9E3779B97F4A7C15
