@@ -668,6 +668,26 @@ def test_a_region_may_end_while_its_session_is_parked_on_the_card() -> None:
         made.bring_back(2)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_worker_that_its_session_has_left_sends_its_connections_nothing_at_its_end(ring: bool) -> None:
+    """Another worker may serve them: bytes of this one would break their streams."""
+    with worker(is_parkable=True, is_native=ring, ring=ring) as (made, _):
+        handle = made.alloc(8)
+        made.write(handle, 0, b"whatever")
+        made.give_memory(MEMORY)
+        made.park()
+        ours, theirs = channel_pair()
+        with ours, theirs:
+            made.say(LeaveOrder(1), theirs.fileno())
+            made.hear(ImagedReport)
+        made.say(EndSession())
+        # The session is here after all, and each connection is where it was.
+        made.say(StayOrder(1))
+        made.bring_back()
+        assert not made.has_reply(0.05)
+        assert made.read(handle, 0, 8) == b"whatever"
+
+
 def test_orders_that_need_the_card_wait_for_the_return() -> None:
     with worker(is_parkable=True) as (made, _):
         made.open_region(GRANULE)
