@@ -219,7 +219,9 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
     is_settled = park.phase is ParkPhase.PARKED and park.depth in (ParkDepth.WARM, ParkDepth.COLD)
     if waiting and is_settled and not park.is_awaited:
         raise InvariantBroken(f"{_name(lease)} is parked, and nothing brings it back for a request that waits.")
-    if park.is_off and lease.submit_id:
+    # A restored session's worker confirms that the session is on the card. Meanwhile the lease is charged in full.
+    is_confirming = lease.is_restored and park.phase is ParkPhase.RETURNING
+    if park.is_off and lease.submit_id and not is_confirming:
         raise InvariantBroken(f"{_name(lease)} is parked, and a submit of it runs.")
     if park.is_off and lease.resize is not None:
         raise InvariantBroken(f"{_name(lease)} is parked and resized.")

@@ -59,7 +59,7 @@ from gpulease.daemon.leases.events import (
     SetDeadline,
     WaitTimerFired,
 )
-from gpulease.daemon.leases.model import ALONE, Lease, LeaseState, LeaseTerms, RegionState
+from gpulease.daemon.leases.model import ALONE, Cause, Lease, LeaseState, LeaseTerms, RegionState
 from gpulease.daemon.leases.need_moves import NeedMoves, plan_moves
 from gpulease.daemon.leases.park_state import ParkCause, ParkDepth, ParkPhase, ParkSnapshot, ParkState
 from gpulease.daemon.leases.quotas import Rates
@@ -503,6 +503,11 @@ class Parking(ParkingViews):
             return
         if lease.park.refusal:
             self.cold.on_refused_in_worker(lease, lease.park, now_ns, effects)
+            return
+        # A restored lease: while a submit runs, its session is on the card. The submit may hold the bytes that would be
+        # given back now.
+        if lease.submit_id:
+            self._condemn(lease, Cause.WORKER_DIED, f"its session was lost: {event.reason}", now_ns, effects)
             return
         effects.append(ParkFailed(lease.snapshot(), None, event.reason))
         # The worker still has the image and would ask again at once. Refuse the waiting operations instead.

@@ -8,7 +8,8 @@
    without it).
 5. A drained node stays drained, with the same deadline. The first `DrainTimerFired` ends the remaining leases; the
    shell sends it when everything is restored.
-6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease.
+6. A submit continues if its lease does, and its time starts again from zero. Otherwise it ends with its lease. One
+   that its lease can't have is killed like an unknown worker.
 7. A region continues if its lease does: its word and timer are set again. A region that had ended is ended again, and
    so is one with a grant that was not reported. If its lease does not continue, a region ends with it
    (`Regions.on_restored`).
@@ -124,9 +125,19 @@ class Restoration:
             self._teardown.resume(lease, now_ns, effects)
 
     def on_submit_found(self, event: events.SubmitFound, now_ns: int, effects: list[Effect]) -> None:
-        """Add a submit of a restored lease. If the lease continues, so does the submit; otherwise it is killed."""
-        if not self._teardown.submits.restore(event, now_ns, effects):
+        """Add a submit of a restored lease. If the lease continues, so does the submit; otherwise it is killed.
+
+        The bytes of one that its lease can't have are held, too, until they are proved free.
+        """
+        if self._teardown.submits.restore(event, now_ns, effects):
+            return
+        account = self._store.account_by_uuid.get(event.card_uuid)
+        if account is None:
             effects += [RefuseSubmit(event.submit_id, None), KillWorker(event.submit_id)]
+            return
+        charge_bytes = event.size_bytes + account.card.overhead_bytes
+        found = events.WorkerFound(event.submit_id, event.card_uuid, charge_bytes, event.lease_id)
+        self._pool.drop_leftover_worker(found, now_ns, effects)
 
     def _continue(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         # Expire it first, because its time continued while no broker served it.

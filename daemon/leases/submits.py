@@ -47,6 +47,7 @@ from gpulease.daemon.leases.model import (
     SubmitSnapshot,
     SubmitState,
 )
+from gpulease.daemon.leases.park_state import ParkPhase
 from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.waiting_requests import answered
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
@@ -210,7 +211,7 @@ class Submits(SubmitViews):
     def restore(self, event: events.SubmitFound, now_ns: int, effects: list[Effect]) -> bool:
         """Add a submit of an earlier daemon after its lease was restored.
 
-        Returns False if the lease can't have it, and the caller then kills the worker.
+        Returns False if the lease can't have it, and the caller then kills the worker and holds its bytes.
         """
         # Numbers are never used twice: a late event about an old submit must not hit a new one.
         self._last_id = max(self._last_id, event.submit_id)
@@ -218,6 +219,11 @@ class Submits(SubmitViews):
         if lease is None or lease.state is LeaseState.FENCED or lease.submit_id:
             return False
         if not lease.terms.submit_bytes and event.size_bytes < 1:
+            return False
+        # A running submit shows that the session was on the card. But if the record lacks the session's return, the
+        # session is parked again. Its proof can't come while the lease's charge has a submit's part.
+        is_returning = lease.park is not None and lease.park.phase is ParkPhase.RETURNING
+        if lease.park is not None and lease.park.is_off and not (is_returning and event.is_running):
             return False
         # Charge it as it was charged before: if its buffers and its context exceed the lease, the card had lent the
         # context.

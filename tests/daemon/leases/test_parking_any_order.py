@@ -49,6 +49,7 @@ from gpulease.daemon.leases import (
     ProveReclaimed,
     ProveRegion,
     ReclaimProved,
+    RefuseSubmit,
     RefuseWaitingOperations,
     RefuseWork,
     RegionEnded,
@@ -63,6 +64,11 @@ from gpulease.daemon.leases import (
     RenameWorker,
     RenewRequested,
     RequestDenied,
+    RequesterGone,
+    RequestFaulted,
+    Resized,
+    ResizeRequested,
+    ResizeSlice,
     RestartWorker,
     ReturnSession,
     ReturnWanted,
@@ -78,8 +84,13 @@ from gpulease.daemon.leases import (
     SessionsUsed,
     SetDeadline,
     ShutdownRequested,
+    SliceResized,
+    SpawnSubmit,
     SpawnWorker,
     StaySession,
+    SubmitFound,
+    SubmitReady,
+    SubmitRequested,
     TimerEvent,
     WarmEnded,
     WarmState,
@@ -114,6 +125,9 @@ LIMITS = CoreLimits(
     reclaim_timeout_s=60,
     cold_park_s=2,
 )
+ANSWERS = Granted | RegionGranted | RequestDenied | Resized | SessionParkDone | SessionMoved | SubmitReady
+"""What is awaited by the requests that the rules make."""
+
 USUAL_BURST = parking.PARK_BURST
 ANY = st.integers(0, 1 << 16)
 
@@ -123,13 +137,15 @@ class ModelWorker:
     """A worker process: what it has on the card, the orders in its channel, and the park that it is in.
 
     Attributes:
-        held: Orders to open a region that wait for the session's return.
+        held: Orders to open a region, or to resize the slice, that wait for the session's return.
         regions: Bytes of each open region; they are part of the slice.
         gone: Bytes of ended regions that nothing else of the session may use yet.
         card: Its card.
         has_left: It has sent its image: it does nothing until it is killed, or stays.
         serves: It has adopted an image, or was ordered to stay, as its claims page says.
         is_new: It waits for the image of a cold session.
+        submit_of: The lease whose submit it runs, in the place of the session, which has allocated nothing.
+        submit_bytes: Bytes of that submit.
         of_lease: The lease for which its zygote knows it.
         is_leased: Its page has a deadline.
         is_in_place: It is parked with its bytes on the card.
@@ -145,13 +161,15 @@ class ModelWorker:
     waits: bool = False
     orders: list[Effect] = field(default_factory=list)
     answers: list[Event] = field(default_factory=list)
-    held: list[OpenRegion] = field(default_factory=list)
+    held: list[OpenRegion | ResizeSlice] = field(default_factory=list)
     regions: dict[int, int] = field(default_factory=dict)
     gone: dict[int, int] = field(default_factory=dict)
     card: str = CARD.uuid
     has_left: bool = False
     serves: bool = False
     is_new: bool = False
+    submit_of: int = 0
+    submit_bytes: int = 0
     of_lease: int = 0
     is_leased: bool = False
     is_in_place: bool = False
@@ -164,14 +182,20 @@ class ModelWorker:
 
     @property
     def bytes_on_card(self) -> int:
-        return CARD.overhead_bytes + (self.size - sum(self.gone.values()) if self.on_card else 0)
+        return CARD.overhead_bytes + self.submit_bytes + (self.size - sum(self.gone.values()) if self.on_card else 0)
 
     def open(self, order: OpenRegion) -> None:
         self.regions[order.region_id] = order.size_bytes
         self.answers.append(RegionOpened(order.region_id, 0x1000))
 
+    def resize(self, size_bytes: int, *, has_room: bool) -> None:
+        is_possible = sum(self.regions.values()) + sum(self.gone.values()) <= size_bytes
+        if is_possible and (has_room or size_bytes <= self.size):
+            self.size = size_bytes
+        self.answers.append(SliceResized(self.worker_id, self.size, "" if self.size == size_bytes else "it is in use"))
+
     def end_region(self, region_id: int, *, is_shown: bool) -> None:
-        self.held = [order for order in self.held if order.region_id != region_id]
+        self.held = [order for order in self.held if isinstance(order, ResizeSlice) or order.region_id != region_id]
         size = self.regions.pop(region_id, 0) or self.gone.get(region_id, 0)
         if not size:
             self.answers.append(RegionRefused(region_id, "the session has nothing of the region"))
@@ -185,7 +209,10 @@ class ModelWorker:
         self.is_in_place = self.borrows = False
         held, self.held = self.held, []
         for order in held:
-            self.open(order)
+            if isinstance(order, OpenRegion):
+                self.open(order)
+            else:
+                self.resize(order.size_bytes, has_room=False)
 
 
 class ParkingAnyOrder(RuleBasedStateMachine):
@@ -226,6 +253,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.unrecorded_kills: list[int] = []
         self.proofs: list[ProveRegion] = []
         self.open: set[int] = set()
+        # Requests whose clients have left.
+        self.left: set[int] = set()
         self.ended: dict[int, int] = {}
         self.records: dict[int, list[type]] = {}
         self.number = 0
@@ -246,7 +275,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         before = self.table.charges()
         effects = self.table.handle(event, self.now_ns)
         self.table.validate()
-        if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound):
+        if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound | SubmitFound):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
         # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
@@ -260,6 +289,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
 
     def execute(self, effect: Effect) -> None:
         match effect:
+            case RequestFaulted():
+                raise effect.error
             case ArmTimer(event, due_ns):
                 self.timers.append((due_ns, event))
             case SpawnWorker(lease_id, card, terms):
@@ -270,13 +301,18 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case SetDeadline(worker_id):
                 if worker_id in self.workers:
                     self.workers[worker_id].is_leased = True
-            case RefuseWork(worker_id, cause):
+            case RefuseWork(worker_id, cause) | RefuseSubmit(worker_id, cause):
                 if worker_id in self.workers:
-                    self.workers[worker_id].ended = cause
+                    # A submit that ends alone has no cause.
+                    self.workers[worker_id].ended = cause or Cause.FREED
             case RestartWorker(lease_id, card, terms):
                 worker = self.workers.setdefault(lease_id, ModelWorker(lease_id, card=card))
                 worker.size, worker.on_card, worker.is_new, worker.of_lease = terms.size_bytes, False, True, lease_id
                 worker.answers.append(WorkerReady(lease_id))
+            case SpawnSubmit(submit_id, lease_id, card):
+                submit = self.workers.setdefault(submit_id, ModelWorker(submit_id, card=card))
+                submit.submit_of, submit.submit_bytes = lease_id, effect.size_bytes
+                submit.answers.append(WorkerReady(submit_id))
             case LeaseLeft(lease):
                 self.images[lease.lease_id] = self.imaged[lease.lease_id]
             case WarmUp(warm_id, card):
@@ -309,7 +345,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     self.workers[lease_id].orders.append(effect)
             case EndRegion(lease_id, region_id) if lease_id in self.images.keys() - self.lent - self.lent_pages:
                 self.wipe(*self.image_regions[lease_id], region_id)
-            case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id):
+            case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id) | ResizeSlice(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
             case LeaveSession(lease_id) | StaySession(lease_id) | AdoptSession(lease_id):
@@ -337,10 +373,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case LeaseParked(lease) | LeaseReturned(lease):
                 self.records.setdefault(lease.lease_id, []).append(type(effect))
         request = getattr(effect, "request", None)
-        is_answer = isinstance(effect, Granted | RegionGranted | RequestDenied | SessionParkDone | SessionMoved)
-        if is_answer and request in self.open:
+        if isinstance(effect, ANSWERS) and request in self.open:
             self.open.discard(request)
-        elif isinstance(effect, SessionParkDone):
+        elif isinstance(effect, SessionParkDone | SessionMoved | Resized) and request not in self.left:
             raise AssertionError(f"request {request} was answered twice")
 
     def check_need_move(self, lease_id: int) -> None:
@@ -382,7 +417,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.send(event)
 
     def held(self, card: str = CARD.uuid) -> int:
-        return sum(worker.bytes_on_card for worker in self.workers.values() if worker.card == card)
+        lending = {worker.submit_of for worker in self.workers.values()}
+        return sum(
+            CARD.overhead_bytes if worker.worker_id in lending else worker.bytes_on_card
+            for worker in self.workers.values()
+            if worker.card == card
+        )
 
     def has_no_room(self, worker: ModelWorker) -> bool:
         return self.held(worker.card) + worker.size > CARDS[worker.card].capacity_bytes
@@ -465,7 +505,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 worker.waits = worker.waits and number != worker.park
             case OpenRegion() as order if not worker.is_parked:
                 worker.open(order)
-            case OpenRegion() as order:
+            case ResizeSlice(_, size) if not worker.is_parked:
+                has_room = self.held(worker.card) + size - worker.size <= CARDS[worker.card].capacity_bytes
+                worker.resize(size, has_room=has_room and luck % 5 != 1)
+            case OpenRegion() | ResizeSlice() as order:
                 worker.held.append(order)
                 worker.answers.append(ReturnWanted(worker.worker_id, worker.park))
             case EndRegion(region_id=region_id):
@@ -706,6 +749,34 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             number, tenant = self.next_number(), lease.tenant
             self.ask(RegionRequested(number, lease.lease_id, number, tenant, tenant, size, ttl_ms, 1))
 
+    @rule(pick=ANY, size=st.sampled_from([30, 100, 250, 300, 500]))
+    def resize(self, pick: int, size: int) -> None:
+        # Also a session without a worker, which it brings back.
+        lease_ids = [*self.images, *(worker.worker_id for worker in self.workers.values() if worker.size)]
+        if lease_ids and (lease := self.table.get(lease_ids[pick % len(lease_ids)])) is not None:
+            self.ask(ResizeRequested(self.next_number(), lease.lease_id, lease.tenant, size))
+
+    @rule(pick=ANY, timeout_ms=st.sampled_from([500, 50_000]))
+    def submit(self, pick: int, timeout_ms: int) -> None:
+        lease_ids = [*self.images, *(worker.worker_id for worker in self.workers.values() if worker.size)]
+        if lease_ids and (lease := self.table.get(lease_ids[pick % len(lease_ids)])) is not None:
+            self.ask(SubmitRequested(self.next_number(), lease.lease_id, lease.tenant, timeout_ms))
+
+    @rule(pick=ANY)
+    def submit_ends(self, pick: int) -> None:
+        submits = [worker.worker_id for worker in self.workers.values() if worker.submit_of and not worker.answers]
+        if submits:
+            self.reap(submits[pick % len(submits)])
+
+    @rule(pick=ANY)
+    def client_leaves(self, pick: int) -> None:
+        """A client disconnects before its request is answered."""
+        if self.open:
+            request = sorted(self.open)[pick % len(self.open)]
+            self.open.discard(request)
+            self.left.add(request)
+            self.send(RequesterGone(request))
+
     @rule(pick=ANY, is_revoked=st.booleans())
     def end_a_region(self, pick: int, is_revoked: bool) -> None:
         regions = self.table.regions.snapshots()
@@ -756,7 +827,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         for worker in self.workers.values():
             # What the new daemon does not know, a session ends by itself when it gets the new page, after these orders.
             is_known = self.table.regions.get
-            worker.held = [order for order in worker.held if is_known(order.region_id)]
+            worker.held = [
+                order for order in worker.held if isinstance(order, ResizeSlice) or is_known(order.region_id)
+            ]
             worker.orders = [
                 order for order in worker.orders if not isinstance(order, OpenRegion) or is_known(order.region_id)
             ]
@@ -766,9 +839,21 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.parks = {uuid: [] for uuid in CARDS}
         self.need_moves.clear()
         known = {kept.lease_id for kept in contents.leases}
+        open_for_submits = {kept.lease_id for kept in contents.leases if kept.state is not LeaseState.FENCED}
         for worker in list(self.workers.values()):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
-            if worker.worker_id not in known:
+            if worker.submit_of in open_for_submits:
+                open_for_submits.discard(worker.submit_of)
+                is_running = worker.is_leased and worker.ended is None
+                size = worker.submit_bytes
+                self.send(SubmitFound(worker.worker_id, worker.submit_of, worker.card, is_running, 500, size))
+            elif worker.submit_of:
+                del self.workers[worker.worker_id]
+                worker.worker_id = self.next_number() + (1 << 20)
+                self.workers[worker.worker_id] = worker
+                held = CARD.overhead_bytes + worker.submit_bytes
+                self.send(WorkerFound(worker.worker_id, worker.card, held, worker.submit_of))
+            elif worker.worker_id not in known:
                 held = CARD.overhead_bytes + worker.size
                 self.send(WorkerFound(worker.worker_id, worker.card, held, beside.get(worker.worker_id, 0)))
         if self.table.has_drain:
@@ -1020,6 +1105,62 @@ def test_a_session_that_a_new_worker_has_parked_outlives_its_broker() -> None:
     lease = state.table.get(1)
     assert lease is not None
     assert lease.state is LeaseState.ACTIVE
+    state.teardown()
+
+
+def test_a_submit_is_charged_again_behind_a_killed_broker() -> None:
+    state = ParkingAnyOrder()
+    state.begin(warm=2)
+    state.acquire("ann", 250, 0, 0, is_quick=True)
+    state.all_is_done(0, 0)
+    state.submit(pick=0, timeout_ms=50_000)
+    state.all_is_done(0, 0)
+    (submit,) = (worker for worker in state.workers.values() if worker.submit_of)
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.all_is_done(0, 0)
+    assert state.table.submits.may_hold(submit.worker_id) == (submit.card, CARD.overhead_bytes + 250)
+    state.bytes_are_where_they_fit()
+    state.teardown()
+
+
+def test_a_session_that_is_lost_beside_its_submit_ends_with_it() -> None:
+    """A worker that an earlier broker left reports falsely that its session is not on the card."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire("ann", 250, 0, 0, is_quick=True)
+    state.submit(pick=0, timeout_ms=50_000)
+    state.all_is_done(0, 0)
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    (order,) = (order for order in state.workers[1].orders if isinstance(order, ReturnSession))
+    state.send(SessionReturnFailed(1, order.number, "the address was refused"))
+    lease = state.table.get(1)
+    assert lease is not None
+    assert (lease.state, lease.cause) == (LeaseState.DRAINING, Cause.WORKER_DIED)
+    assert not state.proofs, "no bytes are given back while the submit may hold them"
+    state.teardown()
+
+
+def test_a_submit_whose_sessions_return_has_no_record_is_held_beside_its_lease() -> None:
+    """The record says that the session is parked, so it is parked again, and its bytes are released to the card."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire_and_park(pick=0, size=250, luck=0)
+    state.submit(pick=0, timeout_ms=50_000)
+    (worker,) = state.workers.values()
+    while worker.orders:
+        state.obey(worker, 0)
+    while not any(one.submit_of for one in state.workers.values()):
+        state.send(worker.answers.pop(0))
+    state.broker_is_killed(is_tail_lost=True, luck=0)
+    state.all_is_done(0, 0)
+    for card in state.table.cards():
+        assert card.held_bytes + card.warm_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
+    # The park is proved: an allowance that counted the submit's bytes as the session's would never be met.
+    state.kills_happen()
+    state.kills_happen()
+    state.all_is_done(0, 0)
+    assert not state.proofs
+    assert [(card.held_bytes, card.warm_bytes) for card in state.table.cards()] == [(CARD.overhead_bytes, 0), (0, 0)]
     state.teardown()
 
 

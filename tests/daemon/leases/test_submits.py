@@ -26,6 +26,7 @@ from gpulease.daemon.leases import (
     ReclaimFailed,
     ReclaimProved,
     RefuseSubmit,
+    RenameWorker,
     RenewRequested,
     RequestDenied,
     RequesterGone,
@@ -425,5 +426,9 @@ def test_the_next_table_has_submits_where_no_session_was_opened(has_session: boo
 def test_a_submit_without_a_lease_is_killed() -> None:
     s = Scenario(card())
     effects = s.do(SubmitFound(FIRST, 77, "GPU-a", True, 1000))
-    assert kinds(effects) == [RefuseSubmit, KillWorker]
-    assert s.do(WorkerExited(FIRST, "killed")) == []
+    killed = one(effects, KillWorker).worker_id
+    assert RenameWorker(FIRST, killed) in effects
+    assert s.card().warm_bytes == OVERHEAD
+    s.do(WorkerExited(killed, "killed"))
+    s.do(ReclaimProved(killed))
+    assert s.card().warm_bytes == 0
