@@ -158,6 +158,7 @@ def test_counters(bench: Bench) -> None:
         Counter.HELD_BACK_NS: 0,
         Counter.HELD_BACK_SINCE_NS: 0,
         Counter.TIME_VERSION: 1,
+        Counter.TRANSFER: 0,
     }
 
 
