@@ -268,11 +268,11 @@ class Parking(ParkingViews):
             return
         state = lease.park
         state.moved_bytes = event.moved_bytes
-        if event.is_in_place and state.move is not None and state.move.is_direct:
-            self._park_in_place(lease, state, now_ns, effects)
-            return
-        if state.move is not None and state.move.is_direct:
-            state.move = state.move._replace(why_through_host=NO_PAGES)
+        if (move := state.move) is not None and move.is_direct:
+            if event.is_in_place:
+                self._park_in_place(lease, state, now_ns, effects)
+                return
+            state.move = move._replace(why_through_host=NO_PAGES)
         state.phase = ParkPhase.PROVING
         state.kept_bytes = state.code_bytes = min(event.kept_bytes, lease.terms.size_bytes)
         self._prove(lease, state, effects)
