@@ -101,14 +101,14 @@ def test_only_what_a_local_daemon_answers_soon_is_polled_for(
     lease.waiting = waiting
     polled: list[bool] = []
 
-    def receive(of: Channel, *_: Any) -> Procedure[Any]:
+    def receive_reply(of: Channel, *_: Any) -> Procedure[Any]:
         polled.append(of.is_polled)
         return Empty()
         yield
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lease_module, "send", lambda *_: iter(()))
-        patch.setattr(lease_module, "receive", receive)
+        patch.setattr(lease_module, "receive_reply", receive_reply)
         patch.setattr(lease.channel.link, "request", lambda *_, **__: (1, b""))
         deadline = FixedDeadline(1.0, "region_open", address)
         driver.drive(ReplyCleanUp(lease).ask(lease.channel, Opcode.REGION_OPEN, LeaseRef(1), deadline))
