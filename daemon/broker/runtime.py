@@ -499,7 +499,7 @@ class Runtime:
             SetRegion: self._regions.set,
             EndRegion: self._regions.end,
             ProveRegion: self._region_prover.prove,
-            ResizeSlice: self._regions.resize,
+            ResizeSlice: self._resize_slice,
             GiveParkMemory: self._parks.give_memory,
             DropParkMemory: self._parks.drop_memory,
             ParkSession: self._parks.park,
@@ -577,6 +577,21 @@ class Runtime:
         # The worker maps its memory in a fraction of a millisecond.
         self._polling.stay_awake()
 
+    def _resize_slice(self, effect: ResizeSlice) -> None:
+        if effect.after_record:
+            self.journal.once_decided(lambda problem: self._grow_recorded(effect, problem))
+        else:
+            self._regions.resize(effect)
+
+    def _grow_recorded(self, effect: ResizeSlice, problem: str) -> None:
+        lease = self.table.get(effect.lease_id)
+        if self._is_stopped or lease is None or lease.state is not LeaseState.ACTIVE:
+            return
+        if problem:
+            self._regions.refuse_resize(effect, f"the journal can't be written: {problem}")
+        else:
+            self._regions.resize(effect)
+
     def _moved(self, effect: LeaseMoved | WorkerReplaced) -> None:
         # From now on the session's use counts for the other card, or for the other worker.
         self.card_times.members_changed()
@@ -625,7 +640,7 @@ class Runtime:
         if effect.after_record:
             # Until then the next broker would continue the session in this worker, which has it whole.
             self._kills_to_record += 1
-            self.journal.once_decided(lambda: self._kill_recorded(effect.worker_id))
+            self.journal.once_decided(lambda _: self._kill_recorded(effect.worker_id))
         else:
             self.workers.kill(effect.worker_id)
 

@@ -1016,10 +1016,13 @@ class ResizeSlice:
 
     Attributes:
         size_bytes: The session's own bytes, without those that the lease keeps for submits.
+        after_record: Whether the records so far must be durable before the order. A table that was restored from an
+            earlier record would not charge the card for what the worker has grown by.
     """
 
     lease_id: int
     size_bytes: int
+    after_record: bool
 
 
 # --- effects: parking ---

@@ -1,7 +1,7 @@
 """Resizes: a running lease's slice becomes larger or smaller, within the rules of admission.
 
-1. A larger slice is charged to the card before the worker is ordered to grow. It gets only bytes that no lease holds or
-   waits for; warm contexts are not dropped for it.
+1. A larger slice is charged to the card before the worker is ordered to grow, and the order waits until the charge is
+   recorded. It gets only bytes that no lease holds or waits for; warm contexts are not dropped for it.
 2. A smaller slice must still hold the lease's regions. The worker gets its order first, and refuses to give up memory
    that the session uses.
 3. Bytes are released to the card once it shows that the worker holds no more than the new charge. Until then, also
@@ -42,8 +42,8 @@ class Resizes:
         if denial is not None or lease is None:
             effects.append(RequestDenied(event.request, denial or denials.not_found(event.lease_id)))
             return
-        # If the earlier daemon was killed before it wrote a new size to the journal, a restored lease's worker has
-        # another size than the journal. So carry out even a resize to the recorded size.
+        # If the earlier daemon was killed during a resize, a restored lease's worker may have fewer bytes than its
+        # record. So carry out even a resize to the recorded size.
         if event.size_bytes == lease.terms.size_bytes and not lease.is_restored:
             effects.append(Resized(event.request, lease.snapshot()))
             return
@@ -54,9 +54,11 @@ class Resizes:
         lease.is_reshaped = True
         self._lease_by_request[event.request] = lease.lease_id
         # To grow, charge the card first, so that no other lease gets these bytes while the worker grows.
-        if event.size_bytes > lease.terms.size_bytes:
+        is_growth = event.size_bytes > lease.terms.size_bytes
+        if is_growth:
             self._store.change_size(lease, event.size_bytes)
-        effects.append(ResizeSlice(lease.lease_id, event.size_bytes - lease.terms.submit_bytes))
+        session_bytes = event.size_bytes - lease.terms.submit_bytes
+        effects.append(ResizeSlice(lease.lease_id, session_bytes, after_record=is_growth))
         effects.append(ArmTimer(WaitTimerFired(event.request), due_ns))
 
     def _check_request(self, lease: Lease | None, event: events.ResizeRequested, now_ns: int) -> Denial | None:
@@ -114,8 +116,7 @@ class Resizes:
         # The worker reports the new slice, which never exceeds the bytes charged to the lease.
         resize.least_bytes = min(max(size_bytes, resize.least_bytes), lease.terms.size_bytes)
         less_bytes = lease.terms.size_bytes - resize.least_bytes
-        # A restored lease's worker may have grown before, by an order that the journal does not have.
-        if not less_bytes and not lease.is_restored:
+        if not less_bytes:
             self._finish(lease, resize, effects)
             return
         # The worker's report does not prove that the bytes are back on the card. Poll until the card shows it.

@@ -116,6 +116,11 @@ class RegionOrders:
         self._asked_bytes[order.lease_id] = order.size_bytes
         self._send(order.lease_id, messages.ResizeSliceOrder(order.size_bytes))
 
+    def refuse_resize(self, order: ResizeSlice, doubt: str) -> None:
+        """Answer in the worker's place that its slice stays as it is."""
+        if (worker := self._workers.worker(order.lease_id)) is not None:
+            self._post(SliceResized(order.lease_id, worker.spec.size_bytes, doubt))
+
     def forget(self, lease_id: int) -> None:
         """Forget the orders and reports of a lease or region that has ended."""
         self._asked_bytes.pop(lease_id, None)

@@ -162,9 +162,9 @@ class Journal:
         """Call `do` when all events so far are durable; never, if they can't be."""
         do()
 
-    def once_decided(self, do: Callable[[], None]) -> None:
-        """Call `do` when all events so far are durable, or when it is known that they can't be in time."""
-        do()
+    def once_decided(self, do: Callable[[str], None]) -> None:
+        """Call `do` when all events so far are durable, with "", or with the reason why they can't be in time."""
+        do("")
 
     async def stop(self) -> None: ...
 
@@ -293,8 +293,8 @@ class FileJournal(Journal):
     def once_kept(self, do: Callable[[], None]) -> None:
         self._hold(lambda problem: None if problem else do())
 
-    def once_decided(self, do: Callable[[], None]) -> None:
-        self._hold(lambda problem: do())
+    def once_decided(self, do: Callable[[str], None]) -> None:
+        self._hold(do)
 
     def answer(self, outcome: Outcome, on_outcome: OnOutcome) -> None:
         """Hold an outcome until every event so far is durable, which is simpler than to know which of them matter."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -10,6 +11,7 @@ from gpulease.daemon.bench.lease_table import SimulatedWorkers
 from gpulease.daemon.broker.node_metrics import NodeMetrics
 from gpulease.daemon.broker.runtime import FAULT, PendingRequests, Result, Runtime, withheld_lease
 from gpulease.daemon.broker.token_service import TokenService
+from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.gpus.emulated_cards import EmbeddedCards
 from gpulease.daemon.gpus.source import CardReading
 from gpulease.daemon.leases import (
@@ -37,11 +39,13 @@ from gpulease.daemon.leases import (
     Renewed,
     RequestDenied,
     ResizeRequested,
+    ResizeSlice,
     RevokeRequested,
     SessionCondemned,
     SessionImaged,
     SessionParked,
     SessionParkRefused,
+    SliceResized,
     SubmitRequested,
     WaitTimerFired,
     WorkerExited,
@@ -51,6 +55,7 @@ from gpulease.daemon.leases.denials import not_found
 from gpulease.daemon.record.audit.recorder import FactRecorder
 from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.workers.monitors import CardWatch
+from gpulease.daemon.workers.worker import Worker
 from gpulease.protocol.failures import Failure
 from gpulease.protocol.opcodes import Status
 
@@ -194,11 +199,11 @@ def test_a_fault_of_a_wait_timer_answers_its_request() -> None:
 
 def test_the_worker_that_a_session_has_left_is_killed_once_a_record_says_so() -> None:
     """With an earlier record, the next broker continues the session in that worker: the image dies with this broker."""
-    waiting: list[Callable[[], None]] = []
+    waiting: list[Callable[[str], None]] = []
     killed: list[int] = []
 
     class SlowJournal(Journal):
-        def once_decided(self, do: Callable[[], None]) -> None:
+        def once_decided(self, do: Callable[[str], None]) -> None:
             waiting.append(do)
 
     class Listening(SimulatedWorkers):
@@ -226,7 +231,7 @@ def test_the_worker_that_a_session_has_left_is_killed_once_a_record_says_so() ->
         await asyncio.sleep(0)
         assert not settled.done(), "a daemon that stops waits for the kill: the next one would find two workers"
         (kill,) = waiting
-        kill()
+        kill("")
         await settled
         assert killed == [left]
         # A lease that ends has no use for its worker.
@@ -237,8 +242,57 @@ def test_the_worker_that_a_session_has_left_is_killed_once_a_record_says_so() ->
         assert (killed, len(waiting)) == ([left, 6], 1)
         runtime.workers.images.close()
         await runtime.stop()
-        kill()
+        kill("")
         assert killed == [left, 6], "what the last commit releases is the next daemon's"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("problem", ["", "No space left on device"])
+def test_a_worker_grows_once_the_charge_is_recorded_and_not_without(problem: str) -> None:
+    """With an earlier record, the next broker would grant the bytes that the worker has grown by."""
+    waiting: list[Callable[[str], None]] = []
+    ordered: list[ResizeSlice] = []
+
+    class SlowJournal(Journal):
+        def once_decided(self, do: Callable[[str], None]) -> None:
+            waiting.append(do)
+
+    class OneWorker(SimulatedWorkers):
+        def worker(self, lease_id: int) -> Worker | None:
+            return cast(Worker, SimpleNamespace(spec=WorkerSpec(lease_id, "GPU-a", 300, is_shared=False)))
+
+    async def story() -> None:
+        table = LeaseTable([Card("GPU-a", 0, "a", 1000, 10)])
+        tokens = TokenService(table, frozenset(), None, None, {})
+        runtime = Runtime(table, EmbeddedCards([1000]), OneWorker(), tokens, FactRecorder(), 1, SlowJournal())
+        runtime._regions.resize = ordered.append  # type: ignore[assignment, method-assign]
+        runtime.post(AcquireRequested(runtime.expect(lambda _: None), "ann", 5, LeaseTerms(400, 60_000)))
+        runtime.post(WorkerReady(5))
+        runtime.post(ResizeRequested(runtime.expect(lambda _: None), 5, "ann", 300))
+        assert ordered.pop() == ResizeSlice(5, 300, after_record=False), "a table of an earlier record charges more"
+        runtime.post(SliceResized(5, 300))
+        runtime.post(RegionProved(5))
+        results: list[Result] = []
+        runtime.post(ResizeRequested(runtime.expect(results.append), 5, "ann", 500))
+        assert not ordered
+        (decided,) = waiting
+        decided(problem)
+        if problem:
+            assert not ordered
+            runtime.post(RegionProved(5))
+            (refused,) = results
+            assert isinstance(refused, RequestDenied)
+            assert problem in refused.denial.message
+            lease = table.get(5)
+            assert lease is not None
+            assert lease.size_bytes == 300
+        else:
+            assert ordered.pop() == ResizeSlice(5, 500, after_record=True)
+            runtime.post(RevokeRequested(runtime.expect(lambda _: None), 5, "because"))
+            decided("")
+            assert not ordered, "the lease has ended"
+        await runtime.stop()
 
     asyncio.run(story())
 

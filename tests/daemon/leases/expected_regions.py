@@ -59,6 +59,7 @@ class ExpectedRegions:
         leases: By region: its lease.
         told: Regions with a grant that was sent.
         slices: Each worker's slice.
+        before_growth: Leases' bytes on their cards before the growth that the last event ordered.
         proofs: Proofs that were requested, by region or lease.
     """
 
@@ -70,6 +71,7 @@ class ExpectedRegions:
     leases: dict[int, int] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     slices: dict[int, int] = field(default_factory=dict)
+    before_growth: dict[int, tuple[str, int]] = field(default_factory=dict)
     proofs: dict[int, ProveRegion] = field(default_factory=dict)
     hung: set[int] = field(default_factory=set)
 
@@ -130,6 +132,8 @@ class ExpectedRegions:
         uuid, held_bytes = shell.unproved[order.lease_id]
         overhead_bytes = next(card.overhead_bytes for card in shell.cards if card.uuid == uuid)
         if order.size_bytes + overhead_bytes > held_bytes:
+            if order.after_record:
+                self.before_growth[order.lease_id] = uuid, held_bytes
             shell.hold_on(order.lease_id, uuid, order.size_bytes + overhead_bytes)
             shell.check_room(next(card for card in shell.cards if card.uuid == uuid))
             shell.tenants.check_growth(order.lease_id, lease.tenant, order.size_bytes, shell.unproved)
@@ -221,6 +225,10 @@ class ExpectedRegions:
                 self.carry_out(lease_id, 1, shell)
             for number in tuple(self.proofs):
                 self.poll(number, shell)
+
+    def lose_tail(self, shell: "Shell") -> None:
+        """Lose the orders to grow that waited for the record of the last event."""
+        shell.unproved.update(self.before_growth)
 
     def forget_daemon(self) -> None:
         """Lose what a killed daemon had not sent, or had asked for."""

@@ -168,6 +168,7 @@ class Shell:
             self.unproved.pop(event.worker_id, None)
         if isinstance(event, WorkerUnlisted) and self.is_provable(event):
             self.unproved.pop(event.worker_id, None)
+        self.regions.before_growth.clear()
         charges = self.table.charges()
         preferred = self.preferred_card(event)
         effects = self.table.handle(event, self.now_ns)
@@ -484,6 +485,7 @@ class Shell:
         if is_tail_lost:
             self.disk.lose_tail()
             self.names.lose_tail()
+            self.regions.lose_tail(self)
         self.regions.forget_daemon()
         self.names.forget_daemon()
         contents = self.disk.read()

@@ -129,7 +129,7 @@ def test_orders_reach_the_worker() -> None:
     rig = Rig()
     rig.orders.open(OpenRegion(LEASE, REGION, 3, 9, SIZE))
     rig.orders.end(EndRegion(LEASE, REGION, 50))
-    rig.orders.resize(ResizeSlice(LEASE, 2 * SIZE))
+    rig.orders.resize(ResizeSlice(LEASE, 2 * SIZE, after_record=False))
     ordered = rig.workers.one.regions.ordered
     assert ordered == [
         m.OpenRegionOrder(REGION, 3, 9, SIZE),
@@ -137,6 +137,13 @@ def test_orders_reach_the_worker() -> None:
         m.ResizeSliceOrder(2 * SIZE),
     ]
     assert not rig.posted
+
+
+def test_a_resize_that_is_not_ordered_is_answered_with_the_slice_as_it_is() -> None:
+    rig = Rig()
+    rig.orders.refuse_resize(ResizeSlice(LEASE, 2 * SIZE, after_record=True), "the journal can't be written")
+    assert rig.posted == [SliceResized(LEASE, SIZE, "the journal can't be written")]
+    assert not rig.workers.one.regions.ordered
 
 
 def test_a_word_is_written_where_the_worker_reads_it() -> None:
@@ -150,7 +157,7 @@ def test_nobody_is_told_where_no_worker_is() -> None:
     rig.orders.open(OpenRegion(OTHER, REGION, 3, 9, SIZE))
     rig.orders.set(SetRegion(OTHER, REGION, 3, 9, RegionWord.REVOKED, 55))
     rig.orders.end(EndRegion(OTHER, REGION, 50))
-    rig.orders.resize(ResizeSlice(OTHER, SIZE))
+    rig.orders.resize(ResizeSlice(OTHER, SIZE, after_record=False))
     assert not rig.posted
 
 
@@ -317,14 +324,14 @@ def test_a_kernel_s_name_fits_an_event_and_moves_no_cursor(kernel: str) -> None:
 
 def test_a_size_that_was_asked_for_is_the_worker_s_from_then_on() -> None:
     rig = Rig()
-    rig.orders.resize(ResizeSlice(LEASE, SIZE))
+    rig.orders.resize(ResizeSlice(LEASE, SIZE, after_record=False))
     assert rig.told(m.SliceResizedReport(SIZE, "")) == [SliceResized(LEASE, SIZE, "")]
     assert rig.workers.one.size_bytes == SIZE
 
 
 def test_another_size_than_asked_for_is_a_doubt() -> None:
     rig = Rig()
-    rig.orders.resize(ResizeSlice(LEASE, SIZE))
+    rig.orders.resize(ResizeSlice(LEASE, SIZE, after_record=False))
     (event,) = rig.told(m.SliceResizedReport(SIZE + 1, ""))
     assert isinstance(event, SliceResized)
     assert event.doubt
@@ -334,6 +341,6 @@ def test_another_size_than_asked_for_is_a_doubt() -> None:
 def test_a_size_that_nobody_asked_for_is_not_told() -> None:
     rig = Rig()
     assert rig.told(m.SliceResizedReport(SIZE, "")) == []
-    rig.orders.resize(ResizeSlice(LEASE, SIZE))
+    rig.orders.resize(ResizeSlice(LEASE, SIZE, after_record=False))
     rig.orders.forget(LEASE)
     assert rig.told(m.SliceResizedReport(SIZE, "")) == []

@@ -118,18 +118,17 @@ def test_nothing_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
 def test_what_waits_for_a_record_happens_once_it_is_on_the_disk_or_can_not_be(tmp_path: Path) -> None:
     async def live() -> None:
         broker = Broker(tmp_path / "state")
-        happened = asyncio.Event()
+        problems: asyncio.Queue[str] = asyncio.Queue()
         broker.post(AcquireRequested(1, "ann", 1, LeaseTerms(100, 60_000)))
         broker.post(WorkerReady(1))
-        broker.journal.once_decided(happened.set)
-        assert not happened.is_set(), "it happened before the record could be on the disk"
-        await asyncio.wait_for(happened.wait(), 60)
+        broker.journal.once_decided(problems.put_nowait)
+        assert problems.empty(), "it happened before the record could be on the disk"
+        assert await asyncio.wait_for(problems.get(), 60) == ""
         assert broker.as_if_killed(tmp_path / "copy")[1].state is LeaseState.ACTIVE
         # Nothing can be recorded after a fault of the daemon, but what waits must not wait for ever.
         broker.journal.on_event(LeaseRestored(None, has_worker=True), [])  # type: ignore[arg-type]
-        happened.clear()
-        broker.journal.once_decided(happened.set)
-        assert happened.is_set()
+        broker.journal.once_decided(problems.put_nowait)
+        assert problems.get_nowait()
         await broker.journal.stop()
 
     asyncio.run(live())
