@@ -56,8 +56,8 @@ GUIDE: Final = np.dtype(
 """The fields of a row of a guided step, in addition to its ROW."""
 
 ENTRY: Final = np.dtype([("token", "<i4"), ("addend", "<f4"), ("divisor", "<f4"), ("subtrahend", "<f4")])
-"""A change of one token's logit: the addend is added, the sum is divided by the divisor if it is above 0 and else
-multiplied with it, and the subtrahend subtracted."""
+"""A change of one token's logit: the addend is added; the sum is divided by the divisor if the sum is above 0, and
+otherwise multiplied by it; then the subtrahend is subtracted."""
 
 RANKED: Final = np.dtype([("token", "<i4"), ("logit", "<f4")])
 """One of a row's likeliest tokens, and its logit."""
@@ -68,7 +68,7 @@ RESULT: Final = np.dtype([("token", "<i4"), ("logit", "<f4"), ("top_logit", "<f4
 
 
 def mask_words(vocabulary: int) -> int:
-    """Return the words of 32 bits in a mask: a bit for each token."""
+    """Return the number of 32-bit words in a mask, which has a bit for each token."""
     return -(-vocabulary // 32)
 
 
@@ -79,7 +79,7 @@ Results: TypeAlias = NDArray[np.void]
 def bytes_of(records: Rows) -> Rows:
     """Return a view of records as bytes without fields.
 
-    numpy copies records field by field, and these at once: 1,024 rows in 2 us instead of 35.
+    numpy copies records field by field, but such a view at once: 1,024 rows in 2 us instead of 35.
     """
     return records.view(_bytes(records.itemsize))
 

@@ -1,8 +1,8 @@
 """The decode engine: a model on a lease. A step computes rows of many tenants' sequences in one pass.
 
-A step is one graph launch that names the regions of its rows' tenants. It begins only if all of them are valid. Two
-steps may be in progress, so that the host plans the next one while the card computes. If the host does not know a row's
-token yet, the row takes it from the previous step, on the card.
+A step is one graph launch that names the regions of its rows' tenants. It begins only if all of these regions are
+valid. Two steps may be in progress, so that the host plans the next one while the card computes. If the host does not
+know a row's token yet, the row takes it from the previous step, on the card.
 """
 
 from bisect import bisect_left
@@ -56,15 +56,15 @@ from gpulease.client.decode.row_records import (
 from gpulease.client.errors import RegionFailed
 
 MAX_STEPS: Final = 2
-"""Maximum number of steps in flight: one is computed, and one waits. With a worker on another host only one may be:
+"""Maximum number of steps in flight: one is computed, and one waits. With a worker on another host the maximum is 1:
 without shared memory a step's graph can't copy rows and results, so separate requests copy them before and after it."""
 
 MAX_REGION_SETS: Final = 256
-"""Maximum number of sets of regions that are kept, one for each combination of tenants in a step. The oldest one is
-dropped, and made again if it is needed. A worker has room for more."""
+"""Maximum number of region sets that the engine caches, one for each combination of tenants in a step. The oldest set
+is dropped, and made again if it is needed. A worker has room for more."""
 
 COPY_BYTES: Final = 8 << 20
-"""Bytes of blocks in one copy. A step waits for one such copy at most, 0.2 ms on a card's bus."""
+"""Size of one copy of blocks, in bytes. A step waits for one such copy at most, 0.2 ms on a card's bus."""
 
 MAX_COPY_TRIES: Final = 100
 """Maximum number of tries to copy blocks. A try fails only if a region ended during it, so this many failures mean that
@@ -72,7 +72,8 @@ regions end continually."""
 
 
 SPARE_BYTES: Final = 64 << 20
-"""Memory of the lease for uncounted bytes: the kernels' code, and the scratch memory of ended regions."""
+"""Memory of the lease for bytes that `lease_bytes` does not compute: the kernels' code, and the scratch memory of
+regions that have ended."""
 
 UNSET: Final = np.array((0, 0.0, 0.0, 1.0), RESULT)
 """The result of a row without logits: a record from which the logarithm of the probability can be computed."""
@@ -84,15 +85,15 @@ REGION_GRANULE_BYTES: Final = 2 << 20
 def lease_bytes(checkpoint: Checkpoint, limits: StepLimits, pools: Iterable[int], *, packed: bool = True) -> int:
     """Return the memory that an engine's lease needs. `pools` has the number of blocks of each region.
 
-    Raises RequestRejected if a step of these limits has more values than the kernels can index, and InvalidRequest for
-    more positions than the model's context.
+    Raises RequestRejected if a step with these limits has more values than the kernels can index, and InvalidRequest
+    for more positions than the model's context.
     """
     check_positions(checkpoint.config, limits.positions)
     # The lease holds the weights, a step's buffers and every tenant's region, rounded up as the daemon rounds them.
     granules = [-(-blocks * block_bytes(checkpoint.config) // REGION_GRANULE_BYTES) for blocks in pools]
     weights = size_bytes(checkpoint, packed=packed, positions=limits.positions)
     buffers = sum(buffer_sizes(checkpoint.config, limits).values())
-    # Graphs of models with very many layers take more than a worker may take in addition to its lease.
+    # Graphs of models with very many layers need more memory than a worker may use in addition to its lease.
     graphs = MAX_STEPS * LAUNCH_BYTES * excess_launches(checkpoint.config, limits)
     return weights + buffers + graphs + sum(granules) * REGION_GRANULE_BYTES + SPARE_BYTES
 
@@ -112,7 +113,7 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class _RowOrder:
-    """The order of a step's rows on the card if only some have results: those come first.
+    """The order of a step's rows on the card if only some have results: the rows with results come first.
 
     Attributes:
         results: The number of rows with results.
@@ -142,7 +143,7 @@ class _Step:
 
     @property
     def results(self) -> int:
-        """The number of rows with results: all, if they are in the caller's order."""
+        """The number of rows with results: all rows, if they are in the caller's order."""
         return self.rows if self.order is None else self.order.results
 
 
@@ -157,12 +158,12 @@ class _GuideArrays:
 
 
 class DecodeEngine:
-    """A model on a lease. `await DecodeEngine.open(...)` makes it. `close` ends its session, but not the lease.
+    """A model on a lease, opened by `await DecodeEngine.open(...)`. `close` ends its session, but not the lease.
 
     Attributes:
         lease: The lease that it is on.
         session: The engine's session.
-        limits: Rows, sequences and positions that it has room for.
+        limits: Number of rows, sequences and positions that it has room for.
         max_steps: Number of steps that may be in progress: MAX_STEPS, or 1 in a session without shared memory.
         ranked: The likeliest tokens of the step that `finish` returned last, RANKED records [rows, MAX_RANKS]; None
             if that step had no guidance.
@@ -182,7 +183,7 @@ class DecodeEngine:
         self._graphs: dict[tuple[int, int, StepKind], Graph] = {}
         self._guide_arrays: list[_GuideArrays] = []
         self._prefix_arrays: list[NDArray[np.int32]] = []
-        # By parity, once a step of it was pooled.
+        # Arrays by parity, for each parity that has had a pooled step.
         self._normed_arrays: dict[int, NDArray[np.uint16]] = {}
         self.normed: NDArray[np.float32] | None = None
         self.ranked: Rows | None = None
@@ -194,8 +195,8 @@ class DecodeEngine:
         # The order of the step that was started last: the next step's rows take tokens from its rows.
         self._order: _RowOrder | None = None
         self._next = 1
-        # The refusal of the earliest step that did not begin, until that step's turn to finish; and the number of
-        # refusals so far.
+        # The refusal of the earliest step that did not begin, until `finish` reports it; and the number of refusals so
+        # far.
         self._refused: RegionFailed | None = None
         self._refusals = 0
 
@@ -214,12 +215,12 @@ class DecodeEngine:
         Args:
             lease: The lease; the caller renews and frees it.
             checkpoint: The model (`open_model`).
-            limits: Rows, sequences and positions to make room for.
-            packed: Whether quantised weights stay packed if kernels can read them packed.
-            progress: Called with the bytes loaded and the bytes in all.
+            limits: Number of rows, sequences and positions to make room for.
+            packed: Whether quantized weights stay packed if kernels can read them packed.
+            progress: Called with the number of bytes loaded so far and the total number.
 
         Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the errors of
-        the lease's end. Nothing stays open then.
+        the lease's end. In all of these cases nothing stays open.
         """
         check_positions(checkpoint.config, limits.positions)
         async with AsyncExitStack() as stack:
@@ -249,7 +250,7 @@ class DecodeEngine:
         session, forward, rows = self.session, self.forward, self.limits.max_rows
         for parity in range(self.max_steps):
             self._streams.append(await session.stream())
-            # Arrays of the arena: the card reads and writes them itself, at addresses that the graphs have recorded.
+            # These arrays are in the arena: the card accesses them directly, at addresses that the graphs contain.
             rows_in, result_rows = session.empty(rows, ROW), session.empty(rows, RESULT)
             rows_in[:] = np.zeros(1, ROW)
             rows_in["position"] = NO_ROW
@@ -263,12 +264,12 @@ class DecodeEngine:
                 session.empty((rows, MAX_RANKS), RANKED),
             )
             self._guide_arrays.append(arrays)
-            # A sequence has a row in its first step, so no step has more of them than rows.
+            # A sequence has a row in its first step, so a step has no more new sequences than rows.
             prefix_rows = min(rows, self.limits.tables)
             self._prefix_arrays.append(session.empty((prefix_rows, self.limits.table_blocks), np.int32))
             # One graph per bucket: copy the rows in, run the kernels, copy the results out. Without shared memory,
-            # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps run no
-            # kernels for the others.
+            # `start` and `_fetch` do the copies. Each kind of step has its own graphs, so that plain steps don't run
+            # the other kinds' kernels.
             for bucket in self._buckets:
                 for kind in forward.kinds(bucket):
                     async with session.record() as graph:
@@ -312,8 +313,8 @@ class DecodeEngine:
             try:
                 await pool.region.close()
             except RegionFailed as error:
-                # This is not about the request, but a step's refusal, which `finish` reports in that step's turn. So
-                # try again.
+                # This may be the refusal of an earlier step and not of this request. `finish` reports it later, so try
+                # again.
                 if not self._keep_refusal(error):
                     raise
             else:
@@ -323,8 +324,8 @@ class DecodeEngine:
         """Copy blocks of a pool to the host's memory. Returns them as [blocks, bytes of a block].
 
         Steps that name other pools may continue, but no step in flight may name this one. Raises RegionFailed if the
-        pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools end again and again
-        meanwhile, and the errors of a session's end.
+        pool ended, RequestRejected for a block outside of it, EngineDecodeFailed if other pools keep ending meanwhile,
+        and the errors of a session's end.
         """
         # Uninitialised: every byte is overwritten, or an error is raised.
         contents = np.empty((len(blocks), block_bytes(self.forward.weights.config)), np.uint8)
@@ -357,14 +358,14 @@ class DecodeEngine:
         contents: NDArray[np.uint8],
         copy: Callable[[int, NDArray[np.uint8]], Awaitable[None]],
     ) -> None:
-        """Copy blocks, in runs of adjacent ones.
+        """Copy blocks, one run of adjacent blocks after another.
 
-        After a step's refusal, the worker skips requests without replies until the refusal is reported. So if a refusal
-        is reported during the copy, all blocks are copied again.
+        After it has refused a step, the worker skips requests without replies until it has reported the refusal. So if
+        a refusal is reported during the copy, all blocks are copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
             raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Give blocks from 0 on")
-        # A refusal of a step invalidates the whole pass, so count refusals before and compare after it.
+        # A refusal during a pass over the blocks invalidates it, so compare the number of refusals before and after.
         size_bytes = contents.shape[1]
         for _ in range(MAX_COPY_TRIES):
             refusals = self._refusals
@@ -404,7 +405,7 @@ class DecodeEngine:
 
     @property
     def steps_under_way(self) -> int:
-        """The number of steps that were started and not finished."""
+        """The number of steps that were started and are not finished."""
         return len(self._steps)
 
     async def start(
@@ -420,25 +421,26 @@ class DecodeEngine:
         """Start a step after those in progress, without waiting for it. Returns its number.
 
         Args:
-            rows: ROW records, `limits.max_rows` at most. `source` is a row of the step before with a result.
+            rows: ROW records, `limits.max_rows` at most. `source` must be a row of the step before that has a result.
             pools: The pools of the rows' sequences.
-            guidance: What changes the choice of tokens, or reports more of them. Rows without any are unaffected.
-            prefixes: Sequences that begin after blocks which earlier steps have computed: the row of the block tables,
-                and the first entries of it. A row writes only its own position's entry.
-            chosen: The rows whose results are used; None: all. The other rows' results may be unset, which takes less
-                time. With guidance, all rows have results.
+            guidance: Changes which tokens are chosen, or asks for reports of more tokens. It does not affect rows
+                without a guide.
+            prefixes: For each sequence that begins after blocks which earlier steps have computed: its row of the block
+                tables, and the first entries of that row. The step itself only adds the entries of its rows' positions.
+            chosen: The rows that must have results; None: all rows. Other rows' results may be unset, which saves time.
+                With guidance, all rows have results.
             is_pooled: Whether `finish` sets `normed`.
 
         Raises RequestRejected for too many rows, entries, masks, prefixes or steps, RegionFailed if a pool ended,
-        NoModelLoaded after `close`, and the errors of a session's end. Then this step is not in flight; earlier ones
-        still are.
+        NoModelLoaded after `close`, and the errors of a session's end. In all of these cases this step is not in
+        flight; earlier steps still are.
         """
         count, max_rows = len(rows), self.forward.limits.max_rows
         if not 0 < count <= max_rows:
             raise RequestRejected(f"A step must have 1 to {max_rows} rows, not {count}")
         if len(self._steps) >= self.max_steps:
             raise RequestRejected(f"{self.max_steps} steps are under way", "Await `finish` first")
-        # The previous step was refused, so this one has no tokens to start from.
+        # A step in flight was refused, so this one has no tokens to start from.
         if self._refused is not None:
             raise self._refused
         # The two steps in flight alternate between two streams and two sets of arrays.
@@ -447,10 +449,10 @@ class DecodeEngine:
         rows_in, stream = self._rows[parity], self._streams[parity]
         kind = self._kind_of(bucket, rows, guidance, chosen)
         order = None if chosen is None or kind.head_rows is None else _RowOrder.of(chosen, count)
-        # Fill up to the bucket with rows that compute nothing: a graph has a constant number of rows.
+        # Pad with rows that compute nothing, up to the bucket: a graph has a constant number of rows.
         bytes_of(rows_in[:count])[:] = bytes_of(rows if order is None else rows.take(order.rows))
         if self._order is not None:
-            # The step before has its rows at other places.
+            # The step before has its rows in a different order.
             sources = rows_in["source"][:count]
             has_source = sources >= 0
             sources[has_source] = self._order.places[sources[has_source]]
@@ -461,7 +463,7 @@ class DecodeEngine:
             self._check_guidance(guidance, count)
         if prefixes:
             self._check_prefixes(prefixes)
-        # From now on the step is in progress: a copy of blocks in another task may receive its refusal.
+        # Append the step before launching it, because a copy of blocks in another task may receive its refusal.
         self._steps.append(_Step(number, count, order, guidance is not None, is_pooled))
         try:
             region_set = await self._region_set(frozenset(pools))
@@ -475,14 +477,14 @@ class DecodeEngine:
                 await self._send(guidance, parity, count, bucket)
             if prefixes:
                 await self._write_tables(prefixes, parity)
-            # A refusal reports `position`, which identifies its step.
+            # If the launch is refused, the error contains `position`, which identifies the step.
             graph = self._graphs[bucket, parity, kind]
             await graph.launch(stream=stream, regions=region_set, position=number)
             if is_pooled and self.session.shares_memory:
                 # Read the rows before the next step, which writes the same buffer.
                 await self._read_normed(parity, count)
         except BaseException as error:
-            # The step did not start. A refusal here may be that of the previous step, which `_keep_refusal` then keeps
+            # The step did not start. This error may be the refusal of the previous step: then `_keep_refusal` keeps it
             # for `finish`.
             self._steps.pop()
             if isinstance(error, RegionFailed):
@@ -532,7 +534,7 @@ class DecodeEngine:
         padding["mask"], padding["target"] = NO_MASK, NO_TARGET
         forward, session = self.forward, self.session
         await session.mem_write(forward.guides, 0, arrays.guides[:bucket], stream=stream)
-        # Only as many bytes as there are; arrays of the arena are copied without a wait.
+        # Copy only the entries and masks in use. Copies of arrays in the arena do not wait.
         if entries := len(guidance.entries):
             bytes_of(arrays.entries[:entries])[:] = bytes_of(guidance.entries)
             await session.mem_write(forward.entries, 0, arrays.entries[:entries], stream=stream)
@@ -543,9 +545,9 @@ class DecodeEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step in flight. Returns RESULT records, one for each of its rows.
 
-        Results of rows that were not `chosen` are unset. Raises RegionFailed, with the `lease_id` of the pool that
-        ended: then this step and those after it did not begin, and have left the pipeline. The same holds for the
-        errors of a session's end. Raises RequestRejected if no step is in progress.
+        Results of rows that were not `chosen` are unset. Raises RegionFailed with the `lease_id` of the pool that
+        ended, or an error of a session's end: then neither this step nor those after it began, and none is in flight
+        any more. Raises RequestRejected if no step is in progress.
         """
         if not self._steps:
             raise RequestRejected("No step is under way", "`start` one first")
@@ -553,7 +555,7 @@ class DecodeEngine:
         parity = step.number % self.max_steps
         try:
             await self._wait(parity)
-            # This step or an earlier one was refused. A refusal of the next step waits for that step's turn.
+            # Raise only the refusal of this step or an earlier one, not one of the next step.
             if self._refused is not None and (self._refused.position or 0) <= step.number:
                 raise self._refused
             if not self.session.shares_memory:
@@ -572,7 +574,7 @@ class DecodeEngine:
         results = self._results[parity][: step.results]
         if step.order is None:
             return _copy_of(results)
-        # The results came first, in the order of their rows; every other row gets the record after them.
+        # Put the results back into the caller's order. Every other row gets UNSET, the record after the results.
         return np.append(results, UNSET).take(np.minimum(step.order.places, len(results)))
 
     async def _fetch(self, parity: int, step: _Step) -> None:
@@ -602,18 +604,17 @@ class DecodeEngine:
             self._keep_refusal(error)
             if self._refused is None:
                 raise
-            # The first wait receives the refusal of any step. Steps that began before that one still end, so wait
-            # again.
+            # The first wait may raise the refusal of any step. Steps before the refused one still end, so wait again.
             await self._streams[parity].sync()
 
     def _keep_refusal(self, error: RegionFailed) -> bool:
-        """Keep a step's refusal until that step's turn to finish. Returns False if no step in flight was refused.
+        """Keep a step's refusal until `finish` reports it. Returns False if the error is not about a step in flight.
 
-        Of two refusals, the earlier step's is kept. Once it is reported, the next step is refused as well.
+        Of two refusals, the earlier step's is kept: `finish` drops all later steps with it.
         """
         self._refusals += 1
         number = error.position
-        # The refusal is not of a step, but for example of a copy of a pool that has ended.
+        # The error may be about something else, for example a copy of a pool that has ended.
         if number is None or all(step.number != number for step in self._steps):
             return False
         if self._refused is None or number < (self._refused.position or 0):
@@ -655,7 +656,7 @@ class DecodeEngine:
         self, bucket: int, rows: Rows, guidance: StepGuidance | None, chosen: "NDArray[np.intp] | None"
     ) -> StepKind:
         kind, with_prompts = StepKind(guidance is not None), StepKind(guidance is not None, has_prompts=True)
-        # Only large buckets have kernels for prompts, so small steps are not searched for any.
+        # Only large buckets have kernels for prompts, so don't search small steps for prompts.
         if (bucket, 0, with_prompts) not in self._graphs:
             return kind
         cut = with_prompts._replace(is_cut=True)

@@ -25,98 +25,97 @@ from gpulease.client.decode.row_records import ENTRY, GUIDE, MAX_RANKS, PAGE, RA
 from gpulease.client.handles import Buffer
 
 MAX_PROGRAMS: Final = 264
-"""Sums are split while a launch has at most this many programs of 64 columns: two for each of an H100's 132
-multiprocessors."""
+"""Sums are split as long as the launch then has at most this many programs of 64 columns: two for each of an H100's
+132 multiprocessors."""
 
 MAX_SPLITS: Final = 8
 """Maximum number of parts of a sum. Each part is written to memory and read again."""
 
 LEAST_CHUNK: Final = 384
-"""Minimum number of columns in one part. With fewer, to write and read the part would cost more than the parallel sum
-saves."""
+"""Minimum number of columns in one part. With fewer, writing and reading the part would take longer than the parallel
+sum saves."""
 
 CHUNK_STEP: Final = 256
-"""The columns of a part are a multiple of this: of Q4_K's block, and of every tile's depth."""
+"""The number of columns of a part is a multiple of this, and so of Q4_K's block and of every tile's depth."""
 
 BUCKET_STEP: Final = 128
-"""Rows between the buckets of large steps: the number of rows of the largest tiles, because fewer rows take the same
-time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8, 4.0, 4.8
-ms.)"""
+"""Difference in rows between the buckets of large steps. The largest tiles have this many rows, so fewer rows would
+take the same time. (H200, Llama-3.2-1B's shape: 160, 192, 256, 320, 384, 512 rows of a prompt take 2.2, 2.3, 2.4, 3.8,
+4.0, 4.8 ms.)"""
 
 HEAD_ROWS: Final = (64, 256)
-"""Rows that steps of prompts compute the head for, if no more rows need logits. 64 is for steps of prompts, and few
-sequences that decode: with this many rows, reading the head's weights takes longer than multiplying by them. 256 is for
-steps in which many sequences decode. Each number is a graph more for every larger bucket."""
+"""Numbers of rows for which steps with prompts compute the head, if no more rows need logits. 64 is for steps in which
+few sequences decode: with so few rows, reading the head's weights takes longer than multiplying by them. 256 is for
+steps in which many sequences decode. Each number needs one more graph for every larger bucket."""
 
 LAUNCH_BYTES: Final = 8 << 10
-"""Bytes of the card that a recorded launch takes at most. (H200, five graphs of 69 to 149 launches: 6 to 12 KB each,
-in pages of 2 MiB.)"""
+"""Estimate of the card's memory for one recorded launch, in bytes. (H200, five graphs of 69 to 149 launches: 6 to 12 KB
+for each launch, in pages of 2 MiB.)"""
 
 MAX_RECORDED_LAUNCHES: Final = 11_000
-"""Maximum number of launches in the graphs of a model, without a second set for the other step in flight, if some
-compute the head for HEAD_ROWS. So the two sets fit into the 176 MiB that a worker may take of an NVIDIA card in
-addition to its lease. Models that exceed it have only the graphs that they need, and a larger lease
-(`excess_launches`)."""
+"""Maximum number of launches in one set of a model's graphs; each of the two steps in flight has such a set. With this
+limit both sets fit into the 176 MiB that a worker may use on an NVIDIA card in addition to its lease. A model that
+would exceed it has no graphs for HEAD_ROWS, and if that is not enough, a larger lease (`excess_launches`)."""
 
 MAX_ATTENTION_PROGRAMS: Final = 8 * 132
 """Approximate number of attention programs in a step: eight for each of an H100's multiprocessors."""
 
 MIN_CUT_POSITIONS: Final = 3072
-"""The longest sequence of a step has at least so many positions if the step's attention is cut into spans."""
+"""A step's attention is cut into spans only if its longest sequence has at least this many positions."""
 
 UNEVENNESS: Final = 1
-"""By how much the longest tile exceeds its share of a step if the step's attention is cut into spans."""
+"""A step's attention is cut into spans only if its longest tile is longer than this multiple of an equal share."""
 
 WHOLE_SPLITS: Final = 16
-"""Maximum number of splits of a tile of rows that is not cut into spans: so many take little longer than cutting and
-combining."""
+"""Maximum number of splits of a tile that is not cut into spans. Computing this many in one program takes little longer
+than cutting and combining."""
 
 SPAN_SPLITS: Final = 8
-"""Splits of a span, if not too many spans are needed: few enough that one program needs no longer for it than for short
-sequences, many enough that its start and end matter little."""
+"""Number of splits of a span, unless that makes too many spans: few enough that its program takes no longer than one
+for a short sequence, many enough that the program's start and end matter little."""
 
 MAX_SPANS: Final = 256
-"""Maximum number of spans of the tiles of a step that are cut."""
+"""Maximum number of spans into which all tiles of a step are cut."""
 
 PLACED_ROWS: Final = 64
-"""Rows whose attention can be cut into spans (`cut_spans`) at the most positions of a sequence."""
+"""Number of rows for which there is room to cut attention into spans (`cut_spans`) if their sequences have the maximum
+length."""
 
 MAX_PLACES: Final = 16_384
 """Maximum number of parts of attention, one for each row and split, that steps with spans have room for. A part takes 8
-or 17 KB of the card with 32 heads that are 64 or 128 wide."""
+or 17 KB of the card's memory with 32 heads of width 64 or 128."""
 
-LAUNCHES_A_TURN: Final = 8
-"""Most launches in one turn of the event loop, in which no step of another model is planned.
+LAUNCHES_PER_TURN: Final = 8
+"""Maximum number of launches in one turn of the event loop. During a turn no step of another model is planned.
 
-Recording one takes about 30 us of Python. A turn costs about 10 us, and another model's step several turns.
+Recording a launch takes about 30 us of Python. A turn costs about 10 us, and another model's step takes several turns.
 """
 
 _SPAN_BYTES: Final = 8 * 4
-"""A span's record, and a row's place and splits (`cut_spans`), in 32-bit words."""
+"""Size of a span's record of 32-bit words (`cut_spans`)."""
 
 _CUT_BYTES: Final = 2 * 4
+"""Size of a row's place and number of splits, in 32-bit words (`cut_spans`)."""
 
 MAX_BUFFER_BYTES: Final = 2 * (2**31 - 1)
-"""Maximum number of bytes of one buffer: kernels index its values, of at least two bytes, in 32 bits."""
-
+"""Maximum size of one buffer, in bytes: kernels index its values, of at least two bytes each, with 32-bit integers."""
 
 MAX_GUIDED_ROWS: Final = 64
-"""Maximum number of rows of a step with entries or a mask. Each may need as many entries as it has tokens, in separate
-memory."""
+"""Maximum number of rows of a step that have entries or a mask. Each may need as many entries as its sequence has
+tokens, so each costs memory."""
 
 MAX_BIASES: Final = 1024
 """Maximum number of tokens for which a request may change logits, in addition to those in its sequence."""
 
 
 def parts_of(rows: int, columns: int) -> tuple[int, int]:
-    """Return how the sums of a linear [rows, columns] are cut: the number of parts, and the columns of each.
+    """Return how the sums of a linear [rows, columns] are cut: the number of parts, and the number of columns of each.
 
     Both depend only on the weight's shape, and not on the step: the order of additions decides a result's last bits.
     """
-    # Double the parts while all programs still fit on the card at once and no part gets too short.
+    # Double the number of parts while all programs fit on the card at once and no part gets too short.
     splits = 1
     while 2 * splits <= MAX_SPLITS and -(-rows // 64) * 2 * splits <= MAX_PROGRAMS:
-        # Parts this short would cost more to write and read again than they save.
         if columns // (2 * splits) < LEAST_CHUNK:
             break
         splits *= 2
@@ -125,21 +124,21 @@ def parts_of(rows: int, columns: int) -> tuple[int, int]:
 
 
 def chunk_of(columns: int, splits: int) -> int:
-    """Return the columns of each part of a sum that is cut into at most `splits` parts."""
+    """Return the number of columns of each part of a sum that is cut into at most `splits` parts."""
     return -(-columns // (splits * CHUNK_STEP)) * CHUNK_STEP
 
 
 def buckets_of(max_rows: int) -> tuple[int, ...]:
     """Return the numbers of rows that steps are padded to, the last of which is `max_rows`.
 
-    They are powers of two, and from BUCKET_STEP on its multiples.
+    They are powers of two up to BUCKET_STEP, and from there multiples of it.
     """
     powers = (1 << i for i in range((min(max_rows, BUCKET_STEP + 1) - 1).bit_length()))
     return (*powers, *range(2 * BUCKET_STEP, max_rows, BUCKET_STEP), max_rows)
 
 
 def head_rows_of(chosen: int, rows: int) -> int | None:
-    """Return how many of a step's rows the head is computed for if `chosen` of them need logits; None: for all."""
+    """Return for how many of a step's rows the head is computed if `chosen` of them need logits; None for all."""
     return next((head_rows for head_rows in HEAD_ROWS if chosen <= head_rows < rows), None)
 
 
@@ -149,7 +148,7 @@ class StepKind(NamedTuple):
     Attributes:
         is_guided: Whether the step also reads `guides`.
         has_prompts: Whether adjacent rows are of one sequence.
-        head_rows: How many rows, the first ones, get logits and a token; None: all.
+        head_rows: How many rows, from the first on, get logits and a token; None: all.
         is_cut: Whether the attention of long sequences is cut into spans. Then `has_prompts` is set.
     """
 
@@ -167,9 +166,9 @@ class StepLimits:
     """Sizes that the engine's buffers have room for.
 
     Attributes:
-        max_rows: Rows of a step.
-        tables: Sequences that have a block table at the same time.
-        positions: Positions of a sequence.
+        max_rows: Maximum number of rows of a step.
+        tables: Maximum number of sequences that have a block table at the same time.
+        positions: Maximum number of positions of a sequence.
     """
 
     max_rows: int
@@ -178,29 +177,29 @@ class StepLimits:
 
     @property
     def table_blocks(self) -> int:
-        """Entries of a sequence's block table: the blocks of its `positions`."""
+        """Number of entries of a sequence's block table: one for each block of its `positions`."""
         return -(-self.positions // PAGE)
 
     @property
     def guided_rows(self) -> int:
-        """The most rows of a step that have entries or a mask."""
+        """Maximum number of rows of a step that have entries or a mask."""
         return min(self.max_rows, self.tables, MAX_GUIDED_ROWS)
 
     def entries(self, vocabulary: int) -> int:
-        """The most entries of a step: in each of `guided_rows`, its tokens and MAX_BIASES others."""
+        """Return the maximum number of entries of a step: for each guided row, its tokens and MAX_BIASES others."""
         return self.guided_rows * min(vocabulary, self.positions + MAX_BIASES)
 
     @property
     def splits(self) -> int:
-        """The most parts that a sequence's attention is cut into."""
+        """Maximum number of parts that a sequence's attention is cut into."""
         return -(-self.positions // manifest().split)
 
 
 def is_uneven(rows: Rows, config: ModelConfig, limits: StepLimits) -> bool:
-    """Whether a step of these rows is faster if the attention of long sequences is cut into spans.
+    """Return whether a step of these rows is faster if the attention of long sequences is cut into spans.
 
-    That is so if the longest tile takes longer than its share of all, and the parts of all long tiles have places. It
-    changes no bits.
+    It is faster if the longest tile takes longer than an equal share of all tiles, and there is room for the parts of
+    all long tiles. The results have the same bits.
     """
     positions, tables, tile_rows = rows["position"], rows["table"], _tile_rows(config)
     longest = int(positions.max())
@@ -230,12 +229,12 @@ def layer_bytes(config: ModelConfig) -> int:
 
 
 def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
-    """Return the bytes of each of a step's buffers.
+    """Return the size of each of a step's buffers, in bytes.
 
-    Raises RequestRejected if one has more values than the kernels can index.
+    Raises RequestRejected if a buffer has more values than the kernels can index.
     """
     rows, heads = limits.max_rows, config.heads
-    # Rows and columns of a layer's linears: qkv, output, gate_up, down. They share one buffer for their parts.
+    # Rows and columns of a layer's linears: qkv, output, gate_up, down. Their parts share one buffer.
     linears = [
         ((heads + 2 * config.key_heads) * config.head_width, config.width),
         (config.width, heads * config.head_width),
@@ -243,12 +242,12 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         (config.width, config.inner_width),
     ]
     parts, gated, experts = 0, config.inner_width, dict[str, int]()
-    if (its := config.experts) is not None:
+    if (moe := config.experts) is not None:
         # The router's parts, and a part for each of a row's experts.
-        linears.append((its.count, config.width))
-        parts, gated = its.chosen * config.width, max(gated, its.chosen * its.width)
-        chosen = rows * its.chosen
-        tilings = [(_expert_tiles(its, rows, expert_rows), expert_rows) for expert_rows in _expert_tile_rows()]
+        linears.append((moe.count, config.width))
+        parts, gated = moe.chosen * config.width, max(gated, moe.chosen * moe.width)
+        chosen = rows * moe.chosen
+        tilings = [(_expert_tiles(moe, rows, expert_rows), expert_rows) for expert_rows in _expert_tile_rows()]
         experts = {
             "chosen": chosen * 4,
             "shares": chosen * 4,
@@ -256,7 +255,7 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
             "pairs": max(tiles * expert_rows for tiles, expert_rows in tilings) * 4,
         }
     spans = {"spans": _most_spans(rows) * _SPAN_BYTES, "cuts": rows * _CUT_BYTES} if _cuts_spans(config, limits) else {}
-    # Bytes of one f32 per head and part of a sequence, for steps with attention that is cut.
+    # One f32 per head and part of a sequence, for steps with attention that is cut.
     attention = _places(config, limits) * heads * 4
     # Buffers of one step, reused by every layer. Two steps in flight run one after the other on the card.
     sizes = {
@@ -363,7 +362,7 @@ class ForwardPass:
 
     @property
     def normed(self) -> Buffer:
-        """The last step's rows after the last norm: [R, width] bf16. The head reads them, and nothing after it."""
+        """The last step's rows after the last norm: [R, width] bf16. No kernel after the head reads this buffer."""
         return self._buffers["x"]
 
     @property
@@ -376,9 +375,9 @@ class ForwardPass:
         # Allocated before the kernels are recorded, because the graphs contain the buffers' addresses.
         for name, size in buffer_sizes(self.weights.config, self.limits).items():
             self._buffers[name] = await self._session.mem_alloc(size)
-        # It counts all launches of a step, which takes milliseconds for many layers.
+        # Compute this property in a thread: it counts all launches of a step, milliseconds of work for many layers.
         await asyncio.to_thread(lambda: self._computes_few_logits)
-        # A kernel per shape and number of rows: load those that any bucket uses, before the graphs are recorded.
+        # Each shape and number of rows has its own kernel: load all that any bucket uses, before recording graphs.
         for rows in buckets_of(self.limits.max_rows):
             for kind in self.kinds(rows):
                 async for launch in self._in_turns(rows, kind):
@@ -395,18 +394,18 @@ class ForwardPass:
         return _graphs(self.weights.config, self.limits, HEAD_ROWS) * launches <= MAX_RECORDED_LAUNCHES
 
     async def launch(self, rows: int, kind: StepKind = PLAIN) -> None:
-        """Launch, or record, the kernels of a step of `rows` rows, from `rows` to `results`."""
+        """Launch or record the kernels of a step of `rows` rows, which turn the buffer `rows` into `results`."""
         async for launch in self._in_turns(rows, kind):
             await self.library.launch(launch)
 
     async def _in_turns(self, rows: int, kind: StepKind) -> AsyncIterator[KernelLaunch]:
-        """Yield `launches`, and give the event loop a turn now and then.
+        """Yield `launches`, and let other tasks run every LAUNCHES_PER_TURN launches.
 
-        A launch that is recorded waits for nothing, so other models' steps would not get their turns.
+        Recording a launch never waits, so without this other models' steps would be delayed.
         """
         for number, launch in enumerate(self.launches(rows, kind), 1):
             yield launch
-            if number % LAUNCHES_A_TURN == 0:
+            if number % LAUNCHES_PER_TURN == 0:
                 await asyncio.sleep(0)
 
     def launches(self, rows: int, kind: StepKind = PLAIN) -> Iterator[KernelLaunch]:
@@ -424,8 +423,8 @@ class ForwardPass:
                 count=_tile_rows(config), room=_places(config, limits), whole_splits=WHOLE_SPLITS,
                 least_splits=SPAN_SPLITS, max_spans=MAX_SPANS,
             )  # fmt: skip
-        # The norm after a linear adds its parts to the residual, so it needs to know their number, and the outer norm
-        # of these parts. The first norm has none, because `embed` writes the residual itself.
+        # The norm after a linear adds the linear's parts to the residual. So it needs their number (`before`), and the
+        # outer norm of their sum. The first norm adds no parts, because `embed` writes the residual itself.
         before, outer = 0, None
         for index, layer in enumerate(self.weights.layers):
             # Attention: norm, qkv, rotation and append, attend, output projection.
@@ -457,14 +456,14 @@ class ForwardPass:
         logits: dict[str, Value] = {
             "parts": b["logits"], "splits": _splits(self.weights.head), "stride": rows * vocabulary, "V": vocabulary,
         }  # fmt: skip
-        # Two kernels, because the vocabulary of a row must be scanned by many programs to be fast.
+        # Use two kernels, because scanning a row's vocabulary is fast only with many programs.
         yield KernelLaunch("scan", (rows, blocks), **scanned, **logits, blocks=blocks)
         if not is_guided:
             yield KernelLaunch(
                 "sample", (rows,), results=b["results"], rows=b["rows"], **scanned, **logits, blocks=blocks
             )
             return
-        # The row's own logits stay unchanged: probabilities are theirs.
+        # The row's own logits stay unchanged, because reported probabilities are computed from them.
         chosen: dict[str, Value] = {
             "guided": b["guided"], "bests": b["guided_bests"], "tokens": b["guided_tokens"], "guides": b["guides"],
         }  # fmt: skip
@@ -484,7 +483,7 @@ class ForwardPass:
     def _normalise(self, rows: int, weight: Plane, before: int, outer: Plane | None) -> KernelLaunch:
         """Return the launch that adds the `before` parts of a linear to h, and writes h's norm to x.
 
-        With an `outer` norm, the parts' sum is normalised by it before it is added.
+        If there is an `outer` norm, it is applied to the parts' sum before the sum is added.
         """
         b, width = self._buffers, self.weights.config.width
         kind, extra_values = (
@@ -503,8 +502,8 @@ class ForwardPass:
         # Where this layer's keys and values are within a block of a region.
         place: dict[str, Value] = {"layer_bytes": index * layer_bytes(config), "block_bytes": block_bytes(config)}
         yield self._linear(layer.qkv, rows, "x")
-        # Rotate q and k, and append k and v to the rows' blocks. Rows of one step see each other's keys in the next
-        # kernel.
+        # Rotate q and k, and append k and v to the rows' blocks, so that the next kernel sees the keys of all rows of
+        # this step.
         rope = f"rope_append_{width}"
         programs = -(-(heads + 2 * key_heads) // manifest().kernels[rope].constants["HEADS"])
         cosines, sines = self.weights.rotary_tables(index)
@@ -519,17 +518,17 @@ class ForwardPass:
             "q": b["q"], "rows": b["rows"], "tables": b["tables"], **place, "table_blocks": limits.table_blocks,
             "H": heads, "G": key_heads, "scale": math.log2(math.e) / math.sqrt(config.score_divisor or width),
         }  # fmt: skip
-        # Sequences within the window need no mask, and give the same bits without it.
+        # If no sequence can be longer than the window, the kernels without a window give the same bits.
         window = config.window(index, limits.positions)
         suffix, window_values = f"{width}", dict[str, Value]()
         if window is not None:
             suffix, window_values = f"window_{width}", {"window": window}
-        # One program per row and key head if the sequences are short or the rows many; otherwise cut each sequence, so
-        # that few rows still fill the card. Both give the same bits.
+        # Use one program per row and key head if the sequences are short or the rows many; otherwise cut each sequence,
+        # so that few rows still fill the card. All of these kernels give the same bits.
         is_whole = rows > _split_rows(rows, config)
         parts: dict[str, Value] = {name: b[name] for name in ("totals", "tops", "sums")}
         if kind.is_cut and window is None:
-            # One program per span and key head: long sequences have several. Again the same bits.
+            # One program per span and key head: long sequences have several spans.
             for name in (f"attend_spans_{width}", f"attend_row_spans_{width}"):
                 yield KernelLaunch(name, (key_heads, _most_spans(rows)), x=b["x"], **parts, spans=b["spans"], **read)
             yield KernelLaunch(
@@ -537,11 +536,11 @@ class ForwardPass:
             )
             return
         if is_whole and kind.has_prompts:
-            # Adjacent rows of one sequence share what they read. Again the same bits.
+            # Adjacent rows of one sequence share what they read.
             yield KernelLaunch(f"attend_prompt_{suffix}", (rows, key_heads), x=b["x"], R=rows, **read, **window_values)
             return
         if limits.splits == 1 or is_whole:
-            # One program per row, key head and so many of its query heads.
+            # One program per row, key head and HEADS of its query heads.
             groups = -(-(heads // key_heads) // manifest().kernels[f"attend_whole_{suffix}"].constants["HEADS"])
             yield KernelLaunch(f"attend_whole_{suffix}", (rows, key_heads * groups), x=b["x"], **read, **window_values)
             return
@@ -581,15 +580,15 @@ class ForwardPass:
             splits=_splits(layer.router), stride=rows * count, E=count, K=experts.chosen,
             is_normalised=int(experts.is_normalised),
         )  # fmt: skip
-        # Gather the rows of each expert, so that its weights are read once for a tile of them. The number of tiles is
-        # the most that any choice needs; those that are left over compute nothing.
+        # Gather the rows of each expert, so that its weights are read once per tile of rows. The number of tiles is the
+        # maximum over all possible choices of experts; surplus tiles compute nothing.
         pairs, expert_rows = rows * experts.chosen, _rows_per_expert_tile(experts, rows)
         tiles = _expert_tiles(experts, rows, expert_rows)
         inputs: dict[str, Value] = {"pairs": b["pairs"], "tiles": b["tiles"]}
         yield KernelLaunch(
             "group", (count,), **inputs, experts=b["chosen"], P=pairs, E=count, T=tiles, rows_per_tile=expert_rows
         )
-        # Gate and up, then down, times the expert's share. The next norm adds a row's experts as it does parts.
+        # Gate and up, then down, times the expert's share. The next norm adds a row's experts like parts of a sum.
         gated, down = (f"{name}_{expert_rows}" for name in ("experts_silu_bf16", "experts_bf16"))
         (gate_plane,), (down_plane,) = layer.gate_up.planes, layer.down.planes
         yield KernelLaunch(
@@ -605,7 +604,7 @@ class ForwardPass:
         """Return the launch that multiplies buffer `x` by a linear's weights, and writes the parts of its sums."""
         splits, chunk = parts_of(linear.rows, linear.columns)
         name = tile_of(f"linear_{linear.layout}", self.target, rows, linear.rows, splits)
-        # Kernels of different layouts have different weights' parameters between x and R.
+        # Kernels of different layouts have different parameters for the weights, between x and R.
         planes: dict[str, Value] = dict(zip(_planes(manifest().kernels[name]), linear.planes, strict=True))
         shape = {"R": rows, "N": linear.rows, "K": linear.columns}
         grid, b = linear_grid(name, rows, linear.rows, splits), self._buffers
@@ -613,30 +612,30 @@ class ForwardPass:
 
 
 def _kinds(rows: int, config: ModelConfig, limits: StepLimits, few: Iterable[int]) -> list[StepKind]:
-    """Return the kinds of steps of `rows` rows, if those of prompts may compute the head for `few` rows."""
+    """Return the kinds of steps of `rows` rows, if steps with prompts may compute the head for only `few` rows."""
     if rows <= _split_rows(rows, config):
         return [StepKind(is_guided) for is_guided in (False, True)]
     kinds = [StepKind(*flags) for flags in product((False, True), (False, True))]
     if _cuts_spans(config, limits) and rows <= manifest().kernels["cut_spans"].constants["LANES"]:
         kinds += [StepKind(is_guided, has_prompts=True, is_cut=True) for is_guided in (False, True)]
-    # Only prompts have rows without logits. Guided steps are too rare to have graphs of their own for that.
+    # Only prompts have rows without logits. Guided steps are too rare to have such graphs.
     return kinds + [StepKind(False, True, head_rows) for head_rows in few if head_rows < rows]
 
 
 def _graphs(config: ModelConfig, limits: StepLimits, few: Iterable[int]) -> int:
-    """Return the number of graphs for one step in flight, if those of prompts may compute the head for `few` rows."""
+    """Return the number of graphs in one set, if steps with prompts may compute the head for only `few` rows."""
     return sum(len(_kinds(rows, config, limits, few)) for rows in buckets_of(limits.max_rows))
 
 
 def _cuts_spans(config: ModelConfig, limits: StepLimits) -> bool:
-    """Whether steps of many rows may have tiles that are long enough to be cut."""
+    """Return whether steps of many rows may have tiles that are long enough to be cut."""
     if limits.positions <= MIN_CUT_POSITIONS or limits.max_rows <= _split_rows(limits.max_rows, config):
         return False
     return any(config.window(layer, limits.positions) is None for layer in range(config.layers))
 
 
 def _places(config: ModelConfig, limits: StepLimits) -> int:
-    """The number of parts of attention, one for each row and split, that a step has room for."""
+    """Return the number of parts of attention, one for each row and split, that a step has room for."""
     places = _split_rows(limits.max_rows, config) * limits.splits
     if not _cuts_spans(config, limits):
         return places
@@ -644,53 +643,53 @@ def _places(config: ModelConfig, limits: StepLimits) -> int:
 
 
 def _most_spans(rows: int) -> int:
-    """The most spans of a step: each row may be a tile of its own."""
+    """Return the maximum number of spans of a step, in which each row may be a separate tile."""
     return rows + MAX_SPANS
 
 
 def _tile_rows(config: ModelConfig) -> int:
-    """The most rows of a tile of a prompt: each lane has a query head of a row."""
+    """Return the maximum number of rows of a prompt's tile: each lane computes one query head of one row."""
     lanes = manifest().kernels[f"attend_spans_{config.head_width}"].constants["LANES"]
     return lanes // (config.heads // config.key_heads)
 
 
 def _most_launches(config: ModelConfig, limits: StepLimits) -> int:
-    """Return the most launches of a step (`ForwardPass.launches`)."""
-    # In each layer 5 with qkv, if attention is cut, or 6 if it is cut into spans, the output, 2 norms, and the
-    # feed-forward part: 3, or 5 with experts. Beyond the layers the embedding, the spans, the norm, the head, and the 4
-    # that choose tokens in a guided step.
+    """Return the maximum number of launches of a step (`ForwardPass.launches`)."""
+    # Each layer has 4 launches for qkv, rotation and attention in parts (5 if attention is cut into spans), 1 for the
+    # output, 2 norms, and 3 for the feed-forward part (5 with experts). In addition: the embedding, the cutting into
+    # spans, the last norm, the head, and the 4 that choose tokens in a guided step.
     attention, rest = 7 + _cuts_spans(config, limits), 8
     return sum(attention + (5 if config.experts_of(layer) else 3) for layer in range(config.layers)) + rest
 
 
 def _split_rows(rows: int, config: ModelConfig) -> int:
-    """The most rows of a step with attention that is cut into parts.
+    """Return the maximum number of rows of a step whose attention is cut into parts.
 
-    With more rows there are enough programs without that.
+    Steps with more rows have enough programs without cutting.
     """
     return min(rows, (MAX_PROGRAMS - 1) // config.key_heads)
 
 
 def _expert_tile_rows() -> list[int]:
-    """Return the rows of the tiles that experts are computed in, in ascending order."""
+    """Return the numbers of rows that experts' tiles can have, in ascending order."""
     return [manifest().kernels[name].constants["BM"] for name in tiles_of("experts_bf16", SM_80)]
 
 
 def _rows_per_expert_tile(experts: Experts, rows: int) -> int:
-    """Return the rows of the tiles for a step: the smallest ones that hold the rows that an expert has on average."""
+    """Return the number of rows of a step's tiles: the smallest that an expert's average number of rows fits into."""
     sizes = _expert_tile_rows()
     return next((size for size in sizes if size * experts.count >= rows * experts.chosen), sizes[-1])
 
 
 def _expert_tiles(experts: Experts, rows: int, expert_rows: int) -> int:
-    """Return the most tiles of `expert_rows` rows that the experts of `rows` rows need, however they are chosen."""
+    """Return how many tiles of `expert_rows` rows `rows` rows need at most, whichever experts they choose."""
     pairs = rows * experts.chosen
-    # Each expert with a pair has one tile that need not be full.
+    # Each expert that any row has chosen may have one tile that is not full.
     return pairs // expert_rows + min(experts.count, pairs)
 
 
 def _scanned_blocks(config: ModelConfig) -> int:
-    """The number of blocks of the vocabulary; one program scans each block."""
+    """Return the number of blocks of the vocabulary, each of which one program scans."""
     return -(-config.vocabulary // manifest().kernels["scan"].constants["BLOCK_V"])
 
 

@@ -15,22 +15,20 @@ from gpulease.client.kernel_args import KernelArgs
 _FOLDER: Final = "gpulease.client.decode.kernels"
 
 _SCRATCH_PARAMETERS: Final = 2
-"""Pointers to scratch memory that Triton appends to every kernel's parameters.
-
-These kernels use none, so they are 0.
-"""
+"""Number of pointers to scratch memory that Triton appends to every kernel's parameters. These kernels use no scratch
+memory, so the pointers are 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestKernel:
-    """Facts of the manifest about a kernel.
+    """The manifest's entry for a kernel.
 
     Attributes:
         kernel: Its name in the PTX.
-        target: Architecture that it is compiled for: `sm_80`, which later cards run, too, or `sm_90a`, which no other
-            runs.
-        threads: Threads of a block.
-        shared_bytes: Dynamic shared memory.
+        target: Architecture that it is compiled for: `sm_80`, which later cards also run, or `sm_90a`, which only cards
+            of compute capability 9.0 run.
+        threads: Number of threads of a block.
+        shared_bytes: Bytes of dynamic shared memory.
         parameters: Names of its parameters, in order.
         constants: Constants that it was compiled with, including its tile's sizes.
     """
@@ -48,9 +46,9 @@ class Manifest:
     """Settings that the kernels were compiled with.
 
     Attributes:
-        split: Positions in one part of a sequence's attention.
-        heads: The most query heads per key head.
-        kernels: Facts by the names of the files, without `.ptx`.
+        split: Number of positions in one part of a sequence's attention.
+        heads: Maximum number of query heads per key head.
+        kernels: Kernels by the names of their files, without `.ptx`.
     """
 
     split: int
@@ -61,7 +59,7 @@ class Manifest:
 @cache
 def manifest() -> Manifest:
     """Return the package's manifest, which `build` wrote. It is read once per process."""
-    # The parameters' order is the kernel's, so launches can name them instead of counting positions.
+    # The manifest lists a kernel's parameters in order, so launches can name them instead of counting positions.
     document = json.loads(files(_FOLDER).joinpath("manifest.json").read_text())
     kernels = {
         name: ManifestKernel(
@@ -82,7 +80,7 @@ def kernels_sha256() -> str:
     """Return the SHA-256 of the manifest and all PTX, on which the bits of results depend."""
     digest = hashlib.sha256()
     names = sorted(f"{name}.ptx" for name in manifest().kernels)
-    # Digests of digests, in a fixed order: the result depends on each file's name and content.
+    # Hash the files' digests in the order of their names.
     for name in ("manifest.json", *names):
         digest.update(hashlib.sha256(files(_FOLDER).joinpath(name).read_bytes()).digest())
     return digest.hexdigest()
@@ -97,7 +95,7 @@ class KernelLaunch:
 
     Attributes:
         name: The kernel's name in the manifest.
-        grid: Its programs.
+        grid: The dimensions of its grid.
         values: Its parameters by name.
     """
 
@@ -108,9 +106,9 @@ class KernelLaunch:
 
 
 def starting_early(ptx: bytes) -> bytes:
-    """Return a kernel for compute capability 9.0 that may start while the launch before it ends, as graphs then do.
+    """Return a kernel for compute capability 9.0 that a graph may start before the previous launch has ended.
 
-    Its blocks wait for that launch before they do anything else, so its results are the same.
+    Its blocks wait for the end of that launch before they do anything else, so its results are the same.
     """
     head, body = ptx.replace(b".target sm_80\n", b".target sm_90\n").split(b"\n{\n", 1)
     return head + b"\n{\n\tgriddepcontrol.wait;\n" + body

@@ -1,7 +1,7 @@
-"""The tile that computes a linear, by the step's rows, the weight's shape and the card.
+"""Chooses the tile that computes a linear layer, by the step's rows, the weight's shape and the card.
 
-The choice changes a step's time, but never its bits (kernels/triton_source.py). The rules are those that were fastest
-on an H200.
+The choice changes a step's time, but never its results' bits (kernels/triton_source.py). The rules are those that were
+fastest on an H200.
 """
 
 import math
@@ -17,8 +17,8 @@ SM_90A: Final = "sm_90a"
 """Architecture of the kernels that only cards of compute capability 9.0 run (PTX ISA, `.target`)."""
 
 ENOUGH_PROGRAMS: Final = 96
-"""Minimum number of programs of a launch for the larger of two tiles. Fewer would leave too many of 132 multiprocessors
-idle."""
+"""Minimum number of programs that a launch must have for the larger of two tiles to be chosen. With fewer, too many of
+132 multiprocessors would be idle."""
 
 ENOUGH_WAITING_PROGRAMS: Final = 200
 """Like ENOUGH_PROGRAMS, for 64 rows or fewer. The programs then wait for memory, so each multiprocessor needs more than
@@ -29,10 +29,10 @@ MULTIPROCESSORS: Final = 132
 """Multiprocessors of an H100 or H200, each of which runs one program of a linear whose programs take turns."""
 
 IN_TURNS: Final = "_in_turns"
-"""Suffix of functions whose programs take turns at tiles; they give the same bits."""
+"""Suffix of functions whose programs take turns: each computes several tiles. Their results have the same bits."""
 
 VECTOR: Final = 16
-"""Columns of the result must be a multiple of this for these programs: they store several at once."""
+"""For these programs, the number of the result's columns must be a multiple of this: they store several at once."""
 
 
 def target_of(driver: str, compute_capability: int) -> str:
@@ -49,11 +49,11 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
         target: The card's architecture, SM_80 or SM_90A.
         rows: Rows of the step.
         columns: Columns of the result.
-        parts: Parts that its sums are cut into.
+        parts: Number of parts that its sums are cut into.
     """
     smallest, *others = tiles_of(function, SM_80)
     target_tiles = tiles_of(function, target) if target != SM_80 else []
-    # Up to the smallest tile's rows, or without tiles for this card alone: the smallest tile that has all rows.
+    # For few rows, or if the card's architecture has no tiles: the smallest tile that has room for all rows.
     if rows <= _rows(smallest) or not target_tiles:
         return next((name for name in (smallest, *others) if _rows(name) >= rows), others[-1])
     # Tiles of the card's own architecture, in ascending size.
@@ -63,22 +63,23 @@ def tile_of(function: str, target: str, rows: int, columns: int, parts: int) -> 
         return medium if _programs(medium, rows, columns) * parts >= ENOUGH_WAITING_PROGRAMS else small
     in_turns = tiles_of(function + IN_TURNS, target) if columns % VECTOR == 0 else []
     if in_turns and _programs(in_turns[-1], rows, columns) * parts > MULTIPROCESSORS:
-        # More tiles than fit at once: copying and multiplying by different warps overlap one tile's end with the
-        # next one's beginning. The last turn may be of few tiles, so that smaller ones take less time.
+        # There are more tiles than can run at once. In these kernels some warps copy while others multiply, so the end
+        # of one tile overlaps with the beginning of the next. If the last turn would have few tiles, smaller tiles can
+        # be faster.
         return min(reversed(in_turns), key=lambda name: _turns_columns(name, rows, columns, parts))
     return large if _programs(large, rows, columns) * parts >= ENOUGH_PROGRAMS else medium
 
 
 def tiles_of(function: str, target: str) -> list[str]:
-    """Return the names of the kernels of a function for an architecture, those of smaller tiles first."""
+    """Return the names of the kernels of a function for an architecture, smaller tiles first."""
     kernels = manifest().kernels
-    # One function compiled for several tiles: the manifest has an entry for each.
+    # A function is compiled for several tiles; the manifest has an entry for each.
     names = [name for name, facts in kernels.items() if facts.kernel == function and facts.target == target]
     return sorted(names, key=lambda name: (_rows(name), kernels[name].constants["BN"]))
 
 
 def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
-    """Return the programs of a tile's launch. Those that read the same weights are adjacent, so the cache serves them.
+    """Return the grid of a tile's launch. Programs that read the same weights are adjacent, so the cache serves them.
 
     Args:
         name: The tile's kernel.
@@ -90,14 +91,14 @@ def grid_of(name: str, rows: int, columns: int) -> tuple[int, int]:
 
 
 def linear_grid(name: str, rows: int, columns: int, parts: int) -> tuple[int, ...]:
-    """Return the programs of a linear's launch: of tiles, columns of tiles and parts, or of as many as run at once."""
+    """Return the grid of a linear's launch: a program per tile and part, or as many as run at once and take turns."""
     if "COPIERS" not in manifest().kernels[name].constants:
         return (*grid_of(name, rows, columns), parts)
     return (min(_programs(name, rows, columns) * parts, MULTIPROCESSORS),)
 
 
 def _turns_columns(name: str, rows: int, columns: int, parts: int) -> int:
-    """Return how many columns of tiles a multiprocessor computes at most, one after the other."""
+    """Return the largest number of columns that one multiprocessor computes, counting all of its turns."""
     turns = -(-_programs(name, rows, columns) * parts // MULTIPROCESSORS)
     return turns * manifest().kernels[name].constants["BN"]
 

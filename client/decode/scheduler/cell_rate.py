@@ -21,7 +21,7 @@ class CellRate:
         return delay_s if delay_s > ROUNDING_S else 0.0
 
     def take(self, now: float) -> float:
-        """Take a permit, and return 0; without one, return the seconds until there is one, and take none."""
+        """Take a permit and return 0. If there is none, take nothing and return the seconds until the next one."""
         delay_s = self.delay_s(now)
         if not delay_s:
             # After a pause the schedule restarts at `now`, so unused time earns no more than the burst.

@@ -11,12 +11,12 @@ The rules:
 
 1. The memory of all models that are loaded, or being moved to or from the card, never exceeds `card_bytes`. The memory
    of all models that are parked, or being moved to or from the host's memory, never exceeds `parked_bytes`.
-2. A model with a request in use is never parked or unloaded.
+2. A model that a request uses is never parked or unloaded.
 3. Models get room in the order in which their first waiting requests came. No model overtakes the first one.
 4. To make room, the model that was used least recently leaves, but no model leaves within `min_stay_s` of its arrival.
    If all models that may leave are in use, the one that has been on the card for the longest time yields: its new
-   requests wait until those in use have ended and it has left. So no model waits longer than another's minimum stay
-   plus its longest request.
+   requests wait until the requests that use it have ended and it has left. So no model waits longer than another's
+   minimum stay plus its longest request.
 5. After a failed load, a model is loaded again only for a request that comes after `retry_at`.
 """
 
@@ -61,7 +61,7 @@ class ModelTerms:
         size_bytes: Bytes of its lease.
         is_parkable: Whether its lease can be parked.
         is_preloaded: Whether it is loaded without a request.
-        version: Changes with its other settings, so that a reload loads the model again.
+        version: A value that changes whenever its other settings change, so that a reload loads the model again.
     """
 
     size_bytes: int
@@ -83,7 +83,8 @@ class ResidencyLimits:
         card_bytes: Maximum memory of models on the card.
         parked_bytes: Maximum host memory of parked models; if 0, models are unloaded and never parked.
         min_stay_s: Seconds after its load or return for which a model keeps its place.
-        idle_s: Seconds without a request in use after which a model is parked; None to park only when room is needed.
+        idle_s: Seconds after its last request at which an unused model is parked; None to park only when room is
+            needed.
         max_waiting: Maximum number of requests that wait for one model.
     """
 
@@ -182,7 +183,7 @@ class ResidentModel:
         awaits_room: Whether its load was refused for a lack of room that unloading a parked model may provide.
         next_terms: Terms from a reload, which apply once it is unloaded.
         is_removed: Whether a reload removed it: it is unloaded after its last request.
-        is_ended: Whether it is unloaded because of a fault: then it is FAILED.
+        is_ended: Whether it is being unloaded because of a fault; its next state is FAILED.
     """
 
     name: str
@@ -265,7 +266,7 @@ class ModelResidency:
             ticket: Its number, used once.
             model: The model's name.
             now: Monotonic seconds.
-            deadline: When it is refused if it still waits.
+            deadline: The time at which it is refused if it still waits.
         """
         resident = self.models.get(model)
         if resident is None or resident.is_removed:
@@ -285,7 +286,7 @@ class ModelResidency:
         return self._advance(now)
 
     def release(self, ticket: int, now: float) -> list[Effect]:
-        """Process that a request no longer uses its model, or no longer waits for it. Ignored if it was refused."""
+        """Process the end of a request, whether it used its model or waited. Ignored if the request was refused."""
         resident = self.models.get(self._tickets.pop(ticket, ""))
         if resident is None:
             return []
@@ -326,30 +327,30 @@ class ModelResidency:
         return [*self._fail(resident, reason, now), *self._advance(now)]
 
     def returned(self, model: str, now: float) -> list[Effect]:
-        """Process that a parked model's memory is back on the card."""
+        """Process the end of a return: a parked model's memory is back on the card."""
         if (resident := self._in(model, ModelState.RETURNING)) is not None:
             self._arrive(resident, now)
         return self._advance(now)
 
     def return_failed(self, model: str, now: float) -> list[Effect]:
-        """Process that a parked model can't return: unload it, and load it again if requests wait for it."""
+        """Process a failed return: unload the model, and load it again if requests wait for it."""
         if (resident := self._in(model, ModelState.RETURNING)) is None:
             return []
         return [self._unload(resident, leaves_card=True), *self._advance(now)]
 
     def parked(self, model: str, now: float) -> list[Effect]:
-        """Process that a model's memory has left the card, so that others can have its room."""
+        """Process the end of a park: a model's memory has left the card, so another model can have its room."""
         if (resident := self._in(model, ModelState.PARKING)) is not None:
             resident.state = ModelState.PARKED
         return self._advance(now)
 
     def park_failed(self, model: str, now: float, *, is_for_good: bool) -> list[Effect]:
-        """Process that a model can't be parked: its memory is still on the card.
+        """Process a failed park: the model's memory is still on the card.
 
         Args:
             model: The model.
             now: Monotonic seconds.
-            is_for_good: Whether the node parks nothing at all. From then on models are unloaded instead.
+            is_for_good: Whether the node can park no lease at all. From then on models are unloaded instead.
         """
         if (resident := self._in(model, ModelState.PARKING)) is not None:
             resident.state, resident.can_park = ModelState.LOADED, False
@@ -358,7 +359,7 @@ class ModelResidency:
         return self._advance(now)
 
     def unloaded(self, model: str, now: float) -> list[Effect]:
-        """Process that a model is closed and its lease is freed."""
+        """Process the end of an unload: a model is closed and its lease is freed."""
         resident = self.models[model]
         resident.state = ModelState.UNLOADED
         if resident.is_ended:
@@ -371,7 +372,7 @@ class ModelResidency:
         return self._advance(now)
 
     def ended(self, model: str, reason: str, now: float) -> list[Effect]:
-        """Process that a loaded model has ended by a fault: close it, as if its load had failed."""
+        """Process a fault that ended a loaded model: close the model as if its load had failed."""
         resident = self.models[model]
         if not resident.card_bytes + resident.host_bytes or resident.state in (
             ModelState.LOADING,
@@ -385,9 +386,9 @@ class ModelResidency:
         return [self._unload(resident, leaves_card=resident.state is not ModelState.PARKED), *self._advance(now)]
 
     def engine_reopened(self, model: str, now: float) -> list[Effect]:
-        """Process that a parked model's lease was lost and its decoder has opened another one on the card: unload it.
+        """Unload a parked model that is back on the card: its lease was lost, and its decoder has opened another one.
 
-        Until that is done, models may have more memory on the card than `card_bytes`.
+        Until it is unloaded, models may have more memory on the card than `card_bytes`.
         """
         if (resident := self._in(model, ModelState.PARKED)) is None:
             return []
@@ -402,7 +403,7 @@ class ModelResidency:
     def change(self, models: Mapping[str, ModelTerms], now: float) -> list[Effect]:
         """Serve these models from now on.
 
-        New models are added. Models that the new list leaves out are unloaded after their last request in use, and
+        New models are added. Models that the new list leaves out are unloaded when no request uses them any more, and
         their waiting requests are refused. Models with other terms are loaded again, and their requests wait for that.
         Raises ValueError for a model that is larger than the card: nothing changes then.
         """
@@ -427,7 +428,7 @@ class ModelResidency:
         return [*effects, *self._advance(now)]
 
     def drain(self, now: float) -> list[Effect]:
-        """Refuse the waiting requests, and all that come later. Those in use continue."""
+        """Refuse the waiting requests and all later ones. Requests that use a model continue."""
         self._is_stopping = True
         effects: list[Effect] = []
         for resident in self.models.values():
@@ -438,7 +439,7 @@ class ModelResidency:
     # --- the time ---
 
     def tick(self, now: float) -> list[Effect]:
-        """Refuse requests that have waited too long, park idle models, and make room after a stay."""
+        """Refuse requests that have waited too long, park idle models, and evict models after their minimum stay."""
         return self._advance(now)
 
     def next_deadline(self, now: float) -> float | None:
@@ -500,7 +501,7 @@ class ModelResidency:
         ]
         # First evict models that no request uses, the least recently used first.
         for model in sorted(loaded, key=lambda model: model.used_at):
-            # A request that waits for a loaded model is admitted before the model can be idle.
+            # A loaded model with waiting requests is not idle: its requests are admitted first.
             if coming >= size:
                 break
             if not model.in_use and not model.waiting:
@@ -520,7 +521,7 @@ class ModelResidency:
         return False
 
     def _evict(self, model: ResidentModel, effects: list[Effect]) -> None:
-        """Park a model that nothing uses, or begin to make room for that; if there can be none, unload it."""
+        """Park an unused model, or first unload older parked models for it; if neither is possible, unload it."""
         size = model.terms.size_bytes
         if self._may_park(model):
             free = self._limits.parked_bytes - self.host_bytes
@@ -547,7 +548,7 @@ class ModelResidency:
                 yield Park(model.name)
 
     def _may_park_idle(self, model: ResidentModel) -> bool:
-        # Start no park while the pool stops, because it closes the models.
+        # Don't park anything while the pool is stopping, because it closes the models.
         is_idle = model.is_open and not model.in_use and not model.waiting and not self._is_stopping
         # Park idle models only into free memory, because no model needs their place on the card.
         has_room = self._limits.parked_bytes - self.host_bytes >= model.terms.size_bytes
@@ -575,7 +576,7 @@ class ModelResidency:
         return min(candidates, key=_order_of, default=None)
 
     def _in(self, model: str, state: ModelState) -> ResidentModel | None:
-        """Return a model if it is in this state; None if not, because the answer about it is late."""
+        """Return a model if it is in this state, otherwise None: the report about it has come too late."""
         resident = self.models.get(model)
         return resident if resident is not None and resident.state is state else None
 

@@ -21,7 +21,7 @@ from typing import Final
 from gpulease.client.decode.row_records import PAGE
 
 KEY_BYTES: Final = 16
-"""Bytes of a key. A region has only one tenant's tokens, and a collision would need 2^64 blocks."""
+"""Length of a key in bytes. A region has only one tenant's tokens, and a collision would need 2^64 blocks."""
 
 _TOKENS: Final = Struct(f"<{PAGE}i")
 
@@ -77,7 +77,8 @@ class RegionBlocks:
         """
         parent = keys[-1] if keys else self._root
         if salt and not keys:
-            # JSON's strings may have unpaired surrogates. Hashed apart from blocks: a salt may have a block's bytes.
+            # JSON strings may have unpaired surrogates. `person` keeps the hash of a salt different from that of a
+            # block with the same bytes.
             hashed = parent + salt.encode(errors="surrogatepass")
             parent = blake2b(hashed, digest_size=KEY_BYTES, person=b"salt").digest()
         for index in range(len(keys), count):
@@ -86,7 +87,7 @@ class RegionBlocks:
             keys.append(parent)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return how many of the first blocks with these keys are published, and how many of those no sequence uses."""
+        """Return how many of the keys, from the first on, have a published block, and how many of these are unused."""
         count = reusable = 0
         for key in keys:
             block = self._blocks.get(key)
@@ -97,9 +98,12 @@ class RegionBlocks:
         return count, reusable
 
     def find_shared(self, keys: Sequence[bytes]) -> tuple[str, int]:
-        """Return the shared prefix that has the most of the first blocks with these keys, and how many; "" for none."""
+        """Return the shared prefix that has blocks for the most of these keys, from the first on, and their number.
+
+        Returns ("", 0) if no prefix has the first one.
+        """
         name, count = "", 0
-        # A key names all tokens up to its block's end, so a prefix that has the last of these blocks has them all.
+        # A key depends on all tokens up to its block's end, so a prefix that has the last of these blocks has them all.
         for key in keys:
             if (names := self._shared.get(key)) is None:
                 break
@@ -114,7 +118,7 @@ class RegionBlocks:
             self._shared.setdefault(key, []).append(name)
 
     def detach(self, name: str) -> None:
-        """Let no other sequence use the blocks of a shared prefix."""
+        """Let no further sequence use the blocks of a shared prefix."""
         others = {key: [other for other in names if other != name] for key, names in self._shared.items()}
         self._shared = {key: names for key, names in others.items() if names}
 
@@ -144,10 +148,10 @@ class RegionBlocks:
         return block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference from each block. Those published longest ago should come last in the call."""
+        """Remove one reference from each block. Blocks that come later in `blocks` are evicted later."""
         for block in blocks:
             if block >= self.size:
-                continue  # The block is a shared prefix's, which has no references.
+                continue  # Blocks of shared prefixes have no reference counts.
             self._references[block] -= 1
             if not self._references[block]:
                 if block in self._keys:
@@ -172,7 +176,10 @@ class RegionBlocks:
     # --- blocks that are being computed ---
 
     def claim(self, writer: object, keys: Sequence[bytes]) -> bool:
-        """Announce that `writer` computes the blocks with these keys. Returns False if another computes the first."""
+        """Announce that `writer` computes the blocks with these keys.
+
+        Returns False, and changes nothing, if another writer computes the first of them.
+        """
         first = self._writers.get(keys[0]) if keys else writer
         if first is None:
             for key in keys:

@@ -1,7 +1,7 @@
 """The scheduler of continuous batches: makes decisions from events and the time. No I/O, no clock, no randomness.
 
-A harness drives it: `plan` returns the rows of the next step, and the harness reports the step's outcome with
-`completed` or `failed`. One step of run-ahead is possible: a step may be planned before the previous one is answered.
+A harness drives it: `plan` returns the rows of the next step, and the harness answers the step by calling `completed`
+or `failed`. One step of run-ahead is possible: a step may be planned before the previous one is answered.
 Times are monotonic seconds, of any origin.
 """
 
@@ -50,10 +50,10 @@ PREFILL_GRAIN: Final = PAGE
 
 MAX_PREEMPTIONS: Final = 2
 """Maximum number of times that one request may be preempted. Without a limit, a stream of heavier tenants' requests
-could prevent its end forever."""
+could keep it from ever finishing."""
 
 _ONE: Final = np.array(1)
-"""numpy adds an array in half the time of a number."""
+"""An array, because numpy adds an array twice as fast as a Python number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,23 @@ class SchedulerSettings:
     """The engine's limits. Raises ValueError for limits that no engine can have.
 
     Attributes:
-        max_sequences: Maximum number of live sequences: rows of the block tables.
-        max_rows: Maximum number of rows of a step. With `max_sequences + prefill_rows`, prompts keep their speed when
-            every sequence decodes.
+        max_sequences: Maximum number of live sequences. Each has one row of the block tables.
+        max_rows: Maximum number of rows of a step. If it is `max_sequences + prefill_rows`, prompts keep their speed
+            when every sequence decodes.
         prefill_rows: Maximum number of rows of prompts in a step that also has rows of decoding sequences.
         context: Maximum number of positions of a sequence.
-        vocabulary: Number of tokens.
+        vocabulary: Number of tokens in the vocabulary.
         end_tokens: Tokens that end a sequence.
         replays: Whether a revoked request continues after the tokens that it emitted; otherwise it starts again.
-        replay_wait_s: Seconds for which a replay may wait for its region and its admission, at least.
-        rebinds_at_once: How often a tenant's region may be rebuilt at once.
-        rebind_interval_s: Seconds after which it may be rebuilt one more time.
-        reuses_prefixes: Whether a prompt reuses the equal first blocks of the tenant's earlier sequences. Tokens are
-            the same either way.
-        window: Maximum number of positions that a row sees, including its own, in any layer of the model; None if it
-          sees all before it.
-        guided_rows: Maximum number of rows of a step with a guided choice of the token (`PromptRequest.guide`).
-        preempts: Whether tenants with a higher weight may take the tables of those with a lower one. Off by default,
+        replay_wait_s: Every replay may wait for at least this many seconds for its region and its admission.
+        rebinds_at_once: Number of times in a row that a tenant's region may be rebuilt without a pause.
+        rebind_interval_s: After those, seconds until each further rebuild.
+        reuses_prefixes: Whether a prompt reuses blocks that the tenant's earlier sequences computed for the same
+            tokens. The emitted tokens are the same either way.
+        window: Maximum number of positions that a row attends to in any layer of the model, its own included; None if
+            it attends to all earlier positions.
+        guided_rows: Maximum number of rows in a step for which a guide restricts the token (`PromptRequest.guide`).
+        preempts: Whether a tenant with a higher weight may take a table from one with a lower weight. Off by default,
             because a preempted sequence is computed again. Turn it on if a heavier tenant's first token matters more.
     """
 
@@ -109,61 +109,65 @@ class SchedulerSettings:
 class ContinuousBatchScheduler:
     """Decides which requests are admitted and which rows a step has.
 
-    **Admission.** A request is admitted when its tenant's `max_concurrent`, its region's free blocks and the engine's
-    tables let it in. At its admission it gets the blocks of its prompt, and later further ones as it grows. A tenant's
-    requests are admitted in order. A tenant contends while only the engine's lack of tables keeps its first request
-    out. Of the tenants that contend, the one with the least weighted virtual counter is admitted (VTC, arXiv
-    2401.00588). A counter grows by a prompt's tokens at its admission, and by each emitted token, over the weight. When
-    a tenant begins to contend, its counter is raised to the least counter of the contending tenants; if there is none,
-    to that of the last admission. So a tenant gains nothing from idle time or from time spent at its own limits.
+    **Admission.** A request is admitted when its tenant's `max_concurrent`, the free blocks of its region and the free
+    rows of the block tables (*tables*, one per live sequence) allow it. It then gets the blocks of its prompt, and
+    later more blocks as it grows. A tenant's requests are admitted in order. A tenant contends while its first request
+    waits only for a table. Of the tenants that contend, the one with the lowest weighted virtual counter is served next
+    (VTC, arXiv 2401.00588). A counter grows by the tokens of each admitted prompt and by each emitted token, divided by
+    the tenant's weight. When a tenant begins to contend, its counter is raised to the lowest counter of the contending
+    tenants; if there are none, to the counter at the last admission. So a tenant gains nothing from idle time or from
+    time spent at its own limits.
 
-    **Service bound.** S is a tenant's service in those tokens, and w its weight. While tenants f and g both contend,
-    |S_f / w_f - S_g / w_g| grows by U_f + U_g at most. U = (PAGE * max_blocks + max_concurrent) / w is the most that a
-    tenant is charged from one admission to the next.
+    **Service bound.** Let S be the tokens charged to a tenant so far, and w its weight. While tenants f and g both
+    contend, |S_f / w_f - S_g / w_g| grows by at most U_f + U_g, where U = (PAGE * max_blocks + max_concurrent) / w is
+    the most that a tenant is charged from one admission to the next.
 
     **Blocks.** A region serves only its tenant (`RegionBlocks`). A prompt begins with the blocks that the tenant's
     earlier sequences have computed for the same tokens, if their steps were answered. If another sequence is computing
     the next block, the prompt waits for that. A sequence that needs a block first frees its blocks before its `window`,
-    if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay waits
-    first in the queue. So the oldest sequence always continues, and it fits into the region when no other sequence is
-    there. No other tenant is affected. A prompt is charged in full, however much of it was reused.
+    if the model has one. If the region has no block left, the tenant's youngest sequence ends, and its replay goes to
+    the front of the queue. So the oldest sequence always continues: alone in the region, it always fits. No other
+    tenant is affected. A prompt is charged in full, however much of it was reused.
 
-    **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). They are in
-    regions of their own, which no row writes. A prompt that begins with them needs no blocks of its tenant's region for
-    them. When such a region ends (`prefix_lost`), the sequences that use it are replayed only in their tenants'
-    regions, so a request must fit its tenant's region without the prefix.
+    **Shared prefixes.** The operator may share the blocks of some tokens with all tenants (`share`). These blocks are
+    in separate regions, to which no row writes. A prompt that begins with these tokens needs no blocks of its tenant's
+    region for them. When such a region ends (`prefix_lost`), the sequences that use it are replayed entirely in their
+    tenants' regions, so a request must fit its tenant's region without the prefix.
 
     **Rows.** Each decoding sequence has a row in every step. If there are more live sequences than rows, they take
-    turns: while no sequence joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts get
-    the rows of their own turns. The remaining rows go to prompts, up to `prefill_rows`. The tenant with the least
-    weighted prompt rows is first, and within it the prompt that was admitted first.
+    turns: while no sequence joins or leaves, each has a row at least every ceil(live / max_rows) steps, and prompts
+    together get as many rows as they would as decoding sequences. Rows that decoding leaves free go to prompts, up to
+    `prefill_rows`. The tenant with the fewest weighted prompt rows is first, and within it the prompt that was admitted
+    first.
 
-    **Guides.** A sequence with a guide has its next row once the guide is ready and, if each of its tokens depends on
-    the previous one, once that is known. Other sequences do not wait for it. At most `guided_rows` guided sequences
-    have a row in one step; the others are first in the next one.
+    **Guides.** A sequence with a guide gets its next row only when the guide is ready. If the guide depends on the
+    previous token (`is_stepwise`), the row also waits until that token is known. Other sequences do not wait. At most
+    `guided_rows` guided sequences have a row in one step; the others come first in the next step.
 
-    **Priorities.** A tenant's waiting requests are admitted by their priority, the lowest first, and of equal ones in
-    their order; replays come before them. Other tenants are not affected.
+    **Priorities.** A tenant's waiting requests are admitted in the order of their priorities, the lowest number first;
+    requests of the same priority in the order in which they came. Replays come before all others. Other tenants are
+    not affected.
 
     **Steps.** A step is a transaction: lengths change when `completed` reports it. If a sequence turns out to have
     ended, the row planned ahead for it is discarded. Steps run one after another, so a sequence's blocks and tables can
-    be reused at once: a discarded row writes before any row of their next owner does.
+    be reused at once: a discarded row writes its block before the next owner's rows do.
 
     **Preemption**, if `settings.preempts`. If no table is free for the next tenant in turn, the youngest sequence of
     the tenant with the lowest weight ends, provided that this weight is lower than the next tenant's. The sequence's
-    replay waits first in its tenant's queue, without a deadline, and is not charged again. The order of turns does not
-    change, so the service bound holds. No request starves: it loses its table MAX_PREEMPTIONS times at most, and then
-    keeps it to its end.
+    replay goes to the front of its tenant's queue, without a deadline, and is not charged again. The order of turns
+    does not change, so the service bound holds. No request starves: it loses its table MAX_PREEMPTIONS times at most,
+    and then keeps it to its end.
 
-    **Rebinds.** When a tenant's region is revoked, its sequences end. Each is replayed by a new request, first in the
-    tenant's queue, which waits for the new region.
+    **Rebinds.** When a tenant's region is revoked, its sequences end. Each is replayed by a new request at the front of
+    the tenant's queue, which waits for the new region.
 
     Attributes:
         settings: The engine's limits.
         tenants: Tenants by their ids; read only.
         prefixes: The shared prefixes that prompts may use, by their names; read only.
-        prefix_requests: By the name of a prefix: requests that began with some of its blocks.
-        prefix_tokens: By the name of a prefix: tokens of prompts that were not computed because it has their blocks.
+        prefix_requests: Number of requests that began with blocks of a shared prefix, by the prefix's name.
+        prefix_tokens: Number of prompt tokens that were not computed because a shared prefix has their blocks, by its
+            name.
     """
 
     def __init__(self, settings: SchedulerSettings, tenants: Iterable[TenantConfig] = ()) -> None:
@@ -175,11 +179,11 @@ class ContinuousBatchScheduler:
         self._live: dict[str, LiveSequence] = {}
         self._waiting: dict[str, UnadmittedRequest] = {}
         self._decoding: list[LiveSequence] = []
-        # Those that decode in the last step that was planned.
+        # The sequences that decode in the step that was planned last.
         self._roster = DecodeRoster([])
         self._columns = SequenceColumns(settings.max_sequences)
-        # How many live requests have each token as an end, besides the model, and which have any: only those are
-        # compared with each sequence's own.
+        # For each token, the number of live requests that stop at it, plus one if the model does. `_may_end` marks
+        # tokens with such uses: only these are compared with each sequence's own end tokens.
         self._stop_token_uses = Counter[int]()
         self._may_end = np.zeros(settings.vocabulary, bool)
         self._count_stop_tokens(settings.end_tokens, 1)
@@ -188,7 +192,7 @@ class ContinuousBatchScheduler:
         # Free rows of the block tables, the highest first, so that `pop` returns the lowest.
         self._tables = list(range(settings.max_sequences - 1, -1, -1))
         self._unanswered: list[StepPlan] = []
-        # Live sequences that need guided steps. Usually there are none, and the check costs nothing.
+        # Number of live sequences that need guided steps. It is usually 0, so that checking it is cheap.
         self._guided = 0
         self._step_number = self._admissions = self._arrivals = self._regions = 0
         # Decoding sequences that need a block while their region has none left.
@@ -197,7 +201,7 @@ class ContinuousBatchScheduler:
         self._virtual_counter = self._virtual_prefilled = 0.0
         self._next_deadline = float("inf")
         # `_has_room`: whether something that admission depends on has changed. `_has_ended`: whether `_decoding` still
-        # has ended sequences.
+        # contains sequences that have ended.
         self._has_room = self._has_ended = False
         self._isolated: Set[str] | None = None
         for tenant in tenants:
@@ -251,7 +255,7 @@ class ContinuousBatchScheduler:
     def add_tenant(self, config: TenantConfig, blocks: int | None = None) -> None:
         """Add a tenant with a region of `blocks` blocks.
 
-        None means `max_blocks`; 0 means that it waits for `rebound`.
+        None means `max_blocks`; 0 means that the tenant has no region until `rebound`.
         """
         if config.id in self.tenants:
             raise ValueError(f"tenant {config.id} is there already")
@@ -335,8 +339,8 @@ class ContinuousBatchScheduler:
         self._has_room |= self.settings.preempts
         # Live sequences come before waiting requests: first find blocks for sequences that grow.
         if self._short:
-            events += self._relieve()
-        # Prompts without a row may find blocks to reuse by now, which frees their own for others.
+            events += self._supply_blocks()
+        # Blocks that a prompt without rows can reuse may have been computed meanwhile. Reusing them frees its own.
         for tenant in self._prefilling:
             for sequence in tenant.prefilling:
                 if sequence.next_position == sequence.reused and sequence.keys:
@@ -350,14 +354,15 @@ class ContinuousBatchScheduler:
         chunks = self._deal_prompt_rows() if self._prefilling else []
         # Prompt rows are decided first, because with too many sequences they take turns from the decoding ones.
         guided = sum(
-            sequence.is_guided and sequence.next_position + count == sequence.prompt for sequence, count in chunks
+            sequence.is_guided and sequence.next_position + count == sequence.prompt_length
+            for sequence, count in chunks
         )
         step = self._plan_decode(self.settings.max_rows - sum(count for _, count in chunks), guided)
         for sequence, count in chunks:
             step.add_chunk(sequence, count)
             # The whole prompt has rows now. Its last row yields the first token, so the sequence decodes from the next
             # step on, unless that is its only token.
-            if sequence.next_position == sequence.prompt:
+            if sequence.next_position == sequence.prompt_length:
                 self._leave_prefill(sequence)
                 if sequence.next_position <= sequence.last:
                     sequence.set_block(sequence.next_position)
@@ -372,7 +377,7 @@ class ContinuousBatchScheduler:
         return step
 
     def completed(self, step: StepPlan, results: ArrayLike, took_s: float = 0.0) -> list[AnyEvent]:
-        """Take a step's results, as `take_results` does. Returns its events in the order in which they happened."""
+        """Process a step's results with `take_results`. Returns the events in the order in which they happened."""
         return self.take_results(step, results, took_s).events
 
     def take_results(self, step: StepPlan, results: ArrayLike, took_s: float = 0.0) -> StepOutcome:
@@ -381,7 +386,7 @@ class ContinuousBatchScheduler:
         Args:
             step: The oldest step without an answer.
             results: The token of each of its rows.
-            took_s: Seconds that the engine was busy with it, which its tenants share by their rows.
+            took_s: Seconds that the engine was busy with it. They are divided between its tenants by their rows.
 
         Raises ValueError if an earlier step is not answered, or a row has no result.
         """
@@ -403,7 +408,7 @@ class ContinuousBatchScheduler:
                 self._publish(sequence, sequence.filled // PAGE)
         sampled, rows, tables, requests = step.sampled, step.sampled_rows, step.sampled_tables, step.sampled_requests
         if step.has_ended:
-            # Some have ended by the previous step. Their rows were planned ahead, so discard their tokens.
+            # Some sequences have ended since the step was planned: discard the tokens of their rows.
             is_live = [not sequence.is_ended for sequence in sampled]
             sampled, requests = list(compress(sampled, is_live)), list(compress(requests, is_live))
             rows, tables = rows[is_live], tables[is_live]
@@ -420,7 +425,7 @@ class ContinuousBatchScheduler:
         # emitted.
         for tenant, count in step.count_tenants(sampled).items():
             counter, price = tenant.counter, tenant.price
-            # Token by token, as rounding makes another sum of the product.
+            # Add token by token: the product `count * price` would round differently.
             for _ in range(count):
                 counter += price
             tenant.counter = counter
@@ -479,8 +484,8 @@ class ContinuousBatchScheduler:
     ) -> list[AnyEvent]:
         """Process the loss of the engine: steps in flight are void, and every tenant's sequences end and are replayed.
 
-        It costs no tenant a permit of its limiter. Replays, also those of earlier losses, may wait for at least
-        `wait_s` seconds.
+        No tenant's limiter counts this loss. Replays, also those of earlier losses, may wait for at least `wait_s`
+        seconds.
         """
         self._void(0)
         # The next engine has its own shared prefixes.
@@ -506,7 +511,7 @@ class ContinuousBatchScheduler:
         self._has_room = True
 
     def prefix_lost(self, name: str, reason: CompletionReason, now: float) -> list[AnyEvent]:
-        """Take the loss of a shared prefix's region: the sequences that use it end, and are replayed without it.
+        """Process the loss of a shared prefix's region: the sequences that use it end, and are replayed without it.
 
         Their tenants keep their regions, and all other sequences continue. Does nothing for an unknown prefix.
         """
@@ -516,12 +521,12 @@ class ContinuousBatchScheduler:
         for tenant in self.tenants.values():
             tenant.blocks.detach(name)
             users = [sequence for sequence in tenant.live.values() if sequence.prefix == name]
-            # They wait without a deadline: their callers were admitted once, and did not choose to wait again.
+            # The replays have no deadline: their callers were admitted once, and did not choose to wait again.
             events += self._replay(tenant, users, reason, now, float("inf"))
         return events
 
     def isolate(self, request_ids: Set[str] | None) -> None:
-        """Admit only these requests, by their callers' ids, until `isolate(None)`. Live sequences continue."""
+        """Admit only requests with these ids, and their replays, until `isolate(None)`. Live sequences continue."""
         self._isolated = request_ids
         self._has_room = True
         for tenant in self.tenants.values():
@@ -601,7 +606,7 @@ class ContinuousBatchScheduler:
     def _limited(
         self, tenant: TenantState, request: PromptRequest, wait_s: float, now: float
     ) -> SchedulerEvent.AdmissionRejected | None:
-        """Return a refusal if the tenant gets no region within `wait_s`; None if it does."""
+        """Return a refusal if the tenant may get no region within `wait_s`, otherwise None."""
         delay_s = self.rebind_delay_s(tenant.config.id, now)
         if delay_s <= wait_s:
             return None
@@ -682,14 +687,14 @@ class ContinuousBatchScheduler:
         events: list[AnyEvent] = []
         while self._has_room:
             contenders = self._contenders()
-            # The tenant with the least weighted service has the turn; of equal ones, the request that came first.
+            # The tenant with the least weighted service is next; if several have, the one with the earliest request.
             tenant = min(contenders, key=lambda tenant: (tenant.counter, tenant.waiting[0].number), default=None)
             if tenant is not None and not self._tables:
                 events += self._preempt(tenant)
             if tenant is None or not self._tables:
                 self._has_room = False
                 break
-            # Remember the level of this admission: a tenant that begins to contend later is lifted to it.
+            # Remember the level of this admission: counters of tenants that begin to contend later are raised to it.
             self._virtual_counter = tenant.counter
             waiting = tenant.waiting.popleft()
             request = waiting.request
@@ -707,7 +712,7 @@ class ContinuousBatchScheduler:
             self._count_stop_tokens(request.sampling.stop_token_ids, 1)
             sequence.prefix = prefix
             if prefix:
-                # A replay is the same request, and saves the tokens again.
+                # A replay is not another request, but it saves the tokens once more.
                 self.prefix_requests[prefix] += request.attempt == 0
                 self.prefix_tokens[prefix] += shared * PAGE
             sequence.keys = tenant.keys_of(waiting)
@@ -752,10 +757,10 @@ class ContinuousBatchScheduler:
         self._enqueue_replay(replay, float("inf"), victim.preemptions).is_paid = True
         return self._finish(victim, CompletionReason.PREEMPTED, replay.request_id)
 
-    def _relieve(self) -> list[AnyEvent]:
+    def _supply_blocks(self) -> list[AnyEvent]:
         """Find blocks for the sequences that need one, at the cost of their tenants' youngest sequences."""
         events: list[AnyEvent] = []
-        # The oldest first: those that are left without a block are the ones that end.
+        # Serve the oldest first, so that the youngest are preempted.
         short, self._short = sorted(self._short, key=lambda sequence: sequence.number), []
         for sequence in short:
             tenant = sequence.tenant
@@ -763,13 +768,13 @@ class ContinuousBatchScheduler:
                 # It has no rows until `resume`.
                 self._short += [] if sequence.is_ended else [sequence]
                 continue
-            # Alone in its region it has room, so this ends, at the latest with its own end.
+            # This loop terminates: it preempts the region's sequences one by one, in the end this one.
             while not sequence.is_ended and not self._grow(sequence):
                 events.append(self._preempted(max(tenant.live.values(), key=lambda live: live.number)))
         return events
 
     def _contenders(self) -> list[TenantState]:
-        """Return the tenants that wait only for a table of the engine, and lift the counters of those that newly do."""
+        """Return the tenants that wait only for a table, and raise the counters of those that have begun to."""
         old: list[TenantState] = []
         new: list[TenantState] = []
         for tenant in self.tenants.values():
@@ -779,7 +784,7 @@ class ContinuousBatchScheduler:
             else:
                 tenant.is_contending = False
         # A tenant that was idle, or held back by its own limits, must not catch up on that time: it begins at the level
-        # of those who contended all along, or at that of the last admission.
+        # of the tenants that contended all along, or at that of the last admission.
         least = min((tenant.counter for tenant in old), default=self._virtual_counter)
         for tenant in new:
             tenant.counter = max(tenant.counter, least)
@@ -807,12 +812,12 @@ class ContinuousBatchScheduler:
         sequence.tenant.reused_tokens += sequence.reused - sequence.next_position
         sequence.next_position = sequence.filled = sequence.reused
         sequence.published = index
-        # It computes the next block itself, unless another sequence is about to have it.
+        # The sequence computes the next block itself, unless another one is computing it.
         is_claimed = not region.claim(sequence, keys[index:])
         sequence.is_following = is_claimed and sequence.reused < sequence.reusable
 
     def _publish(self, sequence: LiveSequence, blocks: int) -> None:
-        """Let other prompts reuse the first `blocks` blocks of a sequence; their rows were answered."""
+        """Let other prompts reuse the first `blocks` blocks of a sequence, which answered steps have computed."""
         region, blocks = sequence.tenant.blocks, min(blocks, len(sequence.keys))
         for index in range(sequence.published, blocks):
             region.publish(sequence.blocks[index], sequence.keys[index])
@@ -833,26 +838,28 @@ class ContinuousBatchScheduler:
         return True
 
     def _release_behind_window(self, sequence: LiveSequence) -> None:
-        """Free the blocks of a sequence that are behind its window: no row that is not answered reads them."""
+        """Free the blocks of a sequence that lie before its window: no row of an unanswered step reads them."""
         if self.settings.window is None:
             return
         region, first_in_window = sequence.tenant.blocks, (sequence.length - self.settings.window + 1) // PAGE
-        if first_in_window <= sequence.left:
+        if first_in_window <= sequence.freed_blocks:
             return
-        # Other prompts may still begin with them.
+        # Publish them first, because other prompts may begin with them.
         if sequence.tenant.reuses:
             region.extend_keys(sequence.keys, sequence.tokens, first_in_window, sequence.request.cache_salt)
             self._publish(sequence, first_in_window)
-        region.release(reversed(sequence.blocks[sequence.left : first_in_window]))
-        sequence.blocks[sequence.left : first_in_window] = [NO_BLOCK] * (first_in_window - sequence.left)
-        sequence.left = first_in_window
+        region.release(reversed(sequence.blocks[sequence.freed_blocks : first_in_window]))
+        sequence.blocks[sequence.freed_blocks : first_in_window] = [NO_BLOCK] * (
+            first_in_window - sequence.freed_blocks
+        )
+        sequence.freed_blocks = first_in_window
         self._has_room = True
 
     # --- Rows. ---
 
     def _enter_prefill(self, tenant: TenantState) -> None:
         if tenant.prefilling and not tenant.is_held and tenant not in self._prefilling:
-            # Lifted as admission's counters are: prompts of an idle tenant earn no rows for the time without any.
+            # Raise the count as `_contenders` raises counters: a tenant gains nothing from time without prompts.
             least = min((other.prefilled for other in self._prefilling), default=self._virtual_prefilled)
             tenant.prefilled = max(tenant.prefilled, least)
             self._prefilling[tenant] = None
@@ -865,17 +872,16 @@ class ContinuousBatchScheduler:
 
     def _deal_prompt_rows(self) -> list[tuple[LiveSequence, int]]:
         """Return the prompts with rows in the next step, each with its number of rows."""
-        # The number of rows: those that decoding leaves free, but at least the turns that prompts would have as
+        # Prompts get the rows that decoding leaves free, but at least as many as if they took turns with the decoding
         # sequences.
         max_rows, decoding = self.settings.max_rows, len(self._decoding)
         prompts = sum(len(tenant.prefilling) for tenant in self._prefilling)
         free_rows = max_rows - decoding
         if prompts > free_rows:
-            # More live sequences than rows: the prompts get their turns' rows, over the steps exactly.
-            # The remainder carries over to the next step, so that the shares are exact in the long run.
+            # Carry the remainder over to the next step, so that the shares are exact in the long run.
             turns, self._prompt_turns = divmod(self._prompt_turns + max_rows * prompts, decoding + prompts)
             free_rows = max(free_rows, turns)
-        # Limit prompt rows while others decode, because each makes their next token later.
+        # Limit prompt rows while sequences decode, because each row delays their next tokens.
         free_rows = min(free_rows, self.settings.prefill_rows if decoding else max_rows)
         # Share them between tenants: PREFILL_GRAIN rows at a time to the tenant with the least weighted prompt rows.
         needed = {tenant: rows for tenant in self._prefilling if (rows := tenant.prompt_rows)}
@@ -898,8 +904,9 @@ class ContinuousBatchScheduler:
                 if not rows:
                     break
                 count = min(rows, sequence.prompt_rows)
-                # The last row of a prompt chooses a token: a guided one waits if the step has no place for its guide.
-                if sequence.is_guided and count and sequence.next_position + count == sequence.prompt:
+                # The last row of a prompt chooses a token. If a guide restricts it and the step has no guided row left,
+                # that row waits.
+                if sequence.is_guided and count and sequence.next_position + count == sequence.prompt_length:
                     count -= not guided
                     guided -= bool(guided)
                 rows -= count
@@ -908,9 +915,9 @@ class ContinuousBatchScheduler:
         return chunks
 
     def _pick_ready(self, max_rows: int, guided: int) -> list[LiveSequence]:
-        """Take up to `max_rows` decoding sequences that can have a row now, where some are guided.
+        """Choose up to `max_rows` decoding sequences that can have a row now, and move them to the end of the list.
 
-        `guided` of the step's guided rows are taken. Those that get a row go to the end of the list.
+        `guided` is the number of guided rows that the step has already.
         """
         chosen: list[LiveSequence] = []
         waiting: list[LiveSequence] = []
@@ -930,26 +937,26 @@ class ContinuousBatchScheduler:
         return chosen
 
     def _plan_decode(self, max_rows: int, guided: int) -> StepPlan:
-        """Return a step with a row per decoding sequence; with more than `max_rows`, for the next in turn.
+        """Return a step with one row for each decoding sequence; if that is too many, for the next `max_rows` in turn.
 
-        `guided` is the number of prompts that end in the step and are guided.
+        `guided` is the number of guided prompts that end in the step.
         """
         chosen = self._decoding
         if self._guided:
             chosen = self._pick_ready(max_rows, guided)
         elif len(chosen) > max_rows:
             chosen = chosen[:max_rows]
-            # A round robin: who gets a row now goes to the end of the list.
+            # A round robin: the sequences that get a row now go to the end of the list.
             self._decoding = self._decoding[max_rows:] + chosen
-        # Usually the sequences are those of the step before: two lists of the same objects are compared at once.
+        # Usually the sequences are those of the step before. Comparing two lists of the same objects is fast.
         roster = self._roster
         if chosen != roster.sequences:
             roster = self._roster = DecodeRoster(chosen.copy())
-        # The rows of all sequences at once: numpy copies the step's columns from those of the sequences. With few
-        # sequences each call counts, so there is one copy, and no `any`, which is a call of Python code.
+        # Make the rows of all sequences at once: numpy copies the step's columns from the sequences' columns. With few
+        # sequences the number of calls matters: hence one copy, and not `any`, which runs Python code.
         columns = self._columns
         copied = columns.planned.take(roster.tables, axis=1)
-        positions, tokens, sources, blocks, tables, known_tokens, turns_at = copied
+        positions, tokens, sources, blocks, tables, known_tokens, special_at = copied
         # A row that is computed again after a failed step has a known token. Otherwise the step before is still
         # computing the token, and the kernel takes it from that step's row, on the card.
         is_known = positions < known_tokens
@@ -960,11 +967,11 @@ class ContinuousBatchScheduler:
             tokens.fill(0)
         columns.row[tables], columns.next_position[tables] = roster.rows, positions + _ONE
         is_any_last = False
-        for row in (positions >= turns_at).nonzero()[0].tolist():
+        for row in (positions >= special_at).nonzero()[0].tolist():
             sequence, position = chosen[row], int(positions[row])
             blocks[row] = sequence.set_block(position)
             is_any_last |= position == sequence.last
-        # Sequences with their last possible row leave the list now; whether they end earlier, `take_results` decides.
+        # Remove sequences that have just got their last possible row. `take_results` decides whether any ends earlier.
         if is_any_last:
             self._decoding = [sequence for sequence in self._decoding if sequence.next_position <= sequence.last]
         return StepPlan(self._step_number, roster, copied[:5])
@@ -986,15 +993,15 @@ class ContinuousBatchScheduler:
         # Blocks of a lost region do not come back: `bind` starts with new ones.
         if (region := tenant.blocks).size:
             if tenant.reuses:
-                # Whatever is full can be part of a prompt that continues this sequence.
+                # Publish the full blocks: a later prompt may continue this sequence.
                 full = sequence.length // PAGE
                 region.withdraw(sequence, sequence.keys[full:])
                 region.extend_keys(sequence.keys, sequence.tokens, full, request.cache_salt)
                 self._publish(sequence, full)
-            # Backwards, so that a chain is given up from its end.
-            region.release(reversed(sequence.blocks[sequence.left :]))
+            # In reverse order, so that the last blocks of a prefix are evicted first.
+            region.release(reversed(sequence.blocks[sequence.freed_blocks :]))
         self._tables.append(sequence.table)
-        if sequence.next_position < sequence.prompt:
+        if sequence.next_position < sequence.prompt_length:
             self._leave_prefill(sequence)
         return SchedulerEvent.Completed(request, reason, continued_by)
 
@@ -1017,7 +1024,7 @@ class ContinuousBatchScheduler:
         # Step 2: put the sequences back into the lists that planning took them from: the decoding ones, the prompts,
         # or a held tenant's parked ones.
         sequences = dict.fromkeys(sequence for step in voided for sequence in step.sequences if not sequence.is_ended)
-        decoding = [sequence for sequence in sequences if sequence.next_position >= sequence.prompt]
+        decoding = [sequence for sequence in sequences if sequence.next_position >= sequence.prompt_length]
         for sequence in decoding:
             sequence.set_block(sequence.next_position)
         self._decoding = [sequence for sequence in self._decoding if sequence not in sequences]
@@ -1025,8 +1032,8 @@ class ContinuousBatchScheduler:
             tenant = sequence.tenant
             if tenant.is_held:
                 tenant.parked = [parked for parked in tenant.parked if parked is not sequence]
-                tenant.parked += [sequence] * (sequence.next_position >= sequence.prompt)
-            if sequence.next_position < sequence.prompt and sequence not in tenant.prefilling:
+                tenant.parked += [sequence] * (sequence.next_position >= sequence.prompt_length)
+            if sequence.next_position < sequence.prompt_length and sequence not in tenant.prefilling:
                 tenant.prefilling.append(sequence)
                 tenant.prefilling.sort(key=lambda sequence: sequence.number)
             self._enter_prefill(tenant)
@@ -1059,7 +1066,7 @@ class ContinuousBatchScheduler:
                 events.append(limited)
             else:
                 replays.append((replay, sequence.preemptions))
-        # Each goes to the front of the queue, so the last one first.
+        # Each goes to the front of the queue, so enqueue the last one first.
         for replay, preemptions in reversed(replays):
             deadline = now + max(replay.wait_s, least_s)
             self._enqueue_replay(replay, deadline, preemptions)
@@ -1072,11 +1079,10 @@ class ContinuousBatchScheduler:
         Its id is the first request's id, a dot and the attempt, and not in `used_ids`.
         """
         request = sequence.request
-        # The replay's prompt is the caller's prompt and all emitted tokens; the number of tokens still allowed shrinks
-        # by those.
+        # The replay's prompt is the caller's prompt with all emitted tokens, which reduce the number still allowed.
         own_prompt = len(request.token_ids) - request.replayed_tokens
         kept_tokens = len(sequence.tokens) if self.settings.replays else own_prompt
-        # A caller may have used such an id for another request, so skip the ones that are taken.
+        # A caller may have used such an id for another request, so skip ids in use.
         first_id, attempt = request.continues or request.request_id, request.attempt + 1
         while f"{first_id}.{attempt}" in used_ids:
             attempt += 1
@@ -1092,15 +1098,16 @@ class ContinuousBatchScheduler:
 
 
 def _allocate_blocks(tenant: TenantState, waiting: UnadmittedRequest) -> tuple[str, int, list[int], int]:
-    """Take the blocks of a request that fits.
+    """Allocate the blocks of a request that fits.
 
-    Returns the shared prefix that it begins with, or "", how many blocks it uses of that, all of its blocks, and how
-    many of the first ones are computed already.
+    Returns:
+        The shared prefix that it begins with, or ""; the number of blocks that it uses of this prefix; all of its
+        blocks; and how many of them, from the first on, are computed already.
     """
     region, request, keys = tenant.blocks, waiting.request, tenant.keys_of(waiting)[: waiting.request.reusable_blocks]
     prefix, shared = region.find_shared(keys)
     blocks = list(range(region.size, region.size + shared))
-    # Computed ones first: they are in use then, and no block that is taken after them can be one of them.
+    # Share the computed blocks first, so that `take` can't evict one of them.
     for key in keys[shared:]:
         if (block := region.share(key)) is None:
             break

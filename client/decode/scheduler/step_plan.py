@@ -20,7 +20,7 @@ _POSITIONS, _TOKENS, _SOURCES, _BLOCKS, _TABLES = range(5)
 
 
 class DecodeRoster:
-    """Sequences that decode, with the values derived from them: made once for all steps with the same sequences.
+    """Sequences that decode, and values derived from them. All steps with the same sequences share one roster.
 
     Attributes:
         sequences: The sequences, in the order of their rows. The list is never changed.
@@ -48,13 +48,13 @@ class StepPlan:
     Attributes:
         number: The step's number, from 0. A step that is planned in place of a failed one has the failed one's number.
         sequences: The sequence of each row.
-        decode_rows: How many rows are of sequences that decode.
-        chunks: A chunk each: its sequence, its first row, its number of rows.
-        joined: Sequences with their first row in this step. Their constant fields are to be written now, and the
+        decode_rows: Number of rows of sequences that decode.
+        chunks: For each chunk, its sequence, its first row, and its number of rows.
+        joined: Sequences that have their first row in this step. The harness now writes their constant fields, and the
             entries of their block tables for the positions before that row.
         sampled: Sequences that get a token from this step: those that decode, then those whose prompts end in it.
         events: What happened while the step was planned: expired, preempted and refused requests.
-        is_guided: Whether rows of it need a guided step.
+        is_guided: Whether any of its rows needs a guided step.
         is_void: Whether the step's results are to be ignored, because it or the one before it failed.
         has_ended: Whether any of its sequences may have ended since it was planned.
     """
@@ -88,7 +88,7 @@ class StepPlan:
         self.events: list[AnyEvent] = []
         self.is_guided = self.is_void = self.has_ended = False
         self._columns = columns
-        # Columns of prompts' rows, which are appended to the others when those are next read.
+        # Columns of prompts' rows. They are appended to `_columns` when that is next read.
         self._prompts: tuple[list[int], ...] = ()
         # The rows that yield the first tokens of prompts.
         self._last_rows: list[int] = []
@@ -126,7 +126,7 @@ class StepPlan:
 
     @property
     def tables(self) -> NDArray[np.int64]:
-        """The row's row of the block tables: its sequence's."""
+        """For each row, its sequence's row of the block tables."""
         return self._column(_TABLES)
 
     @property
@@ -149,7 +149,7 @@ class StepPlan:
     def tenant_rows(self) -> Counter[TenantState]:
         """How many rows each tenant has. The step reads and writes these tenants' regions and no others.
 
-        Read it once the plan is complete: it is counted once.
+        Read it only when the plan is complete, because it is counted only once.
         """
         if self.chunks and self._tenant_rows is self._roster.tenant_rows:
             self._tenant_rows = Counter(map(_TENANT, self.sequences))
@@ -157,7 +157,7 @@ class StepPlan:
 
     def count_tenants(self, sequences: list[LiveSequence]) -> Counter[TenantState]:
         """Return how many of these sequences, which are some of the step's, each tenant has."""
-        # Usually one row of each, and all of them.
+        # Usually these are all sequences of the step, with one row each.
         return self.tenant_rows if len(sequences) == len(self) else Counter(map(_TENANT, sequences))
 
     def add_chunk(self, sequence: LiveSequence, count: int) -> None:
@@ -166,7 +166,7 @@ class StepPlan:
         first_row, begin = len(self.sequences), sequence.next_position
         end = begin + count
         if not self.chunks:
-            # Other steps have the roster's lists.
+            # Copy the roster's lists, which other steps share, before changing them.
             self.sequences, self.sampled = self.sequences.copy(), self.sampled.copy()
         self.sequences += [sequence] * count
         if not self._prompts:
@@ -183,7 +183,7 @@ class StepPlan:
             self.joined.append(sequence)
         sequence.next_position = end
         # The row of the prompt's last position yields the first token; results of earlier prompt rows are unused.
-        if end == sequence.prompt:
+        if end == sequence.prompt_length:
             sequence.row = first_row + count - 1
             self.sampled.append(sequence)
             self._last_rows.append(first_row + count - 1)

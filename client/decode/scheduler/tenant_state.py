@@ -14,7 +14,7 @@ from gpulease.client.decode.scheduler.cell_rate import CellRate
 from gpulease.client.decode.scheduler.region_blocks import RegionBlocks
 
 NO_BLOCK: Final = -1
-"""Stands for a block that its sequence has freed, because its window is behind the block."""
+"""In place of a block that its sequence has freed because the block lies before its window."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class UnadmittedRequest:
 
     Attributes:
         request: The request.
-        deadline: Until when it may wait, in monotonic seconds.
+        deadline: The time until which it may wait, in monotonic seconds.
         number: Its place in the order of arrivals.
         preemptions: How often the request was preempted.
         is_paid: Whether its tenant was charged for its prompt at an earlier admission.
@@ -39,24 +39,25 @@ class UnadmittedRequest:
 
 
 class SequenceColumns:
-    """Columns of values of live sequences that each step reads and changes, indexed by the rows of the block tables.
+    """The values of live sequences that each step reads or changes, as columns: one entry per row of the block tables.
 
     A step may have a thousand rows; numpy updates them all at once. For single sequences, `LiveSequence` reads and
     writes them.
 
     Attributes:
-        planned: What a plan reads, in one array: the columns of a `StepPlan` in its order, `known` and `turns_at`.
-        next_position, row, acts_at: As of `LiveSequence`.
-        known: The number of its tokens.
-        newest: The last one of them.
-        block: The block of the last position that a step has a row for, while it decodes.
-        turns_at: The first position at which a row is its last one, or is in another block.
+        planned: The columns that planning reads, as one array: those of a `StepPlan` in the same order, then `known`
+            and `special_at`.
+        next_position, row, acts_at: As in `LiveSequence`.
+        known: The number of its tokens so far, those of the prompt included.
+        newest: The last of these tokens.
+        block: While it decodes, the block of its next row, unless that row is at `special_at` or later.
+        special_at: The first position whose row is in another block or is the sequence's last one.
     """
 
     def __init__(self, tables: int) -> None:
         """Begin with zeros: a sequence sets its values when it is admitted."""
         self.planned: NDArray[np.int64] = np.zeros((7, tables), np.int64)
-        self.next_position, self.newest, self.row, self.block, own, self.known, self.turns_at = self.planned
+        self.next_position, self.newest, self.row, self.block, own, self.known, self.special_at = self.planned
         own[:] = np.arange(tables)
         self.acts_at: NDArray[np.int64] = np.zeros(tables, np.int64)
 
@@ -67,21 +68,21 @@ class LiveSequence:
     Attributes:
         request: The request.
         tenant: Its tenant.
-        table: Its row of the block tables, which no other live sequence has.
+        table: Its row of the block tables; no other live sequence has the same row.
         blocks: Its blocks, as indexes within the tenant's region (`RegionBlocks`), in the order of its positions. More
             are added as it grows.
         keys: The keys of its full blocks (`RegionBlocks`), those of its prompt first; [] if nothing is reused.
-        left: How many of its first blocks are behind its window: they are NO_BLOCK.
-        published: How many of its blocks others can find, or could find when it got them.
-        reused: Positions at its beginning that were computed before: its first row is behind them.
+        freed_blocks: How many of its first blocks it has freed, because they lie before its window: they are NO_BLOCK.
+        published: How many of its first blocks other sequences can find, or could find when it got them.
+        reused: Number of its first positions that were computed before; its own rows begin after them.
         reusable: Maximum number of positions that it may reuse.
         prefix: The shared prefix that it uses; "" for none.
         is_following: Whether it waits for another sequence that computes the next block of its prompt.
         number: Its place in the order of admissions.
         tokens: The prompt's tokens, then the emitted ones.
-        prompt: Tokens of the prompt.
+        prompt_length: Number of tokens of the prompt.
         last: The last position that can have a row: the token that it yields is the last one to be emitted.
-        filled: Positions of the prompt that answered steps have computed.
+        filled: Number of positions of the prompt that answered steps have computed.
         preemptions: How often the request was preempted.
         is_ended: Whether the request ended; the results of its rows in progress are discarded.
         end_tokens: Tokens that end it.
@@ -93,16 +94,16 @@ class LiveSequence:
         "blocks",
         "end_tokens",
         "filled",
+        "freed_blocks",
         "is_ended",
         "is_following",
         "is_guided",
         "keys",
         "last",
-        "left",
         "number",
         "preemptions",
         "prefix",
-        "prompt",
+        "prompt_length",
         "published",
         "request",
         "reusable",
@@ -125,17 +126,17 @@ class LiveSequence:
         self.request, self.tenant, self.table, self.blocks, self.number = request, tenant, table, blocks, number
         self.end_tokens, self.is_guided = end_tokens, request.guide is not None
         self.tokens = list(request.token_ids)
-        self.prompt = len(self.tokens)
+        self.prompt_length = len(self.tokens)
         # The row at the last position yields the last token to emit, which itself is never computed.
         self.last = request.positions - 1
         # `next_position` moves when a row is planned, `filled` when its step is answered: they differ by the rows in
         # flight.
         self._columns = columns
-        columns.known[table], columns.newest[table] = self.prompt, self.tokens[-1]
+        columns.known[table], columns.newest[table] = self.prompt_length, self.tokens[-1]
         self.filled = self.next_position = 0
         self.row = NO_ROW
         self.keys: list[bytes] = []
-        self.published = self.reused = self.reusable = self.left = 0
+        self.published = self.reused = self.reusable = self.freed_blocks = 0
         self.prefix = ""
         self.is_following = False
         self.set_acts_at()
@@ -172,14 +173,14 @@ class LiveSequence:
         """Set and return the block of a position, where its next row is while it decodes."""
         index = position // PAGE
         self._columns.block[self.table] = block = self.blocks[index]
-        self._columns.turns_at[self.table] = min((index + 1) * PAGE, self.last)
+        self._columns.special_at[self.table] = min((index + 1) * PAGE, self.last)
         return block
 
     @property
     def length(self) -> int:
         """The number of positions with keys and values that answered steps have computed."""
         # Once the prompt is filled, every known token but the newest has been computed.
-        return self.filled if self.filled < self.prompt else len(self.tokens) - 1
+        return self.filled if self.filled < self.prompt_length else len(self.tokens) - 1
 
     @property
     def prompt_rows(self) -> int:
@@ -187,7 +188,7 @@ class LiveSequence:
         if self.is_following:
             return 0
         guide = self.request.guide
-        return self.prompt - self.next_position - (guide is not None and not guide.is_ready)
+        return self.prompt_length - self.next_position - (guide is not None and not guide.is_ready)
 
 
 class TenantState:
@@ -195,20 +196,20 @@ class TenantState:
 
     Attributes:
         config: Its limits.
-        limiter: Bounds how often its region is rebuilt: each time, its replays take rows from the others.
+        limiter: Limits how often its region is rebuilt: each time, its replays take rows from other tenants.
         reuses: Whether its prompts reuse blocks that are already computed.
-        waiting: Requests that wait, in their order.
+        waiting: Requests that wait, in the order in which they are admitted.
         live: Live sequences by their requests' ids, in the order of their admissions.
-        prefilling: Live sequences with positions of their prompts that no step has a row for, in that order.
+        prefilling: Live sequences with prompt positions that no step has a row for, in the same order.
         blocks: The blocks of its region; none while it has no region.
-        reused_tokens: Tokens of prompts with keys and values that were there already.
-        gpu_s: Its part of the seconds in which the engine was busy: the time of each step, by its rows in it.
+        reused_tokens: Number of prompt tokens whose keys and values were in the region already.
+        gpu_s: Its share of the engine's busy seconds: each step's time is divided in proportion to tenants' rows.
         needs_permit: Whether its next region needs a permit of the limiter.
         is_held: Whether its sequences get no rows until `resume`.
         parked: While it is held, the sequences that decode when it is resumed.
-        counter: Its weighted virtual counter: tokens of admitted prompts and emitted tokens, over its weight.
+        counter: Its weighted virtual counter: tokens of admitted prompts and emitted tokens, divided by its weight.
         is_contending: Whether, at the last admission, its first request waited only for a table of the engine.
-        prefilled: Weighted rows that its prompts got, lifted like the counter.
+        prefilled: Number of rows that its prompts got, divided by its weight, and raised like `counter`.
         price: What one token adds to the counters: the reciprocal of its weight.
     """
 
@@ -233,14 +234,14 @@ class TenantState:
         return len(self.live) < self.config.max_concurrent and self.lacking(waiting) <= 0
 
     def lacking(self, waiting: UnadmittedRequest) -> int:
-        """Return how many blocks more a request needs than there are for its prompt."""
-        # With a block left for each live sequence that may need more, an admission does not preempt one at once.
+        """Return how many blocks a request's prompt lacks; 0 or less if it has room."""
+        # Leave a block for each live sequence that may need more, so that an admission does not cause a preemption.
         growing = sum(len(sequence.blocks) < sequence.request.blocks for sequence in self.live.values())
         request, room = waiting.request, self.blocks.available - growing
         lacking = request.prompt_blocks - room
         if lacking <= 0 or not self.region_blocks or not request.reusable_blocks:
             return lacking
-        # Blocks that are there already need no place, unless they are kept ones, which count as available.
+        # Blocks that are computed already need no room, except cached ones: `available` has counted these.
         keys = self.keys_of(waiting)[: request.reusable_blocks]
         _, shared = self.blocks.find_shared(keys)
         published, reusable = self.blocks.find(keys[shared:])
@@ -256,19 +257,19 @@ class TenantState:
         return waiting.keys
 
     def bind(self, blocks: int, generation: int, prefixes: Iterable[SharedPrefix] = ()) -> None:
-        """Take a region of `blocks` blocks, all of them free. No other region had this generation."""
+        """Begin to use a region of `blocks` blocks, all free. No earlier region may have had this generation."""
         self._replace(RegionBlocks(blocks, generation))
         for prefix in prefixes:
             self.blocks.attach(prefix.name, prefix.token_ids)
 
     def unbind(self) -> None:
-        """Have no region. Whatever was kept in it is lost."""
+        """Stop using the region. The blocks cached in it are lost."""
         self._replace(RegionBlocks(0))
 
     def _replace(self, blocks: RegionBlocks) -> None:
         self._evictions += self.blocks.evictions
         self.blocks = blocks
-        # Keys of another region would name nothing.
+        # Keys that were computed for another region match no block.
         for waiting in self.waiting:
             waiting.keys = None
 
@@ -279,12 +280,12 @@ class TenantState:
 
     @property
     def region_blocks(self) -> int:
-        """Blocks of its region; 0 while it has none."""
+        """Number of blocks of its region; 0 while it has none."""
         return self.blocks.size
 
     @property
     def evictions(self) -> int:
-        """How many kept blocks were given up for their place, in all of its regions."""
+        """How many cached blocks were freed because their place was needed, counting all regions that it has had."""
         return self._evictions + self.blocks.evictions
 
     def blocks_to_save(self) -> list[int]:
@@ -292,10 +293,10 @@ class TenantState:
 
         Valid only while no step with its rows is in progress.
         """
-        # Kept blocks do not move: copying them would take longer than they save.
+        # Cached blocks are not saved: copying them would take longer than reusing them saves.
         self.blocks.forget()
-        # Only blocks up to the last planned position have contents. Several sequences may share one.
-        # Those of shared prefixes stay where they are.
+        # Only blocks up to the last planned position have contents. Several sequences may share a block. Blocks of
+        # shared prefixes stay where they are.
         live, size = self.live.values(), self.blocks.size
         blocks = {block for sequence in live for block in sequence.blocks[: -(-sequence.next_position // PAGE)]}
         return sorted(block for block in blocks if NO_BLOCK < block < size)

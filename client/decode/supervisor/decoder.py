@@ -56,43 +56,42 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_POSITIONS: Final = 4096
-"""Default maximum number of positions of a sequence, unless the context is shorter. With 131,072, a few sequences would
-fill a card."""
+"""Default maximum number of positions of a sequence, unless the model's context is shorter. With 131,072 positions, a
+few sequences would fill a card."""
 
 MIN_REGION_LIFE_S: Final = 0.1
-"""Shortest life of a region. With less, moving sequences would take most of the time."""
+"""Shortest life of a region, in seconds. With a shorter one, moving sequences would take most of the time."""
 
 MAX_REGION_LIFE_S: Final = 86_400.0
-"""Longest life of a region that is not renewed: the default limit that daemons set for a lease's time."""
+"""Longest life of a region that is not renewed, in seconds: the default limit of a daemon for a lease's time."""
 
 MAX_ROWS: Final = 1024
-"""Maximum number of rows of a step in a settings file: more are a typing mistake."""
+"""Maximum number of rows of a step in a settings file. A larger number is probably a typing error."""
 
 MAX_SEQUENCES: Final = 4096
-"""Maximum number of live sequences in a settings file: more are a typing mistake."""
+"""Maximum number of live sequences in a settings file. A larger number is probably a typing error."""
 
 MAX_REBINDS_AT_ONCE: Final = 1000
-"""Maximum number of regions of a tenant that are opened again at once. A higher number would not limit the cost of
-their replays."""
+"""Maximum of `rebinds_at_once`. A higher number would not limit the cost of replays."""
 
 DEFAULT_TEXT_PROCESSES: Final = 2
-"""Default number of processes that parse prompts: one is free while a tenant's large texts keep the other busy."""
+"""Default number of processes that parse prompts: one stays free while a tenant's large texts keep the other busy."""
 
 MAX_TEXT_PROCESSES: Final = 64
-"""Maximum number of processes that parse texts. Each may take half a GiB, the memory of TextLimits."""
+"""Maximum number of processes that parse prompts. Each may use half a GiB of memory (`TextLimits`)."""
 
 STEP_PAUSE_S: Final = 0.001
-"""Seconds between two checks whether the last step in flight has ended, which takes milliseconds."""
+"""Seconds between two checks whether the last step in flight has ended. A step takes milliseconds."""
 
 DEFAULT_TENANT: Final = "default"
 
 DEFAULT_SEQUENCES: Final = 4
-"""Sequences of full length for which a decoder's only tenant has blocks."""
+"""Number of full-length sequences for which the only tenant of a decoder has blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSettings:
-    """Limits of a decoder, for which it reserves memory at its start. The bounds are those of a server's settings file.
+    """Limits of a decoder, which reserves memory for them when it starts. A server's settings file has the same bounds.
 
     Raises:
         ValueError: `text_processes` or `region_life_s` is out of its range.
@@ -190,8 +189,8 @@ class Decoder:
 
     Attributes:
         scheduler: Decides what steps compute; only the decoder may change it.
-        log: Where losses and recoveries are written.
-        prompts: Parses prompts in separate processes, where texts of several tenants must be tokenized.
+        log: Logs losses and recoveries.
+        prompts: Parses prompts in separate processes. A process that serves several tenants must tokenize with it.
         grammars: Compiles grammars, and computes their masks during the steps.
     """
 
@@ -212,7 +211,7 @@ class Decoder:
         self.log = DecodeLog()
         self._checkpoint = spec.checkpoint
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
-        # For ids of requests without one.
+        # Numbers for the ids of requests that are submitted without an id.
         self._numbers = count(1)
         self._ledger = RequestLedger(observers, self.log)
         self.prompts = PromptIntake(
@@ -243,24 +242,24 @@ class Decoder:
         is_parkable: bool = False,
         tokenizer: "Tokenizer | None" = None,
     ) -> AsyncIterator[Self]:
-        """Acquire a lease, load the model, and open each tenant's region. The end of the block ends all of this.
+        """Acquire a lease, load the model, and open each tenant's region. The end of the block frees the lease.
 
         Args:
-            model: A folder with safetensors, a `.gguf` file, or an opened checkpoint.
-            tenants: The tenants that may submit; by default one tenant, "default", with all of the engine's room.
+            model: A folder with safetensors, a `.gguf` file, or an open checkpoint.
+            tenants: The tenants that may submit; by default one tenant, "default", that may use the whole engine.
             settings: The sizes to make room for.
             address: The daemon's or the fleet's address, as `GpuBuilder` takes it.
-            progress: Called with the bytes loaded and the bytes in all.
-            observers: Get the decoder's reports.
+            progress: Called with the number of bytes loaded so far and the total number.
+            observers: Receive the decoder's reports.
             prefixes: Tokens of the prefixes that all tenants share. They are computed before the decoder serves.
             is_parkable: Whether `park` works.
-            tokenizer: The model's tokenizer, if it was loaded before; None: it is loaded when it is first needed.
+            tokenizer: The model's tokenizer, if it is loaded already; None: it is loaded when it is first needed.
 
         Raises ModelRejected, InvalidRequest for more positions than the model's context, CapacityExceeded if no card
-        has the room, and the errors of `GpuBuilder.acquire`.
+        has room, and the errors of `GpuBuilder.acquire`.
         """
         checkpoint = open_model(model) if isinstance(model, str | Path) else model
-        # In a thread: it lays out all tensors, and other decoders of this process continue meanwhile.
+        # In a thread, so that other decoders of this process continue: this computes the layout of all tensors.
         spec = await asyncio.to_thread(
             _engine_spec, checkpoint, tuple(tenants), settings, tuple(prefixes), is_parkable=is_parkable
         )
@@ -278,29 +277,29 @@ class Decoder:
             async with decoder._serve(progress):
                 yield decoder
         finally:
-            # The caller closes a checkpoint that it has opened.
+            # A checkpoint that the caller has opened stays open.
             if checkpoint is not model:
                 checkpoint.close()
 
     @asynccontextmanager
     async def _serve(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[None]:
-        """Open the first engine and run the loop; end all of it with the block."""
-        # Start the loop only once there is an engine: without one, `open` fails and there is nothing to undo.
+        """Open the first engine and run the step loop. The end of the block stops both."""
+        # Start the loop only when there is an engine. If opening it fails, there is nothing to undo.
         await self._supervisor.open(self._steps, progress)
         self._steps.start()
         self._supervisor.start(self.moves.watch())
         try:
             yield
         except BaseException:
-            # An error of the end of the lease must not replace the block's own error.
+            # An error from freeing the lease must not replace the block's own error.
             with suppress(GpuLeaseError):
                 await self._stop()
             raise
         await self._stop()
 
     async def _stop(self) -> None:
-        # First let nothing new begin. Then end the step loop, then the tasks that open engines and every request, then
-        # the processes that parse prompts. The lease is given back last, when nothing uses the engine.
+        # First let nothing new begin. Then stop the step loop, then the tasks that open engines and all requests, then
+        # the processes that parse prompts. Free the lease last, when nothing uses the engine.
         self._supervisor.close()
         await self._steps.stop()
         await self._supervisor.stop()
@@ -310,7 +309,7 @@ class Decoder:
 
     @property
     def engine(self) -> DecodeEngine:
-        """The engine. From its loss until another one takes over, this is the lost one."""
+        """The engine. After a loss, this is the lost engine until another one serves."""
         return self._supervisor.serving.engine
 
     @property
@@ -329,12 +328,12 @@ class Decoder:
 
     @property
     def outage(self) -> Outage | None:
-        """The current time without an engine; None while there is an engine, and once the decoder has ended."""
+        """The current period without an engine; None while there is an engine, and once the decoder has ended."""
         return self._supervisor.outage
 
     @property
     def prefixes(self) -> list[PrefixState]:
-        """The shared prefixes: how much each is used, and whether its region has ended."""
+        """The shared prefixes, with how much each is used and whether its region has ended."""
         return self._supervisor.prefixes
 
     @property
@@ -348,7 +347,7 @@ class Decoder:
 
     @property
     def rebinds(self) -> int:
-        """Number of regions that replaced others, after their end or by a move before it."""
+        """Number of regions that replaced others: after the end of a region, or by a move before its end."""
         return self._supervisor.reopened + self.moves.count
 
     @property
@@ -378,28 +377,28 @@ class Decoder:
 
         Args:
             token_ids: The prompt.
-            max_tokens: Tokens to emit at most.
-            sampling: How they are chosen.
-            tenant_id: Its tenant.
-            wait_s: Seconds for which it may wait for room; 0 refuses it at once.
-            request_id: Its id, which no other request in progress may have; None: it is assigned one.
-            priority: Its place among the tenant's requests that wait: lower ones are admitted first.
-            ranks: How many of the likeliest tokens each token reports, MAX_RANKS at most.
-            scores_prompt: Whether `Generation.prompt_scores` has the prompt's tokens with their probabilities.
-            masks: What `grammars.compile` returned for the sampling's grammar, and no other request has.
+            max_tokens: Maximum number of tokens to emit.
+            sampling: How tokens are chosen.
+            tenant_id: The request's tenant.
+            wait_s: Seconds for which the request may wait for room; if 0, it is refused if there is no room at once.
+            request_id: The request's id, which must not be in use; None: the decoder chooses one.
+            priority: The tenant's waiting requests with a lower number are admitted first.
+            ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
+            scores_prompt: Whether `Generation.prompt_scores` reports the prompt's tokens with their probabilities.
+            masks: The result of `grammars.compile` for the sampling's grammar; each request needs a separate one.
             pooling: How `Generation.pooled` makes a vector of the prompt; None: it makes none.
-            cache_salt: The prompt shares computed blocks only with the tenant's requests that have the same text here.
-                With one, no shared prefix is used either.
+            cache_salt: The prompt shares computed blocks only with the tenant's requests that have the same salt. If it
+                is not empty, no shared prefix is used.
 
-        Without an engine it waits for the next one. Raises RequestRejected for an invalid request, NoModelLoaded if the
-        decoder is closed, EngineDecodeFailed if a fault of its own ended it.
+        While there is no engine, the request waits for the next one. Raises RequestRejected for an invalid request,
+        NoModelLoaded if the decoder is closed, EngineDecodeFailed if an internal error has ended the decoder.
         """
         self._supervisor.check_alive()
         if bool(sampling.grammar) is not (masks is not None):
             raise RequestRejected("a request with a grammar must have its masks, and no other may", "Compile it first")
         ledger, now = self._ledger, self._clock()
         if request_id is None:
-            # Callers may use such names themselves, so skip those that are in use.
+            # Callers may choose such ids themselves, so skip ids in use.
             request_id = next(name for number in self._numbers if not ledger.find(name := f"request-{number}"))
         tokens = tuple(token_ids)
         request = PromptRequest(
@@ -416,9 +415,9 @@ class Decoder:
             cache_salt=cache_salt,
             guide=self._guide_of(tokens, sampling, masks),
         )
-        # A parked engine comes back with the request's first step.
+        # If the engine is parked, the request's first step brings it back.
         self.moves.is_paused = False
-        # In the ledger before the scheduler gets it, because the scheduler may end it at once.
+        # Enter the request in the ledger before the scheduler gets it, because the scheduler may end it at once.
         generation = ledger.open(request, self.cancel, now)
         if masks is not None:
             masks.on_failed = lambda error: self._fail(generation, error)
@@ -432,7 +431,7 @@ class Decoder:
         return generation
 
     def _fail(self, generation: Generation, error: GrammarRefused) -> None:
-        """End a generation with an error of its own."""
+        """End a generation with this error."""
         generation.failure = error
         self.cancel(generation)
 
@@ -440,7 +439,7 @@ class Decoder:
         self, prompt: Sequence[int], sampling: SamplingParameters, masks: TokenMasks | None
     ) -> TokenGuide | None:
         vocabulary = self.scheduler.settings.vocabulary
-        # Also of a request that is not guided: a token that never comes would be a stop that never works.
+        # Check this for all requests: a stop token outside the vocabulary would never stop anything.
         _check_known("stop_token_ids", sampling.stop_token_ids, vocabulary)
         if not sampling.changes_logits and masks is None:
             return None
@@ -482,19 +481,19 @@ class Decoder:
         """Continue a text. Yields the continuation in pieces of whole characters, as they are computed.
 
         Closing the generator ends the sequence. Arguments are those of `submit`. The text is tokenized in another
-        process, and counts meanwhile as a waiting request of its tenant.
+        process. Meanwhile it counts as a waiting request of its tenant.
 
-        Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that takes more than a text may,
-        and the errors of `submit` and of the generation's iterator.
+        Raises ModelRejected for a model without a tokenizer, TextNotRead for a text that exceeds the limits of
+        tokenization, and the errors of `submit` and of the generation's iterator.
         """
-        # Loaded first, so that a model without a tokenizer is refused before the text takes a place.
+        # Load the tokenizer first, so that a model without one is refused before the text takes a place.
         tokenizer = await self.tokenizer()
         with self.prompts.place(tenant_id):
             tokens = await self.prompts.read_text(tenant_id, text)
             generation = self.submit(tokens, max_tokens=max_tokens, sampling=sampling, tenant_id=tenant_id)
         stream = tokenizer.stream()
         try:
-            # A token may end inside a character, so the stream holds back bytes until they are whole.
+            # A token may end inside a character, so the stream holds back bytes until the character is complete.
             async for emitted in generation:
                 if piece := stream.add(emitted.token):
                     yield piece
@@ -504,10 +503,10 @@ class Decoder:
             generation.cancel()
 
     async def tokenizer(self) -> "Tokenizer":
-        """Return the model's tokenizer. Raises ModelRejected where it has none, or a broken one.
+        """Return the model's tokenizer. Raises ModelRejected if the model has none, or a broken one.
 
         It decodes tokens, and tokenizes your own texts. While it tokenizes, no other Python code of this process runs,
-        and no limit applies: use `prompts` for tenants' texts. The first call loads it in a thread, which takes a
+        and no limit applies, so use `prompts` for tenants' texts. The first call loads it in a thread, which takes a
         second for a large vocabulary.
         """
         if self._tokenizer is None:
@@ -516,7 +515,7 @@ class Decoder:
         return await asyncio.shield(self._tokenizer)
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation. Has no effect on one that has ended, even if a later request has its id now."""
+        """End a generation. Has no effect on a generation that has ended, even if a later request has the same id."""
         # Compare the generation, not the id: a later request may have the same id.
         if generation.reason is None:
             self._ledger.deliver(self.scheduler.cancel(generation.request.request_id))
@@ -525,66 +524,66 @@ class Decoder:
     # --- regions that sequences leave ---
 
     async def suspend(self, tenant_id: str) -> None:
-        """Copy a tenant's keys and values to the host's memory and close its region: its bytes are free for others.
+        """Copy a tenant's keys and values to the host's memory and close its region, which frees the region's bytes.
 
-        Its requests wait until `resume`, for as long as they may. Other tenants continue. If the engine is lost
-        meanwhile, the tenant's sequences are replayed after `resume`, in a region of the next engine.
+        The tenant's requests wait until `resume`, or until their deadlines. Other tenants continue. If the engine is
+        lost meanwhile, the tenant's sequences are replayed after `resume`, in a region of the next engine.
 
-        Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
-        its sequences are replayed then.
+        Raises RequestRejected if the tenant is suspended or has no region now, RegionFailed if the region ends before
+        it is copied; the tenant's sequences are then replayed.
         """
         await self.moves.suspend(tenant_id)
 
     async def resume(self, tenant_id: str) -> None:
         """Open a region for a suspended tenant, and continue with the same tokens.
 
-        Raises RequestRejected if it is not suspended, CapacityExceeded while the lease has no room: try again then.
+        Raises RequestRejected if the tenant is not suspended, CapacityExceeded while the lease has no room.
         """
         await self.moves.resume(tenant_id)
 
     async def move_tenant(self, tenant_id: str) -> None:
         """Move a tenant's sequences into a new region, and end the old one.
 
-        Raises RequestRejected if it is suspended or has no region now, RegionFailed if that ends before it is copied:
-        its sequences are replayed then.
+        Raises RequestRejected if the tenant is suspended or has no region now, RegionFailed if the region ends before
+        it is copied; the tenant's sequences are then replayed.
         """
         await self.moves.move(tenant_id)
 
     async def move(self, address: str | None = None) -> None:
-        """Open an engine on another lease while this one serves; then move the whole load there between two steps.
+        """Open an engine on another lease while this one serves, then move all sequences there between two steps.
 
         Nothing is lost: sequences are replayed there, and continue with the same tokens. The old lease is freed.
 
         Args:
-            address: The daemon's or the fleet's address; None: the one that this engine was requested from. A daemon
-                must then have room for both; a fleet finds a node that has.
+            address: The daemon's or the fleet's address; None: the address that this engine's lease came from. The
+                daemon must then have room for both engines; a fleet finds a node with room.
 
-        Raises the errors of `open`, EngineDecodeFailed or NoModelLoaded if the decoder has ended. Then this engine
-        continues to serve, if it can.
+        Raises the errors of `open`, EngineDecodeFailed or NoModelLoaded if the decoder has ended. After an error the
+        current engine continues to serve, if it can.
         """
         await self._supervisor.move(address)
 
     async def share(self, prefixes: Iterable[SharedPrefix]) -> None:
-        """Share these prefixes with all tenants from now on, and no others.
+        """Share these prefixes with all tenants from now on, in place of the current ones.
 
-        Opens an engine that has them, and moves the load there, as `move` does. Raises the errors of `move`, and
-        RequestRejected for prefixes that can't be shared. Then those before stay shared.
+        Opens an engine with these prefixes, and moves all sequences there, as `move` does. Raises the errors of `move`,
+        and RequestRejected for prefixes that can't be shared. After an error the current prefixes stay shared.
         """
         await self._supervisor.move(spec=self._spec_with(tuple(prefixes)))
 
     # --- leaving the card while it is idle ---
 
     async def park(self) -> int:
-        """Move the engine's memory to the host's memory: the card's bytes are free for other leases.
+        """Move the engine's memory to the host's memory, which frees the card's bytes for other leases.
 
-        No request may be in progress. The next one brings the memory back to the same addresses, and waits for that;
-        tokens are the same as without. Returns how many bytes were moved.
+        No request may be in progress. The next request brings the memory back to the same addresses, and waits for it;
+        its tokens are the same as without parking. Returns how many bytes were moved.
 
         Raises RequestRejected if a request is in progress, and the errors of `GpuLease.park`.
         """
         if len(self._ledger):
             raise RequestRejected("requests are in progress", "Park the decoder when none is")
-        # Steps of cancelled requests: taking their results would bring the memory back.
+        # Wait for the steps of cancelled requests, because taking their results later would bring the memory back.
         while self.scheduler.unanswered_steps:  # noqa: ASYNC110  # the loop has no event for it
             await asyncio.sleep(STEP_PAUSE_S)
         self.moves.is_paused = True
@@ -609,9 +608,9 @@ class Decoder:
         self._supervisor.check_alive()
 
     async def wait_ended(self) -> None:
-        """Wait until the decoder has ended: it is closed, or a fault of its own ended it.
+        """Wait until the decoder has ended: it is closed, or an internal error has ended it.
 
-        A lost engine does not end it. Raises nothing; `check_alive` raises what ended it.
+        The loss of an engine does not end it. Raises nothing; `check_alive` raises the error that ended it.
         """
         await self._supervisor.wait_ended()
 
@@ -622,12 +621,12 @@ def engine_bytes(
     settings: DecoderSettings,
     prefixes: Iterable[SharedPrefix] = (),
 ) -> int:
-    """Return the memory of the lease that a decoder of this model acquires. Raises errors as `Decoder.open` does."""
+    """Return the size of the lease that a decoder of this model acquires. Raises errors as `Decoder.open` does."""
     return _engine_spec(checkpoint, tuple(tenants), settings, tuple(prefixes)).size_bytes
 
 
 def positions_of(checkpoint: Checkpoint, settings: DecoderSettings) -> int:
-    """Return the positions of a sequence: those of the settings, or the model's context up to MAX_POSITIONS."""
+    """Return the maximum number of positions of a sequence: the setting, or the context up to MAX_POSITIONS."""
     return settings.positions or min(checkpoint.config.context, MAX_POSITIONS)
 
 
@@ -645,7 +644,7 @@ def _engine_spec(
     """
     positions = positions_of(checkpoint, settings)
     limits = StepLimits(settings.max_rows, settings.max_sequences, positions)
-    # Without tenants, one gets all sequences, and blocks for a few of full length.
+    # Without tenants, make one that may have all sequences, with blocks for a few of full length.
     tenants = tenants or (_only_tenant(limits),)
     pools = [tenant.max_blocks for tenant in tenants]
     if settings.region_life_s is not None:
@@ -678,7 +677,7 @@ def _check_prefixes(prefixes: Sequence[SharedPrefix], vocabulary: int, positions
     if prefixes and not reuses:
         raise RequestRejected("shared prefixes need reuses_prefixes, which is off", "Turn it on, or share none")
     for prefix in prefixes:
-        # A prompt has one more token at least.
+        # A prompt must have at least one token more than the prefix.
         if len(prefix.token_ids) >= positions:
             raise RequestRejected(
                 f"prefix {prefix.name} must have fewer tokens than the {positions} positions of a sequence, not"
@@ -689,14 +688,14 @@ def _check_prefixes(prefixes: Sequence[SharedPrefix], vocabulary: int, positions
 
 
 def _check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise RequestRejected, which names the parameter, if one of the tokens is not in the vocabulary."""
+    """Raise RequestRejected with the parameter's name if one of the tokens is not in the vocabulary."""
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         out_of_range = next(token for token in tokens if not 0 <= token < vocabulary)
         raise RequestRejected(f"{name}: tokens must be 0 to {vocabulary - 1}, not {out_of_range}", parameter=name)
 
 
 def _check_any_is_left(vocabulary: int, sampling: SamplingParameters, ends: frozenset[int]) -> None:
-    """Refuse lists that could leave no token to choose from, whatever was emitted."""
+    """Raise RequestRejected for lists that leave no token to choose, whatever was emitted before."""
     banned = {word[-1] for word in sampling.bad_words} | (ends if sampling.min_tokens else set())
     allowed = set(sampling.allowed_token_ids)
     if not (allowed - banned if allowed else len(banned) < vocabulary):
@@ -727,6 +726,6 @@ def _scheduler_settings(settings: DecoderSettings, config: ModelConfig, position
 
 
 def _window_of(config: ModelConfig, positions: int) -> int | None:
-    """Return the most positions that a row sees in any layer; None if some layer sees all."""
+    """Return the maximum number of positions that a row attends to in any layer; None if some layer has no window."""
     windows = [config.window(layer, positions) for layer in range(config.layers)]
     return max((window for window in windows if window is not None), default=None) if all(windows) else None

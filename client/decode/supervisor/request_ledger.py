@@ -149,7 +149,7 @@ class RequestLedger:
         for sequence, _, count in step.chunks:
             if (entry := self._entries.get(sequence.request.request_id)) is None:
                 continue
-            if sequence.filled < sequence.prompt:
+            if sequence.filled < sequence.prompt_length:
                 entry.compute_s += took_s
                 entry.gpu_s += row_s * count
             else:

@@ -391,7 +391,7 @@ def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
         request = sequence.request
         if request.scores_prompt:
             begin = int(plan.positions[first_row])
-            scored = min(begin + count + 1, sequence.prompt) - begin - 1
+            scored = min(begin + count + 1, sequence.prompt_length) - begin - 1
             guides["target"][first_row : first_row + scored] = sequence.tokens[begin + 1 : begin + 1 + scored]
             guides["ranks"][first_row : first_row + count] = request.ranks
     return StepGuidance(

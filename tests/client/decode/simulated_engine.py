@@ -120,14 +120,14 @@ def check_books(scheduler: ContinuousBatchScheduler) -> None:
         used = {block for sequence in live for block in sequence.blocks if NO_BLOCK < block < tenant.region_blocks}
         # Behind its window it has no blocks, and in front of it all.
         for sequence in live:
-            assert sequence.blocks.index(next(it for it in sequence.blocks if it != NO_BLOCK)) == sequence.left
-            assert NO_BLOCK not in sequence.blocks[sequence.left :]
+            assert sequence.blocks.index(next(it for it in sequence.blocks if it != NO_BLOCK)) == sequence.freed_blocks
+            assert NO_BLOCK not in sequence.blocks[sequence.freed_blocks :]
             window = scheduler.settings.window
-            assert sequence.left * PAGE <= max(0, sequence.length + 1 - (window or MOST_TOKENS))
+            assert sequence.freed_blocks * PAGE <= max(0, sequence.length + 1 - (window or MOST_TOKENS))
         # Blocks of a shared prefix come first, all of one that is shared, and no row writes them.
         for sequence in live:
             shared = [block for block in sequence.blocks if block >= tenant.region_blocks]
-            first = sequence.left
+            first = sequence.freed_blocks
             assert shared == [tenant.region_blocks + first + index for index in range(len(shared))]
             assert sequence.blocks[first : first + len(shared)] == shared
             assert not shared or (first + len(shared)) * PAGE <= sequence.reused <= sequence.next_position

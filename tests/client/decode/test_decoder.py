@@ -435,6 +435,6 @@ def test_a_load_takes_short_turns_of_the_loop_and_lays_its_tensors_out_in_thread
     monkeypatch.setattr(forward_pass, "KernelLibrary", Library)
     asyncio.run(scene())
     assert launches_by_turn.total() > 100
-    assert max(launches_by_turn.values()) <= forward_pass.LAUNCHES_A_TURN
+    assert max(launches_by_turn.values()) <= forward_pass.LAUNCHES_PER_TURN
     assert layout_threads
     assert threading.get_ident() not in layout_threads

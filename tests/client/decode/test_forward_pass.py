@@ -325,7 +325,7 @@ def test_a_recording_lets_other_tasks_of_its_loop_have_their_turns(
     tiny: RunningRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server of many models records one model's steps while it plans another's."""
-    monkeypatch.setattr(forward_pass, "LAUNCHES_A_TURN", 4)
+    monkeypatch.setattr(forward_pass, "LAUNCHES_PER_TURN", 4)
     turns = 0
 
     async def take_turns() -> None:

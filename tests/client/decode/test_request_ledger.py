@@ -255,7 +255,7 @@ class AnyOrder(RuleBasedStateMachine):
         for known in chosen:
             sequence = known.sequence()
             # Only the chunk that ends a prompt has a token; a replay's prompt has all that was emitted.
-            step.add_chunk(sequence, 1 if known in filling else sequence.prompt)
+            step.add_chunk(sequence, 1 if known in filling else sequence.prompt_length)
             sequence.filled = sequence.next_position
             known.steps_s.append(took_s)
         for (_, _, rows), known in zip(step.chunks, chosen, strict=True):

@@ -284,8 +284,8 @@ class AnyOrder(RuleBasedStateMachine):
                 position = due[name] = lengths.get(name, 0) + planned
                 if tenant.is_held or sequence.is_following:
                     continue
-                if position < sequence.prompt:
-                    prompts += sequence.prompt - position
+                if position < sequence.prompt_length:
+                    prompts += sequence.prompt_length - position
                 elif position <= sequence.last:
                     decoding += 1
         seen: list[str] = []
@@ -297,10 +297,10 @@ class AnyOrder(RuleBasedStateMachine):
             due[name] += 1
             if row >= step.decode_rows:
                 assert name not in seen or seen[-1] == name, "a chunk's rows lie together"
-                assert due[name] <= sequence.prompt
+                assert due[name] <= sequence.prompt_length
             else:
                 assert name not in seen, "one row for a sequence that decodes"
-                assert due[name] > sequence.prompt
+                assert due[name] > sequence.prompt_length
             seen.append(name)
         rows, decode_rows = len(step), step.decode_rows
         room = limits.prefill_rows if decoding else limits.max_rows
@@ -351,7 +351,9 @@ class AnyOrder(RuleBasedStateMachine):
     def plan_again(self, failed: StepPlan) -> None:
         """The rows of a failed step that are still due come first, in their order."""
         live = [sequence for sequence in failed.sequences if not sequence.is_ended and not sequence.tenant.is_held]
-        wanted = [sequence for sequence in live[: failed.decode_rows] if sequence.next_position >= sequence.prompt]
+        wanted = [
+            sequence for sequence in live[: failed.decode_rows] if sequence.next_position >= sequence.prompt_length
+        ]
         self.plan()
         if self.under_way:
             again = self.under_way[-1].step

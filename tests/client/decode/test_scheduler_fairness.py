@@ -48,7 +48,7 @@ class Service:
                 first = sequence.request.continues or name
                 if first not in self._admitted:
                     self._admitted.add(first)
-                    self.tokens[tenant.config.id] += sequence.prompt - sequence.request.replayed_tokens
+                    self.tokens[tenant.config.id] += sequence.prompt_length - sequence.request.replayed_tokens
         for event in self.scheduler.completed(step, ones(step)):
             if isinstance(event, SchedulerEvent.Token):
                 self.tokens[event.request.tenant_id] += 1
