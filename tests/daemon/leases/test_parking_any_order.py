@@ -251,6 +251,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.kills: list[int] = []
         # Of the last event: kills that need not wait until the disk has its rows.
         self.unrecorded_kills: list[int] = []
+        self.unrecorded_growths: list[tuple[ModelWorker, ResizeSlice]] = []
         self.proofs: list[ProveRegion] = []
         self.open: set[int] = set()
         # Requests whose clients have left.
@@ -279,7 +280,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
         # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
-        self.unrecorded_kills, self.forgotten = [], []
+        self.unrecorded_kills, self.unrecorded_growths, self.forgotten = [], [], []
         self.before_last = dict(self.ended), {lease_id: list(kinds) for lease_id, kinds in self.records.items()}
         for effect in effects:
             self.execute(effect)
@@ -348,6 +349,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case RefuseWaitingOperations(lease_id) | OpenRegion(lease_id) | EndRegion(lease_id) | ResizeSlice(lease_id):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
+                    if isinstance(effect, ResizeSlice) and effect.after_record:
+                        self.unrecorded_growths.append((self.workers[lease_id], effect))
             case LeaveSession(lease_id) | StaySession(lease_id) | AdoptSession(lease_id):
                 if isinstance(effect, AdoptSession):
                     assert self.images.get(lease_id) == effect.number, "an image was adopted that is not there"
@@ -507,7 +510,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 worker.open(order)
             case ResizeSlice(_, size) if not worker.is_parked:
                 has_room = self.held(worker.card) + size - worker.size <= CARDS[worker.card].capacity_bytes
-                worker.resize(size, has_room=has_room and luck % 5 != 1)
+                assert has_room or size <= worker.size, "a worker was ordered to grow into what others have"
+                worker.resize(size, has_room=luck % 5 != 1)
             case OpenRegion() | ResizeSlice() as order:
                 worker.held.append(order)
                 worker.answers.append(ReturnWanted(worker.worker_id, worker.park))
@@ -802,6 +806,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.disk.lose_tail()
             self.reaped += self.forgotten
             self.ended, self.records = self.before_last
+            for worker, order in self.unrecorded_growths:
+                worker.orders.remove(order)
         contents = self.disk.read()
         killed = [self.workers.get(worker_id) for worker_id in self.unrecorded_kills] if is_tail_lost else []
         self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
