@@ -1,12 +1,13 @@
 """A session's connection: the wire that moves its bytes, what it has received, and what it still has to send.
 
-The file defines, in this order: `WorkerSpinPolicy`, how long the worker polls for more before it sleeps;
+The file defines, in this order: `WorkerSpinPolicy`, how long the worker polls for more requests before it sleeps;
 `ReceiveBuffer`, where received bytes go; `SocketWire` and `RingWire`, which move the bytes; `SendBuffer`, the rest of a
 reply that the peer has not read; and `AttachedConnection`, which holds one of each.
 
 Large writes. A large MEM_WRITE is received into pinned memory. The card copies from there, while the next MEM_WRITE is
 received into the next pinned buffer. The host's only copy is the kernel's in recv(2). A session has few pinned buffers,
-all of one size. A frame goes through the frame reader if no pinned buffer is free, or if it is larger than one.
+all of one size. A frame goes through the frame reader if no pinned buffer is free, or if the frame does not fit into
+one.
 
 Rings. A ring in shared memory replaces the socket's stream in both directions. The socket remains, for two purposes. It
 is the bell: a byte on it, of any value, means that the ring has changed. It is also the sign of life: when the peer
@@ -57,7 +58,7 @@ again."""
 
 LATENCY_SPIN_NS: Final = 5_000_000
 """SPIN_NS for a session of the latency class, where a wake-up would be a quarter of the time that a launch may take. It
-is also the longest time that the broker waits until the worker reads its messages."""
+is also the longest time that a message from the broker waits until the worker reads it."""
 
 SPINS_PER_REPLY: Final = 2
 """Number of spins (each of SPIN_NS) after a reply. A tenant that only launches does not wait for replies: the worker
@@ -84,14 +85,14 @@ class WorkerSpinPolicy:
 _POLICIES: Final = {
     None: WorkerSpinPolicy(),
     Waiting.SPIN: WorkerSpinPolicy(spins_when_quiet=True),
-    # One more, because native code does not yield: it uses one of them for a single poll.
+    # One more spin, because native code does not yield: it uses one spin for a single poll.
     Waiting.YIELD: WorkerSpinPolicy(SPINS_PER_REPLY + 1, spins_when_quiet=False, yields=True),
     Waiting.BLOCK: WorkerSpinPolicy(0, spins_when_quiet=False, spins_at_all=False),
 }
 
 
 def spin_policy_of(waiting: Waiting | None) -> WorkerSpinPolicy:
-    """Return the policy for a tenant's choice; None leaves the choice to the host's number of cores."""
+    """Return the policy for a tenant's choice; None selects the default, which depends on the number of cores."""
     return _POLICIES[waiting]
 
 
@@ -118,7 +119,8 @@ class PinnedBuffer:
     """Pinned memory for one payload.
 
     Attributes:
-        memory: The mapping, `view` all its bytes.
+        memory: The mapping.
+        view: All of its bytes.
         ticket: The ticket of the card's copy from it; None if nothing was copied since it was acquired.
         is_held: Whether a connection receives into it, or its payload is being handled.
     """
@@ -300,8 +302,8 @@ RING_LAYOUT: Final = RingLayout(request_bytes=512 << 10, reply_bytes=512 << 10)
 which the kernel allocates at first use."""
 
 BELLS_BYTES: Final = 4096
-"""Maximum number of bells received at a time: a peer that rings without end costs one system call for that many
-bells."""
+"""Maximum number of bells that one recv(2) takes, so that a peer that rings without end costs one system call per this
+many bells."""
 
 QUANTUM_NS: Final = 1_000_000
 """Longest time for which native code serves one connection before other connections, the broker and the broker's
@@ -309,8 +311,8 @@ watchdog have their turn."""
 
 ALONE_QUANTUM_NS: Final = 4_000_000
 """QUANTUM_NS for a session's only connection, while the session has no regions (orders about regions are urgent). A
-request that arrives while the worker's loop does other work waits for about 20 us: with a round per QUANTUM_NS, that
-wait was a launch's p99."""
+request that arrives while the worker's loop does other work waits for about 20 us: with QUANTUM_NS, that wait
+determined the 99th percentile of launches."""
 
 _REPLY_WORDS_AT: Final = 256
 
@@ -347,7 +349,7 @@ class Wire(Protocol):
         """Prepare to sleep in poll(2); False if there is something to receive, or (`for_room`) room to send."""
 
     def end_sleep(self, has_event: bool) -> None:
-        """Record that the sleep is over; `has_event` says that poll(2) named the socket."""
+        """Record that the sleep has ended; `has_event` says whether poll(2) reported an event of the socket."""
 
     def events(self, *, for_room: bool) -> int:
         """Return the events of the socket that poll(2) must report."""
@@ -528,7 +530,8 @@ class RingWire:
         """Mark in the ring that the worker sleeps, so that the peer rings."""
         if not for_room:
             return self._requests.doze()
-        # While the worker is awake, it sees room by the peer's counter. It needs a bell only while this flag is set.
+        # While the worker is awake, it sees from the peer's counter that there is room. It needs a bell only while this
+        # flag is set.
         self._waits_for_room = True
         try:
             return self._replies.doze()
@@ -608,7 +611,7 @@ class RingWire:
             ctypes.c_uint64.from_address(ends.reply_words + word_bytes).value = 2 * awaited
 
     def send(self, data: bytes | memoryview, wait_ns: int) -> bytes | memoryview | None:
-        """Put the data into the ring. Also raises FramingError, because the peer writes the counter that it reads."""
+        """Put the data into the ring. Also raises FramingError, because this reads a counter that the peer writes."""
         replies = self._replies
         until_ns = 0
         # Put what fits, wait for room, repeat. Each turn begins by reading the peer's current counter.
@@ -642,7 +645,7 @@ class RingWire:
             os.close(self.fd)
 
     def _await_room(self, until_ns: int) -> bool:
-        """Return whether the peer makes room by then."""
+        """Wait for room. Returns False if there is none at `until_ns`. Raises ConnectionLost."""
         replies = self._replies
         # Spin first, if there are enough cores: an honest peer reads within microseconds.
         if self._spin_policy.spins_when_quiet:
@@ -740,7 +743,7 @@ class SendBuffer:
     def __init__(self, unsent: bytes | memoryview) -> None:
         # Copy it, because the session may overwrite the reply's memory with the next reply.
         self.unsent = memoryview(bytes(unsent))
-        # Number of unsent bytes when the peer last completed a step of STEP_BYTES, and the time of that.
+        # Number of unsent bytes when the peer last completed a step of STEP_BYTES, and when that was.
         self._step_bytes = len(self.unsent)
         self._step_s = time.monotonic()
 
@@ -764,22 +767,23 @@ FRAME_TIMEOUT_S: Final = 60.0
 peer, however slow, does not pause for so long."""
 
 ServeRing = Callable[[FrameReader, RingEnds], Outcome | None]
-"""Makes native code serve a ring, beginning with the frames that the reader holds. None if it can't at present."""
+"""Makes native code serve a ring, beginning with the frames in the reader. Returns None if it can't serve now."""
 
 
 class AttachedConnection:
     """An attached socket.
 
     Attributes:
-        guest: The bearer of the token with which the connection was attached; None if it is the lease holder's.
+        guest: The bearer of the token with which the connection was attached; None for a connection of the lease's
+            owner.
         client_pid: The client's process; 0 if it is not known.
-        owns: Whether the objects that it makes end with it.
+        owns: Whether the objects that the connection creates end with it.
         wire: Moves its bytes: the socket, or a ring in addition to it.
         reader: Its received frames, except large writes.
         receive_buffer: Everything that it has received.
         has_arena: Whether the session's arena belongs to this connection.
         streams: Its streams.
-        holder: The holder of the objects that it makes; set once it is attached.
+        holder: The holder of the objects that the connection creates; set once it is attached.
         spins_left: How often to spin for more requests before the worker sleeps.
         received_at_s: When bytes of an incomplete frame last arrived.
         send_buffer: The rest of a reply that the peer has not read; None unless the connection is paused.

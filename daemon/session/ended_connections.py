@@ -1,12 +1,12 @@
-"""Releases what connections have made, after they have ended.
+"""Releases the objects that connections have made, after the connections have ended.
 
 A connection owns the allocations, modules, graphs and region sets that it makes. When it ends, its graphs and sets are
 released at once. Its allocations and modules are released when the work that it had queued has ended, because its
-kernels may use them. Only a request that has no room without their release waits for that work, for a bounded time. An
+kernels may use them. Only a request that lacks the room that they take waits for that work, for a bounded time. An
 endless kernel keeps them until the lease ends, or until the kernel exceeds the lease's maximum run time; until then
 they count as used.
 
-An older client does not ask for this: the objects of its connection have no holder, and stay until MEM_RESET or the
+An older client does not request this: the objects of its connection have no holder, and stay until MEM_RESET or the
 lease's end. The same is true for allocations that are kept by name: the lease holds them.
 """
 
@@ -56,7 +56,7 @@ WAIT_STEP_S: Final = 0.001
 
 
 class _StillRuns(Exception):
-    """Raised by the driver's poll instead of waiting: work of the stream still runs."""
+    """Raised by the driver's poll, in place of a wait, because work of the stream still runs."""
 
 
 def _do_not_wait() -> None:
@@ -139,7 +139,10 @@ class EndedConnections(OperationHandler):
         return max(0, math.ceil((self._next_poll_s - time.monotonic()) * 1000))
 
     def advance(self, *, now: bool = False) -> None:
-        """Release what needs no wait, if a poll is due or `now` is set; nothing while the session is parked."""
+        """Release what can be released without a wait, if a poll is due or `now` is set.
+
+        Does nothing on a parked session.
+        """
         if not self._ended or self._resources.is_parked or (not now and time.monotonic() < self._next_poll_s):
             return
         # After a success poll again at once, as more may be free. Otherwise back off, so that an endless kernel costs
@@ -153,7 +156,7 @@ class EndedConnections(OperationHandler):
     def _give_back(self) -> bool:
         """Release some objects that no kernel uses any more, without waiting; return whether there were any."""
         frees_left = FREES_PER_TURN
-        # Check each ended connection by itself: one with a running kernel must not delay the release of the others'
+        # Check each ended connection separately: one with a running kernel must not delay the release of the others'
         # memory.
         for ended in list(self._ended):
             # Drop the tickets that are done: they need not be polled again.
@@ -188,7 +191,7 @@ class EndedConnections(OperationHandler):
     def _give_back_one(self, ended: _Ended) -> None:
         if ended.allocations:
             handle = ended.allocations[-1]
-            # Another connection may have freed it or taken it over meanwhile.
+            # Another connection may have freed it or taken it over in the meantime.
             if self._ledger.holder_of(handle) is ended.holder:
                 self._free(handle, _do_not_wait)
             ended.allocations.pop()
@@ -212,7 +215,7 @@ class EndedConnections(OperationHandler):
         """Return whether an ended connection holds something."""
         return bool(self._ended)
 
-    # --- those who need room ---
+    # --- requests that need room ---
 
     def may_make_room(self, failure: Failure) -> bool:
         """Return whether a request failed for lack of room while ended connections still take some."""
@@ -231,7 +234,7 @@ class EndedConnections(OperationHandler):
 
         Returns whether anything was released. Raises LeaseOver.
         """
-        # If no other connection is attached, a long wait harms no one; otherwise it would delay all of them.
+        # If no other connection is attached, a long wait harms nobody; otherwise it delays all others.
         until_s = time.monotonic() + (ALONE_WAIT_S if is_alone else SHARED_WAIT_S)
         has_given = False
         while self._ended:

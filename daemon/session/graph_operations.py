@@ -41,15 +41,15 @@ MAX_GRAPHS: Final = 256
 in the driver."""
 
 MAX_SESSION_PARTS: Final = 32_768
-"""Maximum number of nodes, buffers, parameters and places of all graphs of a session. Each has a few bytes on the wire
-and takes a kilobyte here, so without this bound a tenant could fill the host's memory."""
+"""Maximum number of nodes, buffers, parameters and places in all graphs of a session together. Each takes a few bytes
+on the wire and a kilobyte here, so without this bound a tenant could fill the host's memory."""
 
 MAX_SESSION_GRAPH_BYTES: Final = 16 << 20
 """Maximum number of bytes of the GRAPH_CREATE requests of a session's live graphs. They take host memory, which no
 slice bounds."""
 
 NODES_PER_CHECK: Final = 64
-"""Number of nodes checked between two checks of the lease; these take some milliseconds."""
+"""Number of nodes checked between two checks of the lease; checking that many takes some milliseconds."""
 
 POINTER_BYTES: Final = 8
 """Size of an argument that is a device pointer."""
@@ -63,7 +63,7 @@ class _Parameter:
     """A parameter of a graph.
 
     Attributes:
-        start: Offset at which its value begins in the values of a GRAPH_LAUNCH.
+        start: Offset of its value in the values of a GRAPH_LAUNCH; `end` is the offset after the value.
         places: (step, offset in that step's argument bytes) of each place that the value goes to.
         value: The bytes that its places contain; None if that is not known.
     """
@@ -95,7 +95,7 @@ class _Steps:
         allocations: Handles of all allocations that the nodes name.
         modules: Numbers of all modules that the nodes name.
         copies: Number of nodes that are copies.
-        copied_bytes: Number of bytes that these copies move in all.
+        copied_bytes: Number of bytes that these copies move together.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -170,7 +170,7 @@ class GraphOperations(OperationHandler):
         self._check_room(part_count, size_bytes)
         steps, parameters = self._checked(body)
         self._resources.may_have_grown = True
-        # A driver may optimise now what was launched before: a graph is replayed.
+        # The driver may now optimise kernels that were only launched before, because a graph is replayed.
         with self._resources.compiling():
             graph = self._context.graph(steps.steps, self._ledger.check_graph, self._check_lease)
         # The driver has made the graph: count it, record what it depends on, and charge it.
@@ -246,7 +246,7 @@ class GraphOperations(OperationHandler):
         # A region may end between the check of its set and this one: the refusal must name the same launch.
         if session_graph.regions:
             self._gate.admit_named(session_graph.regions, kernel, position)
-        # Record it before the replay, as a fault may name it at once.
+        # Record the request id before the replay, because a fault may name it at once.
         self.recent_replays.add(frame.request_id)
         session_graph.graph.replay(frame.request_id, self._check_lease, self._resources.admit_next)
         steps = session_graph.steps
@@ -282,7 +282,7 @@ class GraphOperations(OperationHandler):
         ]
 
     def restore(self, number: int, payload: bytes) -> None:
-        """Make a graph again, for `ledger.holder`, that the session had in another process. Raises ImageMismatch."""
+        """Make a graph again that the session had in another process, for `ledger.holder`. Raises ImageMismatch."""
         self._last_number = number - 1
         self._gate.is_restoring = True
         try:
@@ -353,7 +353,7 @@ class GraphOperations(OperationHandler):
             steps = _Steps()
             if not body.nodes:
                 raise BodyError("a graph must have at least one node")
-            # A large graph takes milliseconds to check, so the lease is checked in between.
+            # A large graph takes milliseconds to check, so check the lease from time to time.
             for number, node in enumerate(body.nodes):
                 if number % NODES_PER_CHECK == 0:
                     self._check_lease()

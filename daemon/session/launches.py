@@ -1,8 +1,8 @@
 """Launches: the first of a shape is checked and kept as a plan, the next ones reuse it; run times are bounded.
 
-A plan is the kernel, its shape, and the place of each argument in the parameter buffer. Its key is the LAUNCH without
-its argument bytes, or the LAUNCH_IN without these and its region set. In the parameter buffer, parameters are at their
-natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
+A plan is the kernel, its shape, and the place of each argument in the parameter buffer. A plan's key is the LAUNCH
+without its argument bytes, or the LAUNCH_IN without its argument bytes and region set. In the parameter buffer,
+parameters are at their natural alignment (CUDA driver API, cuLaunchKernel); on the wire they have no gaps.
 
 Tenants launch in loops, so a plan also records which plan followed it last time. As long as the next frame matches that
 plan's pattern byte for byte, the worker neither parses nor checks it again (`LaunchFastPath`).
@@ -90,7 +90,7 @@ class LaunchOperations(OperationHandler):
         body, region_set, position = split_regions(payload)
         if not region_set and self._needs_set:
             raise no_set()
-        # Such a launch takes no part in the prediction, because native code does not launch with attributes.
+        # No plan expects such a launch, because native code does not launch with attributes.
         plan, args = self._planner.find(body, Opcode.LAUNCH_WITH)
         if region_set:
             self._gate.admit(region_set, position, plan.kernel.name)
@@ -133,7 +133,7 @@ class PrintedOperations(OperationHandler):
     """PRINTED.
 
     Args:
-        take: Returns and clears what was printed, with whether some of it is lost.
+        take: Returns and clears what was printed, and says whether some of it was lost.
     """
 
     def __init__(self, resources: SessionResources, take: Callable[[], tuple[bytes, bool]]) -> None:
@@ -154,14 +154,14 @@ class PrintedOperations(OperationHandler):
         return done(frame, Printed(data, int(is_lost)))
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what was printed since the last call, and whether some of it is lost. No kernel may be running."""
+        """Return what was printed since the last call, and whether some of it was lost. No kernel may be running."""
         (earlier, was_lost), self._earlier = self._earlier, (b"", False)
         data, is_lost = self._take()
         joined = earlier + data
         return joined[:MAX_PRINTED_BYTES], is_lost or was_lost or len(joined) > MAX_PRINTED_BYTES
 
     def put_back(self, data: bytes, *, is_lost: bool) -> None:
-        """Put back what `take` returned: it goes before everything that is printed from now on."""
+        """Put back what `take` returned: the next `take` returns it before everything that is printed from now on."""
         self._earlier = data, is_lost
 
 
@@ -231,8 +231,8 @@ class Planner:
 
     Attributes:
         expected: The plan that the next launch is expected to use; None without an expectation.
-        has_new_kernel: Whether a plan was made since the last launch: its kernel's first launch may make the context
-          grow.
+        has_new_kernel: Whether a plan was made since the last launch; the first launch of its kernel may make the
+            context grow.
         add_record: Gives a new plan its record for native code; None without native code.
         on_forget: Called before all plans are dropped.
     """
@@ -372,11 +372,11 @@ class Planner:
 
 @contextmanager
 def _named(kernel: DriverKernel) -> Iterator[None]:
-    """Raise a DriverError of what precedes a launch as the failure of that launch, with the kernel's name."""
+    """Turn a DriverError in the preparation of a launch into the failure of that launch, with the kernel's name."""
     try:
         yield
     except KernelFault:
-        raise  # The error is of an earlier launch.
+        raise  # An earlier launch has faulted.
     except DriverError as error:
         raise launch_failed(f"{kernel.name}: {error}", kernel=kernel.name, hint=error.hint) from None
 
@@ -409,8 +409,8 @@ def _moves(kernel: DriverKernel) -> tuple[tuple[int, int, int], ...] | None:
 
 
 POLLS_PER_BOUND: Final = 8
-"""Number of polls within the time that a kernel may run. A kernel that runs too long is found late by at most one
-poll's interval."""
+"""Number of polls within the time that a kernel may run. A kernel that runs too long is found at most one interval too
+late."""
 
 MAX_POLL_MS: Final = 1000
 """Longest time between two polls, even if kernels may run for long."""

@@ -66,10 +66,10 @@ def _keep_all(most_bytes: int) -> None: ...
 class Dependents:
     """Callbacks of objects that must be notified when an allocation, a region or a module is released.
 
-    Most of these have no dependents; then the only cost is a lookup in an empty map.
+    Most objects have no dependents; then the only cost is a lookup in an empty map.
 
     Args:
-        on_add: Called with the number of each thing that gets a dependent.
+        on_add: Called with the handle of each object that gets a dependent.
     """
 
     def __init__(self, on_add: Callable[[int], None] = lambda handle: None) -> None:
@@ -93,7 +93,7 @@ class Dependents:
                 del self._callbacks[handle]
 
     def released(self, handle: int, reason: str) -> None:
-        """Call all dependents of a released thing, and forget them."""
+        """Call all dependents of a released object, and forget them."""
         for on_release in self._callbacks.pop(handle, {}).values():
             on_release(reason)
 
@@ -108,8 +108,8 @@ class Ledger:
 
     Attributes:
         used_bytes: Sum of all live allocations, each with the bytes that the tenant asked for.
-        rounding_bytes: Bytes that the card takes beyond those by rounding; SessionResources sets it to the driver's
-          figure.
+        rounding_bytes: Bytes that the card takes beyond `used_bytes` because it rounds sizes up; SessionResources sets
+          it to the driver's figure.
         make_room: Called before the card takes more memory, with the number of bytes that the driver may keep cached.
         records: The allocations for which native code serves copies.
         holder: The holder of objects made now: that of the connection that is being served.
@@ -122,7 +122,6 @@ class Ledger:
         self.used_bytes = 0
         self.rounding_bytes = 0
         self.make_room: Callable[[int], None] = _keep_all
-        # Bytes that the card may take in addition to allocations before the slice is charged.
         self._allowance_bytes = allowance_bytes
         self._page_bytes = page_bytes
         # Modules: bytes in pages of their own, bytes in pages that they share, and the latter's maximum so far.
@@ -141,7 +140,7 @@ class Ledger:
         # By address: the sizes of allocations, and their holders.
         self._allocations: dict[int, int] = {}
         self._holders: dict[int, Holder] = {}
-        # By address: the sizes of modules' variables, which count with their modules.
+        # By address: the sizes of modules' variables, which are charged with their modules.
         self._variables: dict[int, int] = {}
         # By address: the regions.
         self._regions: dict[int, ChargedRegion] = {}
@@ -152,20 +151,20 @@ class Ledger:
     @property
     def charged_bytes(self) -> int:
         # Only what exceeds the allowance is charged to the slice.
-        return self.used_bytes + max(0, self._besides_bytes - self._allowance_bytes)
+        return self.used_bytes + max(0, self._overhead_bytes - self._allowance_bytes)
 
     @property
     def room_bytes(self) -> int:
         """Bytes that the card may still take beyond the allocations; negative if it has taken too much."""
-        return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._besides_bytes
+        return self.slice_bytes + self._allowance_bytes - self.used_bytes - self._overhead_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes charged to the slice that are not in pages of allocations and regions: parking leaves them there."""
-        return max(0, self._besides_bytes - self.rounding_bytes - self._allowance_bytes)
+        """Bytes charged to the slice that are not in pages of allocations and regions. Parking does not move them."""
+        return max(0, self._overhead_bytes - self.rounding_bytes - self._allowance_bytes)
 
     @property
-    def _besides_bytes(self) -> int:
+    def _overhead_bytes(self) -> int:
         # Charge shared pages at their maximum, because one small module keeps a whole page from being released.
         modules_bytes = self._own_bytes + self._most_shared_bytes
         # Charge graphs at their maximum, too: the driver keeps a destroyed graph's memory for the next graphs.
@@ -353,7 +352,7 @@ class Ledger:
     def allows(self, device_bytes: int) -> bool:
         """Return whether the card may take `device_bytes` more for graphs without any charge to the slice."""
         pages_bytes = -(-device_bytes // self._page_bytes) * self._page_bytes
-        return self._besides_bytes + pages_bytes <= self._allowance_bytes
+        return self._overhead_bytes + pages_bytes <= self._allowance_bytes
 
     def add_graph(self, device_bytes: int) -> None:
         self._graph_bytes += device_bytes
@@ -456,7 +455,6 @@ class Ledger:
 
     def add_module(self, module: DriverModule, image_bytes: int) -> int:
         """Record a module that the driver loaded; return its number."""
-        # In the order of the fields: own pages, shared pages, kept memory.
         self._own_bytes += module.device_bytes - module.shared_bytes
         self._shared_bytes += module.shared_bytes
         self._most_shared_bytes = max(self._most_shared_bytes, self._shared_bytes)
@@ -494,8 +492,8 @@ class Ledger:
             self._most_shared_bytes = 0
 
     def _size_of(self, handle: int) -> int:
-        # Look up in order of frequency. No size is 0, so `or` continues with the variables if the allocations do not
-        # have it.
+        # Look up the most frequent kind first. No size is 0, so `or` continues with the variables if the allocations do
+        # not have it.
         size_bytes = self._allocations.get(handle) or self._variables.get(handle)
         if size_bytes is None:
             region = self._regions.get(handle)

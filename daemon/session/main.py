@@ -43,8 +43,8 @@ WARM_NAME = "gpul-warm"
 SUBMIT_NAME = "gpul-submit"
 
 HOLD_SPIN_NS: Final = 1_000_000
-"""Time for which native code spins while launches are held back, for a neighbour's turn or until the queue is shorter:
-both take microseconds. After that time the worker's loop serves the broker."""
+"""Time for which native code spins while launches are held back until another session's turn ends or the queue is
+shorter, which often takes only microseconds. After that time the worker's loop serves the broker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _await_lease(channel: socket.socket, page: WorkerPage) -> WorkerSpec | None:
         except ChannelClosed:
             return None
         close_all(fds)
-        # Any other message means that the lease that this worker was to serve is over: the broker will kill this
+        # Any other message means that the lease that this worker was to serve has ended: the broker will kill this
         # process.
         if isinstance(spec := parse_message(TO_WORKER, message), WorkerSpec):
             return spec
@@ -219,7 +219,7 @@ def _serve(
         # The failed operation's memory is free again, but the session may be in an incomplete state, so it must end.
         _report(channel, Faulted("its process found no memory on this host"))
         return WorkerExit.NO_MEMORY
-    # The session is over. Scrub this process, or report why that failed.
+    # The session has ended. Scrub this process, or report why that failed.
     if server.next_pages is None:
         return WorkerExit.OK
     try:
@@ -254,7 +254,7 @@ class NotScrubbed(Exception):
 
 def scrub(session: Session, context: Context, driver: Driver) -> Opening:
     """Remove everything of a session; return the opening with which to open a context again. Raises NotScrubbed."""
-    # Refuse what would make the scrub worthless.
+    # First check the two conditions without which a scrub would be worthless.
     if not is_heap_wiped():
         raise NotScrubbed("this process does not overwrite what it frees")
     if not _has_log_reader():

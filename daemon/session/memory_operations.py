@@ -35,7 +35,7 @@ from gpulease.protocol.messages import ArenaCopy, Handle, MemAlloc, MemRead
 from gpulease.protocol.opcodes import Opcode, Status
 
 MIN_PINNED_READ_BYTES: Final = 64 << 10
-"""For reads of this size or more, the card copies straight into the pinned memory that the reply is sent from."""
+"""Minimum size of a read for which the card copies directly into the pinned memory from which the reply is sent."""
 
 PINNED_REPLY_BYTES: Final = DATA_CHUNK_BYTES + 4096
 """Size of that pinned memory: room for a reply that carries DATA_CHUNK_BYTES. The memory stays pinned, so larger
@@ -118,7 +118,7 @@ class MemoryOperations(OperationHandler):
         if not self._has_read:
             self._has_read = True
             self.on_first_read()
-        # Build the reply in place: the card copies straight to where it is sent from.
+        # Build the reply in place: the card copies the data directly into the memory from which the reply is sent.
         prefix = data_prefix(length, request_id=frame.request_id, session_id=frame.session_id)
         is_pinned = MIN_PINNED_READ_BYTES <= length <= DATA_CHUNK_BYTES
         reply = self._reply_memory(len(prefix) + length, is_pinned=is_pinned)
@@ -158,12 +158,12 @@ MAX_ARENA_BYTES: Final = 1 << 30
 of the host's memory, and pinned pages can't be swapped out."""
 
 GRANULE_BYTES: Final = 4 << 20
-"""Minimum memory that is pinned at a time. Otherwise a tenant could make the driver keep a record per page.
+"""Minimum memory that is pinned by one call. Otherwise a tenant could make the driver keep a record per page.
 native/serve.ll repeats this number."""
 
 MAX_EXTENT_BYTES: Final = 256 << 20
-"""Maximum memory that is pinned at a time: pinning it takes 12 ms, and the worker checks the lease between two
-extents."""
+"""Maximum memory that is pinned by one call. Pinning this much takes 12 ms, and the worker checks the lease between two
+calls."""
 
 Pin = Callable[[memoryview], None]
 
@@ -177,7 +177,7 @@ class SessionArena:
     """
 
     def __init__(self, wanted_bytes: int, pin: Pin, fd: int = -1) -> None:
-        """Raise OSError if the host has no memory for it, or if less than a granule is wanted.
+        """Make the arena. Raises OSError if the host has no memory for it, or if less than a granule is wanted.
 
         `fd`: The memfd of an arena that the session had in another process; it belongs to this object.
         """

@@ -29,7 +29,7 @@ NO_OPTIONS: Final = WorkerOptions()
 
 
 class LeaseOver(Exception):
-    """Raised from a wait when the control page shows that the lease is over."""
+    """Raised from a wait when the control page shows that the lease has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +42,7 @@ class SessionResources:
         check_lease: The `Poll` to pass to every call that may wait; raises LeaseOver once the lease is over.
         counters: The control page's counters.
         options: The options of its lease.
-        check_sync: The `Poll` of a wait for all launches of a stream or of the session: in addition it serves the
-          broker.
+        check_sync: The `Poll` of a wait for all launches of a stream or of the session. It also serves the broker.
         stream: The driver's number of the selected stream, into which launches and copies go.
         is_in_place: Whether the session is parked with its bytes on the card, for a direct move to another card.
         is_parked: Whether the session's bytes are in host memory. Then only the calls that the interface allows may use
@@ -52,7 +51,7 @@ class SessionResources:
         keep_fault: Called with a kernel's fault that a call outside a tenant's request met; it is reported to the
           tenant.
         admit_work: Waits until the time limits admit an operation's work, and counts it as outstanding. For operations
-          that put work on the card only after a while.
+            that pass work to the card only later.
         admit_next: Does the same for the next part of such work, before it is passed to the driver.
         may_have_grown: Whether the context has done something after which the card may hold more memory than the ledger
           counts. `Session.take_growth` resets it.
@@ -73,19 +72,19 @@ class SessionResources:
     admit_work: Callable[[int], None] = lambda _kind: None
     admit_next: Callable[[], None] = keep_waiting
 
-    def call_outside_request(self, ask: Callable[[], _Result]) -> _Result:
+    def call_outside_request(self, call: Callable[[], _Result]) -> _Result:
         """Call the driver outside a tenant's request.
 
         If the tenant's kernels have faulted, keep the fault for the tenant.
         """
         # A fault raised here belongs to an earlier launch, so keep it and repeat the call.
         try:
-            return ask()
+            return call()
         except KernelFault as fault:
             self.keep_fault(fault)
             if fault.context_lost:
                 raise
-            return ask()
+            return call()
 
     def record_usage(self) -> None:
         """Write the slice's charged bytes to the control page, after the session has taken or released memory."""
@@ -109,7 +108,7 @@ class SessionResources:
     def compile_kernel(self, kernel: DriverKernel, threads: int) -> None:
         """Compile a kernel before a launch of this many threads.
 
-        Raises DriverError, or LeaseOver if the lease ended during that.
+        Raises DriverError, or LeaseOver if the lease ended during the compilation.
         """
         with self.compiling():
             has_compiled = self.context.compile_kernel(kernel, threads)

@@ -5,9 +5,9 @@ parked, the server holds every connection that sends something, and asks the bro
 neither native code nor an operation ever runs on a parked session, and a session that is not parked pays nothing.
 
 The host memory. The broker provides it before the first park. Fresh memory is slow: for a GiB, the host needs 0.2 to
-0.8 s to allocate it and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate as much of it as the
-session needs at present, and the worker's loop pins that, one small part at a time, while it has nothing else to do. A
-park that comes before this is complete does the rest itself. The memory stays for the next park.
+0.8 s to allocate it and 0.04 s to pin it, while the card copies it in 0.02 s. So threads populate as much of the memory
+as the session needs now, and the worker's loop pins what they have populated, one small part at a time, while it has
+nothing else to do. A park that comes before that does the rest itself. The memory is kept for the next park.
 """
 
 import contextlib
@@ -58,17 +58,19 @@ POPULATING_THREADS: Final = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 """Threads that populate host memory: a quarter of the cores, and at most four, because more gained nothing (H200)."""
 
 IDLE_NS: Final = 50_000_000
-"""Time without a request after which the worker's loop pins host memory: each step delays a request by up to 3 ms."""
+"""Time without a request after which the worker's loop pins host memory, because each step can delay a request by 3
+ms."""
 
 PINS_PAUSE_MS: Final = 5
-"""Sleep of the worker's loop between two steps of the preparation while the threads are behind."""
+"""Sleep of the worker's loop between two steps of the preparation, if the threads have not populated the next part
+yet."""
 
 WANTED_AGAIN_NS: Final = 1_000_000_000
-"""Time after which a request to return is repeated: the broker that received it may be gone."""
+"""Time after which a request to return is repeated, because the broker that received it may have exited."""
 
 HELD_POLL_MS: Final = 100
-"""Longest sleep while requests wait for a return. If no broker reports a deadline, they are refused this much too late
-at most."""
+"""Longest sleep while requests wait for a return. If no broker reports that the lease has ended, they are refused at
+most this much too late."""
 
 _PARKED: Final = Failure(
     Status.BUSY,
@@ -84,16 +86,16 @@ class HostMemory:
     """Host memory for a session's bytes, in steps of PARK_STEP_BYTES. Each step is populated, then pinned.
 
     Args:
-        fd: The memfd; not needed afterwards.
-        size_bytes: Its size.
-        context: The context that pins it.
+        fd: The memory's memfd, which the caller may close afterwards.
+        size_bytes: The memory's size.
+        context: The context that pins the memory.
 
     Attributes:
-        view: All of it.
-        fd: A descriptor of it.
+        view: The whole memory.
+        fd: A descriptor of the memory, which this object closes.
 
     Raises:
-        OSError: It can't be mapped.
+        OSError: The memory can't be mapped.
     """
 
     def __init__(self, fd: int, size_bytes: int, context: Context) -> None:
@@ -102,11 +104,12 @@ class HostMemory:
         # Keep a descriptor for the process that may continue the session.
         self.fd = os.dup(fd)
         self._context = context
-        # Numbers of steps: wanted, begun, populated without a gap, and pinned.
+        # The number of wanted steps, the number of steps that a thread has begun to populate, the steps that are
+        # populated, and the number of pinned steps.
         self._wanted_steps = self._prepared_steps = 0
         self._populated: set[int] = set()
         self._pinned = 0
-        # Why the host did not provide the memory; "" if it did.
+        # Why the host did not provide the memory; "" if it has not failed.
         self._failure = ""
         self._changed = threading.Condition()
         self._is_closed = False
@@ -178,7 +181,7 @@ class HostMemory:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Unpin and unmap it. Raises DriverError, or BufferError if it is used."""
+        """Unpin and unmap the memory. Raises DriverError, or BufferError if it is in use."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -230,7 +233,7 @@ class SessionParking:
         self.outbox: deque[Message] = deque()
         self._memory: HostMemory | None = None
         self._report: ParkedReport | None = None
-        # Whether the session's former process has its bytes, too, until it is whole here.
+        # Whether the session's former process also has the bytes, until the session is complete here.
         self._is_borrowing = False
         self._requested_ns: int | None = None
         self.refusal = _PARKED
@@ -374,7 +377,7 @@ class SessionParking:
         except LeaseOver:
             self.outbox.append(ReturnFailedReport(order.number, "the lease has ended"))
         except DriverError as error:
-            # What another process has lent is still there: the session goes back to it, whatever failed here.
+            # The process that lent the bytes still has them, so the session goes back to it, whatever failed here.
             self.is_misfit = isinstance(error, ImageMismatch) or self._is_borrowing
             if isinstance(error, KernelFault) and not self.is_misfit:
                 self._resources.keep_fault(error)
@@ -407,9 +410,9 @@ class SessionParking:
         self._counters[Counter.TRANSFER] = Transfer.SERVES
 
     def lend_pages(self) -> list[int]:
-        """Lend the pages of a session that is parked in place, for the next process; none of any other.
+        """Lend the pages of a session that is parked in place to the next process. Returns [] for any other session.
 
-        Returns descriptors that the caller closes. Raises CantLeave.
+        The caller closes the returned descriptors. Raises CantLeave.
         """
         if not self.is_in_place or self._memory is None:
             return []
@@ -435,13 +438,13 @@ class SessionParking:
 
         Args:
             number: The park's number.
-            fd: The session's host memory, of `size_bytes`.
-            size_bytes: Its size.
+            fd: The descriptor of the session's host memory.
+            size_bytes: The size of that memory.
             image: The session's image.
             finish: Called after each return, until it succeeds, to restore what needs the session's bytes. Raises
                 ImageMismatch.
-            pages: Descriptors of the pages that the former process, which parked the session in place, lends. They are
-                the context's from now on. None if it did not.
+            pages: Descriptors of the pages that the former process lends, if it parked the session in place; None
+                otherwise. The context owns them from now on.
 
         Raises:
             ImageMismatch: The context does not match the image, or the host memory can't be mapped.
@@ -463,16 +466,16 @@ class SessionParking:
         self._finish = finish
 
     def refuse_return(self, order: RefuseReturn) -> bool:
-        """Refuse the requests that wait with the broker's reason; return False if the session is not in that park."""
+        """Refuse the waiting requests, with the broker's reason. Returns False if the session is not in that park."""
         if not self.is_parked or order.number != self._number:
             return False
         self.refusal, self._requested_ns = replace(_PARKED, message=order.reason), None
         return True
 
     def want(self) -> None:
-        """Ask the broker for the return, because a request waits for it.
+        """Ask the broker for the session's return, because a request waits for it.
 
-        Repeat this if the broker does not answer for long.
+        Call this again while one waits: the broker is asked again if it does not answer for a long time.
         """
         now_ns = time.monotonic_ns()
         if self._requested_ns is None or now_ns - self._requested_ns >= WANTED_AGAIN_NS:
@@ -480,7 +483,7 @@ class SessionParking:
             self.outbox.append(ReturnWantedReport(self._number))
 
     def forget_wish(self) -> None:
-        """Forget the request to return, because what waited was answered: the next one is sent at once."""
+        """Forget the request to return, because the waiting requests were answered. The next one is sent at once."""
         self._requested_ns = None
 
     @property

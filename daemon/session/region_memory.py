@@ -76,7 +76,8 @@ class _End:
 
     Attributes:
         waits: Tickets of the work that has to end before the next step; None before the first one.
-        grace_ms: How long the launches that named the region may take; `stuck_ns` is the time when that is over.
+        grace_ms: How long the launches that named the region may take; `stuck_ns` is the time at which they have taken
+            too long.
         refusal_deadline_ns: Time until which to wait for a refusal that reports the region's end.
         quiet_ns: Time until which to wait for all other work; 0 while the launches that named the region run.
     """
@@ -357,10 +358,10 @@ class RegionMemory:
                     del self._ends[end.region.region_id]
                     # Removing memory takes milliseconds, so serve the connections before the next region.
                     self._spin_until_ns = now_ns + SPIN_NS
-                    self._take_away(end.region)
+                    self._remove_memory(end.region)
                     return
             except (DriverError, LeaseOver) as error:
-                self._give_up(end.region, str(error) or "the lease is over")
+                self._report_stuck(end.region, str(error) or "the lease is over")
 
     def _report_opened(self) -> None:
         if not self._openings:
@@ -388,7 +389,7 @@ class RegionMemory:
         if not end.quiet_ns:
             if end.waits:
                 if now_ns >= end.stuck_ns:
-                    self._give_up(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
+                    self._report_stuck(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
                 return False
             # While the remaining launches end, zero the memory that stays.
             self._call(lambda: self._resources.context.region_wipe(end.region.address))
@@ -402,7 +403,7 @@ class RegionMemory:
         is_quiet = not end.waits or now_ns >= end.quiet_ns
         return is_reported and is_quiet and self._call(self._resources.context.region_is_zeroed)
 
-    def _take_away(self, region: MappedRegion) -> None:
+    def _remove_memory(self, region: MappedRegion) -> None:
         resources = self._resources
         context = resources.context
         # The broker compares the freed bytes with the driver's free memory before and after.
@@ -419,7 +420,7 @@ class RegionMemory:
         region.tickets.clear()
         self._answer(RegionEndedReport(region.region_id, returned.freed_bytes, returned.kept_bytes, shown_bytes))
 
-    def _give_up(self, region: MappedRegion, reason: str) -> None:
+    def _report_stuck(self, region: MappedRegion, reason: str) -> None:
         """Report that a region's memory can't be removed; the broker then ends the lease."""
         self._ends.pop(region.region_id, None)
         self._answer(RegionStuckReport(region.region_id, reason))

@@ -2,12 +2,13 @@
 
 A region is memory that the broker lets the session use until the region's word on the regions page says otherwise, or
 until its deadline. Launches name a region set: a list of regions, made once. Once all words of a set have been compared
-at an epoch of the page, the set stays valid until the epoch changes or the earliest of its deadlines comes. So a launch
-compares two numbers, however many regions the set names, and native code can do that (`native/serve.ll`). It does so
-for the set in use: the one that `RegionGate` admitted last, in the stream selected now. If the page has changed, native
-code compares the set's regions, too, and refuses a launch for the first that was revoked; `refuse_revoked` records that
-afterwards. Any other launch is served by Python, which compares the whole set and records that its regions are used in
-that stream: a region's memory is removed only once those launches have ended (`region_memory.py`).
+at an epoch of the page, the set stays valid until the epoch changes or the earliest of its regions' deadlines passes.
+So a launch compares two numbers, however many regions the set names, and native code can do that (`native/serve.ll`).
+It does so for the set in use: the one that `RegionGate` admitted last, in the stream selected now. If the page has
+changed, native code compares the set's regions, too, and refuses a launch for the first that was revoked;
+`refuse_revoked` records that afterwards. Any other launch is served by Python, which compares the whole set and records
+that its regions are used in that stream: a region's memory is removed only once those launches have ended
+(`region_memory.py`).
 
 The first launch or copy that is refused for a region reports how the region ended; every later one reports FENCED. A
 cancelled region has not ended: it is refused as CANCELLED for as long as it is cancelled.
@@ -64,7 +65,7 @@ SETTLE_NS: Final = 2_000_000
 the broker is about to order the region's end, and its bytes should be back within two milliseconds."""
 
 NO_EPOCH: Final = (1 << 64) - 1
-"""An epoch that no page reaches: a set that was never compared, or no set at all."""
+"""An epoch that no page reaches. It stands for a set that was never compared, or for no set."""
 
 _U32_MASK: Final = (1 << 32) - 1
 
@@ -253,13 +254,13 @@ class RegionGate:
         )
 
     def admit_copy(self, region: MappedRegion) -> None:
-        """Check a region before a copy that uses it in the present stream. Raises Refused."""
+        """Check a region before a copy that uses it in the selected stream. Raises Refused."""
         if self.is_restoring:
             return
         self.admit_named((region,), "", None)
 
     def admit_named(self, regions: Iterable[MappedRegion], kernel: str, position: int | None) -> None:
-        """Check the regions that a copy or a graph names itself before it uses them in the present stream.
+        """Check regions that a copy or a graph names without a region set, before it uses them in the selected stream.
 
         Args:
             regions: The regions.

@@ -1,12 +1,12 @@
 """The worker's loops, which serve the broker's channel and the connections that the broker passes on.
 
 `SessionServer` serves a lease's session in one thread with one poll(2). Between requests the worker sleeps in the
-kernel and costs nothing. While it waits inside the driver, it checks the control page; if it does not notice the
-lease's end in time, the broker ends it with SIGKILL. It never waits for a peer: if a peer does not read, its connection
-is paused (see `SendBuffer`).
+kernel and costs nothing. While the worker waits inside the driver, it checks the control page; if it does not notice
+the lease's end in time, the broker kills it with SIGKILL. The worker never waits for a peer: if a peer does not read,
+the peer's connection is paused (see `SendBuffer`).
 
-`SubmitServer` serves a submit: one connection, one run, and the end. It shares only the lease with the session that may
-run at the same time. A submit ends when either side closes its connection, or when the broker orders it.
+`SubmitServer` serves a submit: one connection and one run of a kernel. A session of the same lease may run at the same
+time, in another process. A submit ends when either side closes the connection, or when the broker orders its end.
 """
 
 import contextlib
@@ -95,25 +95,27 @@ MAX_SLEEP_MS: Final = 5000
 updates its heartbeat for the broker."""
 
 READS_PER_ROUND: Final = 16
-"""Number of buffers received from one connection before the other connections and the broker are served."""
+"""Maximum number of buffers that the worker receives from one connection before it serves the other connections and the
+broker."""
 
 MAX_UNSENT: Final = 4096
 """Maximum number of messages about regions that wait while the broker's socket is full. Beyond that number, refusals
 are dropped, because a tenant can cause them at will."""
 
 ORDER_POLL_NS: Final = 400_000
-"""Time for which the worker polls its connections and the broker without sleeping, in nanoseconds, after a bell without
-a request: by this bell a client announces what it requests from the broker. A wake-up takes tens of microseconds, and
-the driver's first call after it takes twice as long as usual."""
+"""Time for which the worker polls its connections and the broker without sleeping, in nanoseconds, after a bell that
+comes without a request. A client rings such a bell before it asks the broker for something that the broker will order
+from this worker. A wake-up takes tens of microseconds, and the driver's first call after it takes twice as long as
+usual."""
 
 RETRY_MS: Final = 10
-"""Longest sleep while such messages wait for the broker."""
+"""Longest sleep while messages about regions wait for room in the broker's socket."""
 
 _LAUNCHES: Final = frozenset({int(Opcode.LAUNCH), int(Opcode.LAUNCH_IN)})
 _SYNC: Final = int(Opcode.SYNC)
 
 _CONDITIONAL: Final = {SessionOption.REGIONS, SessionOption.OWN_MEMORY}
-"""Abilities that some sessions lack, or that ATTACH has to request."""
+"""Abilities that some sessions lack, or that a client must request in ATTACH."""
 
 _SERVED: Final = tuple(
     Tlv(ability, b"") for ability in sorted({spec.ability for spec in SPECS.values() if spec.ability} - _CONDITIONAL)
@@ -157,11 +159,12 @@ class SessionServer:
         self._received: deque[tuple[Message | None, list[int]]] = deque()
         # Whether the session's image was sent: then another process may serve its connections.
         self._has_left = False
-        # While the session is parked: connections that sent something, and the broker's orders that need it back.
+        # While the session is parked: descriptors of the connections that sent something, and the orders of the broker
+        # that have to wait for the session's return.
         self._held: set[int] = set()
         self._held_orders: deque[tuple[Message | None, list[int]]] = deque()
         # Whether the worker may poll instead of sleeping, and until when it does so now, on time.monotonic_ns().
-        self._polls = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
+        self._may_poll = self._spin_policy.spins_when_quiet and not self._spin_policy.yields
         self._poll_until_ns = 0
         session.on_wait = self._serve_regions
 
@@ -203,7 +206,7 @@ class SessionServer:
             for connection in awake:
                 connection.wire.end_sleep(connection.fd in ready_fds)
                 # A bell without a request announces that the broker is about to send an order.
-                if connection.fd in ready_fds and self._polls and connection.wire.is_empty:
+                if connection.fd in ready_fds and self._may_poll and connection.wire.is_empty:
                     self._poll_until_ns = time.monotonic_ns() + ORDER_POLL_NS
             # Step 4: serve the broker first, because it may have ended the lease.
             if (self._channel.fileno() in ready_fds or self._received) and not self._serve_broker():
@@ -281,12 +284,12 @@ class SessionServer:
     def _drop_overdue(self, connection: AttachedConnection) -> None:
         """Drop a connection that has kept memory here for too long, unless only this process was late.
 
-        The process may have been stopped, or have waited inside the driver for another connection: then the rest of the
-        frame has come, or the peer has read, and only that was not noticed.
+        This process may have been stopped, or may have waited inside the driver for another connection. Then the rest
+        of the frame may have arrived, or the peer may have read, before this process could notice.
         """
         if self._session.is_away and not connection.is_paused:
-            # Half a frame alone must not bring a parked session back: only what has come since does. The rest of the
-            # frame is read after the return, and its time begins again.
+            # Half a frame alone must not bring a parked session back; only bytes that arrived after it do. The rest of
+            # the frame is read after the return, and its timeout starts again.
             try:
                 self._session.switch_to(connection.streams, connection.holder)
                 has_come = connection.wire.receive(connection.receive_buffer)
@@ -304,11 +307,11 @@ class SessionServer:
             self._drop(connection, error)
 
     def _drop_expired_guests(self) -> None:
-        """Drop connections with an expired token, so that they do not take the place of others."""
+        """Drop connections whose token has expired, because they count towards the session's limit on connections."""
         for connection in list(self._connections.values()):
             if connection.guest is not None and not self._session.is_held_by(connection.guest):
-                over = refusal_of(Status.DENIED)
-                self._drop(connection, FramingError(over.message, over.status), over)
+                refusal = refusal_of(Status.DENIED)
+                self._drop(connection, FramingError(refusal.message, refusal.status), refusal)
 
     # --- the broker ---
 
@@ -349,7 +352,7 @@ class SessionServer:
             connection.wire.spin_longer()
 
     def _serve_region(self, message: Message | None, fds: list[int]) -> bool:
-        """Serve a message about regions or the slice, and close its descriptors; False if it is another one."""
+        """Serve a message about regions or the slice, and close its descriptors. Returns False for another message."""
         regions = self._session.regions
         match message:
             case RegionsPage():
@@ -365,7 +368,8 @@ class SessionServer:
                 regions.open(message)
                 self._set_waits()
             case EndRegionOrder():
-                # If the order to open it still waits for the return, drop that order: then there is nothing to end.
+                # If the order to open this region still waits for the session's return, drop it; then there is nothing
+                # to end.
                 self._forget_opening(message.region_id)
                 regions.end(message)
             case ResizeSliceOrder():
@@ -379,14 +383,14 @@ class SessionServer:
         return True
 
     def _serve_parking(self, message: Message | None, fds: list[int]) -> bool:
-        """Serve a message about parking, and close its descriptors; False if it is another one."""
+        """Serve a message about parking, and close its descriptors. Returns False for any other message."""
         parking = self._session.parking
         match message:
             case ParkMemoryOrder():
                 parking.use_memory(message, fds)
             case ParkOrder():
                 self._stay()
-                if self._serve_before(message):
+                if self._serve_before_park(message):
                     parking.park(message)
             case LeaveOrder():
                 self._leave(message, fds)
@@ -410,14 +414,15 @@ class SessionServer:
         self._send_reports()
         return True
 
-    def _serve_before(self, order: ParkOrder) -> bool:
-        """Serve what clients sent before a park. Left unserved, it would bring the session back at once.
+    def _serve_before_park(self, order: ParkOrder) -> bool:
+        """Serve the requests that clients sent before a park: they would otherwise bring the session back at once.
 
         Returns False if that took so long that the park was refused.
         """
         if self._session.is_away:
             return True
-        # Queue the order where it is refused in time if a request waits inside the driver.
+        # Put the order into the queue from which `_serve_regions` refuses it if a request waits inside the driver for
+        # too long.
         self._received.appendleft((order, []))
         for connection in list(self._connections.values()):
             connection.wire.end_sleep(True)
@@ -434,7 +439,7 @@ class SessionServer:
         return bool(self._held or self._held_orders)
 
     def _forget_opening(self, region_id: int) -> None:
-        """Drop the order to open a region that waits for the session's return."""
+        """Drop the order to open this region, if the order waits for the session's return."""
         self._held_orders = deque(
             (order, fds)
             for order, fds in self._held_orders
@@ -442,17 +447,18 @@ class SessionServer:
         )
 
     def _hold(self, connection: AttachedConnection) -> None:
-        """Receive from a connection of a parked session; its requests wait for the return. Raises as `receive` does."""
+        """Receive from a connection of a parked session; its requests wait for the return."""
         if connection.fd in self._held:
             return
-        # A client that waits by the ring's word must send a request instead. A connection's end needs no return.
+        # A client that waits by polling the ring's word must send a request instead. If the connection has ended,
+        # `receive` raises, because that does not require the session's return.
         connection.decline_awaited()
         if connection.receive_buffer.is_mid_frame or connection.wire.receive(connection.receive_buffer):
             self._held.add(connection.fd)
             self._poll.unregister(connection.fd)
 
     def _check_parked(self) -> None:
-        """Ask for the return if a request waits for it. Once the lease is over, refuse these requests instead."""
+        """Ask the broker for the session's return if a request waits for it. After the lease's end, refuse them."""
         if not self._waits_for_return:
             return
         if self._session.refusal() is not None:
@@ -466,8 +472,8 @@ class SessionServer:
         self._received.extendleft(reversed(self._held_orders))
         self._held_orders.clear()
         self._session.parking.forget_wish()
-        paused, self._held = self._held, set()
-        for fd in paused:
+        held, self._held = self._held, set()
+        for fd in held:
             connection = self._connections[fd]
             self._poll.register(fd, connection.wire.events(for_room=connection.is_paused))
             self._ready.add(fd)
@@ -485,7 +491,7 @@ class SessionServer:
         """Send the image of the parked session and stop serving its connections, or report why that is not possible."""
         parking = self._session.parking
         try:
-            image_bytes, is_awaited = self._send_image(order, fds)
+            image_bytes, has_waiting = self._send_image(order, fds)
         except CantLeave as refusal:
             parking.report(LeaveRefusedReport(order.number, str(refusal), refusal.is_lasting))
         except (OSError, ValueError, ChannelClosed) as error:
@@ -497,12 +503,12 @@ class SessionServer:
                 self._poll.unregister(fd)
             self._ready.clear()
             regions = self._session.parts.parked_regions()
-            parking.report(ImagedReport(order.number, image_bytes, len(self._connections), is_awaited, regions))
+            parking.report(ImagedReport(order.number, image_bytes, len(self._connections), has_waiting, regions))
 
     def _send_image(self, order: LeaveOrder, fds: list[int]) -> tuple[int, bool]:
-        """Put the session into the channel in `fds`; return the image's size, and whether requests wait for its return.
+        """Send the session's image to the channel in `fds`; return its size, and whether requests wait for the return.
 
-        Raises CantLeave, and as `send_image`.
+        Raises CantLeave, and the errors of `send_image`.
         """
         memory, report = self._session.parking.leave(order)
         if len(fds) != 1 or self._has_left:
@@ -544,7 +550,7 @@ class SessionServer:
         return image_bytes, not all(quiet)
 
     def _check_quiet(self, connection: AttachedConnection, *, carries: bool) -> bool:
-        """Make a ring's client ring the bell from now on; return whether it has no request that waits.
+        """Make the client ring the bell from now on, if it has a ring. Returns whether it has no waiting request.
 
         Raises CantLeave for a connection that another process can't serve.
         """
@@ -591,7 +597,8 @@ class SessionServer:
             return
         if order.refusal:
             parking.note_serves()
-            # The session's bytes do not fit. Report that, and the broker has the waiting requests refused.
+            # The session's bytes do not fit. Report that; the broker then orders this worker to refuse the waiting
+            # requests.
             parking.report(ReturnFailedReport(order.number, order.refusal, False))
             self._send_reports()
             return
@@ -661,9 +668,10 @@ class SessionServer:
     # --- regions, while the session waits ---
 
     def _serve_regions(self) -> None:
-        """Serve the broker's messages about regions while the session waits for launches. Queue its other messages.
+        """Serve the broker's messages about regions while the session waits for launches. Queue all other messages.
 
-        A region must not wait for launches that do not use it. A park is refused once its time is over.
+        A region must not wait for launches that do not use it. An order to park that has waited for too long is
+        refused.
         """
         if not (self._session.regions.had_any or self._session.parking.is_parkable):
             return
@@ -771,8 +779,8 @@ class SessionServer:
         memory_grant = SharedMemoryGrant(
             None if ring is None else ring.layout, 0 if arena is None else arena.size_bytes, words_fd >= 0
         )
-        # Only the lease's owner on this host, as the only connection, may wait by the ring's word: native code answers
-        # without a check.
+        # A client may wait by polling the ring's word only if it is the lease's owner, on this host, and has the
+        # session's only connection: native code answers the word without a check.
         has_word = ring is not None and connection.guest is None and self._has_sync_word
         body = self._reply_body(memory_grant, owns=attach.owns, has_word=has_word)
         header = {"request_id": attach.request_id, "session_id": self._session.lease_id, "flags": int(Flag.REPLY)}
@@ -824,8 +832,8 @@ class SessionServer:
         Only one connection at a time may have it, because two clients would use the same bytes. A guest may not have
         it: the client that had the arena before still maps it, and may belong to another tenant.
         """
-        is_taken = connection.guest is not None or any(other.has_arena for other in self._connections.values())
-        if not memory_request.arena_bytes or is_taken or not can_share(connection.sock):
+        is_refused = connection.guest is not None or any(other.has_arena for other in self._connections.values())
+        if not memory_request.arena_bytes or is_refused or not can_share(connection.sock):
             return None
         try:
             return self._session.arena.open(memory_request.arena_bytes)
@@ -834,7 +842,7 @@ class SessionServer:
 
     def _send_goodbyes(self) -> None:
         """Send every peer the reason for the session's end, and drop it: the process is about to be killed."""
-        # Another process has the session, and these connections with it: bytes of this one would break their streams.
+        # Another process serves the session and these connections: bytes from this process would corrupt their streams.
         if self._has_left:
             return
         failure = self._session.refusal() or Failure(Status.SESSION_FAILED, "the session has ended")
@@ -878,7 +886,7 @@ class SessionServer:
                     self._serve_frames(connection)
                 else:
                     return
-            # The connection has used its whole turn and may have more: it gets another turn after the others.
+            # The connection has used its whole turn and may have sent more: it gets another turn after the others.
             self._ready.add(connection.fd)
         except (ConnectionLost, FramingError) as error:
             self._drop(connection, error)
@@ -960,7 +968,7 @@ class SessionServer:
     # --- replies ---
 
     def _send(self, connection: AttachedConnection, data: bytes | memoryview) -> bool:
-        """Send a reply. Returns False if a part is left and the connection is now paused. Raises ConnectionLost."""
+        """Send a reply. Returns False if only a part was sent: the connection is now paused. Raises ConnectionLost."""
         # Usually all of it fits at once.
         unsent = connection.wire.send(data, connection.wait_ns)
         if unsent is None:
@@ -990,7 +998,8 @@ class SessionServer:
     def _set_waits(self) -> None:
         """Set how long each connection may keep the others and the broker waiting.
 
-        A reply to the connection waits for room, except shortly after a pause. Native code serves it for a quantum.
+        There are two bounds: how long a reply waits for room in the connection (not at all shortly after a pause), and
+        the quantum for which native code serves the connection.
         """
         is_alone = len(self._connections) == 1
         quantum_ns = ALONE_QUANTUM_NS if is_alone and not self._session.regions.had_any else QUANTUM_NS
@@ -1041,7 +1050,7 @@ def _has_event(sock: socket.socket) -> bool:
 
 
 def report(channel: socket.socket, message: Message) -> bool:
-    """Send the broker a message that it can do without. Returns False if it is gone or its socket is full."""
+    """Send the broker a message that may be lost. Returns False if the broker is gone or its socket is full."""
     try:
         send_message(channel, message.to_map())
     except (ChannelClosed, BlockingIOError):
@@ -1050,9 +1059,10 @@ def report(channel: socket.socket, message: Message) -> bool:
 
 
 def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the broker's next message (None if it has no meaning here) and its descriptors.
+    """Return the broker's next message (None if this version does not know it) and its descriptors.
 
-    The connection of a malformed Attach is closed, so that it is refused. Raises ChannelClosed or BlockingIOError.
+    If an AttachOrder is malformed, its descriptor is closed and an order without one is returned, which the caller
+    refuses. Raises ChannelClosed or BlockingIOError.
     """
     message, fds = receive_message(channel)
     try:
@@ -1065,8 +1075,8 @@ def receive(channel: socket.socket) -> tuple[Message | None, list[int]]:
 # --- submits ---
 
 HANDOVER_S: Final = 10.0
-"""Longest wait for the connection after Ready. A broker that dies in this time passes no connection, and the next
-broker can't know that."""
+"""Longest time for which a submit's worker waits for its connection, after it reported that it is ready. If the broker
+dies in this time, no connection comes, and the next broker does not know that one is due."""
 
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
@@ -1076,7 +1086,7 @@ class PeerGone(Exception):
 
 
 class SubmitIsOver(Exception):
-    """The broker has ended the submit, because the lease's or the submit's time is over."""
+    """The broker has ended the submit, because the time of the lease or of the submit has expired."""
 
 
 class SubmitServer:
@@ -1115,9 +1125,9 @@ class SubmitServer:
                 case AttachOrder() as attach if len(fds) == 1:
                     report(self._channel, Attached())
                     self._guest = attach.guest
-                    return self._welcome_in(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest)
+                    return self._welcome_client(socket.socket(fileno=fds.pop()), attach.request_id, attach.rest)
                 case AttachOrder() | EndSession():
-                    # The socket was lost on the way, or the submit is over before it began.
+                    # The socket was lost in transit, or the submit ended before it began.
                     close_all(fds)
                     return None
                 case LatencyWord() as word:
@@ -1125,7 +1135,7 @@ class SubmitServer:
             close_all(fds)
         return None
 
-    def _welcome_in(self, sock: socket.socket, request_id: int, rest: bytes) -> socket.socket:
+    def _welcome_client(self, sock: socket.socket, request_id: int, rest: bytes) -> socket.socket:
         sock.setblocking(False)
         # Bytes that the client sent after its request came through the broker.
         self._reader.receive_data(rest)
@@ -1196,7 +1206,7 @@ class SubmitServer:
     def _wait(self, sock: socket.socket, event: int) -> None:
         """Wait for an event on the socket.
 
-        Raises SubmitEnded, ChannelClosed, or FramingError once the guest's token is over.
+        Raises SubmitIsOver, ChannelClosed, or FramingError if the guest's token is no longer valid.
         """
         poll = select.poll()
         # Poll both the broker and the client, as either may end the submit.
@@ -1206,8 +1216,8 @@ class SubmitServer:
             self._session.poll()
             # A token may expire or be revoked while its bearer waits.
             if self._guest is not None and not self._session.is_held_by(self._guest):
-                over = refusal_of(Status.DENIED)
-                raise FramingError(over.message, over.status)
+                refusal = refusal_of(Status.DENIED)
+                raise FramingError(refusal.message, refusal.status)
             ready_fds = {fd for fd, _ in poll.poll(MAX_SLEEP_MS)}
             if self._channel.fileno() in ready_fds:
                 self._receive_order()

@@ -94,7 +94,7 @@ class Session:
         is_submit: Whether the session serves one SUBMIT_RUN and nothing else.
         is_parkable: Whether the context was made parkable, so that the session may be parked.
         hold_spin_ns: Time for which native code may spin while work waits for the time limits.
-        take_printed: Returns and clears what kernels have printed, with whether some of it is lost.
+        take_printed: Returns and clears what kernels have printed, and says whether some of it was lost.
 
     Attributes:
         lost: The fault that cost the context; None while the context works.
@@ -135,7 +135,7 @@ class Session:
         # A kernel's fault that was found while another failure was still to be reported: it is reported next.
         self._next_failure: Failure | None = None
         # The count of launches when Python last answered a wait or reported a failure.
-        self._synced = 0
+        self._synced_launches = 0
         self.on_wait: Callable[[], None] = keep_waiting
         self._context, self._ledger, self._page = context, ledger, page
         self._counters = page.counters
@@ -272,7 +272,7 @@ class Session:
 
     def adopted(self, launches_begun: int) -> None:
         """Continue the counts of the process that the session comes from."""
-        self._synced = self._counters[_LAUNCHES] - launches_begun
+        self._synced_launches = self._counters[_LAUNCHES] - launches_begun
 
     @property
     def is_native(self) -> bool:
@@ -286,7 +286,7 @@ class Session:
     def serve_ring(self, reader: FrameReader, ends: RingEnds) -> Outcome | None:
         """Let native code serve launches and syncs from a ring; None if it can't now. See `LaunchFastPath`."""
         if self._pending_failure is None and self.lost is None and not self._resources.is_parked:
-            return self._fast_path.serve(reader, ends, self._synced)
+            return self._fast_path.serve(reader, ends, self._synced_launches)
         return None
 
     def take_sync(self, reader: FrameReader) -> bytes | None:
@@ -316,7 +316,7 @@ class Session:
         finally:
             self._counters[_DOING] = 0
         self._counters[_SYNCS] += 1
-        self._synced = self._counters[_LAUNCHES]
+        self._synced_launches = self._counters[_LAUNCHES]
         return self._sync_pattern.reply(number)
 
     def _answer(self, frame: Frame, lease_end: Status | None) -> bytes | memoryview:
@@ -330,7 +330,7 @@ class Session:
             try:
                 reply = self._serve(frame)
                 if frame.op in _SYNC_OPERATIONS:
-                    self._synced = self._counters[_LAUNCHES]
+                    self._synced_launches = self._counters[_LAUNCHES]
                 return reply
             except _OPERATION_ERRORS as error:
                 # A retry helps only if ended connections still hold memory.
@@ -346,7 +346,7 @@ class Session:
             # An earlier quiet request has failed: do not execute this request; its reply reports that failure.
             self._skip(frame)
             self._count_failure(frame.op)
-        self._synced = self._counters[_LAUNCHES]
+        self._synced_launches = self._counters[_LAUNCHES]
         if self._gate.unreported:
             self._gate.report_refusals()
         return failed(frame, failure)
@@ -447,17 +447,17 @@ class Session:
         else:
             self._next_failure = failure
 
-    def _note_reported(self, told_ns: int) -> None:
-        """Record that a SYNC's reply, made at `told_ns`, has reported the failure that was just kept."""
+    def _note_reported(self, replied_ns: int) -> None:
+        """Record that a SYNC's reply, made at `replied_ns`, has reported the failure that was just kept."""
         self._counters[_OPS] += 1
         self._take_failure()
         self._count_failure(_SYNC)
-        self._synced = self._counters[_LAUNCHES]
-        self._gate.report_refusals(told_ns)
+        self._synced_launches = self._counters[_LAUNCHES]
+        self._gate.report_refusals(replied_ns)
 
     def _launches_begun(self) -> int:
         """Return the number of launches begun since the last wait was answered, or the last failure reported."""
-        return int(self._counters[_LAUNCHES]) - max(self._synced, self._fast_path.synced)
+        return int(self._counters[_LAUNCHES]) - max(self._synced_launches, self._fast_path.synced)
 
     def _take_failure(self) -> Failure | None:
         """Return the failure to report now. Each is reported once, unless it cost the context."""
@@ -532,7 +532,7 @@ class Session:
             raise LeaseOver
 
     def _check_held(self) -> None:
-        """Serve as the `Poll` while work waits for the time limits. It also serves the broker.
+        """Serve as the `Poll` while work waits for the time limits. Also serves the broker.
 
         Raises LeaseOver.
         """
@@ -542,7 +542,7 @@ class Session:
         self.on_wait()
 
     def _check_sync(self) -> None:
-        """Serve as the `Poll` of a wait for launches. It also lets regions end. Raises LeaseOver."""
+        """Serve as the `Poll` of a wait for launches. Also serves orders about regions. Raises LeaseOver."""
         self._check_lease()
         self.on_wait()
 
@@ -582,7 +582,7 @@ class Session:
         Args:
             streams: Its streams.
             holder: The holder of the objects that it created.
-            is_last: No other connection is attached.
+            is_last: Whether no other connection is attached.
         """
         owns = holder is not self.ended.unheld
         is_over = self.lost is not None or self._page.refusal() is not None
@@ -592,7 +592,7 @@ class Session:
         elif not is_over:
             self._page.hide_connection(holder.at)
             self.ended.end(holder, streams.known.values())
-        # The streams belong to the connection alone, whether or not its allocations outlive it.
+        # The streams always end with the connection, whether or not its allocations do.
         self.streams.release(streams)
         if is_last and owns and not is_over:
             # The pending failures concern only this connection's requests, so drop them.
@@ -603,7 +603,7 @@ class Session:
     def serving(self, guest: Guest) -> Iterator[None]:
         """Bind everything done in the block to a guest's token.
 
-        Once the token is over, waits end and requests are refused.
+        Once the token is no longer valid, waits end and requests are refused.
         """
         self._page.guest = guest
         try:
@@ -670,7 +670,7 @@ class Session:
 
         Serve no request afterwards.
 
-        Raises DriverError if that fails, or if something stays permanently.
+        Raises DriverError if that fails, or if the context would keep something of it.
         """
         if self._resources.is_parked:
             raise DriverError("it is parked")

@@ -1,11 +1,12 @@
-"""Launches and syncs that come as expected, and small copies, served without parsing: by native code, or by Python.
+"""Serves expected launches, syncs and small copies without parsing them, in native code or in Python.
 
 `LaunchFastPath` compares what a connection sent with the pattern of the plan that is expected next. Native code
 (serve.ll) does the same as `LaunchFastPath._take`, which is the reference: both have the same effects, byte for byte.
-`NativeServing` is Python's side of serve.ll; it fills the structures of layout.py.
+`NativeServing` is the Python side of serve.ll; it fills the structures of layout.py.
 
-Native code works on the buffer of a connection's `FrameReader` itself, and on nothing else that a tenant can name. The
-code that fills a structure here keeps everything alive that it points to, for as long as native code can be given it.
+Native code works on the buffer of a connection's `FrameReader` itself, and on nothing else that a tenant can name.
+Whoever fills a structure here keeps alive everything that the structure points to, for as long as native code may get
+the structure.
 """
 
 import ctypes
@@ -65,8 +66,8 @@ class LaunchFastPath:
 
     It checks the control page before each launch, as `Session` does before any request, and the regions page before a
     LAUNCH_IN. It does not repeat the checks that were made for the plan. It leaves a frame where it is if the frame is
-    not the expected one, is incomplete, or follows a failure. Native code also leaves to Python a launch in another
-    region set than the one in use, and one that is refused for anything but a revoked region.
+    not the expected one, is incomplete, or follows a failure. Native code also leaves two kinds of launches to Python:
+    one in another region set than the set in use, and one that is refused for any other reason than a revoked region.
 
     Args:
         gate: The regions, with the set in use.
@@ -123,7 +124,7 @@ class LaunchFastPath:
         return self._native is not None
 
     def prepare_reads(self) -> None:
-        """Have native code serve small reads from now on; to be called at the session's first read."""
+        """Have native code serve small reads from now on. Call this at the session's first read."""
         if self._native is not None:
             self._native.prepare_reads(self._context.pin)
 
@@ -143,7 +144,8 @@ class LaunchFastPath:
         if native is None:
             self._take(reader, reader.end - reader.start)
             return
-        # Python does what native code can't launch, one launch at a time: it can wait for room, and report what failed.
+        # Python does the launches that native code can't do, one at a time: it can wait for room, and report what
+        # failed.
         while (plan := self._planner.expected) is not None and reader.start != reader.end:
             is_for_python = native.take(reader, plan)
             self._resume_after(native)
@@ -186,7 +188,7 @@ class LaunchFastPath:
         return Outcome.QUANTUM_OVER if refusal.told_ns else Outcome.FRAMES
 
     def _resume_after(self, native: "NativeServing") -> None:
-        """Let the planner continue after the last launch that native code did, and the driver know what came last."""
+        """Let the planner continue after native code's last launch, and notify the driver of what was queued last."""
         if native.latest:
             plan = self._planner.plan_at(native.latest)
             native.launched(plan.kernel)
@@ -208,9 +210,9 @@ class LaunchFastPath:
             while count < most:
                 pattern = plan.pattern
                 after = start + pattern.frame_bytes
-                # One comparison of bytes replaces the parser: everything but the request id and the arguments must be
-                # the plan's. Then the checks that can change from launch to launch: the revocation word, now and then
-                # the clock, and the region set.
+                # A comparison of bytes replaces the parser: everything but the request id and the arguments must equal
+                # the plan's bytes. Then come the checks with results that can change from launch to launch: the
+                # revocation word, every few launches the clock, and the region set.
                 if (
                     after > end
                     or not stands_at(pattern.front, start)
@@ -224,10 +226,10 @@ class LaunchFastPath:
                 if request_id == 0:
                     break
                 args = bytes(buffer[start + pattern.args_at : start + pattern.args_end])
-                # Counted as taken before the launch, so that a launch that fails is not served again by `handle`.
+                # Count the frame as taken before the launch, so that `handle` does not serve a failed launch again.
                 start = after
                 count += 1
-                # The regions after the wait for the card's time, in which they may end.
+                # Check the regions after the wait for the card's time, because they may end during it.
                 pacer.admit(pacer.mean_of(_LAUNCH) if plan.record is None else plan.record.mean, self._check_lease)
                 if pattern.trailer_bytes and not is_quiet(buffer, after - pattern.trailer_bytes):
                     region_set, position = REGIONS.unpack_from(buffer, after - pattern.trailer_bytes)
@@ -236,7 +238,7 @@ class LaunchFastPath:
                 launch(plan.kernel, plan.grid, plan.block, plan.shared_bytes, params, request_id)
                 pacer.begun()
                 done += 1
-                # At once: a refusal of the next launch says how many began before it.
+                # Count the launch at once: a refusal of the next launch says how many launches began before it.
                 self._counters[_LAUNCHES] += 1
                 latest = plan
                 plan = plan.follower or plan
@@ -267,7 +269,7 @@ class ServingCode:
 def serving_code() -> ServingCode | None:
     """Compile serve.ll once per process; the zygote does it for all workers, without starting a thread.
 
-    Returns None where serve.ll can't run; Python does the same there.
+    Returns None where serve.ll can't run; there, Python serves everything.
     """
     if platform.machine() != "x86_64" or importlib.util.find_spec("llvmlite") is None:
         return None
@@ -275,14 +277,14 @@ def serving_code() -> ServingCode | None:
 
 
 SCRATCH_BYTES: Final = 2 * MAX_ARGUMENT_BYTES
-"""Room for one parameter buffer. Python launches what needs more, including the gaps."""
+"""Room for one parameter buffer. Python does a launch that needs more, including gaps between the parameters."""
 
 SMALL_COPY_BYTES: Final = 64 << 10
 """Largest copy that native code serves: up to this size, the driver copies ordinary memory into the command itself, and
 the receive buffer has room for the whole frame. serve.ll repeats this number."""
 
 COPIED_BYTES: Final = SMALL_COPY_BYTES + 64
-"""Room for a reply that carries as much."""
+"""Room for a reply that carries SMALL_COPY_BYTES."""
 
 _ALIGNMENT: Final = 16
 
@@ -310,7 +312,7 @@ class NativeServing:
         self._pacer = pacer
         self._plans_made = 0
         self._launch = launch
-        # Kept alive, because the state below holds the addresses of all these.
+        # Keep these objects alive, because the state below contains their addresses.
         self._page = page
         self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES + _ALIGNMENT)
         self._texts = [ctypes.create_string_buffer(text, len(text)) for text in sync_pattern.texts]
@@ -365,7 +367,7 @@ class NativeServing:
 
     def prepare_reads(self, pin: Callable[[memoryview], None]) -> None:
         """Serve reads from now on, into memory that is pinned first: the card copies there in half the time."""
-        # Pinned only now: it costs more than a short session's reads would save.
+        # Pin the memory only now, because pinning costs more than the reads of a short session would save.
         self._copied = memoryview(mmap.mmap(-1, COPIED_BYTES))
         pin(self._copied)
         self._state.copied = address_of(self._copied)
@@ -376,7 +378,8 @@ class NativeServing:
     def add_record(self, plan: Plan) -> None:
         pattern, params_bytes = plan.pattern, plan.kernel.parameter_bytes
         args_bytes = pattern.args_end - pattern.args_at
-        # A launch that does not fit the scratch, or that the driver refuses, is left to Python: `launch` stays 0.
+        # Leave a launch to Python (`launch` stays 0) if it does not fit the scratch memory, or if the driver can't
+        # record it.
         launch = None
         if max(args_bytes, params_bytes) <= SCRATCH_BYTES:
             launch = self._launch.record(plan.kernel, plan.grid, plan.block, plan.shared_bytes)
@@ -407,7 +410,7 @@ class NativeServing:
             refusal_bytes=len(refusal),
             mean=self._pacer.mean_of(self._plans_made),
         )
-        # An attribute of its own, so that what the record points to lives as long as the record.
+        # Store these in an attribute of the record, so that what the record points to lives as long as the record.
         record.referents = (texts, launch_buffer, moves, refusal_buffer)
         plan.address = record.follower = ctypes.addressof(record)
 
@@ -420,12 +423,12 @@ class NativeServing:
 
     def serve(self, reader: FrameReader, expected: Plan | None, ends: RingEnds, settled: int) -> Outcome:
         """Serve a ring for a while; the reader must be empty."""
-        # Make room in the buffer first: native code can't let it grow.
+        # Make room in the buffer first, because native code can't enlarge it.
         reader.get_buffer()
         self._prepare(reader, expected)
         ends.buffer_bytes = len(reader.buffer)
         if (page := self._gate.page) is not None:
-            # Any epoch other than the present one ends the serving after one portion.
+            # With any epoch other than the present one, native code stops after one portion.
             self._state.seen_epoch = NO_EPOCH if self._gate.is_moving() else page.epoch
             self.refusal.settled = settled
         outcome = self._code.serve_ring(self._state_address, ctypes.addressof(ends))
@@ -433,7 +436,7 @@ class NativeServing:
         return Outcome(outcome)
 
     def takes_rows(self) -> bool:
-        """Return whether another GATHER_AFTER launches have waited in a row since it last returned True."""
+        """Return whether GATHER_AFTER more launches have waited in a row since this last returned True."""
         if self._state.in_rows < GATHER_AFTER:
             return False
         self._state.in_rows = 0
@@ -465,7 +468,7 @@ class NativeServing:
         self._launch.launched(kernel)
 
     def note_replayed(self) -> None:
-        """Notify the driver if a graph was what native code queued last."""
+        """Notify the driver if native code queued a graph last."""
         if self._state.graph:
             self._graphs.replayed(self._state.graph)
 
@@ -479,7 +482,7 @@ class NativeServing:
         # The buffer's address changes only when the reader replaces it.
         if buffer is not self._buffer:
             state.buffer = address_of(buffer)
-            # A reference here would keep a large buffer alive.
+            # Keep no reference to a large buffer, which would keep it alive.
             self._buffer = buffer if len(buffer) <= RETAINED_BUFFER_BYTES else None
         state.start, state.end = reader.start, reader.end
         state.expected = 0 if expected is None else expected.address

@@ -10,12 +10,12 @@ from enum import IntEnum
 class Outcome(IntEnum):
     """Why `gpulease_serve_ring` returned.
 
-    IDLE: the ring had nothing, for as long as it was to be polled. FRAMES: the buffer, or the ring's end, holds
-    something that Python has to handle. QUANTUM_OVER: the connection was served for its full time, so others get their
-    share; or the regions page has changed, so that the broker is about to send something. WAKE_READER: a reply is in
-    the ring, and the client sleeps until one comes: wake it. WAKE_WRITER: the ring has room, and the client sleeps
-    until it has: wake it. REFUSED: a launch was refused because of a revoked region (RegionCheckRecord); no caller of
-    `LaunchFastPath` gets this one.
+    IDLE: the ring was empty for the whole time for which it was polled. FRAMES: the buffer, or the head of the ring,
+    contains something that Python has to handle. QUANTUM_OVER: the connection was served for its full time, and others
+    must be served; or the regions page has changed, so that the broker is about to send an order. WAKE_READER: the
+    client sleeps until a reply is in the ring, and must be woken. WAKE_WRITER: the client sleeps until the ring has
+    room, and must be woken. REFUSED: a launch was refused because of a revoked region (RegionCheckRecord);
+    `LaunchFastPath` handles this itself.
     """
 
     IDLE = 0
@@ -59,7 +59,7 @@ class PlanRecord(ctypes.Structure):
     chain         Address of the longest ChainRecord that begins with the plan; 0 for none.
     refusal       Address of the `refusal_bytes` bytes about a LAUNCH_IN's kernel in its refusal (region_refusals.py).
     refusal_bytes
-    mean          Address of the running mean time of such launches, in ns; 0 is there until one was measured.
+    mean          Address of the running mean time of such launches, in ns; it is 0 until one was measured.
     """
 
     _fields_ = (
@@ -89,10 +89,10 @@ class RegionRecord(ctypes.Structure):
 
     column       Offset of its slot in each of the page's columns.
     active       Its word while it is active; NO_WORD once it has ended in the session.
-    revoked      Its word once it was revoked; NO_WORD once a refusal has said how it ended.
-    front        Address of its refusal's payload up to and including the launch's request id, `front_bytes` of them.
+    revoked      Its word once it was revoked; NO_WORD once a refusal has reported how it ended.
+    front        Address of the `front_bytes` bytes of its refusal's payload up to the launch's request id, inclusive.
     front_bytes
-    back         Address of the 48 bytes after the kernel's.
+    back         Address of the 48 bytes of the payload after those about the kernel.
     """
 
     _fields_ = (
@@ -115,14 +115,14 @@ class RegionCheckRecord(ctypes.Structure):
     count       Number of the set's regions; 0 leaves every comparison to Python.
     settled     Launches counted when Python last answered a wait, or reported a failure.
     front       Address of the first 12 bytes of a SYNC's reply that reports a revoked region.
-    reply       Address of REFUSAL_BYTES where such a reply is put together.
-    number      The refused launch's request id, as it travels.
+    reply       Address of REFUSAL_BYTES where such a reply is made.
+    number      The refused launch's request id, as on the wire.
     plan        Address of its PlanRecord.
-    member      Which of the regions it was refused for.
-    position    The launch's position, as it travels.
+    member      Number of the revoked region in the set.
+    position    The launch's position, as on the wire.
     flipped_ns  When the region's word was changed.
     seen_ns     When the launch was refused.
-    told_ns     When the reply was made; 0 if the tenant's SYNC has not come in time.
+    told_ns     When the reply was made; 0 if the tenant's SYNC did not come in time.
     wakes       The Outcome that wakes the client, WAKE_READER or WAKE_WRITER; 0 if it does not sleep.
     """
 
@@ -190,33 +190,44 @@ class ServingState(ctypes.Structure):
     scratch       Address of SCRATCH_BYTES where parameter buffers are laid out.
     sync_front    Address of the 16 bytes of a SYNC before its request id.
     sync_tail     Address of the 16 bytes of a SYNC after its request id.
-    reply_front   The same of a SYNC's successful reply.
+    reply_front   The same for a SYNC's successful reply.
     reply_tail
-    sync_spin_ns  How long a SYNC may ask the driver repeatedly before Python waits instead.
+    sync_spin_ns  For how long a SYNC may poll the driver before Python waits instead.
     buffer        Address of the receive buffer.
     start         Offset in the buffer of the first byte that is not served yet.
     end           Offset in the buffer after the last byte received.
     expected      Address of the PlanRecord of the next launch, 0 for none.
     latest        Address of the PlanRecord of the last launch done, 0 for none.
     clock_ns      The monotonic clock when it was last read.
-    region_set    The bytes, as they travel, of the handle of the region set in use.
-    set_epoch The regions page's epoch when that set was compared; NO_EPOCH without a set. set_deadline The least
-    deadline of the set's regions, on the monotonic clock. epoch Address of the regions page's epoch; without a page, of
-    a word that never changes. seen_epoch The epoch when Python last looked: at another one the serving of a ring ends
-    after one portion. synced Launches counted when a SYNC was last answered. write_front Address of the 12 bytes at
-    which a quiet MEM_WRITE begins, whatever its size. read_front Address of the 16 bytes of a MEM_READ before its
-    request id. data_front Address of the 12 bytes at which its successful reply begins. reuse_front Address of the 16
-    bytes of a quiet MEM_REUSE before its request id. allocations Address of the AllocationRecords' table. copied
-    Address of COPIED_BYTES where a MEM_READ's reply is put together; 0 before Python has served one. copy_in Address of
-    the driver's NativeLaunch.copy_in. copy_out Address of its copy_out. zero Address of its zero. replay Address of its
-    replay; 0 if there is none. in_rows Launches that were taken four or more in a row, since Python last reset the
-    number. refusal Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python. pacing Address of
-    the PacingState. graphs Address of the GraphRecords' table. replay_graph Address of the driver's
-    NativeLaunch.replay_graph; 0 if there is none. replays Address of the RecentReplays. graph Number of the graph
-    replayed last, if no launch was done after it; otherwise 0. arena_fronts Address of the 16 bytes before the request
-    id of an ARENA_WRITE, its reply, an ARENA_READ, its reply. arena Address of the session's arena; 0 if there is none.
-    arena_bytes Its size. extents Address of the ends of the pinned extents that contain each of its granules; 0 for one
-    not pinned.
+    region_set    The bytes, as on the wire, of the handle of the region set in use.
+    set_epoch     The regions page's epoch when that set was compared; NO_EPOCH without a set.
+    set_deadline  The earliest deadline of the set's regions, on the monotonic clock.
+    epoch         Address of the regions page's epoch; without a page, of a word that never changes.
+    seen_epoch    The page's epoch when Python last read it. With another epoch, a ring is served for one portion only.
+    synced        Launches counted when a SYNC was last answered.
+    write_front   Address of the first 12 bytes of a quiet MEM_WRITE, which are the same for all sizes.
+    read_front    Address of the 16 bytes of a MEM_READ before its request id.
+    data_front    Address of the first 12 bytes of a MEM_READ's successful reply.
+    reuse_front   Address of the 16 bytes of a quiet MEM_REUSE before its request id.
+    allocations   Address of the AllocationRecords' table.
+    copied        Address of COPIED_BYTES where a MEM_READ's reply is made; 0 before Python has served a MEM_READ.
+    copy_in       Address of the driver's NativeLaunch.copy_in.
+    copy_out      Address of NativeLaunch.copy_out.
+    zero          Address of NativeLaunch.zero.
+    replay        Address of NativeLaunch.replay; 0 if there is none.
+    in_rows       Number of launches that were taken four or more in a row, since Python last reset the number.
+    refusal       Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python.
+    pacing        Address of the PacingState.
+    graphs        Address of the GraphRecords' table.
+    replay_graph  Address of NativeLaunch.replay_graph; 0 if there is none.
+    replays       Address of the RecentReplays.
+    graph         Number of the graph replayed last, if no launch was done after it; otherwise 0.
+    arena_fronts  Address of four times 16 bytes: those before the request id of an ARENA_WRITE, of its reply, of an
+                  ARENA_READ, and of its reply.
+    arena         Address of the session's arena; 0 if there is none.
+    arena_bytes   Size of the arena.
+    extents       Address of one word for each granule of the arena: the end of the pinned extent that contains the
+                  granule; 0 if it is not pinned.
     """
 
     _fields_ = (
@@ -300,21 +311,21 @@ class PacingState(ctypes.Structure):
     first       Number of the oldest mark that is not known to be reached.
     next        Number of the next mark; they begin at 0, and at most MAX_MARKS are outstanding.
     queued_ns   Sum of these marks' estimates.
-    running_ns  Since when, at the earliest, the work before the oldest mark runs.
+    running_ns  The earliest time at which the work before the oldest mark may have begun to run.
     polled_ns   When the marks were last polled.
     marks       Address of MAX_MARKS PacingMarks; mark n is at n modulo MAX_MARKS.
     spin_ns     For how long native code may wait in one call.
     is_marked   1 if a mark follows all work that is outstanding.
     seen_ns     When work was last seen outstanding, or begun.
-    ask_ns      When to ask again whether it is, where native code polls for requests.
+    ask_ns      When native code, while it polls for requests, polls again whether work is outstanding.
     own_bit     The bit of the session's own latency word; 0 for none.
     is_ready    1 once the driver's marks are made.
     unknown     How many outstanding marks have no estimate.
-    rest_mean   The mean of work that had no mark when the limits came.
+    rest_mean   The mean of work that had no mark when the limits took effect.
     copy_mean   The mean of copies in native code, which leave nothing outstanding: 1.
     admitted_ns When work was admitted last.
     slack_ns    By how much `running_ns` may be too late.
-    linger_ns   Up to which age of an interval native code polls for its end, where it polls for requests anyway.
+    linger_ns   The age of an interval up to which native code, while it polls for requests, polls for its end.
     """
 
     _fields_ = (

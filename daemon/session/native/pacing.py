@@ -1,8 +1,8 @@
 """The session's account of the card's time, and the limits on it, for Python and for native code.
 
-Python's side of pacing.ll, which contains the rules. Native code begins and ends intervals for what it serves itself;
-Python calls the same functions for everything else. Both hold work back before it begins, so that a tenant's next
-launches wait in the ring, as they do while the card's queue is full.
+This is the Python side of pacing.ll, which contains the rules. Native code begins and ends intervals for what it serves
+itself; Python calls the same functions for everything else. Both hold work back before it begins, so that a tenant's
+next launches wait in the ring, as they do while the card's queue is full.
 """
 
 import ctypes
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
     from gpulease.daemon.native.compiler import NativeCode
 
 MEANS: Final = 1024
-"""Running mean times that a session keeps. Kinds of work beyond them share: their means are blurred."""
+"""Number of running mean times that a session keeps. If it has more kinds of work, some kinds share a mean, which is
+then inaccurate for them."""
 
 MIN_HELD_SLEEP_NS: Final = 50_000
 MIN_HELD_SLEEP_S: Final = MIN_HELD_SLEEP_NS / NS_PER_S
-"""First sleep while work is held back. The card's work that it waits for often takes as little."""
+"""First sleep while work is held back. The work on the card that it has to wait for is often this short."""
 
 MAX_HELD_SLEEP_S: Final = 500e-6
-"""Longest sleep while work is held back, after which the lease is checked: how late a revocation is noticed."""
+"""Longest sleep while work is held back. The lease is checked after each sleep, so a revocation is noticed after this
+time at the latest."""
 
 TURN_SPIN_NS: Final = 800_000
-"""Native code spins for a turn that begins within this much, because a sleep may end that much late. It repeats the
-number."""
+"""Native code spins if its next turn begins within this time, because a sleep may end this late. pacing.ll contains the
+same number."""
 
 MIN_NAP_S: Final = 100e-6
 """Shortest sleep between two polls of work that no client waits for."""
@@ -46,11 +48,13 @@ MAX_NAP_S: Final = 20e-3
 
 YOUNG_NS: Final = 3_000_000
 """Age of an interval of work up to which native code polls for its end without a sleep, on a host with cores to spare.
-Up to there a sleep of MIN_NAP_S, with what the host adds, is more than a NAPS_PER_INTERVALth part of it."""
+At a lower age a sleep of MIN_NAP_S, plus the time that the host takes to wake the worker, would be more than 1 /
+NAPS_PER_INTERVAL of the interval."""
 
 NAPS_PER_INTERVAL: Final = 16
-"""Each of these sleeps is this part of the time for which work has been outstanding. The end of the work is assumed to
-be in the middle of a sleep, so the measured time is wrong by at most half a sleep: a 32nd, in either direction."""
+"""A sleep between two polls lasts 1 / NAPS_PER_INTERVAL of the time for which work has been outstanding. The work is
+assumed to end in the middle of a sleep, so the measured time is wrong by at most half a sleep: 1/32, in either
+direction."""
 
 # Spreads kinds that are addresses over the means.
 _SPREAD: Final = 0x9E3779B97F4A7C15
@@ -96,14 +100,15 @@ class Pacer:
     Args:
         page: The control page, with the account and the limits.
         context: The driver's context.
-        spin_ns: For how long native code may spin while work is held back; 0 for not at all, nor for the work's end.
+        spin_ns: For how long native code may spin while work is held back. With 0 it never spins, also not for the end
+            of work.
     """
 
     def __init__(self, page: WorkerPage, context: Context, spin_ns: int = 0) -> None:
         self._code = _pacing_code()
         self._counters = page.counters
         self._progress = progress = context.progress()
-        # Kept alive, because the state below has the addresses of all these.
+        # Keep these objects alive, because the state below contains their addresses.
         self._page = page
         self._marks = (PacingMark * MAX_MARKS)()
         self._means = (ctypes.c_uint64 * MEANS)()
@@ -129,9 +134,10 @@ class Pacer:
         )
         self._state_words = memoryview(self._state).cast("B").cast("Q")
         self.address = ctypes.addressof(self._state)
-        # The mean of work of a kind that was not requested.
+        # The mean for work whose caller does not name a kind.
         self._any_mean = self.mean_of(0)
-        # The mean of what was begun last; of what was admitted under a limit and has no mark yet, 0 for nothing.
+        # Addresses of two means: that of the work begun last, and that of the work that was admitted under a limit and
+        # has no mark yet (0 if there is none).
         self._mean, self._admitted = self._any_mean, 0
         # When a wait last saw work outstanding; 0 if it did not poll yet.
         self._work_seen_ns = 0
@@ -144,7 +150,7 @@ class Pacer:
     # --- the account ---
 
     def begin(self) -> None:
-        """Count work as outstanding, on a page without limits; `admit` does it on any."""
+        """Count work as outstanding. Use this only while the page has no time limits, and `admit` otherwise."""
         self._admitted, self._mean = 0, self._any_mean
         self._begin()
 
@@ -153,7 +159,7 @@ class Pacer:
 
         Args:
             mean: The address of the running mean time of such work.
-            poll: Called about every half millisecond meanwhile; what it raises ends the wait.
+            poll: Called about every half millisecond during the wait; what it raises ends the wait.
         """
         self._admitted, self._mean = 0, mean
         if self._page.is_time_limited:
@@ -166,12 +172,12 @@ class Pacer:
             self._code.begin_work(self.address, time.monotonic_ns())
 
     def admit_next(self, poll: Poll) -> None:
-        """Admit another part of the work that was begun or admitted last; the driver has the part before."""
+        """Admit another part of the work that was begun or admitted last; the driver already has the previous part."""
         self.begun()
         self.admit(self._mean, poll)
 
     def begun(self) -> None:
-        """Mark the work that was admitted last, now that the driver has it; only under limits."""
+        """Queue a mark after the work that `admit` admitted under limits, now that the driver has this work."""
         if self._admitted:
             self._state_words[_IS_MARKED] = 1
             self._code.mark_work(self.address, self._admitted)
@@ -193,7 +199,7 @@ class Pacer:
         self._admitted = mean
 
     def _to_turn_s(self) -> float:
-        """Return how long the worker may sleep before its next turn; without turns, or in one, as long as it likes."""
+        """Return how long the worker may sleep before its next turn; without turns, MAX_HELD_SLEEP_S."""
         limits = self._page.time_limits
         if not limits.turn_ns or not limits.turn_period_ns:
             return MAX_HELD_SLEEP_S
@@ -219,7 +225,7 @@ class Pacer:
             self._code.poll_work(self.address, now_ns)
 
     def poll(self) -> bool:
-        """Return whether work is outstanding; if none is any more, its interval ends."""
+        """Return whether work is outstanding. If it has ended, end its interval."""
         if not self._counters[_BUSY_SINCE_NS]:
             return False
         return bool(self._code.poll_work(self.address, time.monotonic_ns()))

@@ -112,7 +112,7 @@ def test_a_bell_without_a_request_makes_the_worker_poll_for_the_order(monkeypatc
     with worker(ring=True) as (made, welcome):
         server = made.server
         assert server is not None
-        server._polls = True
+        server._may_poll = True
         made.sock.sendall(b"\0")
         wait_until(lambda: server._poll_until_ns, "the worker polls")
         # Orders and requests are served as usual.
