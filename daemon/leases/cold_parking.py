@@ -6,7 +6,7 @@
    session's next park.
 2. The worker, which still has bytes of the card (above all its context), is passed to the pool as a warm context to
    drop. So the pool kills it, proves its bytes free, and fences them if that fails. The lease is charged nothing. The
-   kill waits until the record of the cold session is durable: a table restored from the record before that continues
+   kill waits until the record of the cold session is durable: a table that is restored from an earlier record continues
    the session in the former worker, because the image was lost with the broker.
 3. The session returns as from a warm park: it is charged in full and waits in the queue of acquires. Once it has room,
    a warm context or a new worker adopts the image. If it gets no room in time, a worker adopts the session in its
@@ -58,7 +58,7 @@ from gpulease.daemon.leases.table_state import LeaseStore
 from gpulease.daemon.leases.worker_upgrades import HeldWorkers, WorkerUpgrades
 from gpulease.protocol.time_units import NS_PER_S
 
-_LEAVES: Final = "send its image"
+_LEAVE_TASK: Final = "send its image"
 
 _REGION_MOVES: Final = "one of its regions is being opened or ended"
 
@@ -84,7 +84,7 @@ class ColdParking:
     Args:
         store: The table's state.
         pool: The warm pool.
-        await_return: Returns a parked session, or queues it for room.
+        await_return: Brings a parked session back, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
         condemn: Ends a lease after its session broke a rule.
         deferred: The requests that wait for sessions' returns.
@@ -131,7 +131,7 @@ class ColdParking:
         if is_back:
             # Its former worker takes the session back: it needs less room there than with a second worker.
             return
-        if self._lose_lent(lease, state, reason, now_ns, effects):
+        if self._end_if_lent(lease, state, reason, now_ns, effects):
             return
         if state.depth is ParkDepth.WARM:
             self._arm_leaving(lease, state, now_ns, effects)
@@ -330,7 +330,7 @@ class ColdParking:
         if state.held_id and self._upgrades.take_back(lease, state, reason, now_ns, effects):
             self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
             return
-        if self._lose_lent(lease, state, reason, now_ns, effects):
+        if self._end_if_lent(lease, state, reason, now_ns, effects):
             return
         # A client that still waits will ask again: the broker watches the session's clients.
         state.is_awaited = False
@@ -339,8 +339,8 @@ class ColdParking:
         self.refuse_move(lease, denials.park_refused(lease.lease_id, reason), now_ns, effects)
         effects.append(WatchClients(lease.lease_id))
 
-    def _lose_lent(self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> bool:
-        """End a lease with bytes that were in its former worker, which has ended before a next one had them.
+    def _end_if_lent(self, lease: Lease, state: ParkState, reason: str, now_ns: int, effects: list[Effect]) -> bool:
+        """End a lease that was parked in place, because its former worker ended before another worker had the bytes.
 
         Returns False if the session's bytes are in the host's memory.
         """
@@ -368,7 +368,7 @@ class ColdParking:
     ) -> bool:
         """End a lease if its session can't be restored exactly. Returns False if the session is parked warm again."""
         state = lease.park
-        # Of a direct move, the former worker still has the bytes, whatever has failed.
+        # In a direct move, the former worker still has the bytes, whatever has failed.
         is_mismatch = event.is_mismatch or (state is not None and state.is_in_place and state.held_id != 0)
         if state is None or not is_mismatch:
             if state is not None:
@@ -468,7 +468,7 @@ class ColdParking:
         self._store.has_freed_room, state.is_awaited = True, False
 
     def move_for_need(self, lease: Lease, card_uuid: str, now_ns: int) -> None:
-        """Let a session that is about to be parked move to another card, to make room for another lease."""
+        """Plan that a session that is about to be parked moves to another card, to make room for another lease."""
         if lease.park is not None:
             lease.park.move = SessionMove(None, card_uuid, lease.card_uuid, now_ns, why_through_host=FOR_NEED)
             lease.park.need_move_ns = now_ns + MOVED_STAY_NS
@@ -518,8 +518,7 @@ class ColdParking:
         if lease.park is None or (move := lease.park.move) is None:
             return
         lease.park.move = None
-        # The lease has changed its card, although its session has not returned. Report that to those who keep records
-        # of leases.
+        # The lease has changed its card, although its session has not returned. Record that.
         if lease.card_uuid != move.from_uuid:
             self._record_move(lease, lease.park, move, now_ns, effects)
         if move.request is not None:
@@ -536,7 +535,7 @@ class ColdParking:
             # The worker may have sent the image by now, so order it to serve the session again.
             effects.append(StaySession(lease.lease_id, state.number))
             waited_s = self._store.limits.session_timeout_s
-            self._give_up(lease, state, f"it did not {_LEAVES} within {waited_s} s", now_ns, effects)
+            self._give_up(lease, state, f"it did not {_LEAVE_TASK} within {waited_s} s", now_ns, effects)
         elif state.depth is ParkDepth.ARRIVING:
             reason = f"its new worker was not ready within {self._store.limits.spawn_timeout_s} s"
             self._fall_back(lease, state, reason, now_ns, effects, is_gone=False)

@@ -44,8 +44,9 @@ class Card:
 
     Attributes:
         index: The card's number on the node, which a selector may name.
-        capacity_bytes: Bytes that may be held in all: the measured figure less the node's reserve.
-        overhead_bytes: Bytes that one context takes in addition to its tenant's; the node pays for them, per lease.
+        capacity_bytes: Bytes that may be held in total: the measured figure less the node's reserve.
+        overhead_bytes: Bytes that one context takes in addition to its tenant's bytes. The node pays for them, once per
+            context.
         spare_bytes: Bytes that the operator's bound leaves unused; others may take that many before the capacity
           shrinks.
         slack_bytes: Tolerated difference between the bytes that others hold and those that are booked; the reserve
@@ -91,13 +92,13 @@ class CardSnapshot:
     """State of one card at one moment.
 
     Attributes:
-        capacity_bytes: Bytes that may be held in all now.
+        capacity_bytes: Bytes that may be held in total now.
         free_bytes: Bytes that no lease holds and no fence keeps. Warm contexts give way, so theirs are included.
         available_bytes: Largest slice a tenant could get now: the free bytes less one context's overhead, and 0 while
             one lease has the card to itself or the card is drained.
         warm_contexts: Contexts that wait for any lease.
         recycled_contexts: Contexts that wait for a lease of the tenant they served.
-        warm_wanted: Contexts that are to wait for any lease.
+        warm_wanted: Number of contexts that are to wait for any lease.
         warm_bytes: Bytes of all of the pool's contexts, including those being made or dropped.
         leases: Live leases, fenced ones included.
         is_exclusive: Whether one lease has the card to itself.
@@ -128,7 +129,7 @@ class CardSnapshot:
 
 
 class CardAccount:
-    """Running sums of one card. Bytes are taken at placement and come back only when proved reclaimed.
+    """Running sums of one card. Bytes are charged at placement, and released only once they are proved free.
 
     Attributes:
         held_bytes: Bytes of leases, including those that are not free until warm contexts have left.
@@ -139,10 +140,9 @@ class CardAccount:
         others: The account of the memory that others hold.
         warm: The pool's contexts on this card, by id.
         warm_wanted: Number of contexts the card is to have.
-        awaiting: Pending leases, and parked leases that return, that wait for warm contexts to leave, in order of
-            arrival.
+        awaiting: Pending leases and returning leases that wait for warm contexts to leave, in order of arrival.
         parkable_bytes: Sum of the slices of parkable leases, parked ones included.
-        parked_bytes: The part of these bytes that is back on the card because the leases are parked.
+        parked_bytes: The part of these bytes that the card has free because the leases are parked.
         overcommit: Bound of `parkable_bytes`, as a multiple of the card's capacity.
         drain_ns: Time at which the card's own drain ends its leases. While the drain lasts, no lease is granted. None
             without a drain.
@@ -237,7 +237,8 @@ class CardAccount:
     @property
     def promised_bytes(self) -> int:
         """Bytes that leases hold, or will hold once there is room; excludes leases that ended before they had room."""
-        # Leave out leases that ended before they had room: they still await bytes, but will never use them.
+        # Leave out leases that ended before they had room: bytes are still reserved for them, but they will never use
+        # these.
         ended_bytes = self.awaited_bytes - sum(lease.awaited_bytes for lease in self.awaiting.values())
         return self.held_bytes - ended_bytes
 
@@ -344,7 +345,7 @@ class CardAccount:
     def give_back(self, lease: Lease) -> None:
         """Release the bytes of a lease, once they are proved free or an operator has vouched for them."""
         self.held_bytes -= lease.charge_bytes
-        # A lease that ended before it had room still awaits bytes: subtract these as well.
+        # If the lease ended before it had room, a part of its bytes still counts as awaited: subtract that as well.
         self.awaited_bytes -= lease.awaited_bytes
         self.leases -= 1
         self.leases_by_tenant[lease.tenant] -= 1
@@ -436,17 +437,17 @@ def choose(candidates: Iterable[CardAccount], terms: LeaseTerms, order: Placemen
 
 
 def largest_slice_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
-    """Return the largest slice that any of the cards could ever give one tenant who needs `contexts` contexts."""
+    """Return the largest slice that any of the cards could ever give to one tenant who needs `contexts` contexts."""
     # The card's own figure already allows for one context.
-    return max((_less(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
+    return max((_slice_after_contexts(a.card.largest_slice_bytes, a, contexts) for a in candidates), default=0)
 
 
 def available_bytes(candidates: Iterable[CardAccount], contexts: int = 1) -> int:
-    """Return the largest slice that any of the cards could give one tenant now who needs `contexts` contexts."""
-    return max((_less(a.available_bytes, a, contexts) for a in candidates), default=0)
+    """Return the largest slice that any of the cards could give now to one tenant who needs `contexts` contexts."""
+    return max((_slice_after_contexts(a.available_bytes, a, contexts) for a in candidates), default=0)
 
 
-def _less(slice_bytes: int, account: CardAccount, contexts: int) -> int:
+def _slice_after_contexts(slice_bytes: int, account: CardAccount, contexts: int) -> int:
     """Return the bytes of a slice that are left after the contexts beyond its first are charged."""
     return max(0, slice_bytes - (contexts - 1) * account.card.overhead_bytes)
 

@@ -188,7 +188,7 @@ class FreeRequested:
 
 @dataclass(frozen=True, slots=True)
 class RevokeRequested:
-    """An operator revokes a lease or region, or a lease's tenant one of its regions. The tenant is shown `reason`.
+    """An operator revokes a lease or a region, or a tenant revokes a region of its lease. The tenant is shown `reason`.
 
     Attributes:
         tenant: The tenant that asks, if it is not an operator.
@@ -264,7 +264,10 @@ class WaitTimerFired:
 
 @dataclass(frozen=True, slots=True)
 class HoldTimerFired:
-    """A waiter's time to hold others back has run out. Late, early and repeated timers are harmless."""
+    """The time for which a waiting request may hold back others has run out.
+
+    Late, early and repeated timers are harmless.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +297,8 @@ class WorkerUnlisted:
     Sent on each poll until the table has its proof.
 
     Attributes:
-        unowned_bytes: Bytes that belong to no process in this poll, beyond those when the card was measured.
+        unowned_bytes: Bytes that belong to no process in this poll, without those that belonged to none when the card
+            was measured.
         least_bytes: Smallest such figure of any poll that did not list the process.
         since_ns: Time of the first of these polls.
         polled_ns: Time at which this poll began.
@@ -310,9 +314,10 @@ class WorkerUnlisted:
 
 @dataclass(frozen=True, slots=True)
 class CardPolled:
-    """A poll of the memory of a card that neither leases nor the pool hold.
+    """A poll of a card, for the memory that belongs neither to leases nor to the pool.
 
-    All figures exclude bytes that were already taken when the card was measured. `devices.Others` books them.
+    All figures exclude bytes that were already taken when the card was measured. `devices.Others` keeps the account of
+    them.
 
     Attributes:
         unowned_bytes: Bytes that belong to no process.
@@ -419,7 +424,7 @@ class DrainCancelled:
 
 @dataclass(frozen=True, slots=True)
 class DrainTimerFired:
-    """The deadline of a drain has come, the node's or a card's. Late, early and repeated timers are harmless."""
+    """The deadline of the node's drain, or of a card's, has passed. Late, early and repeated timers are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -656,7 +661,7 @@ class SessionStays:
     """Answer to `LeaveSession`: the session can't leave its process, and stays parked there.
 
     Attributes:
-        is_lasting: Whether the reason is something that the session has, and not that it is busy.
+        is_lasting: Whether the reason is permanent, such as something that the session contains.
     """
 
     lease_id: int
@@ -884,8 +889,9 @@ class KillWorker:
     """Kill the worker's process and reap it; the answer is `WorkerExited`, even without a process.
 
     Attributes:
-        after_record: Whether the records so far must be durable before the kill, or known not to become so. A lease
-            continues without this worker, but a table that was restored from an earlier record would need it.
+        after_record: Whether the kill must wait until all records so far are durable, or are known never to become
+            durable. A lease continues without this worker, but a table that was restored from an earlier record would
+            need it.
     """
 
     worker_id: int
@@ -987,8 +993,8 @@ class EndRegion:
 
     The answer is `RegionEnded` or `RegionStuck`, or may not come.
 
-    If the worker does not have the region, the answer is `RegionRefused`. The order is repeated for a region of an
-    earlier table.
+    If the worker does not have the region, the answer is `RegionRefused`. For a region of an earlier table, the order
+    is sent again.
     """
 
     lease_id: int
@@ -1141,7 +1147,7 @@ class WatchClients:
 
 @dataclass(frozen=True, slots=True)
 class RequestFaulted:
-    """Answer a request that had waited in the table, and whose handling has failed: a bug in the core."""
+    """Answer a request that waited in the table, because a bug in the core made its handling fail."""
 
     request: int
     error: Exception
@@ -1167,7 +1173,7 @@ class LeaseMoved:
     Attributes:
         from_uuid: The card that it left.
         moved_bytes: Bytes of its pages.
-        took_ns: Time from the request until it is whole.
+        took_ns: Time from the request until the session was complete on the new card.
         why_through_host: Why its bytes went through the host's memory; "" if they went directly to the other card.
     """
 
@@ -1185,7 +1191,7 @@ class WorkerReplaced:
     Attributes:
         from_version: The version of the worker that it left.
         moved_bytes: Bytes of its pages.
-        took_ns: Time from the request until it is whole.
+        took_ns: Time from the request until the session was complete in the new worker.
     """
 
     lease: LeaseSnapshot

@@ -149,8 +149,8 @@ class Cause(Enum):
     ISOLATED = "isolated", CauseRow(ends_pending=True, grace_ms=None)
 
 
-if unsaid := {cause.value for cause in Cause} ^ LEASE_ENDS.keys():
-    raise TypeError(f"LEASE_ENDS must have the words of exactly the causes that exist, not of {sorted(unsaid)}")
+if mismatched := {cause.value for cause in Cause} ^ LEASE_ENDS.keys():
+    raise TypeError(f"LEASE_ENDS must have exactly one row per cause: {sorted(mismatched)} differ")
 
 
 class Trigger(Enum):
@@ -411,10 +411,10 @@ class Lease:
           it.
         grace_due_ns: Time at which the worker is killed; None without a grace.
         reclaim_due_ns: Time at which the slice is fenced unless proved free; None before the reclaim.
-        is_kill_sent: The kill was ordered; it is not ordered again.
-        is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
-        free_request: Free request to answer when the teardown is over.
-        revoke_requests: Revoke requests to answer when the teardown is over.
+        is_kill_sent: Whether the kill was ordered; it is not ordered again.
+        is_worker_gone: Whether the worker's process was reaped, so that a proof of its bytes is valid.
+        free_request: Free request to answer when the teardown is complete.
+        revoke_requests: Revoke requests to answer when the teardown is complete.
         is_restored: Whether the lease comes from an earlier table, or holds the bytes of an earlier daemon's worker.
         unconnected_ns: Time since which the lease waits for a connection: the loss of the last one, or a later renewal.
           A daemon that took over the lease may set a later time. None while connected.
@@ -618,8 +618,8 @@ class TableRegion:
         request: Request that waits for it to open; meaningless once answered.
         open_due_ns: Time at which an OPENING region is abandoned.
         address: Device address; 0 until it is open.
-        end_due_ns: Time by which its memory must be removed, or its session is condemned; after the removal, time by
-          which that must be proved, or its fence becomes lasting. None while neither is awaited.
+        end_due_ns: Time by which its memory must be removed; otherwise its session is condemned. After the removal, the
+            time by which its bytes must be proved free; otherwise its fence becomes lasting. None in any other phase.
         kept_bytes: Bytes that stay mapped in its place after its end; meaningless before.
         is_cancelled: Whether launches that name it are refused until an operator or tenant lifts that.
         is_given_up: Whether its memory was not proved free in time, so that its fence is lasting.
@@ -760,9 +760,9 @@ class Submit:
         spawn_due_ns: Time at which a STARTING submit is abandoned.
         due_ns: Time at which a RUNNING submit is ended; None before.
         grace_due_ns: Time at which the worker is killed; None without a grace.
-        reclaim_due_ns: Time at which the submit is fenced unless proved gone; None before the reclaim.
-        is_kill_sent: The kill was ordered; it is not ordered again.
-        is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
+        reclaim_due_ns: Time at which the submit is fenced unless its bytes are proved free; None before the reclaim.
+        is_kill_sent: Whether the kill was ordered; it is not ordered again.
+        is_worker_gone: Whether the worker's process was reaped, so that a proof of its bytes is valid.
         is_timed_out: Whether the submit, its kernel or its image took too long.
         is_warm: Whether the submit took over a warm context.
         is_replaced: Whether the warm context was lost before the submit was ready. A new worker starts once the lost
@@ -803,7 +803,7 @@ class WarmState(Enum):
     DROPPING = "dropping"
     FENCED = "fenced"
     HELD = "held"
-    """A session is leaving this worker, and comes back to it if the next worker can't continue the session."""
+    """A session has left this worker, and returns to it if the next worker can't continue the session."""
 
 
 # Contexts that the pool drops when a lease needs their room.
@@ -828,7 +828,7 @@ class WarmContext:
         charge_bytes: Bytes held on the card: one context's overhead.
         due_ns: Time at which a WARMING context is abandoned, the slice of a DROPPING context is fenced, or a READY
           context that waits for a tenant is dropped.
-        is_worker_gone: The worker's process was reaped, so that a proof of its bytes is valid.
+        is_worker_gone: Whether the worker's process was reaped, so that a proof of its bytes is valid.
         reason: Why it was dropped; "" before.
         is_restored: Whether an earlier daemon made it.
         tenant: The only tenant it may serve, because it served one before; None if it served none.
@@ -882,7 +882,7 @@ class Recycling:
 
 
 def contexts_to_drop(waiting: Sequence[WarmContext], tenant: str, max_idle: int) -> list[WarmContext] | None:
-    """Choose the waiting contexts of a card to drop for one more context of `tenant`. None if that may not wait there.
+    """Choose the waiting contexts of a card to drop, so that one more context of `tenant` may wait; None if it may not.
 
     While there is room, none is dropped. Otherwise the tenant with the most contexts loses its oldest one, provided
     that it keeps at least as many as `tenant` then has. So a tenant gains nothing by leaving as many contexts as

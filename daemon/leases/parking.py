@@ -202,7 +202,7 @@ class Parking(ParkingViews):
 
     def _pace_wait_ns(self, card_uuid: str, parks: int, now_ns: int) -> int:
         """Return the time until a card may have so many parks together; 0 if it may have them now."""
-        # More parks than PARK_BURST are allowed once the card could have that many.
+        # More parks than PARK_BURST may begin once the card may have PARK_BURST of them.
         most = min(parks, PARK_BURST)
         return self._paces.early_ns(card_uuid, self._park_interval_ns, PARK_BURST, now_ns, most)
 
@@ -263,7 +263,7 @@ class Parking(ParkingViews):
         """Process the worker's answer: have the card polled before any of the bytes is granted to others."""
         if self._repeat_return(event.lease_id, event.number, effects):
             return
-        lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
+        lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.PARKING)
         if lease is None or lease.park is None:
             return
         state = lease.park
@@ -281,7 +281,7 @@ class Parking(ParkingViews):
         """Let a session that moves directly leave its process: all of its bytes stay on its card, so none is proved."""
         state.phase, state.due_ns, state.is_in_place = ParkPhase.PARKED, None, True
         state.kept_bytes, state.off_bytes = lease.terms.size_bytes, 0
-        # Parks that were requested meanwhile can't end in one.
+        # Requests to park that came in the meantime can't be fulfilled.
         refuse_parks(state, denials.is_moving(lease.lease_id), effects)
         self.cold.on_parked(lease, now_ns, effects)
 
@@ -319,7 +319,7 @@ class Parking(ParkingViews):
 
     def on_park_refused(self, event: events.SessionParkRefused, now_ns: int, effects: list[Effect]) -> None:
         """Keep a session on the card after its worker failed to park it, and report why."""
-        lease = self._awaited(event.lease_id, event.number, ParkPhase.PARKING)
+        lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.PARKING)
         if lease is None or lease.park is None:
             return
         effects.append(ParkFailed(lease.snapshot(), lease.park.cause or ParkCause.TENANT, event.reason))
@@ -335,9 +335,9 @@ class Parking(ParkingViews):
         _record_return(lease, lease.park, 0, now_ns, effects)
         # A kernel that still runs is reported as use of the session; other refusals are not.
         _postpone_idle(lease, lease.park, now_ns)
-        self._settle(lease, lease.park, now_ns, effects)
+        self._become_resident(lease, lease.park, now_ns, effects)
 
-    def _settle(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
+    def _become_resident(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:
         """Enter RESIDENT: the whole session is on its card."""
         state.phase, state.cause, state.due_ns = ParkPhase.RESIDENT, None, None
         state.parked_ns = state.kept_bytes = 0
@@ -452,7 +452,7 @@ class Parking(ParkingViews):
         self.cold.on_return_refused(lease, lease.park, reason, now_ns, effects)
 
     def take_room_back(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        """Make a session that was not ordered to return yet wait again, because its card has less room now."""
+        """Make a session wait again, if its return was not ordered yet, because its card has less room now."""
         state, account = lease.park, self._store.account_by_uuid[lease.card_uuid]
         if state is None:
             return
@@ -466,7 +466,7 @@ class Parking(ParkingViews):
 
     def on_returned(self, event: events.SessionReturned, now_ns: int, effects: list[Effect]) -> None:
         """Process the worker's answer: the session is complete."""
-        lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
+        lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
         state = lease.park
@@ -481,12 +481,12 @@ class Parking(ParkingViews):
         # An operation was waiting, so the session counts as used now.
         state.used_ns = max(state.used_ns, now_ns)
         cause = state.cause or ParkCause.TENANT
-        self._settle(lease, state, now_ns, effects)
+        self._become_resident(lease, state, now_ns, effects)
         self.cold.on_returned(lease, state, now_ns, effects)
-        # The operation was sent before the park was requested, or during it. It is over, or will be soon, so park
-        # again.
+        # The operation that brought the session back was sent before the park was requested, or during it. It has ended
+        # or will end soon, so park again for the requests that still wait.
         if state.requests and self.deferred.need_session(lease.lease_id):
-            # These are handled next. Another park would only make them wait for another return.
+            # Those deferred requests are handled next. Another park would only make them wait for another return.
             refuse_parks(state, denials.is_returning(lease.lease_id), effects)
         elif state.requests and (denial := self._check_park(lease, now_ns)) is not None:
             refuse_parks(state, denial, effects)
@@ -496,7 +496,7 @@ class Parking(ParkingViews):
 
     def on_return_failed(self, event: events.SessionReturnFailed, now_ns: int, effects: list[Effect]) -> None:
         """Have the card polled again after a failed return: the session's bytes must not be on it."""
-        lease = self._awaited(event.lease_id, event.number, ParkPhase.RETURNING)
+        lease = self._awaiting_answer(event.lease_id, event.number, ParkPhase.RETURNING)
         if lease is None or lease.park is None or lease.awaited_bytes:
             return
         if self.cold.on_return_failed(lease, event, now_ns, effects):
@@ -568,7 +568,7 @@ class Parking(ParkingViews):
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
     def update(self, now_ns: int, effects: list[Effect]) -> None:
-        """Park idle sessions for the first in line of each card. Called after every event if any can be parked."""
+        """Park idle sessions for the first waiter of each card. Called after every event if any can be parked."""
         if not len(self._store.queue):
             return
         served: set[str] = set()
@@ -588,7 +588,7 @@ class Parking(ParkingViews):
                 victims = self._plan(account, waiter.needed_bytes(account), now_ns)
                 served.add(uuid)
                 if victims is None:
-                    again_ns += [due_ns for due_ns in self._free_times(account, now_ns) if due_ns > now_ns]
+                    again_ns += [due_ns for due_ns in self._next_park_times(account, now_ns) if due_ns > now_ns]
                     continue
                 for lease in victims:
                     self._park(lease, ParkCause.NEED, now_ns, effects)
@@ -617,7 +617,7 @@ class Parking(ParkingViews):
         resident = sorted((lease for lease in on_card if _is_resident(lease)), key=_used_ns)
         for lease in resident:
             # Check it together with the sessions found so far, because they are parked at the same time.
-            if self._free_ns(lease) > now_ns or self._check_park(lease, now_ns, victims) is not None:
+            if self._parkable_from_ns(lease) > now_ns or self._check_park(lease, now_ns, victims) is not None:
                 continue
             victims.append(lease)
             missing_bytes -= lease.terms.size_bytes
@@ -629,7 +629,7 @@ class Parking(ParkingViews):
     def _plan_moves(self, waiter: Waiter, served: set[str], now_ns: int) -> NeedMoves | None:
         """Return the moves with the fewest bytes that make room for an acquire on one of its cards; None without any.
 
-        The card is served then. Nothing moves if that card waits for sessions that are leaving it already.
+        That card then counts as served. Nothing moves if sessions that are leaving the card already make enough room.
         """
         terms = waiter.acquire.terms
         if not self._store.limits.moves_for_need or waiter.returning is not None or terms.exclusivity in ALONE:
@@ -668,15 +668,15 @@ class Parking(ParkingViews):
         state = lease.park
         if state is None or not _is_resident(lease) or state.move is not None or state.stays_here:
             return False
-        return max(self._free_ns(lease), state.need_move_ns) <= now_ns
+        return max(self._parkable_from_ns(lease), state.need_move_ns) <= now_ns
 
-    def _free_ns(self, lease: Lease) -> int:
+    def _parkable_from_ns(self, lease: Lease) -> int:
         """Return the time from which others' need for room may park a resident session."""
         state = lease.park
         stay_ns = self._store.limits.park_stay_ms * NS_PER_MS
         return 0 if state is None else max(state.stays_until_ns, state.used_ns + stay_ns)
 
-    def _free_times(self, account: CardAccount, now_ns: int) -> Iterator[int]:
+    def _next_park_times(self, account: CardAccount, now_ns: int) -> Iterator[int]:
         """Yield the times at which a card's sessions, or its pace, allow another park."""
         resident = [
             lease
@@ -685,7 +685,7 @@ class Parking(ParkingViews):
         ]
         for parks in range(1, min(len(resident), PARK_BURST) + 1):
             yield now_ns + self._pace_wait_ns(account.card.uuid, parks, now_ns)
-        yield from map(self._free_ns, resident)
+        yield from map(self._parkable_from_ns, resident)
 
     # --- a lease's life ---
 
@@ -734,7 +734,7 @@ class Parking(ParkingViews):
 
     # --- shared steps ---
 
-    def _awaited(self, lease_id: int, number: int, phase: ParkPhase) -> Lease | None:
+    def _awaiting_answer(self, lease_id: int, number: int, phase: ParkPhase) -> Lease | None:
         """Return the active lease that awaits this answer; None if the answer is late."""
         lease = self._store.parkable.get(lease_id)
         if lease is None or lease.park is None or lease.state is not LeaseState.ACTIVE:

@@ -63,7 +63,7 @@ making the broker remember millions."""
 
 _ABANDONED: Final = "the connection of its request was closed"
 
-_GONE_ON: Final = (RegionState.OPENING, RegionState.ACTIVE)
+_LIVE: Final = (RegionState.OPENING, RegionState.ACTIVE)
 
 Condemn = Callable[[Lease, Cause, str, int, list[Effect]], None]
 
@@ -76,8 +76,8 @@ class RegionViews:
 
     def snapshots(self) -> tuple[LeaseSnapshot, ...]:
         """Return every region that is not returned, oldest first; `parent_id` is the lease that contains it."""
-        going = (region for region in self._store.regions.values() if region.state is not RegionState.RETURNED)
-        return tuple(region.snapshot() for region in going)
+        unreturned = (region for region in self._store.regions.values() if region.state is not RegionState.RETURNED)
+        return tuple(region.snapshot() for region in unreturned)
 
     def open_ids(self) -> tuple[int, ...]:
         """Return the ids of all regions that are not returned, oldest first."""
@@ -102,7 +102,8 @@ class RegionViews:
     def allowed_bytes(self, lease_id: int) -> int:
         """Return the bytes that a live lease's session may hold on its card while its fenced regions are proved.
 
-        That is its charge less what its fenced regions have given up. A region with a lasting fence keeps its bytes.
+        That is its charge less the bytes that its fenced regions have released. A region with a lasting fence keeps its
+        bytes.
         """
         lease = self._store.live.get(lease_id)
         if lease is None:
@@ -223,7 +224,7 @@ class Regions(RegionViews):
             return
         # A region that is already ending answers this request too, once its end is proved.
         region.revoke_requests.append(event.request)
-        if region.state in _GONE_ON:
+        if region.state in _LIVE:
             self._end(region, Cause.REVOKED, event.reason, now_ns, effects)
 
     def on_cancel_requested(self, event: events.RegionCancelRequested, now_ns: int, effects: list[Effect]) -> None:
@@ -239,12 +240,12 @@ class Regions(RegionViews):
         # Write the word only if it changes: raising the epoch makes the worker read the page again.
         if region.is_cancelled != event.is_cancelled:
             region.is_cancelled = event.is_cancelled
-            effects.append(_word(region))
+            effects.append(_set_word(region))
         effects.append(RegionCancelSet(event.request, region.region_id))
 
     def on_requester_gone(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
         """End the region of a client that disconnected; return False if the request was not for a region."""
-        # No client has the region's id, so it would hold its bytes until its time ends.
+        # No client has the region's id, so nobody would free it before its time ends.
         region = self._store.regions.get(self._store.region_requests.pop(request, 0))
         if region is None:
             return False
@@ -274,9 +275,11 @@ class Regions(RegionViews):
             return
         lease, region = match
         if region.state is RegionState.OPENING:
-            self._leave(region, Cause.SPAWN_FAILED, event.reason, now_ns, effects, denials.region_refused(event.reason))
+            self._change_word(
+                region, Cause.SPAWN_FAILED, event.reason, now_ns, effects, denials.region_refused(event.reason)
+            )
         region.move(Trigger.REGION_TAKEN, now_ns)
-        if region.address and not _is_shown_off(lease):
+        if region.address and not _was_shown_free(lease):
             # It was open once, so the worker's answer alone proves nothing.
             self._prove(lease, region, now_ns, effects)
         else:
@@ -317,21 +320,21 @@ class Regions(RegionViews):
         denial: Denial | None = None,
     ) -> None:
         """End a region while its lease continues, and order its memory removed."""
-        self._leave(region, cause, reason, now_ns, effects, denial)
+        self._change_word(region, cause, reason, now_ns, effects, denial)
         self._order_end(region, now_ns, effects)
 
     def _order_end(self, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
         grace_ms = self._store.limits.region_grace_ms
         # The worker waits for launches that name the region, for the grace, before it removes the memory.
         effects.append(EndRegion(region.lease_id, region.region_id, grace_ms))
-        self._await(region, now_ns + grace_ms * NS_PER_MS, effects)
+        self._arm_reclaim(region, now_ns + grace_ms * NS_PER_MS, effects)
 
-    def _await(self, region: TableRegion, since_ns: int, effects: list[Effect]) -> None:
+    def _arm_reclaim(self, region: TableRegion, since_ns: int, effects: list[Effect]) -> None:
         # Arm a timer for the current wait: first for the worker's answer, later for the proof.
         region.end_due_ns = since_ns + self._store.limits.reclaim_timeout_s * NS_PER_S
         effects.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.RECLAIM), region.end_due_ns))
 
-    def _leave(
+    def _change_word(
         self, region: TableRegion, cause: Cause, reason: str, now_ns: int, effects: list[Effect], denial: Denial | None
     ) -> None:
         """Change the word of a region that ends, and refuse its client if it still waits for the grant.
@@ -341,7 +344,7 @@ class Regions(RegionViews):
         # The state changes first: the word is made from it.
         region.move(cause, now_ns)
         region.cause, region.reason = cause, reason
-        effects.append(_word(region))
+        effects.append(_set_word(region))
         if self._store.region_requests.pop(region.request, None) is not None:
             effects.append(RequestDenied(region.request, denial or denials.lease_ended(region.snapshot())))
 
@@ -357,13 +360,13 @@ class Regions(RegionViews):
         lease, region = match
         if region.state is RegionState.ACTIVE and region.is_restored:
             # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
-            self._leave(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, effects, None)
+            self._change_word(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, effects, None)
         if region.state not in ENDED_REGIONS:
             return
         region.move(Trigger.REGION_TAKEN, now_ns)
         # Bytes that neither figure accounts for stay charged.
         region.kept_bytes = min(region.size_bytes, max(event.kept_bytes, region.size_bytes - event.freed_bytes))
-        if event.is_shown or _is_shown_off(lease):
+        if event.is_shown or _was_shown_free(lease):
             self._return(lease, region, Trigger.RECLAIM_PROVED, now_ns, effects)
         else:
             self._prove(lease, region, now_ns, effects)
@@ -371,7 +374,7 @@ class Regions(RegionViews):
     def _prove(self, lease: Lease, region: TableRegion, now_ns: int, effects: list[Effect]) -> None:
         allowed_bytes = self.allowed_bytes(lease.lease_id)
         effects.append(ProveRegion(lease.lease_id, region.region_id, lease.card_uuid, allowed_bytes))
-        self._await(region, now_ns, effects)
+        self._arm_reclaim(region, now_ns, effects)
 
     def on_stuck(self, event: events.RegionStuck, now_ns: int, effects: list[Effect]) -> None:
         """End the session of a worker that can't remove a region's memory."""
@@ -427,7 +430,7 @@ class Regions(RegionViews):
         if region.free_request is not None:
             effects.append(RequestDenied(region.free_request, denials.lease_ended(region.snapshot())))
         self._report(region, RevokeOutcome.FENCED, effects)
-        # These requests are answered: to clear the fence later must send no second answer.
+        # These requests are answered now: clearing the fence later must not answer them again.
         region.free_request, region.revoke_requests = None, []
 
     def _report(self, region: TableRegion, outcome: RevokeOutcome, effects: list[Effect]) -> None:
@@ -441,9 +444,9 @@ class Regions(RegionViews):
         """End the regions of a lease that was ended. The proof of the lease's bytes is also the proof of theirs."""
         for region in lease.slots.values():
             region.end_due_ns = None
-            if region.state in _GONE_ON and lease.cause is not None:
+            if region.state in _LIVE and lease.cause is not None:
                 reason = f"its lease ended: {lease.reason}" if lease.reason else "its lease ended"
-                self._leave(region, lease.cause, reason, now_ns, effects, None)
+                self._change_word(region, lease.cause, reason, now_ns, effects, None)
 
     def fence_with(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Fence the regions of a lease, because the lease's bytes could not be proved free."""
@@ -466,8 +469,8 @@ class Regions(RegionViews):
             The ids of the regions that were not returned before.
         """
         # The proof of the lease's bytes covers its regions, so they end with it, whatever state they are in.
-        going = tuple(lease.slots.values())
-        for region in going:
+        unreturned = tuple(lease.slots.values())
+        for region in unreturned:
             region.kept_bytes = 0
             if region.state in ENDED_REGIONS:
                 region.move(Trigger.REGION_TAKEN, now_ns)
@@ -478,7 +481,7 @@ class Regions(RegionViews):
                 self._return(lease, region, trigger, now_ns, effects)
         for region in tuple(lease.regions.values()):
             self._store.forget_region(lease, region)
-        return tuple(region.region_id for region in going)
+        return tuple(region.region_id for region in unreturned)
 
     def clear_fences(self, card_uuids: set[str], now_ns: int) -> tuple[int, ...]:
         """Return regions with lasting fences, because an operator vouches for them; return their ids.
@@ -502,7 +505,7 @@ class Regions(RegionViews):
             return
         # Its lease is over, so only the record of its end is needed.
         if lease is None:
-            self._bury(row, now_ns, effects)
+            self._record_ended(row, now_ns, effects)
             return
         region = revive_region(row, lease)
         self._store.enter_region(lease, region)
@@ -526,13 +529,13 @@ class Regions(RegionViews):
             self._set_deadline(region, region.deadline_ns, effects)
         else:
             # The region had ended. Write its word again in case the page lacks it, and continue its end where it was.
-            effects.append(_word(region))
+            effects.append(_set_word(region))
             if region.state in ENDED_REGIONS:
                 self._order_end(region, now_ns, effects)
             elif not region.is_given_up:
                 self._prove(lease, region, now_ns, effects)
 
-    def _bury(self, row: RegionRow, now_ns: int, effects: list[Effect]) -> None:
+    def _record_ended(self, row: RegionRow, now_ns: int, effects: list[Effect]) -> None:
         """Record a region of a lease that is already over as ended, and report its end unless that was reported."""
         cause = row.cause or Cause.WORKER_DIED
         was_reported = row.is_given_up or row.state is RegionState.RETURNED
@@ -558,7 +561,7 @@ class Regions(RegionViews):
 
     def _set_deadline(self, region: TableRegion, deadline_ns: int, effects: list[Effect]) -> None:
         region.deadline_ns = deadline_ns
-        effects.append(_word(region))
+        effects.append(_set_word(region))
         effects.append(ArmTimer(TimerFired(region.region_id, region.generation, TimerKind.EXPIRY), deadline_ns))
 
 
@@ -567,7 +570,7 @@ def _rounded(event: events.RegionRequested) -> int:
     return -(-event.size_bytes // event.granule_bytes) * event.granule_bytes
 
 
-def _is_shown_off(lease: Lease) -> bool:
+def _was_shown_free(lease: Lease) -> bool:
     """Return whether a lease's session is parked, so that the card has shown its regions' bytes free already."""
     return lease.park is not None and lease.park.is_shown_off
 
@@ -590,7 +593,7 @@ def _check_room(lease: Lease, size_bytes: int) -> Denial | None:
     return None if size_bytes <= left_bytes else denials.regions_full(lease.lease_id, size_bytes, left_bytes)
 
 
-def _word(region: TableRegion) -> SetRegion:
+def _set_word(region: TableRegion) -> SetRegion:
     """Return the order to write a region's current word and deadline."""
     deadline_ns = region.deadline_ns or 0
     return SetRegion(region.lease_id, region.region_id, region.slot, region.number, region.word, deadline_ns)

@@ -93,7 +93,7 @@ class SubmitViews:
         self._store = store
 
     def snapshots(self) -> tuple[SubmitSnapshot, ...]:
-        """Return every submit that is not proved gone, oldest first."""
+        """Return every submit with bytes that are not proved free yet, oldest first."""
         return tuple(submit.snapshot() for submit in self._store.submits.values())
 
     def of(self, lease_id: int) -> SubmitSnapshot | None:
@@ -108,26 +108,26 @@ class SubmitViews:
         return None if lease is None or not lease.own_submit_bytes else self.of(lease_id)
 
     def last_of(self, lease_id: int) -> SubmitSnapshot | None:
-        """Return the last submit of a live lease that is proved gone; None if it had none yet."""
+        """Return the last submit of a live lease that ended with its bytes proved free; None if there was none yet."""
         lease = self._store.live.get(lease_id)
         return None if lease is None else lease.last_submit
 
     def lease_of(self, submit_id: int) -> int:
-        """Return the lease of a submit that is not proved gone; 0 for any other number."""
+        """Return the lease of a submit with bytes that are not proved free yet; 0 for any other number."""
         submit = self._store.submits.get(submit_id)
         return 0 if submit is None else submit.lease_id
 
     def may_hold(self, number: int) -> tuple[str, int] | None:
         """Return the card that a worker may use and the bytes it may hold there; None if it may hold none.
 
-        Workers that are starting or ending are excluded: one may not have its context yet, the other may be gone
-        already.
+        Workers that are starting or ending are excluded: the former may not have their contexts yet, the latter may
+        have exited already.
         """
         card_uuid = self._store.card_of(number)
         return None if card_uuid is None else (card_uuid, self._store.charge_bytes(number))
 
     def is_stuck(self, lease: Lease) -> bool:
-        """Return whether a lease has a submit that can't be proved gone."""
+        """Return whether a lease has a submit with bytes that could not be proved free."""
         submit = self._store.submits.get(lease.submit_id)
         return submit is not None and submit.state is SubmitState.FENCED
 
@@ -136,8 +136,8 @@ class Submits(SubmitViews):
     """Manages the submits. Each method appends what to execute to `effects`.
 
     Args:
-        on_freed: Called with a draining lease after its submit was proved gone.
-        on_stuck: Called with a draining lease if its submit can't be proved gone.
+        on_freed: Called with a draining lease after its submit's bytes were proved free.
+        on_stuck: Called with a draining lease if its submit's bytes can't be proved free.
     """
 
     def __init__(self, store: LeaseStore, on_freed: OnFreed, on_stuck: OnStuck) -> None:
@@ -201,7 +201,7 @@ class Submits(SubmitViews):
         self._forget(submit, lease, effects)
 
     def clear_fences(self, card_uuids: set[str], effects: list[Effect]) -> int:
-        """Release submits that could not be proved gone, because an operator vouches for them; return their number."""
+        """Release submits with fenced bytes, because an operator vouches for them; return their number."""
         fenced = [submit for submit in self._store.submits.values() if submit.state is SubmitState.FENCED]
         cleared = [submit for submit in fenced if submit.card_uuid in card_uuids]
         for submit in cleared:
@@ -299,7 +299,7 @@ class Submits(SubmitViews):
             account.lend_context(lease)
         lease.own_submit_bytes = lease.charge_bytes - account.card.overhead_bytes
 
-    def _has_place(self, lease: Lease, *, is_warm: bool) -> bool:
+    def _make_place(self, lease: Lease, *, is_warm: bool) -> bool:
         """Make room for a submit that takes over a warm context or gets a new one; return False if that fails."""
         if lease.terms.submit_bytes:
             return True
@@ -342,7 +342,7 @@ class Submits(SubmitViews):
     ) -> None:
         # Decide about the warm context before making room, because a warm context brings its own bytes.
         is_warm = may_be_warm and self._pool is not None and self._pool.has_ready(lease.card_uuid)
-        if not self._has_place(lease, is_warm=is_warm):
+        if not self._make_place(lease, is_warm=is_warm):
             del self._due_by_request[request]
             effects.append(RequestDenied(request, denials.no_context(lease.lease_id)))
             return
@@ -407,7 +407,7 @@ class Submits(SubmitViews):
         if submit.state is SubmitState.ENDING:
             return
         denial = denials.not_started(submit.lease_id, event.reason)
-        # Only these two causes are the submit's own fault. They are reported to its client as a timeout.
+        # A cause that is a time limit is reported to the submit's client as a timeout.
         if submit.state is SubmitState.RUNNING:
             submit.is_timed_out = event.cause.row.is_time_limit
         self._end(submit, event.cause, event.reason, denial, now_ns, effects)
@@ -464,13 +464,13 @@ class Submits(SubmitViews):
         self._stop(submit, None, reason, now_ns, effects)
 
     def _stop(self, submit: Submit, cause: Cause | None, reason: str, now_ns: int, effects: list[Effect]) -> None:
-        was, submit.state, submit.reason = submit.state, SubmitState.ENDING, reason
+        state_before, submit.state, submit.reason = submit.state, SubmitState.ENDING, reason
         # The revocation word comes first, so that the worker starts nothing after it.
         effects.append(RefuseSubmit(submit.submit_id, cause))
         if submit.is_worker_gone:
             self._prove(submit, now_ns, effects)
         # Give a running submit a moment to report its end to the client. One that never ran has nothing to report.
-        elif was is SubmitState.RUNNING:
+        elif state_before is SubmitState.RUNNING:
             submit.grace_due_ns = now_ns + GRACE_MS * NS_PER_MS
             effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, TimerKind.GRACE), submit.grace_due_ns))
         else:
@@ -499,17 +499,17 @@ class Submits(SubmitViews):
             return
         lease = self._store.live[submit.lease_id]
         self._forget(submit, lease, effects, is_proved=True)
-        following = lease.next_submit
+        waiting = lease.next_submit
         # The bytes are free: end the lease that waited for them, replace the lost warm context, or start the waiting
         # submit. A replacement does not take a warm context, so that a pool of dead contexts can't cause a loop.
         if lease.state is LeaseState.DRAINING:
             self._on_freed(lease, now_ns, effects)
         elif submit.is_replaced:
             self._start(lease, submit.request, submit.timeout_ms, now_ns, effects, may_be_warm=False)
-        elif following is not None:
+        elif waiting is not None:
             lease.next_submit = None
-            with answered(following.request, effects):
-                self._start(lease, following.request, following.timeout_ms, now_ns, effects)
+            with answered(waiting.request, effects):
+                self._start(lease, waiting.request, waiting.timeout_ms, now_ns, effects)
 
     def _on_not_proved(self, submit: Submit, event: events.ReclaimFailed, now_ns: int, effects: list[Effect]) -> None:
         if submit.state is SubmitState.ENDING:
@@ -533,10 +533,10 @@ class Submits(SubmitViews):
             effects.append(RequestDenied(submit.request, denial))
 
     def _refuse_next(self, lease: Lease, denial: Denial, effects: list[Effect]) -> None:
-        following, lease.next_submit = lease.next_submit, None
-        if following is not None:
-            del self._due_by_request[following.request]
-            effects.append(RequestDenied(following.request, denial))
+        waiting, lease.next_submit = lease.next_submit, None
+        if waiting is not None:
+            del self._due_by_request[waiting.request]
+            effects.append(RequestDenied(waiting.request, denial))
 
     def _forget(self, submit: Submit, lease: Lease, effects: list[Effect], *, is_proved: bool = False) -> None:
         """Forget a submit: its bytes are free (`is_proved`: proved, or vouched for) or part of its lease's fence."""

@@ -85,7 +85,7 @@ class LeaseTable:
     ) -> None:
         self._limits = limits or CoreLimits()
         self._store = LeaseStore(cards, self._limits, warm_contexts, recycling, order)
-        # The modules share the store, and each changes only its own part of it. All others use the teardown.
+        # The modules share the store, and each changes only its own part of it. All of them may use the teardown.
         self._teardown = Teardown(self._store)
         self.submits = self._teardown.submits
         self.regions = self._teardown.regions
@@ -170,7 +170,7 @@ class LeaseTable:
     def _unless_deferred(
         self, handler: Callable[[Any, int, list[Effect]], None]
     ) -> Callable[[Any, int, list[Effect]], None]:
-        """Return a handler of requests that need the session: it defers those of a session that is parked."""
+        """Return a handler for requests that need the session: it defers them while the session is parked."""
 
         def handle(event: DeferrableRequest, now_ns: int, effects: list[Effect]) -> None:
             if not self.parking.deferred.defer(event, now_ns, effects):
@@ -514,7 +514,7 @@ class LeaseTable:
         if (denial := self._check_revoke(event)) is not None:
             effects.append(RequestDenied(event.request, denial))
             return
-        # A returned region is over: the answer below is that of an ended lease.
+        # A returned region has ended, so it gets the answer of an ended lease below.
         region = self._store.regions.get(event.lease_id)
         if region is not None and region.state is not RegionState.RETURNED:
             self.regions.on_revoke(region, event, now_ns, effects)
@@ -528,7 +528,7 @@ class LeaseTable:
         if lease.state is LeaseState.FENCED:
             effects.append(RevokeDone(event.request, RevokeOutcome.FENCED))
             return
-        # A revoked lease must be torn down whole, so a scrub in progress is abandoned.
+        # A revoked lease must be torn down completely, so a scrub in progress is abandoned.
         lease.revoke_requests.append(event.request)
         self._teardown.give_up_scrub(lease, now_ns, effects)
         if lease.state is not LeaseState.DRAINING:
@@ -544,7 +544,7 @@ class LeaseTable:
         lease = self._store.get(event.lease_id)
         if lease is None:
             return self._store.unknown(event.lease_id)
-        # The tenant of the surrounding lease, whose memory it is, may revoke a region.
+        # The tenant of the surrounding lease may revoke a region, because the memory belongs to that lease.
         parent = self._store.get(lease.parent_id) if lease.parent_id else None
         if parent is not None and parent.tenant == event.tenant:
             return None
@@ -579,7 +579,7 @@ class LeaseTable:
         self._admission.close_queue(denials.shutting_down(), effects)
         for lease in self._store.live.values():
             self._teardown.expire_if_due(lease, now_ns, effects)
-            # An overdue lease has expired, whatever requested the shutdown.
+            # A lease that was overdue has ended as EXPIRED, and keeps that cause.
             if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
                 self._teardown.begin(lease, Cause.SHUTDOWN, "a shutdown was requested", now_ns, effects)
 
@@ -607,8 +607,8 @@ class LeaseTable:
     def _on_worker_ready(self, lease: Lease, event: events.WorkerReady, now_ns: int, effects: list[Effect]) -> None:
         if lease.park is not None and self._cold.on_worker_ready(lease, lease.park, now_ns, effects):
             return
-        # Ignore a late answer for a lease that has ended, and one of a worker that was ordered before the lease had
-        # room.
+        # Ignore a late report for a lease that has ended, and the report of a worker that was requested before the
+        # lease had room.
         if lease.state is not LeaseState.PENDING or lease.awaited_bytes:
             return
         # `may_grant` may end the lease: a claim is never granted after the membership deadline.
@@ -628,7 +628,7 @@ class LeaseTable:
             self._teardown.begin(lease, Cause.SPAWN_FAILED, event.reason, now_ns, effects)
 
     def _on_worker_exited(self, lease: Lease, event: events.WorkerExited, now_ns: int, effects: list[Effect]) -> None:
-        # Replace a warm context that died by a new worker.
+        # If the lease's warm context has died, start a new worker in its place.
         if lease.state is LeaseState.PENDING and lease.warm_id:
             self._pool.replace_worker(lease, event.reason, now_ns, effects, is_gone=True)
         # If a new worker exits before it is ready, end the lease. The denial shows the client whether a retry may help.
@@ -679,9 +679,9 @@ class LeaseTable:
 
     def _on_wait_timer(self, event: events.WaitTimerFired, now_ns: int, effects: list[Effect]) -> None:
         # The request waits for a submit, a resize, a session's return or room. Ask each of them in turn.
-        is_theirs = self.submits.on_wait_timer(event.request, now_ns, effects)
-        is_theirs = is_theirs or self._resizes.on_wait_timer(event.request, now_ns, effects)
-        if not (is_theirs or self.parking.deferred.on_wait_timer(event.request, now_ns, effects)):
+        is_handled = self.submits.on_wait_timer(event.request, now_ns, effects)
+        is_handled = is_handled or self._resizes.on_wait_timer(event.request, now_ns, effects)
+        if not (is_handled or self.parking.deferred.on_wait_timer(event.request, now_ns, effects)):
             self._admission.on_wait_timer(event.request, now_ns, effects)
 
     def _on_timer_fired(self, lease: Lease, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
@@ -698,7 +698,8 @@ class LeaseTable:
             self._teardown.on_timer(lease, event.kind, now_ns, effects)
 
     def _on_spawn_timer(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        # A warm context gets the short timeout and is replaced; a new worker gets the long one and ends the lease.
+        # A warm context that misses its short timeout is replaced. A new worker that misses its long one ends the
+        # lease.
         if lease.warm_id and not lease.awaited_bytes:
             reason = f"it did not take its lease within {self._limits.adopt_timeout_s} s"
             self._pool.replace_worker(lease, reason, now_ns, effects, is_gone=False)
@@ -715,8 +716,8 @@ class LeaseTable:
         """
         if lease_id in self._store.cleared:
             return RevokeOutcome.FENCED
-        was_here = self._store.get_ended(lease_id) is not None or lease_id in self._store.revoked
-        return RevokeOutcome.TORN_DOWN if was_here else RevokeOutcome.NOT_FOUND
+        is_known = self._store.get_ended(lease_id) is not None or lease_id in self._store.revoked
+        return RevokeOutcome.TORN_DOWN if is_known else RevokeOutcome.NOT_FOUND
 
     def _set_deadline(self, lease: Lease, deadline_ns: int, effects: list[Effect]) -> None:
         lease.deadline_ns = deadline_ns

@@ -68,23 +68,24 @@ class LeaseStore:
         live_by_tenant: Number of live leases of each tenant; tenants without any are absent.
         bytes_by_tenant: Sum of their sizes; tenants without any are absent.
         fenced: Live leases that are fenced.
-        ended: The leases torn down last, oldest first.
+        ended: The leases that were torn down most recently, oldest first.
         regions: Regions of live leases, by id.
-        region_requests: The region of each request for one that is not answered yet.
-        ended_regions: The regions returned last, oldest first. They are kept apart from `ended`, so that a tenant in a
-          loop of regions displaces no lease.
+        region_requests: The region of each unanswered request for one, by request.
+        ended_regions: The regions that were returned most recently, oldest first. They are separate from `ended`, so
+            that a tenant that opens regions in a loop displaces no lease.
         revoked: Every lease ever revoked, also after its tombstone was dropped.
         cleared: Every lease with a fence that an operator cleared, also after its tombstone was dropped. Its memory was
           never proved free.
         warm: Contexts of the pool, by id.
-        renamed: Tenant names that may have belonged to other people. No lease may reuse the contexts that these left.
+        renamed: Tenant names that may have belonged to other people. No lease may reuse the contexts that these people
+            left.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
         order: The order in which leases prefer cards.
         submits: Submits with bytes that are not yet proved free, by id.
         parkable: Live parkable leases, by id.
         deferred: Requests that wait for the return of a session, by group and number, oldest first. Every event checks
           each group, and not each request: a tenant may have very many.
-        parked_host_bytes: Host memory that is held for them.
+        parked_host_bytes: Host memory that is held for parkable leases.
         rates: Each tenant's rate of acquires.
         claimed: Live leases with a name, by name.
         by_request: Live leases with a `request_id`, by tenant and `request_id`.
@@ -94,7 +95,8 @@ class LeaseStore:
           once the claims are lost.
         drain_ns: Time at which the node's drain ends the remaining leases; None while there is none. A card's own is in
             its account.
-        under_earlier_rules: Tenants that had or awaited a lease when their bounds last changed; they keep those leases.
+        under_earlier_rules: Tenants that had a lease, or waited for one, when their bounds last changed; they keep
+            those leases.
         has_freed_room: Whether bytes were released, or the queue became shorter, since the queue was last served.
     """
 
@@ -146,7 +148,7 @@ class LeaseStore:
         self.has_freed_room = False
         self.is_shutting_down = False
         self.drain_ns: int | None = None
-        # A selector must name one card: by uuid, without its prefix and case, or by index.
+        # A selector must name one card: by uuid, ignoring prefix and case, or by index.
         selectors = {account.card.uuid.lower().removeprefix("gpu-") for account in self.accounts}
         indexes = {account.card.index for account in self.accounts}
         if len(selectors) < len(self.accounts) or len(indexes) < len(self.accounts):
@@ -166,17 +168,18 @@ class LeaseStore:
     def may_recycle(self, lease: Lease) -> bool:
         """Return whether the context of a lease that its tenant freed may serve that tenant again.
 
-        A lease with a submit that runs, waits or is not proved gone is torn down whole, because they share their bytes.
-        So is a lease that had a region, because its addresses must not be used again, and one with a resized slice.
+        A lease is torn down completely if it has a submit that runs, waits, or has bytes that are not proved free,
+        because lease and submit share their bytes. So is a lease that had a region, because its addresses must not be
+        used again, and one with a resized slice.
         """
         # A parkable session's pages and host memory end with its process.
         if lease.park is not None:
             return False
         # Nothing may be in doubt: who used the session, what is left in it, and who the tenant is.
-        is_whole = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
-        is_whole = is_whole and not lease.is_reshaped
-        is_whole = is_whole and lease.tenant not in self.renamed
-        if self.recycling is None or lease.is_restored or not lease.warm_id or not is_whole:
+        is_clean = not (lease.submit_id or lease.next_submit is not None or lease.is_in_doubt or lease.fault)
+        is_clean = is_clean and not lease.is_reshaped
+        is_clean = is_clean and lease.tenant not in self.renamed
+        if self.recycling is None or lease.is_restored or not lease.warm_id or not is_clean:
             return False
         # The context has served too often, or the card has no place left for this tenant's contexts.
         account = self.account_by_uuid[lease.card_uuid]
@@ -186,7 +189,7 @@ class LeaseStore:
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
         """Return a live lease or region, or an ended one; None if it is unknown or forgotten."""
-        # Live ones first: an id is never used twice, so it is in one of the four at most.
+        # Look at live ones first. An id is never used twice, so it is in at most one of the four maps.
         entry = self.live.get(lease_id) or self.regions.get(lease_id)
         return entry.snapshot() if entry is not None else self.get_ended(lease_id)
 
@@ -196,7 +199,7 @@ class LeaseStore:
 
     def denial_for(self, lease_id: int, now_ns: int) -> Denial | None:
         """Return the denial for work under a lease or region now; None if it is active and in time."""
-        # In the order of certainty: unknown or ended, not granted yet, ending, overdue.
+        # Check in this order: unknown or ended, not granted yet, ending, overdue.
         entry = self.live.get(lease_id) or self.regions.get(lease_id)
         # Most are active and in time, and need no snapshot.
         if isinstance(entry, Lease) and entry.serves(now_ns):
@@ -281,7 +284,7 @@ class LeaseStore:
                 effects.append(Warned(region.region_id, phase.phase, phase.left_ms(now_ns)))
 
     def check_bytes(self, tenant: str, more_bytes: int) -> Denial | None:
-        """Return the denial for a tenant that would have or await more bytes than it may; None if it may."""
+        """Return the denial if a tenant's leases and queued acquires, with `more_bytes` more, exceed its bound."""
         # Queued acquires count too, or a tenant could exceed its bound by waiting.
         bound = self.limits.tenants.of(tenant).max_vram_bytes
         tenant_bytes = self.bytes_by_tenant.get(tenant, 0) + self.queue.bytes_of(tenant)
@@ -369,10 +372,10 @@ class LeaseStore:
             account.fenced_bytes -= lease.charge_bytes
         else:
             lease.ended_ns = now_ns
-        # Its worker is gone, or an operator has vouched for it: so is the host memory that the worker held.
+        # The worker has exited, or an operator has vouched for that, so the host memory that it held is free as well.
         self.hold_host(lease, 0)
         self.parkable.pop(lease.lease_id, None)
-        # The bytes and the indexes together: a waiter may be placed right after this.
+        # Update bytes and indexes together, because a waiter may be placed right after this.
         account.give_back(lease)
         del self.live[lease.lease_id]
         self._forget_claim(lease)
@@ -383,10 +386,10 @@ class LeaseStore:
             del self.live_by_tenant[lease.tenant]
             del self.bytes_by_tenant[lease.tenant]
         ended = lease.snapshot()
-        # A worker that belonged to no lease was held under a lease without a tenant, which has left no record.
+        # A worker that belonged to no lease was held under a lease without a tenant, which leaves no record.
         if lease.tenant:
             self.remember(ended)
-        # The caller serves the queue once, after all that one event frees.
+        # The caller serves the queue once per event, after everything that the event frees.
         self.has_freed_room = True
         return ended
 
@@ -409,7 +412,7 @@ class LeaseStore:
         account.held_bytes += more_charge_bytes
         account.parkable_bytes += more_bytes if lease.terms.is_parkable else 0
         self.bytes_by_tenant[lease.tenant] += more_bytes
-        # Only bytes that came back are of interest to the queue.
+        # The queue must be served again only if bytes became free.
         self.has_freed_room = self.has_freed_room or more_bytes < 0
 
     def hold_host(self, lease: Lease, host_bytes: int) -> None:
@@ -630,10 +633,10 @@ class WaitQueue:
     def end_holds(self, now_ns: int) -> bool:
         """End the holds that are due at `now_ns`; return whether any were."""
         # They stay in the queue, and lose only the right to hold others back.
-        over = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
-        for request in over:
+        ended = [request for request, waiter in self.holders.items() if waiter.holds_until_ns <= now_ns]
+        for request in ended:
             del self.holders[request]
-        return bool(over)
+        return bool(ended)
 
     def next_hold_end_ns(self) -> int | None:
         """Return the time at which the next hold ends; None if there is none."""
@@ -661,11 +664,13 @@ class WaitQueue:
 
 
 TERM_SPACING: Final = 10
-"""Time between the beginnings of two terms of a tenant, in lengths of a term."""
+"""Minimum time between the beginnings of two terms of a tenant, as a multiple of a term's length."""
 
 
 class HoldTerms:
-    """The last term of each tenant: its backfill reservation, during which its waiters may hold others back.
+    """The last term of each tenant.
+
+    A term is a backfill reservation, during which the tenant's waiters may hold others back.
 
     A term begins when an acquire of the tenant joins the queue. The term lasts `max_hold_back_s` by the clock, whatever
     happens to that acquire. Acquires that join during the term may hold others back until its end; later ones may not.
@@ -675,8 +680,9 @@ class HoldTerms:
     In any window of `TERM_SPACING` lengths H, a tenant holds others back for at most one H. A window that begins x into
     a term (x < H) contains H - x of that term and at most x of the next. Any other window overlaps at most one term.
 
-    One time is stored for each tenant, until its next term may begin, and never more than `max_waiting` in all. Further
-    tenants hold no other back. Terms are stored in the order in which they began, so outdated ones come first.
+    One time is stored for each tenant, until its next term may begin, and at most `max_waiting` times in total. Tenants
+    beyond that number can't hold others back. Terms are stored in the order in which they began, so outdated ones come
+    first.
     """
 
     def __init__(self, limits: CoreLimits) -> None:

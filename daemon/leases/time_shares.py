@@ -1,4 +1,4 @@
-"""How much of a card's time each session may use next: computes the pages' limits from the use so far. Does no I/O.
+"""How much of a card's time each session may use next: computes the limits on the control pages. Does no I/O.
 
 A card's time is shared if a lease has a weight, a tenant has `max_share`, a lease is of the latency class, or `[limits]
 shares_time` is set. Otherwise nothing is limited. The rules, in every round:
@@ -22,7 +22,7 @@ shares_time` is set. Otherwise nothing is limited. The rules, in every round:
 5. While a latency session has work outstanding, others hold back. It is obeyed as long as its tenant stays within its
    part by weights. While the tenant exceeds its part, the session is treated as an ordinary one.
 
-A worker's claims may be lies. If it claims too much busy time, that is taken from its tenant's own part. A claim to be
+A worker's claims may be false. If it claims too much busy time, that is taken from its tenant's own part. A claim to be
 held back counts only if the busy time has reached the allowance.
 """
 
@@ -92,7 +92,7 @@ time. With a smaller fraction, rounds with and without idle time would alternate
 to others long after its owner needs it again."""
 
 _TAKERS: Final = -1
-"""A number that no session has, for all sessions that take turns together."""
+"""Stands in place of a session's number for all sessions that take turns."""
 
 _OVERDRAWN_NS: Final = -20 * NS_PER_MS
 """At this balance or below, a tenant's latency sessions do not hold others back until the tenant owes nothing."""
@@ -176,7 +176,7 @@ class TimeShares:
                 Idle ones have `idle_limits`.
             weights: The weight of each tenant: the largest of its sessions on the card, idle ones included.
             caps: The largest part of the card, above 0 and at most 1, of each tenant that has one.
-            used_ns: Time since the last round in which the card was used.
+            used_ns: For how long the card was used since the last round.
             shares: Whether the card's time is shared by weights; False if only caps and the latency class apply.
         """
         by_tenant: dict[str, list[SharedSession]] = {}
@@ -372,8 +372,8 @@ class TimeShares:
         """Add to each balance its part of the last round less the time that was used."""
         spent = {session.session: self._spent_ns(session, more_ns) for own in by_tenant.values() for session in own}
         used = {tenant: sum((spent[session.session] for session in own), 0.0) for tenant, own in by_tenant.items()}
-        # The part of a tenant that was limited by its cap is counted in wall time. The others' parts are of the used
-        # time.
+        # The part of a tenant that was limited by its cap is a part of the wall time, every other part is one of the
+        # used time.
         balances_ns: dict[Key, float] = {}
         for tenant in by_tenant:
             balances_ns[tenant] = self._balance_ns.get(tenant, 0.0)
@@ -458,7 +458,7 @@ def _weights(sessions: Iterable[SharedSession]) -> dict[int, int]:
 
 
 def fill(total_ns: float, bounds: Mapping[AnyKey, float], weights: Mapping[AnyKey, int]) -> dict[AnyKey, float]:
-    """Divide a total by weights, up to each one's bound. The others divide the time that one does not take."""
+    """Divide a total by weights, giving each at most its bound. What one does not take is divided among the others."""
     parts: dict[AnyKey, float] = {}
     rest_ns, rest_weight = total_ns, sum(weights[key] for key in bounds)
     # Go in the order in which they would reach their bounds if all got the same per unit of weight.

@@ -1,9 +1,9 @@
 """The pool of warm contexts: how many there are, which lease gets one, and when they are dropped.
 
-1. Each card has as many contexts as the operator's setting requires. They are made one at a time, after a pause since a
-   lease last took one over, and never while an acquire of that card is in progress. Each loss makes the pause before
-   the next one longer.
-2. A context is charged to its card like that of a lease, so a lease that takes it over adds only its slice.
+1. Each card has as many contexts as the operator's setting requires. They are made one at a time, never while an
+   acquire of that card is in progress, and not until some time after a lease has taken one over. After each loss, the
+   pause before the next context is longer.
+2. A context is charged to its card like the context of a lease, so a lease that takes it over adds only its slice.
 3. Leases have priority: admission counts the pool's bytes as free, and contexts that occupy a placed lease's room are
    killed. The lease starts only once their bytes are proved free.
 4. A card that one lease has to itself keeps no contexts, and neither does a drained node. A lease's fence leaves the
@@ -106,7 +106,7 @@ seconds. A disk that is slow must not fence the worker's bytes."""
 _GENERATION: Final = 0
 """Generation of a warm context's timers: contexts have no generations."""
 
-_WAITS_FOR: Final = {
+_TIMER_BY_STATE: Final = {
     WarmState.WARMING: TimerKind.SPAWN,
     WarmState.READY: TimerKind.IDLE,
     WarmState.DROPPING: TimerKind.RECLAIM,
@@ -148,7 +148,7 @@ class WarmPool:
     def place(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
         """Start a lease that was just added to the store once it has room, on a warm context if there is one."""
         account = self._account(lease.card_uuid)
-        # Step 1: take over a context. Its bytes are charged already, so the lease awaits only the rest.
+        # Step 1: take over a context. Its bytes are charged already, so the lease waits only for the rest.
         context = _choose(account.warm.values(), lease.tenant)
         if context is not None:
             self._store.remove_warm(context)
@@ -177,7 +177,7 @@ class WarmPool:
         lease.warm_id = 0
         account.await_bytes(lease, lease.charge_bytes)
         self._store.add_warm(context)
-        self._lose(context, reason, now_ns, effects)
+        self._drop_lost(context, reason, now_ns, effects)
         self._start_leases(account, now_ns, effects)
 
     def on_guest_attached(self, event: events.GuestAttached, now_ns: int, effects: list[Effect]) -> None:
@@ -309,7 +309,7 @@ class WarmPool:
         # This runs after every event, so a card with nothing to do must cost next to nothing.
         for account in self._store.accounts:
             if account.awaiting:
-                # A session that returns waits for room although it was not placed.
+                # A returning session also waits for room here, although `place` was not called for it.
                 if any(lease.state is LeaseState.ACTIVE for lease in account.awaiting.values()):
                     self._make_room(account, now_ns, effects)
                 self._start_leases(account, now_ns, effects)
@@ -326,7 +326,7 @@ class WarmPool:
         self._timer_ns = None
 
     def clear_fences(self, card_uuids: Iterable[str]) -> tuple[int, ...]:
-        """Release contexts that could not be proved gone, because an operator vouches for them; return their ids."""
+        """Release contexts with fenced bytes, because an operator vouches for them; return their ids."""
         uuids = set(card_uuids)
         # The bytes are grantable again because a person vouches for them, not because they were proved free.
         fenced = [context for context in self._store.warm.values() if context.state is WarmState.FENCED]
@@ -368,7 +368,7 @@ class WarmPool:
     # --- contexts of an earlier daemon ---
 
     def restore_fence(self, row: WarmRow) -> None:
-        """Hold the bytes of an earlier daemon's context that could not be proved gone."""
+        """Hold the bytes of an earlier daemon's context, which could not be proved free."""
         context = self._enter_restored(row.warm_id, row.card_uuid, row.charge_bytes, row.reason)
         context.state = WarmState.FENCED
         account = self._account(row.card_uuid)
@@ -448,8 +448,8 @@ class WarmPool:
     # --- refilling ---
 
     def _refill(self, account: CardAccount, now_ns: int, effects: list[Effect]) -> None:
-        # Make one more only if the card is not busy with an acquire or another context, contexts are missing, there is
-        # room in addition to all promises, and the card may have contexts at all.
+        # Make one more only if the card is not busy with an acquire or another context, too few contexts exist, there
+        # is room beyond all promised bytes, and the card may have contexts at all.
         if account.pending_leases:
             return
         shared = [context for context in account.yielding() if context.tenant is None]
@@ -492,7 +492,7 @@ class WarmPool:
         effects: list[Effect],
     ) -> None:
         if context.state in YIELDING:
-            self._lose(context, event.reason, now_ns, effects)
+            self._drop_lost(context, event.reason, now_ns, effects)
         else:
             self.drop_held(context.warm_id, event.reason, now_ns, effects)
 
@@ -501,7 +501,7 @@ class WarmPool:
             return
         context.is_worker_gone = True
         if context.state in YIELDING:
-            self._lose(context, event.reason, now_ns, effects)
+            self._drop_lost(context, event.reason, now_ns, effects)
         elif context.state is WarmState.HELD:
             self.drop_held(context.warm_id, event.reason, now_ns, effects)
         elif context.state is WarmState.DROPPING:
@@ -509,12 +509,14 @@ class WarmPool:
 
     def _on_timer(self, context: WarmContext, event: events.TimerFired, now_ns: int, effects: list[Effect]) -> None:
         # A READY context has a time limit only if it waits for its tenant.
-        if event.kind is not _WAITS_FOR.get(context.state) or (context.state is WarmState.READY and not context.leases):
+        if event.kind is not _TIMER_BY_STATE.get(context.state) or (
+            context.state is WarmState.READY and not context.leases
+        ):
             return
         if now_ns < context.due_ns:
             effects.append(ArmTimer(TimerFired(context.warm_id, _GENERATION, event.kind), context.due_ns))
         elif context.state is WarmState.WARMING:
-            self._lose(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, effects)
+            self._drop_lost(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, effects)
         elif context.state is WarmState.READY:
             self._drop(context, "its tenant has not come back", now_ns, effects)
         else:
@@ -533,7 +535,7 @@ class WarmPool:
         if context.state is WarmState.DROPPING:
             self._fence(context, event.reason, now_ns, effects)
 
-    def _lose(self, context: WarmContext, reason: str, now_ns: int, effects: list[Effect]) -> None:
+    def _drop_lost(self, context: WarmContext, reason: str, now_ns: int, effects: list[Effect]) -> None:
         """Drop a context that was lost, and postpone the next one."""
         # The loss of a context that served a tenant does not delay others, because that tenant may have caused it.
         if context.tenant is None:
