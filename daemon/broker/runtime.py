@@ -119,7 +119,7 @@ _TIMER_KINDS: Final = tuple(TimerKind)
 
 USE_RECORDS_S: Final = 600.0
 """Seconds between two audit records of the card's time that a lease has used. If the daemon crashes and no other one
-follows, the log may lack that much."""
+follows, the log may lack the use of this time."""
 
 USE_RECORDS_AT_ONCE: Final = 64
 """Number of records that are made before the event loop runs again, which takes about a millisecond."""
@@ -161,8 +161,8 @@ class Runtime:
     Attributes:
         recorder: The log of leases, which passes everything on to the audit log.
         connections: Tracks which leases are connected.
-        fair_queue: Which control connection is served next.
-        claimed_acquires: The acquires that are checked, claimed and placed one after the other.
+        fair_queue: Decides which control connection is served next.
+        claimed_acquires: The acquires that are checked, claimed in the fleet, and then placed.
         claims: The node's claims in its fleet. The service sets it before the first request if the node joins one.
     """
 
@@ -210,6 +210,7 @@ class Runtime:
             USE_RECORDS_S,
             lambda _: log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="recording what leases have used"),
         )
+        # Set when an outcome was answered, a kill was recorded or a worker was settled; see `settled`.
         self._one_settled = asyncio.Event()
         # Number of kills that wait until the journal has decided about their records.
         self._kills_to_record = 0
@@ -323,7 +324,7 @@ class Runtime:
 
         Args:
             on_result: Gets the request's answer, exactly once, unless the request is abandoned or taken over.
-            key: By which `take_over` finds the request until it is answered.
+            key: The key by which `take_over` finds the request until it is answered.
         """
         return self._pending.add(on_result, key)
 
@@ -340,7 +341,8 @@ class Runtime:
     def abandon(self, number: int) -> None:
         """Abandon a request without an answer, because its client has disconnected.
 
-        An outcome that waits to be durable is still answered: until then a later request may take it over.
+        A request with an outcome that is not durable yet is answered nevertheless, because a later request may take it
+        over.
         """
         if not self._pending.remove(number):
             return
@@ -377,7 +379,7 @@ class Runtime:
             self._is_executing = False
 
     def _post_timer(self, event: Event) -> None:
-        # The other timers that are due must be posted, too.
+        # Raise nothing: the other timers that are due must be posted, too.
         try:
             self.post(event)
         except Exception as error:
@@ -407,7 +409,8 @@ class Runtime:
 
     def _answer_waiting(self, effect: RequestFaulted) -> None:
         self._fail(effect.request)
-        # The table has caught it, so that the event that it handled keeps its effects; it is logged with them.
+        # The table caught this error, so that the event that it was handling kept its effects. Raise it now, so that
+        # the caller logs it.
         raise effect.error
 
     def _handle(self, event: Event, now_ns: int) -> None:
@@ -638,7 +641,8 @@ class Runtime:
 
     def _kill_worker(self, effect: KillWorker) -> None:
         if effect.after_record:
-            # Until then the next broker would continue the session in this worker, which has it whole.
+            # Until the records are durable, the next broker would continue the session in this worker, which has the
+            # complete session.
             self._kills_to_record += 1
             self.journal.once_decided(lambda _: self._kill_recorded(effect.worker_id))
         else:
@@ -647,7 +651,8 @@ class Runtime:
     def _kill_recorded(self, worker_id: int) -> None:
         self._kills_to_record -= 1
         self._one_settled.set()
-        # The journal writes its last records when this daemon has stopped. By then the worker is the next daemon's.
+        # The journal writes its last records when this daemon has stopped. By then the worker belongs to the next
+        # daemon.
         if not self._is_stopped:
             self.workers.kill(worker_id)
 
@@ -660,7 +665,7 @@ class Runtime:
     def _recycle_worker(self, effect: RecycleWorker) -> None:
         self.workers.recycle(effect.lease_id, effect.warm_id)
 
-    # Ends. If a fence holds a worker's bytes, its process stays counted as the daemon's own.
+    # Ends.
 
     def _end_lease(self, effect: LeaseEnded) -> None:
         lease = effect.lease
@@ -674,7 +679,8 @@ class Runtime:
         self._regions.forget(lease.lease_id)
         self.card_times.forget(lease.lease_id)
         self.connections.forget(lease.lease_id)
-        # The claim ends with the proof of the memory; a fenced lease keeps its name until an operator clears the fence.
+        # The claim of the name ends once the memory is proved free. A fenced lease keeps its name until an operator
+        # clears the fence.
         if lease.state is not LeaseState.FENCED:
             release_all(self.claims, lease.tenant, lease.lease_id, lease)
         elif self.claims is not None and (lease.name or lease.fleet_bytes):

@@ -24,7 +24,7 @@ The lease's page, by byte offset:
     3816  allowance, ns: the session begins no work once its total busy time reaches it; 0 for no limit
     3824  queue bound, ns: the session begins no work while more estimated work than this is outstanding; 0 for none
     3832  the latency words that the session yields to, one bit each
-    3840  longest time for which the session yields to one stamp in a latency word, ns
+    3840  longest time for which the session yields to one value of a latency word, ns
     3848  time at which these limits lapse, ns
     3856  the session's turns, in three words: the time at which one of them begins, ns; the length of a turn, ns, 0 for
           no turns; the time from the beginning of one turn to that of the next, ns
@@ -66,8 +66,8 @@ The memfds are sealed against shrinking: a truncated mapping would kill its read
 
 A session with the latency option also has a latency word, in a memfd of its own. Its worker writes the word, and the
 other workers of its card read it. The word is the monotonic time, in ns, since which the session has had work
-outstanding; 0 for none. While it is not 0, the other workers hold their work back, but for one stamp never longer than
-their own pages allow.
+outstanding; 0 for none. While it is not 0, the other workers hold their work back, but for one value of the word never
+longer than their own pages allow.
 """
 
 import fcntl
@@ -261,11 +261,11 @@ class TimeLimits(NamedTuple):
     """How much of the card's time a session may use, as its lease's page says. A value of 0 limits nothing.
 
     Attributes:
-        allowance_ns: The session begins work only while its total busy time since it began is below this.
+        allowance_ns: The session begins work only while its total busy time, since the session began, is below this.
         queue_bound_ns: The session begins no work while more than this is outstanding. The time of outstanding work is
           estimated from the running means of its kernels' times.
         latency_mask: The latency words for which the session holds its work back, one bit each.
-        latency_patience_ns: The longest time for which the session holds its work back for one stamp in a word.
+        latency_patience_ns: The longest time for which the session holds its work back for one value of a word.
         until_ns: When all of these limits lapse, on the monotonic clock, so that a broker that hangs does not hold a
           session back for long.
         turn_begin_ns: When one of the session's turns begins, on the monotonic clock. The session begins work only
@@ -329,7 +329,7 @@ class TimeClaims(NamedTuple):
 
 
 class Lapsing(Protocol):
-    """The terms of a token. A connection that attached with it may use the lease only while both are valid."""
+    """The terms of a token. A connection that attached with the token may use the lease only while both are valid."""
 
     @property
     def mark(self) -> int:
@@ -409,7 +409,7 @@ def state_of(lease_fd: int) -> PageState:
 
 
 class GoneBy(NamedTuple):
-    """Times by which a worker must be gone, in monotonic nanoseconds; each is 0 if no broker has written it.
+    """Times by which a worker must have exited, in monotonic nanoseconds; each is 0 if no broker has written it.
 
     Attributes:
         unrefused_ns: The time that applies while the revocation word is 0.
@@ -421,7 +421,7 @@ class GoneBy(NamedTuple):
 
 
 def gone_by(lease_fd: int) -> GoneBy:
-    """Return the times by which a worker must be gone according to its lease's page."""
+    """Return the times by which a worker must have exited, from its lease's page."""
     return GoneBy(*_BOTH_GONE_BY.unpack(os.pread(lease_fd, _BOTH_GONE_BY.size, 8 * _GONE_BY)))
 
 
@@ -663,8 +663,8 @@ class WorkerPage:
 
     def refusal(self) -> Status | None:
         """Return the status with which to answer every operation; None while the lease lives. Makes no system call."""
-        # Check the most certain first: the broker's word, then the deadlines on the page, then the guest's token. Each
-        # of these checks works even if the broker and the zygote hang.
+        # Check the most definite sign first: the broker's word, then the deadlines on the page, then the guest's token.
+        # Each of these checks works even if the broker and the zygote hang.
         word = self._state[_WORD]
         if word:
             return Status(-word)

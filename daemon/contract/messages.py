@@ -203,8 +203,8 @@ class WorkerReaped(Message):
         lease_id: The lease or warm context for which the worker was made.
         reason: How it ended, in words.
         is_overdue: True if the zygote killed it because its broker hung; otherwise None.
-        overran: The kernel for which the zygote killed it, in words; "" if it killed it because of the deadline. None
-          unless `is_overdue`.
+        overran: The kernel because of which the zygote killed the worker, in words; "" if it killed the worker because
+            of the deadline. None unless `is_overdue`.
     """
 
     OP: ClassVar[str] = "exited"
@@ -252,7 +252,7 @@ class ZygoteIntroduction(Message):
 
 @dataclass(frozen=True, slots=True)
 class LivingWorker(Message):
-    """A worker that has not ended. `overran`: the kernel for which the zygote ended its lease; "" if it did not."""
+    """A worker that has not ended. `overran`: the kernel because of which the zygote ended its lease; "" for none."""
 
     OP: ClassVar[str] = "worker"
     serial: Serial
@@ -277,10 +277,10 @@ class EndedWorker(Message):
 
     Attributes:
         reason: How it ended, in words.
-        overran: The kernel for which the zygote ended its lease; "" if it did not.
+        overran: The kernel because of which the zygote ended its lease; "" for none.
         page: The last state of its lease's page, without the cause; None if the page was not read.
         cause: The cause of the lease's end on that page.
-        transfer: What the worker said about its session, see `Transfer`; None from an older zygote.
+        transfer: What the worker claimed about its session, see `Transfer`; None from an older zygote.
     """
 
     OP: ClassVar[str] = "ended"
@@ -410,11 +410,12 @@ class ResizeSliceOrder(Message):
     size_bytes: Annotated[int, U64.named("size")]
 
 
-# --- parking: broker to worker --- The broker gives each park of a session a number that is larger than all earlier
-# ones. Every message here except ParkMemoryOrder has the number of its park. The worker ignores an order about another
-# park than its current one, and the broker ignores such a report. Both sides may repeat messages: the worker answers an
-# order again that it has already carried out, so a broker that takes a worker over can simply send the order for the
-# state that it needs.
+# --- parking: broker to worker ---
+
+# The broker gives each park of a session a number that is larger than all earlier ones. Every message here except
+# ParkMemoryOrder has the number of its park. The worker ignores an order that names another park than the current one,
+# and the broker ignores such a report. Both sides may repeat messages. The worker answers an order again that it has
+# already carried out, so a broker that takes a worker over can simply send the order for the state that it needs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,8 +520,8 @@ class ImageMemory(Message):
     Attributes:
         version: The image's version (`session_image.IMAGE_VERSIONS`). Workers that know only version 1 do not send it.
         pages: How many descriptors of pages follow in ImagePages.
-        in_place: Whether the former worker parked the session in place: bytes are in these pages, and the host memory
-            has only those of others.
+        in_place: Whether the former worker parked the session in place. If so, these pages contain their bytes, and the
+            host memory contains only the bytes of the other pages.
     """
 
     OP: ClassVar[str] = "image"
@@ -611,8 +612,8 @@ class ForwardRevokedReport(Message):
         status: The refusal's status, as the positive number.
         kernel: The kernel's name; "" for a graph of several kernels.
         site: Number of the launch in its burst or graph.
-        position: The position that the launch named.
-        flipped_ns: When the broker changed the word, on the monotonic clock.
+        position: The region's position in the regions page, as the launch named it.
+        flipped_ns: When the broker changed the region's state word, on the monotonic clock.
         seen_ns: When the worker read the changed word.
         told_ns: When the worker replied with the refusal, or learned that the client had raised it; 0 if the tenant has
             made no request since.
@@ -631,7 +632,7 @@ class ForwardRevokedReport(Message):
 
 @dataclass(frozen=True, slots=True)
 class SliceResizedReport(Message):
-    """The session's slice has that size; `doubt` says why it differs from the ordered size, "" if it does not."""
+    """The session's slice now has this size. `doubt` says why that is not the ordered size; "" if it is."""
 
     OP: ClassVar[str] = "resized"
     size_bytes: Annotated[int, U64.named("size")]
@@ -751,7 +752,7 @@ class ParkedRegion:
     """A region of a session that has left its process.
 
     Attributes:
-        at: Its place in the session's host memory.
+        at: Its offset in the session's host memory.
         kept_bytes: Bytes that stay mapped in its place when it ends.
     """
 
@@ -789,7 +790,8 @@ class LeaveRefusedReport(Message):
 
     Attributes:
         reason: The reason, a clause for reports.
-        is_lasting: Whether the reason is something that the session has, rather than that it is busy now.
+        is_lasting: Whether the reason is permanent, such as something that the session contains, and not only that it
+            is busy now.
     """
 
     OP: ClassVar[str] = "leave_refused"

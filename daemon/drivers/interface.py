@@ -171,7 +171,7 @@ class DriverModule(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """The part of `device_bytes` in pages shared with other modules. The card may keep it until all unload."""
+        """The part of `device_bytes` in pages shared with other modules. They may stay until the last is unloaded."""
 
     @property
     def kept_bytes(self) -> int:
@@ -301,8 +301,8 @@ MAX_CHAIN: Final = 16
 """Maximum number of launches queued by one call of `NativeLaunch.replay`, without a check of the lease between them."""
 
 SEGMENT_STEPS: Final = 32
-"""Steps queued between two checks of the lease, so at most this many kernels and copies begin after its end. A card
-takes about 2 us to queue a segment, whatever its length, so longer segments gain little."""
+"""Number of steps queued between two checks of the lease, so at most this many kernels and copies begin after the
+lease's end. A card takes about 2 us to queue a segment, whatever its length, so longer segments gain little."""
 
 
 PARK_STEP_BYTES: Final = 64 << 20
@@ -386,8 +386,8 @@ class DriverGraph(Protocol):
         """Queue all steps in order, calling `poll` and then `next_segment` before each segment but the first.
 
         Both may raise to end the replay. A fault of one of the graph's kernels has this `tag`. A driver that has to
-        wait before a copy calls `poll` meanwhile. Raises LaunchRejected, or KernelFault for an earlier launch; some
-        steps may then already be queued.
+        wait before a copy calls `poll` while it waits. Raises LaunchRejected, or KernelFault for an earlier launch;
+        some steps may then already be queued.
         """
 
     def close(self) -> None:
@@ -402,11 +402,11 @@ class Ticket(Protocol):
 
 
 class DriverEvent(Ticket, Protocol):
-    """The time at which a stream has finished everything that it held."""
+    """The time at which a stream finished everything that it held when the event was put into it."""
 
 
 class AdoptedEvent:
-    """An event of another process that was done in that process.
+    """An event that another process recorded, and that was already done there.
 
     Attributes:
         time_ns: The event's time on a clock of the host.
@@ -524,8 +524,8 @@ class Context(Protocol):
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
         """Map memory for a region, at an address that this context has never used and never reuses.
 
-        Nothing may use the region before `region_is_zeroed`, because the card may be busy with other kernels before it
-        zeroes the region.
+        Nothing may use the region before `region_is_zeroed` returns True, because the card may be busy with other
+        kernels before it zeroes the region.
 
         Args:
             size_bytes: A multiple of `region_granule_bytes`.
@@ -649,8 +649,8 @@ class Context(Protocol):
         Args:
             state: The state.
             host: Host memory with the bytes, except those of lent pages.
-            pages: Descriptors of lent pages, which `unpark` copies from card to card. They are this context's from now
-                on, also if the call fails, and closed by the end of `unpark`.
+            pages: Descriptors of lent pages, which `unpark` copies from card to card. This context owns them from now
+                on, even if the call fails, and closes them by the end of `unpark`.
 
         Raises:
             ImageMismatch: The state does not fit this context.
@@ -662,8 +662,8 @@ class Context(Protocol):
     def adopt_module(self, image: bytes, place: tuple[int, ...], code: bytes = b"") -> DriverModule:
         """Load a module of the other context. Call `adopt_parked` first, and load modules in their original order.
 
-        `code`: Its `module_code` there, which spares compiling the image.
-        `unpark` restores the bytes of its variables. Raises ImageMismatch unless the module gets the same place.
+        `code`: What `module_code` returned there; with it, the image need not be compiled. `unpark` restores the bytes
+        of its variables. Raises ImageMismatch unless the module gets the same place.
         """
 
     def adopt_event(self, time_ns: int) -> DriverEvent:
@@ -712,9 +712,9 @@ class Context(Protocol):
         """Load PTX text or a cubin, after `admit` has admitted its bytes. Raises ImageRejected."""
 
     def compile_kernel(self, kernel: DriverKernel, threads: int) -> bool:
-        """Compile the code that a launch of this many threads needs, unless it is compiled; return whether it did.
+        """Compile the code that a launch of this many threads needs; return whether it was not compiled before.
 
-        Otherwise the launch would compile it. The compilation can't be interrupted. Raises LaunchRejected.
+        The compilation can't be interrupted. Without this call, the launch itself compiles. Raises LaunchRejected.
         """
 
     def forget_earlier(self) -> None:

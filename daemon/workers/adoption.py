@@ -88,11 +88,11 @@ def reconcile(
         overheads: The bytes that one context costs on each card, by the card's uuid.
         latest_ns: The latest deadline that a broker could have given, on the monotonic clock.
         draw: Returns an unused lease id.
-        clocks: One moment, on the monotonic clock and on CLOCK_BOOTTIME.
+        clocks: The present time, on the monotonic clock and on CLOCK_BOOTTIME.
     """
     # Step 1: find each lease's own worker. The remaining workers belong to submits, to the pool, or to no lease.
     adoptions, others = _restore(rows, left_workers, latest_ns, clocks)
-    taken = {lease.lease_id for lease in rows}
+    used_ids = {lease.lease_id for lease in rows}
     open_for_submits = {lease.lease_id for lease in rows if lease.state is not LeaseState.FENCED}
     # Step 2: decide about the remaining workers, oldest first.
     for candidate in others:
@@ -108,11 +108,11 @@ def reconcile(
             adoptions.append(Adoption(submit, candidate.worker))
             continue
         # An additional worker of a known lease must not have that lease's number, so draw one for it.
-        is_one_more = bool(spec.submit_of) or spec.lease_id in taken
-        number = draw() if is_one_more else spec.lease_id
-        taken.add(number)
+        is_additional = bool(spec.submit_of) or spec.lease_id in used_ids
+        number = draw() if is_additional else spec.lease_id
+        used_ids.add(number)
         charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
-        of_lease = (spec.submit_of or spec.lease_id) if is_one_more else 0
+        of_lease = (spec.submit_of or spec.lease_id) if is_additional else 0
         adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, of_lease), candidate.worker))
     return adoptions
 
@@ -136,7 +136,7 @@ def _restore(
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
             continue
         others.remove(best)
-        on_page = _as_on_page(lease, best.page, latest_ns, best.worker.overran)
+        on_page = _updated_by_page(lease, best.page, latest_ns, best.worker.overran)
         # If a session was being moved to another card, this may be its former worker. Charge the lease, and prove its
         # memory free, on this worker's card.
         if lease.state is not LeaseState.FENCED:
@@ -155,10 +155,10 @@ def _with_session(
 ) -> tuple[bool | None, LeftoverWorker | None]:
     """Find the worker that has the session of a parkable lease.
 
-    The claims are those of the tenant's own workers: by false ones, it harms only its own session.
+    The tenant's own workers make these claims, so false ones harm only the tenant's own session.
 
     Returns:
-        Whether there is one, and that one; None and `best` if only the journal knows.
+        Whether there is such a worker, and that worker; None and `best` if only the journal can tell.
     """
     leased = [candidate for candidate in own if candidate.is_leased]
     serving = [candidate for candidate in leased if candidate.transfer is Transfer.SERVES]
@@ -166,7 +166,8 @@ def _with_session(
         return True, serving[0]
     if len(leased) < 2:
         return None, best
-    # The session has left a worker, and is in no other: it is as it was, and that worker can serve it again.
+    # The session has left one worker and has not arrived in another. It is unchanged, so that worker can serve it
+    # again.
     left = [candidate for candidate in leased if candidate.is_alive and candidate.transfer is Transfer.LEFT]
     if len(left) == 1 and not serving and all(candidate.transfer is not None for candidate in leased):
         return True, left[0]
@@ -176,17 +177,17 @@ def _with_session(
 
 def _found(worker: FoundWorker) -> LeftoverWorker:
     transfer = worker.transfer()
-    # The earlier broker has killed it, because the session was in its image.
+    # The earlier broker has killed this worker, because the session was in the image that the broker kept.
     if transfer is Transfer.LEFT and worker.fds is not None and is_exiting(worker.pid):
         transfer = None
     return LeftoverWorker(worker, worker.page(), transfer)
 
 
 def _stop_arrivals(left_workers: Sequence[LeftoverWorker]) -> list[LeftoverWorker]:
-    """Kill the workers in which sessions are arriving but have not arrived, and return all workers as they are then.
+    """Kill the workers that have not finished adopting a session, and return the state of all workers after that.
 
-    A session continues in the worker that it has left. So its next worker must not finish in the meantime. Blocks until
-    these workers have ended.
+    Such a session continues in the worker that it has left, so its next worker must not finish in the meantime. Blocks
+    until the killed workers have ended.
     """
     by_lease: dict[int, list[LeftoverWorker]] = {}
     for candidate in left_workers:
@@ -212,7 +213,7 @@ def _stop_arrivals(left_workers: Sequence[LeftoverWorker]) -> list[LeftoverWorke
 def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
     """Return the membership deadline on a page, on both clocks; None without one.
 
-    `clocks`: one moment, on both clocks.
+    `clocks`: the present time, on both clocks.
     """
     monotonic_ns, now_boot_ns = clocks
     if not page.horizon_boot_ns:
@@ -220,7 +221,7 @@ def horizon_on(page: PageState, clocks: tuple[int, int]) -> Horizon | None:
     return Horizon(page.horizon_boot_ns - now_boot_ns + monotonic_ns, page.horizon_boot_ns)
 
 
-def _as_on_page(lease: LeaseRow, page: PageState, latest_ns: int, overran: str) -> LeaseRow:
+def _updated_by_page(lease: LeaseRow, page: PageState, latest_ns: int, overran: str) -> LeaseRow:
     """Update a lease of the journal by its page, which brokers write before the journal."""
     # A page survives a crash, but the worker's process maps it as well. So accept only values that a broker can have
     # written: a deadline up to `latest_ns`, and a bounded number of renewals.

@@ -1,6 +1,6 @@
 """The time of the cards: samples of the workers' claims, each lease's account, and limits on the control pages.
 
-Each card is sampled by itself. A card with shared time (a lease there has a weight or is of the latency class, or its
+Each card is sampled separately. A card with shared time (a lease there has a weight or is of the latency class, or its
 tenant has `max_share`) is sampled every 10 ms, and every 2 ms while a tenant's sessions there may hide how they
 overlap. Any other card is sampled only for the account: once a second, and 20 times a second while two or more sessions
 are busy in parts of the time. A card without sessions is not sampled.
@@ -41,12 +41,12 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 SLOW_NS: Final = NS_PER_S
-"""Time between two samples of a card that is sampled only for the account. If at most one session is busy in parts of
-the time, the account is exact for any length of this time."""
+"""Time between two samples of a card that is sampled only for the account. If at most one session is busy for only a
+part of the time, the account is exact, however long this is."""
 
 FAST_NS: Final = 50 * NS_PER_MS
-"""SLOW_NS while two or more sessions are busy in parts of the time, because their overlap within a sample is
-estimated."""
+"""SLOW_NS while two or more sessions are each busy for only a part of the time, because their overlap within a sample
+is estimated."""
 
 LEAST_NS: Final = 10 * NS_PER_MS
 """Shortest time between two samples that are caused by queries and ends of workers. Stops a tenant that queries in a
@@ -54,7 +54,7 @@ loop, or ends lease after lease, from making the broker sample all the time. A l
 at its end."""
 
 LOOP_PART: Final = 10
-"""A sample takes at most a tenth of the loop's time: a card with a thousand busy sessions is sampled less often."""
+"""Samples take at most 1 / LOOP_PART of the loop's time: a card with a thousand busy sessions is sampled less often."""
 
 Pair = tuple[str, str]
 """A card and a tenant."""
@@ -73,7 +73,7 @@ class _Member:
     worker: Worker
     lease_id: int
     tenant: str
-    asked_weight: int
+    requested_weight: int
     is_latency: bool
     weight: int = 1
     words: dict[int, int] = field(default_factory=dict)
@@ -285,7 +285,7 @@ class CardTimes:
         card.weights = dict.fromkeys(rules, 1)
         for member in card.members.values():
             # A reload may have lowered the bound.
-            member.weight = min(member.asked_weight, rules[member.tenant].max_weight)
+            member.weight = min(member.requested_weight, rules[member.tenant].max_weight)
             card.weights[member.tenant] = max(card.weights[member.tenant], member.weight)
         card.caps = {tenant: rule.max_share / 100 for tenant, rule in rules.items() if rule.max_share is not None}
         card.by_weights = limits.shares_time or any(member.weight != 1 for member in card.members.values())
@@ -424,18 +424,18 @@ class CardTimes:
 
     def _update_words(self, card: _Card, permitted: set[str]) -> None:
         """Give each session of the latency class a word, and remove the words of ended sessions."""
-        spinning = {
+        latency_sessions = {
             session_id
             for session_id, member in card.members.items()
             if member.is_latency and member.tenant in permitted
         }
-        for session in card.words.keys() - spinning:
+        for session in card.words.keys() - latency_sessions:
             number, word = card.words.pop(session)
             word.close()
             for member in card.members.values():
                 member.words.pop(number, None)
         free = _free_numbers({number for number, _ in card.words.values()})
-        for session in [session_id for session_id in spinning if session_id not in card.words]:
+        for session in [session_id for session_id in latency_sessions if session_id not in card.words]:
             # Without a free number or descriptor, the session is of the ordinary class for now.
             with contextlib.suppress(OSError, StopIteration):
                 number = next(free)

@@ -103,7 +103,7 @@ class ChildKind:
 
 
 class ChildProcess:
-    """A program that always runs: one process after the other, each with a channel to it.
+    """A program that is kept running: if its process ends, another one is started. Each has a channel to this process.
 
     Args:
         kind: The program.
@@ -134,12 +134,13 @@ class ChildProcess:
         self._messages: Mapping[str, type[Message]] = {**FROM_HELPER, **kind.sends}
         self._fault_lines = RateLimit(LINE_EVERY_S)
         self._timeouts = timeouts or ordinary_timeouts()
-        # The current process: its channel, the messages that wait for room in it, and the message that `start` awaits.
+        # The current process: its channel, the messages that wait for room in it, and the message that `start` waits
+        # for.
         self._channel: socket.socket | None = None
         self._outbox: Outbox | None = None
         self._child: _Child | None = None
-        self._awaited: asyncio.Future[None] | None = None
-        self._awaited_kind: type[Message] = Ready
+        self._expected: asyncio.Future[None] | None = None
+        self._expected_kind: type[Message] = Ready
         # Whether it has served, so that it is restarted when it ends; and the number of restarts in a row.
         self._is_up = False
         self._restarting: asyncio.Task[None] | None = None
@@ -159,7 +160,7 @@ class ChildProcess:
         return self._channel is not None
 
     async def start(self) -> None:
-        """Start a process and wait until it serves. From then on one is kept running. Raises CannotListen."""
+        """Start a process and wait until it serves. From then on it is replaced if it ends. Raises CannotListen."""
         kind = self._kind
         try:
             # Step 1: start the process, with its channel.
@@ -202,7 +203,7 @@ class ChildProcess:
         # Use SIGKILL, because a process that hangs does not notice that its channel is closed.
         if self._child is not None:
             self._child.kill()
-        self._lose(self._kind.hung, reason)
+        self._on_lost(self._kind.hung, reason)
 
     def expect(self, kind: type[HelperPrepared] | type[Ready]) -> asyncio.Future[None]:
         """Return a future that is done once the process sends a message of that class.
@@ -210,11 +211,11 @@ class ChildProcess:
         It fails with CannotListen if the process sends Broken instead, and with ChannelClosed if it ends.
         """
         # The caller must call this before it sends its request, because the answer may come at once.
-        self._awaited = asyncio.get_running_loop().create_future()
-        self._awaited_kind = kind
+        self._expected = asyncio.get_running_loop().create_future()
+        self._expected_kind = kind
         if self._channel is None:
-            self._awaited.set_exception(ChannelClosed("it is gone"))
-        return self._awaited
+            self._expected.set_exception(ChannelClosed("it is gone"))
+        return self._expected
 
     def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a message. Raises ChannelClosed, or BlockingIOError if the process has not read for a long time."""
@@ -277,7 +278,7 @@ class ChildProcess:
         self._channel, self._outbox = own_end, Outbox(own_end)
         asyncio.get_running_loop().add_reader(own_end, self._read)
 
-    def _lose(self, event: LogEvent, reason: str) -> None:
+    def _on_lost(self, event: LogEvent, reason: str) -> None:
         """Close the channel of a process that is dead or about to be killed.
 
         Start another one if this one has served.
@@ -287,8 +288,8 @@ class ChildProcess:
         if self._is_up:
             self._is_up = False
             self._restarting = asyncio.get_running_loop().create_task(self._replace(event, reason))
-        elif self._awaited is not None and not self._awaited.done():
-            self._awaited.set_exception(ChannelClosed("it is gone"))
+        elif self._expected is not None and not self._expected.done():
+            self._expected.set_exception(ChannelClosed("it is gone"))
 
     def _close_channel(self) -> None:
         self._heartbeat.end()
@@ -304,7 +305,7 @@ class ChildProcess:
     async def _end(self) -> None:
         self._close_channel()
         if self._child is not None:
-            # Kill it even if it seems to have ended: to close the channel is only a request.
+            # Kill it in any case: closing the channel only asks it to end.
             self._child.kill()
             await self._child.end(self._timeouts.end_s)
             self._child = None
@@ -354,7 +355,7 @@ class ChildProcess:
         except BlockingIOError:
             return
         except ChannelClosed as error:
-            self._lose(self._kind.died, str(error))
+            self._on_lost(self._kind.died, str(error))
             return
         try:
             self._take(message, fds)
@@ -377,16 +378,16 @@ class ChildProcess:
     def _handle(self, message: Message, fds: list[int]) -> None:
         # While `start` waits for Prepared or Ready, that message or Broken is the answer. Pass all other messages to
         # the owner.
-        awaited = None if self._awaited is None or self._awaited.done() else self._awaited
+        expected = None if self._expected is None or self._expected.done() else self._expected
         match message:
             case Pong():
                 self._heartbeat.on_answer()
             case HelperBroken():
-                if awaited is not None:
-                    awaited.set_exception(CannotListen(f"{self._kind.broken}: {message.reason}"))
+                if expected is not None:
+                    expected.set_exception(CannotListen(f"{self._kind.broken}: {message.reason}"))
             case HelperPrepared() | Ready():
-                if awaited is not None and type(message) is self._awaited_kind:
-                    awaited.set_result(None)
+                if expected is not None and type(message) is self._expected_kind:
+                    expected.set_result(None)
             case _:
                 self._on_message(message, fds)
 

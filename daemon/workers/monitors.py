@@ -49,14 +49,14 @@ UNRESPONSIVE_AFTER_S: Final = 30.0
 load."""
 
 LONGEST_ROUND_S: Final = 2.0
-"""A longer time between two rounds counts as this much: this process was stopped meanwhile, or frozen with its
-container, and perhaps the workers as well."""
+"""If more time than this passes between two rounds, the excess counts against no worker: this process was stopped, or
+frozen with its container, and perhaps the workers as well."""
 
 ROUND_S: Final = 1.0
 """Seconds between two rounds of a monitor. The kernels' watchdog runs more often if kernels may run only for a shorter
 time.
 
-A session that holds more than it should is found within a round; to poll it takes 0.1 ms. If a program outside the
+A session that holds more than it should is found within a round; polling it takes 0.1 ms. If a program outside the
 daemon takes memory, the card's capacity is reduced within a round; until then leases may be promised more than the card
 has. That poll takes 0.3 ms."""
 
@@ -73,8 +73,8 @@ class _LastHeartbeat:
     """The last heartbeat on a worker's page.
 
     Attributes:
-        polled_ns: The heartbeat.
-        since_ns: Time at which this process first saw it, later by what it was away since.
+        polled_ns: The heartbeat: the time at which the worker last polled.
+        since_ns: When this process first saw the heartbeat, plus the time for which it was away since then.
         compiling_since_ns: When the worker's compilation began, as its page says; 0 without one.
         away_ns: For how long this process was away since it first saw that compilation.
     """
@@ -119,7 +119,7 @@ class KernelWatchdog:
         serving = {worker.spec.lease_id: worker for worker in self._workers.serving()}
         for lease_id in self._last_heartbeats.keys() - serving.keys():
             del self._last_heartbeats[lease_id]
-        # Time in which this process was away blames no worker.
+        # Blame no worker for time in which this process was away.
         last_round_ns = now_ns if self._last_round_ns is None else self._last_round_ns
         away_ns = max(0, now_ns - last_round_ns - int(LONGEST_ROUND_S * NS_PER_S))
         for last in self._last_heartbeats.values():
@@ -258,8 +258,8 @@ class MemoryMonitor:
         await asyncio.sleep(FAILED_POLL_PAUSE_S if lease_id in self._failed_polls else PAUSE_S)
 
     async def _poll(self, lease_id: int) -> None:
-        # The session may have ended since the poll was ordered. And one that continues in another process has an active
-        # lease while that process has no context yet, which a card does not list.
+        # The session may have ended since the poll was requested. Or it continues in another process that has no
+        # context yet, so that the card does not list the process.
         place, pid = self._table.submits.may_hold(lease_id), self._workers.context_pid(lease_id)
         if place is None or not pid:
             return
@@ -369,7 +369,7 @@ class Reclaimer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _poll(self, lease_id: int, card_uuid: str, pid: int) -> None:
-        looks = 0
+        polls = 0
         unlisted = UnlistedSince(pid)
         # Without a process id the worker never existed, so its bytes are free.
         while pid:
@@ -387,13 +387,13 @@ class Reclaimer:
                     await asyncio.sleep(0)
                     missing = f"{reading.unowned_bytes} bytes more than at the start belong to no process"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=lease_id, reason=missing)
-            await asyncio.sleep(back_off_s(looks, FIRST_POLL_DELAY_S, MAX_POLL_DELAY_S))
-            looks += 1
+            await asyncio.sleep(back_off_s(polls, FIRST_POLL_DELAY_S, MAX_POLL_DELAY_S))
+            polls += 1
         self._post(ReclaimProved(lease_id))
 
 
 class RegionProver:
-    """Polls a session's process on a card until an ended region's bytes are back.
+    """Polls a session's process on a card until the bytes of an ended region are proved free.
 
     Only `give_up`, or the session's end, ends the polls, because the lease table decides how long to wait.
 
@@ -437,7 +437,7 @@ class RegionProver:
             del self._tasks[region_id]
 
     async def _poll(self, order: ProveRegion) -> None:
-        looks = 0
+        polls = 0
         while pid := self._workers.pid(order.lease_id):
             try:
                 held_bytes = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
@@ -454,12 +454,12 @@ class RegionProver:
                     return
                 missing = f"the card reports {held_bytes} bytes for its session, not {allowed}"
             log_event(LogEvent.RECLAIM_AWAITED, lease_id=order.region_id, reason=missing)
-            await asyncio.sleep(back_off_s(looks, FIRST_POLL_DELAY_S, MAX_POLL_DELAY_S))
-            looks += 1
+            await asyncio.sleep(back_off_s(polls, FIRST_POLL_DELAY_S, MAX_POLL_DELAY_S))
+            polls += 1
 
 
 class CardWatch:
-    """Reports once a second to the lease table how much of the cards is held by others than the daemon's workers."""
+    """Reports to the lease table, once a second, how much memory others than the daemon's workers hold on each card."""
 
     def __init__(
         self, source: CardSource, card_uuids: Sequence[str], workers: Workers, post: Callable[[Event], None]
@@ -532,11 +532,11 @@ class Recycler:
         if not isinstance(event, WorkerReady) or kind_of(event.worker_id) is not WorkerKind.WARM:
             return False
         worker = self._workers.worker(event.worker_id)
-        if not self._workers.wipes_heap or worker is None or worker.is_weighed:
+        if not self._workers.wipes_heap or worker is None or worker.is_measured:
             return False
         # Set this before the poll, so that a second Ready does not start a second poll.
-        worker.is_weighed = True
-        self._start(self._weigh(worker, event))
+        worker.is_measured = True
+        self._start(self._measure(worker, event))
         return True
 
     def scrub(self, lease_id: int) -> None:
@@ -558,7 +558,7 @@ class Recycler:
             asyncio.get_running_loop().call_soon(self._post, WorkerScrubbed(lease_id, doubt))
 
     def on_scrubbed(self, worker: Worker, doubt: str, held_bytes: int) -> None:
-        """Process a worker's answer: `doubt` is "" if it is clean; `held_bytes` are those that it counts as its own."""
+        """Process a worker's answer: `doubt` is "" if the context is clean; `held_bytes`, what it counts as its own."""
         if worker.next_page is None or worker.has_answered:
             return  # No scrub was ordered, or the worker has answered before.
         worker.has_answered = True
@@ -572,7 +572,7 @@ class Recycler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _weigh(self, worker: Worker, ready: WorkerReady) -> None:
+    async def _measure(self, worker: Worker, ready: WorkerReady) -> None:
         # A context that can't be measured serves one lease, and is not scrubbed.
         with contextlib.suppress(*_UNKNOWN):
             card_uuid, pid = worker.spec.card_uuid, worker.pid

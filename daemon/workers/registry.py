@@ -266,7 +266,7 @@ class Workers:
             ended.zygote.forget(ended.serial)
 
     def fence(self, number: int, card_uuid: str, charged_to: int) -> None:
-        """Because a fence holds a reaped worker's bytes, count its process as the daemon's own while the card lists it.
+        """Count a reaped worker's process as the daemon's own while the card lists it, because a fence holds its bytes.
 
         Each fence has at most one such process, and a lease's fence one more for its submit. Another process that has
         the same id by now does not count.
@@ -399,7 +399,7 @@ class Workers:
             worker.page.set_grace_end(until_ns)
 
     def kill(self, lease_id: int) -> None:
-        # The lease table waits for WorkerExited after every kill, so post one if the worker is gone already.
+        # The lease table waits for WorkerExited after every kill, so post one if the worker has exited already.
         if (worker := self._workers.get(lease_id)) is None:
             exited = WorkerExited(lease_id, "it had no process", is_by_daemon=True)
             asyncio.get_running_loop().call_soon(self._post, exited)
@@ -566,9 +566,10 @@ class Workers:
         asyncio.get_running_loop().call_soon(self._post_end, reaped, *worker.end_reason(reason), is_busy)
 
     def _read_last_messages(self, worker: Worker) -> None:
-        """Read the reason that an ended worker sent, if it did: the zygote's report may arrive earlier.
+        """Read the last messages of an ended worker: the zygote's report of its exit may arrive before them.
 
-        This also reads a report that it has restored a session, which it may have served since.
+        They may contain the reason for its end, or the report that it restored a session, which it may have served
+        since.
         """
         with contextlib.suppress(BlockingIOError, ChannelClosed):
             for _ in range(MAX_LAST_MESSAGES):
@@ -579,7 +580,7 @@ class Workers:
                     self._on_parsed(worker, message)
 
     def _post_end(self, reaped: ReapedWorker, reason: str, is_by_daemon: bool, is_busy: bool) -> None:
-        """Post a worker's end under its current number, because its lease may have another worker by now."""
+        """Post a worker's end under its current number, which may have changed since the worker ended."""
         self._post(WorkerExited(reaped.lease_id, reason, is_by_daemon, is_busy))
 
     def _remove(self, worker: Worker) -> None:

@@ -62,7 +62,7 @@ class _Image:
     Attributes:
         number: The number of its park.
         in_place: Whether it is parked in place, for a direct move.
-        channel: The broker's end of the channel that its worker got; None once everything was read.
+        channel: The broker's end of the channel to its worker; None once everything was read.
         memory: What the worker sent with the image, and the two descriptors.
         pages: Descriptors of the session's pages, which its former worker still holds; none if its bytes are in the
             host memory.
@@ -140,7 +140,7 @@ class SessionImages:
         session again.
         """
         image = self._images.get(lease_id)
-        # The leave was given up.
+        # The order to leave was withdrawn.
         if image is None:
             return False
         # Ignore a report of an earlier park, and a repeated one.
@@ -160,7 +160,8 @@ class SessionImages:
         return True
 
     def _read(self, image: _Image, channel: socket.socket, connections: int) -> None:
-        # Receive the memory with its descriptor and the image's, then pages, then each connection with its descriptors.
+        # First receive the host memory's descriptor with the image's, then pages, then each connection with its
+        # descriptors.
         memory, fds = _receive(channel)
         if not isinstance(memory, ImageMemory) or len(fds) != 2:
             close_all(fds)
@@ -169,7 +170,8 @@ class SessionImages:
             close_all(fds)
             raise ValueError(f"its image must have a version up to {max(IMAGE_VERSIONS)}, not {memory.version}")
         image.memory = memory, fds
-        # Any number of sessions may be cold, for any time, and the broker has a bounded number of descriptors.
+        # Only a session that was parked in place may lend pages: any number of sessions may be cold, for any time, and
+        # the broker has a bounded number of descriptors.
         if memory.in_place != image.in_place or (memory.pages and not memory.in_place):
             raise ValueError("its bytes are not where it was parked")
         while len(image.pages) < memory.pages:
@@ -223,7 +225,7 @@ class SessionImages:
                 image.watched.append(fds[0])
 
     def watch_later(self, lease_id: int) -> None:
-        """After a pause, watch the clients of a session that could not return again."""
+        """After a pause, again watch the clients of a session that could not return."""
         image = self._images.get(lease_id)
         if image is not None:
             self._unwatch(image)
@@ -350,7 +352,7 @@ class SessionImages:
             self.stay(lease_id, worker)
 
     def on_mismatch(self, lease_id: int, worker: Worker | None) -> None:
-        """Take back a session that did not fit the worker that was to adopt it and that has served none of it."""
+        """Take back a session from a worker that could not adopt it and has served none of its requests."""
         image = self._images.get(lease_id)
         if image is not None and image.is_lent:
             image.is_lent = False
@@ -439,7 +441,7 @@ def _wipe(fd: int, at: int, size_bytes: int) -> None:
 
 
 def _receive(channel: socket.socket) -> tuple[ImageMessage | None, list[int]]:
-    """Receive one message of an image. Raises as `receive_message` and `parse_message` do, and then keeps nothing."""
+    """Receive one message of an image. Raises the errors of `receive_message` and `parse_message`."""
     message, fds = receive_message(channel)
     try:
         return parse_message(IMAGE_MESSAGES, message), fds

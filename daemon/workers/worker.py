@@ -47,23 +47,23 @@ class Worker:
         zygote: The zygote that forked it, or is about to.
         serial: Its number in that zygote; 0 until it is forked.
         pid: Its process id; 0 until it is forked.
-        pidfd: Its pidfd; -1 until it is forked, or if the descriptor was lost on the way.
+        pidfd: Its pidfd; -1 until it is forked, or if the descriptor was lost in transit.
         is_ready: Whether it has a context.
         is_killed: Whether the broker has killed it.
         hand_overs: Number of sockets that were sent to it and that it has not taken yet.
         forked_for: The lease, or warm context, for which it was made.
         counted: The counters that were reported last (see `counter_increments`); empty before the first report.
-        is_weighed: Whether its memory was measured, or is being measured, before its first lease.
+        is_measured: Whether its memory was measured, or is being measured, before its first lease.
         own_bytes: Bytes that the card showed for it in that measurement; None if that is not known.
         next_page: Its control page after the scrub; None unless the broker has ordered a scrub.
         has_answered: Whether it has reported the result of the scrub.
         is_stranger: Whether the next tenant to attach may be another than the lease's.
-        has_faulted: Whether it has reported in this lease why its context is lost.
-        submit_ends_ns: Time at which the submit's timeout is over, on the monotonic clock; None before it begins, or
+        has_faulted: Whether it has reported, during this lease, why its context is lost.
+        submit_ends_ns: Time at which the submit's timeout expires, on the monotonic clock; None before it begins, or
           for a lease.
         regions: Its session's regions and words; None before a warm worker takes a lease, a client asks for the words,
             or a region is opened.
-        has_left: Whether its session's image was taken: then it serves nothing, unless the session stays.
+        has_left: Whether the broker has taken its session's image. Then it serves nothing, unless the session stays.
     """
 
     spec: WorkerSpec
@@ -78,7 +78,7 @@ class Worker:
     hand_overs: int = 0
     forked_for: int = 0
     counted: tuple[int, ...] = ()
-    is_weighed: bool = False
+    is_measured: bool = False
     own_bytes: int | None = None
     next_page: BrokerPage | None = None
     has_answered: bool = False
@@ -122,7 +122,7 @@ class Worker:
         """Give a warm worker a lease or a submit. The zygote is notified before the worker."""
         self.spec, self.has_faulted = spec, False
         with contextlib.suppress(ChannelClosed, BlockingIOError):
-            # Notify the zygote first: it must not take a worker that has a lease for a warm one.
+            # Notify the zygote first: it must not mistake a worker that has a lease for a warm one.
             self.zygote.change(self.serial, spec, lambda: self._send_lease(spec))
 
     def _send_lease(self, spec: WorkerSpec) -> None:
@@ -162,8 +162,7 @@ class Worker:
         The next broker reads `cause`.
         """
         self.page.refuse(status, reason, time.monotonic_ns(), cause)
-        # Write this after the control page, which decides, so that the session has ended for a client that sees this
-        # word.
+        # Write the state word after the control page: when a client sees the word, the session must have ended already.
         if self.regions is not None and cause:
             self.regions.page.end_lease(status, cause, reason)
         # The word on the page is enough to end the lease. The message wakes a sleeping worker, so that idle tenants are
@@ -191,7 +190,9 @@ class Worker:
         return True
 
     def on_fault(self) -> bool:
-        """Record that the worker's context is lost. Returns False if the worker has reported that in this lease before.
+        """Record that the worker's context is lost.
+
+        Returns False if the worker has reported that before, in this lease.
 
         Each new report is a row of the journal, and a compromised worker could send them as fast as it can.
         """
@@ -199,7 +200,7 @@ class Worker:
         return was_first
 
     def become_warm(self) -> bool:
-        """After a scrub, use the next page and keep only the number. False if the zygote can't be notified."""
+        """After a scrub, drop the lease and use the next page. Returns False if the zygote can't be notified."""
         if self.next_page is None:
             return False
         # Close the old lease's pages. On the new page, counters start at zero.
@@ -266,7 +267,7 @@ class Worker:
         return (ENDED_BY_DAEMON if is_by_daemon else reason), is_by_daemon
 
     def note_end(self, reason: str) -> None:
-        """Write on the page of the session's clients that its worker has died, unless another end is there.
+        """Write on the page that clients map that the session's worker has died, unless it shows another end already.
 
         If the daemon ends a lease, `refuse` writes the end; but a worker that dies by itself is not refused before.
         """

@@ -121,10 +121,10 @@ class Zygotes:
 
     def _new(self) -> "ZygoteClient":
         return ZygoteClient(
-            self._driver, self._on_message, self._on_gone, self._sandbox, self._folder, self._wipes_heap
+            self._driver, self._on_message, self._on_zygote_exit, self._sandbox, self._folder, self._wipes_heap
         )
 
-    def _on_gone(self, zygote: "ZygoteClient") -> None:
+    def _on_zygote_exit(self, zygote: "ZygoteClient") -> None:
         # Report the ends of its workers first; the next zygote starts without them.
         self._on_exit(zygote)
         if zygote is not self.current:
@@ -175,7 +175,7 @@ class ZygoteClient:
         wipes_heap: Whether it and its workers overwrite memory that they free.
 
     Attributes:
-        findings: The measures its workers are under, as the zygote reported them when it was ready.
+        findings: The sandbox measures that its workers are under, as the zygote reported them when it was ready.
         version: The daemon's version that its code and its workers' code come from.
         is_current: Whether that is the code of this daemon, with the same settings for workers.
     """
@@ -390,8 +390,8 @@ class ZygoteClient:
             self._send(LivenessPing())
 
     def _send_or_drop(self, message: Message) -> None:
-        # A zygote that has ended needs no message. If one has not read for so long, it only keeps a record for too
-        # long.
+        # A zygote that has ended needs no message. If the channel is full because the zygote does not read, then
+        # without the message it only keeps a record for too long.
         with contextlib.suppress(ChannelClosed, BlockingIOError):
             self._send(message)
 
@@ -419,7 +419,7 @@ class ZygoteClient:
     # --- from the zygote ---
 
     def _read(self) -> None:
-        # Read all messages: the zygote is trusted, and the messages in its channel are workers' ends.
+        # Read all messages at once: the zygote is trusted, and its messages report workers that have ended.
         while self._channel is not None:
             try:
                 message, fds = receive_message(self._channel)

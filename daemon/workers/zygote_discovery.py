@@ -73,9 +73,9 @@ class FoundWorker:
         fds: Its pidfd, its two pages and the broker's end of its channel; None if it has ended.
         reason: How it ended; None while it lives.
         last_page: The state of its lease's page when it was reaped; None while it lives.
-        overran: Description of the kernel for which the zygote ended its lease; "" if it did not.
-        last_transfer: What it had said about its session when it was reaped; None while it lives, or if its zygote does
-          not report that.
+        overran: Description of the kernel because of which the zygote ended its lease; "" for none.
+        last_transfer: What it had claimed about its session when it was reaped; None while it lives, or if its zygote
+          does not report that.
     """
 
     serial: int
@@ -103,7 +103,7 @@ class FoundZygote:
     Attributes:
         path: The socket at which it listens.
         sandbox: The sandbox settings of its workers, as on its command line.
-        findings: The measures its workers are under.
+        findings: The sandbox measures that its workers are under.
         wipes_heap: Whether it and its workers overwrite memory that they free.
         build: The code that it runs, as in `host.version.own_build`; "" if it does not report that.
         answers_pings: Whether it answers a Ping.
@@ -210,7 +210,7 @@ def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
     answer, fds = _receive(channel)
     if answer.get("op") == ZygoteTaken.OP:
         raise _HasBroker
-    # The hand-over is of an unknown kind: the sessions are running, but this version can't understand their state.
+    # The hand-over has an unknown version: the sessions are running, but this daemon can't understand their state.
     # Refuse to start.
     own = _parsed(answer)
     if not isinstance(own, ZygoteIntroduction) or own.handover != HANDOVER or len(fds) != 1:
