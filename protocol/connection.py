@@ -40,7 +40,7 @@ def reply_trigger(op: Opcode, *, refused: bool) -> WireTrigger | None:
 
 
 _REQUESTS: Final = {op: spec.trigger for op, spec in SPECS.items()}
-_REPLIES: Final = {op: (None, None) if asked is None else REPLIES[asked] for op, asked in _REQUESTS.items()}
+_REPLIES: Final = {op: (None, None) if trigger is None else REPLIES[trigger] for op, trigger in _REQUESTS.items()}
 _EVENT_OPERATIONS: Final = frozenset(map(int, EVENTS_OF.values()))
 
 
@@ -245,7 +245,7 @@ class Connection:
         if op in EVENTS_OF and frame.request_id in self._subscriptions:
             # With two subscriptions of one number, events and LEASE_UNSUBSCRIBE would be ambiguous.
             raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
-        # The worker that takes over the connection knows no subscriptions and open requests of the broker.
+        # The worker that takes over the connection does not know the broker's subscriptions and open requests.
         if op in HANDING_OVER and self._subscriptions:
             raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
         if op in HANDING_OVER and self._in_flight:
@@ -295,7 +295,7 @@ class Connection:
             event: Any = parse_body(reply_body(op), frame.payload)
         except BodyError as error:
             raise FramingError(f"{op.name}: {error}", error.status) from None
-        # A sequence must rise, so that a client does not count an event twice.
+        # Sequence numbers must rise, so that a client does not count an event twice.
         if frame.status or not self._subscriptions.is_next(op, frame.request_id, event.sequence):
             raise FramingError(f"event {event.sequence} of unknown subscription {frame.request_id}")
         if isinstance(event, RegionEvent):
@@ -370,7 +370,7 @@ class Connection:
         return self._answer(request, payload, Status.OK)
 
     def send_reply_header(self, request: Request, payload_bytes: int) -> bytes:
-        """Return the header of a successful reply, before a body that is the same for many peers."""
+        """Return the header of a successful reply. The caller sends the body, which is the same for many peers."""
         header = build_header(
             request.op,
             payload_bytes,
@@ -413,7 +413,7 @@ class Connection:
         return frame
 
     def _note_answer(self, request: Request, status: Status) -> None:
-        # Another process, which received the ATTACH, may have passed the socket to this one.
+        # In state ATTACHING, another process may have received the ATTACH and passed the socket to this one.
         if request.request_id not in self._in_flight and self.state is not State.ATTACHING:
             raise LocalProtocolError(f"request {request.request_id} was answered before, or was quiet")
         # Both sides move their state by the same reply, so a refused ATTACH returns both to CONTROL.

@@ -1,7 +1,7 @@
 """An error reply as one value, and the sentences about the ends of leases.
 
-`Failure` holds an error's status, text and details; the details travel as TLVs. `LEASE_ENDS` is the one table of ends:
-each cause with its status, its words and what the tenant can do next.
+`Failure` holds an error's status, text and details; the details are sent as TLVs. `LEASE_ENDS` is the only table of
+ends: each cause with its status, its words and what the tenant can do next.
 """
 
 import struct
@@ -28,7 +28,7 @@ _TLV: Final = struct.Struct(">BH")
 
 @dataclass(slots=True)
 class Failure:
-    """A failed request. It is never changed, but not a frozen class, which would take three times as long to make.
+    """A failed request. Treat it as immutable: it is not frozen because making a frozen one takes three times as long.
 
     Attributes:
         status: The kind of failure.
@@ -42,11 +42,11 @@ class Failure:
         line: The line of the PTX source that the log names, 1-based.
         region: The affected region, by its lease id; None if the whole lease is affected. The session and its other
           regions continue.
-        site: Number of the launch that did not begin, in its burst or graph.
+        site: Index of the refused launch in its burst or graph.
         flipped_ns: When the broker changed the region's word, on the host's monotonic clock.
-        position: The position that the launch gave.
-        is_kill: Whether a lease ended because its worker was killed from outside, and not by a fault of its own work.
-          This is not sent, but derived from LEASE_QUERY's report.
+        position: The number that the client passed with the launch.
+        is_kill: Whether a lease ended because its worker was killed from outside, and not because of its own work. This
+          is not sent, but derived from LEASE_QUERY's report.
     """
 
     status: Status
@@ -192,8 +192,9 @@ class LeaseEnd:
 
 
 KILLED: Final = "was killed by SIGKILL"
-"""The reason of the cause `worker_died` if an operator, or a host out of memory, killed the worker. A fault in its
-own work ends it with other signals, and each of the daemon's own kills has its own cause."""
+"""The reason for the cause `worker_died` if an operator killed the worker, or the kernel did because the host was out
+of memory. A fault in the worker's own work ends it with other signals, and each kill by the daemon has its own cause.
+"""
 
 REGION_KEPT: Final = "could not be taken away"
 """If a lease ended because the memory of one of its regions could not be removed, the reason contains these words."""
@@ -385,7 +386,7 @@ _REGION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
 _FENCED_REFUSAL: Final = (Status.FENCED, *_REGION_REFUSALS[Status.FENCED])
 
 _REFUSAL_OF_WORD: Final = {word: (status, *_REGION_REFUSALS[status]) for word, status in STATUS_OF_WORD.items()}
-"""Status, words and hint of the first refusal because of a word. One look-up: a tenant waits for its error."""
+"""By a region's word: status, words and hint of the first refusal. A single look-up, because a tenant waits for it."""
 
 
 def region_refusal(
@@ -402,11 +403,11 @@ def region_refusal(
 
     Args:
         region_id: The region.
-        word: Its word; NONE if its slot has another region.
+        word: Its word; NONE if its slot now has another region.
         flipped_ns: When the word was written, on the host's monotonic clock.
         is_repeat: Whether an earlier refusal has reported how the region ended: then this one reports FENCED.
         kernel: The kernel; "" for a copy, and for a graph of several.
-        site: Number of the launch in its burst or graph.
+        site: Index of the launch in its burst or graph.
         position: The position that the launch passed; None for a copy.
     """
     # Report once how a region ended. A program that continues to launch gets FENCED, which does not report the cause. A

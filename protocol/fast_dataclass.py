@@ -24,7 +24,7 @@ else:
     C = TypeVar("C", bound=type)
 
     FIELDS_WITH_TWIN = 3
-    """With fewer fields, two changes of an instance's class take longer than they save."""
+    """Minimum number of fields for a twin. With fewer, changing an instance's class twice costs more than it saves."""
 
     def dataclass(*, slots: bool, frozen: bool = False, kw_only: bool = False, eq: bool = True) -> Callable[[C], C]:
         """Return a decorator for classes with slots.

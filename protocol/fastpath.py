@@ -1,7 +1,7 @@
 """The codec of the hot path: launches and copies, through struct.Structs derived from the construct definitions.
 
-A construct parse costs tens of microseconds, and a launch must cost less than three. Each function here equals its
-definition (`codec.build_body`, `codec.parse_body`): vectors and property tests hold both to the same bytes.
+A construct parse costs tens of microseconds, and a launch must cost less than three. Each function here gives the same
+result as the general code (`codec.build_body`, `codec.parse_body`): vectors and property tests compare the two.
 """
 
 import struct
@@ -76,7 +76,7 @@ _TRAILERS: Final = {
     Opcode.LAUNCH_WITH: REGIONS.format[1:] + ATTRIBUTES.format[1:],
 }
 
-# A LAUNCH_WITH is never recognised by its pattern.
+# A LAUNCH_WITH has no pattern: it is always parsed.
 _PATTERN_TRAILERS: Final = {op: _TRAILERS[op] for op in (Opcode.LAUNCH, Opcode.LAUNCH_IN)}
 
 # A frame up to its data: the header's first twelve bytes, which depend only on op and flags, and its rest.
@@ -125,7 +125,7 @@ class LaunchTemplate:
     Attributes:
         layout: Packs a frame of `head`, the request id, `before`, the argument bytes and `after`; for a LAUNCH_IN also
             the region set and the position, and for a LAUNCH_WITH in addition its flags and cluster.
-        joined: The same, but `after` and the numbers behind it are one field, of bytes.
+        joined: The same, but `after` and the integers that follow it are one field of bytes.
         args_bytes: The exact number of argument bytes; struct would silently cut or pad any other.
     """
 

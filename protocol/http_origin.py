@@ -11,7 +11,7 @@ the proxy takes the remaining bytes for another client's next request (RFC 9112,
 and closes the connection.
 
 Programs send neither Origin nor Sec-Fetch-Site, so the check does not affect them. Operators admit a reverse proxy by
-naming the host under which browsers know it, and other sites' pages by naming their origins.
+naming the host that browsers use for it, and other sites' pages by naming their origins.
 """
 
 import re
@@ -83,7 +83,7 @@ def refusal(
         headers: The request's headers.
         known_hosts: The names of the server.
         is_act: Whether the request changes something.
-        is_linked: Whether a link on a foreign page may lead here.
+        is_linked: Whether a foreign page may link to the requested page.
     """
     # RFC 9112, 3.2: a request with no Host header, or with several, gets 400.
     hosts = headers.get(b"host", [])
@@ -92,20 +92,20 @@ def refusal(
     # Check the name first: after DNS rebinding all other headers look like those of a genuine request.
     if known_hosts.own is not None and host_of(hosts[0]) not in known_hosts.own | known_hosts.named:
         return MISDIRECTED, f"This server is not asked by that name: see {known_hosts.setting}."
-    # The name is known or need not be. The rest of the header must still be safe in a URL.
+    # The name is acceptable. The header as a whole must also be safe in a URL.
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
     # A request with two lengths may be the attack on proxies that the module describes.
     if b"content-length" in headers and b"transfer-encoding" in headers:
         return 400, "There must be Content-Length or Transfer-Encoding, and not both."
-    # If the operator admits the page, its browser checks the rest (Fetch Standard, CORS protocol).
+    # If the operator admits the page's origin, its browser checks the rest (Fetch Standard, CORS protocol).
     origins = headers.get(b"origin", [])
     if len(origins) == 1 and known_hosts.origins & {b"*", origins[0]}:
         return None
     # For a request that changes something, require that this server's own page, or a program, sent it.
     if is_act and not _is_own_page(headers, hosts[0], known_hosts.named):
         return 403, "The request does not come from this server's own page."
-    # Refuse reading to foreign pages only where no link may lead here: for a link, a browser sends the same header.
+    # Refuse a foreign page's request to read, unless links are allowed: for a link, a browser sends the same header.
     if headers.get(b"sec-fetch-site", [b"none"])[0] in _FOREIGN and not is_linked:
         return 403, "The request comes from another site's page."
     return None
@@ -123,7 +123,7 @@ def _is_host(header: bytes) -> bool:
 
 
 def _is_own_page(headers: Headers, host: bytes, named: frozenset[str]) -> bool:
-    """Return whether this server's own page asks, or a program. Browsers send the origin of every script."""
+    """Return whether this server's own page, or a program, sent the request."""
     # Every current browser sends Sec-Fetch-Site. Without it the Origin decides; without both, the sender is a program.
     if headers.get(b"sec-fetch-site", [b"same-origin"]) != [b"same-origin"]:
         return False

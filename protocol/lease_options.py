@@ -2,8 +2,8 @@
 
 A tenant gives options in LEASE_ALLOC, as lease parameters. All other places that state such a fact are derived from
 these declarations or compared with them: the builder's setters, the broker's parser, a lease's terms and its row in the
-journal, the worker's terms, and the tables of `README.md` and of the client's guide. A new option begins here, with its
-constant and its field. If a fact is missing, the import of this module, or of the client's builder, fails.
+journal, the worker's terms, and the tables of `README.md` and of the client's guide. Define a new option here first,
+with its constant and its field. If a fact is missing, the import of this module, or of the client's builder, fails.
 """
 
 from abc import abstractmethod
@@ -44,15 +44,15 @@ class LeaseOption(Generic[Value, Default]):
 
     Attributes:
         tag: Its number in LEASE_ALLOC.
-        default: The meaning of a request without it.
+        default: Its value if a request does not have it.
         rule: The message about a malformed value, or about an option that is given twice.
-        wire: Its value, for a cell of the specification's table.
+        wire: What its value means, for a cell of the specification's table.
         call: The builder's method and its arguments, such as "max_kernel_secs(seconds)"; "" for an option that the
             client sets by itself.
         effect: The method's effect, for a cell of the guide's table.
         in_submits: Whether a submit's worker also obeys it; None for an option that no worker receives.
-        before: The value in rows that lack it because their daemon did not know it. A row with this value leaves it
-            out. A `JournalRow` if no such rows exist.
+        before: The value that a journal row without it stands for: the daemon that wrote the row may not have known the
+            option. Rows with this value leave it out. A `JournalRow` if there are no such rows.
         report_key: Its key in a lease's report; "" if no report has it.
     """
 
@@ -129,7 +129,7 @@ class NumberOption(LeaseOption[int, Default]):
     def _encode(self, value: int) -> bytes:
         if not self.least <= value <= self.most:
             raise ValueError(f"{self.rule}: not {value}")
-        # `to_bytes` can't fail: the bounds hold the width.
+
         return value.to_bytes(self.size_bytes, "big")
 
     def _decode(self, data: bytes) -> int:
@@ -224,7 +224,7 @@ class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
         return "…"
 
     def _encode(self, value: Mapping[str, str]) -> bytes:
-        # Nothing to quote: a name has neither "=" nor ",".
+        # Nothing needs quotes: a name contains neither "=" nor ",".
         return ",".join(f"{key}={item}" for key, item in value.items()).encode()
 
     def _decode(self, data: bytes) -> dict[str, str]:
@@ -517,7 +517,7 @@ def _mistakes() -> Iterator[str]:
     kept_tags = list(KEPT_OPTIONS.values())
     for option in OPTIONS:
         location = f"option 0x{option.tag:04x}"
-        # An option is either stored in the lease or only for the acquire.
+        # An option is either stored in the lease or used only for the acquire.
         if kept_tags.count(option) != (option.before is not JournalRow.NEVER):
             yield f"{location} must be in one field of LeaseOptions, or have before=Row.NEVER"
         # `in_submits` makes sense only for an option that a worker obeys.

@@ -1,6 +1,6 @@
-"""Every body on the wire: one frozen dataclass each, which is also its construct definition.
+"""The bodies of all messages on the wire: one frozen dataclass each, whose fields also define the encoding.
 
-`operations.py` says which operation has which. An error reply's payload is an `ErrorBody`, whatever its operation.
+`operations.py` says which operation has which body. An error reply has an `ErrorBody`, whatever its operation.
 """
 
 from dataclasses import Field
@@ -102,12 +102,12 @@ class AttachReply(Body):
 
 
 # --- the node ---
-# Asked of the broker about the node as a whole. A reader need not have a lease.
+# Requests to the broker about the node as a whole. The sender needs no lease.
 
 
 @dataclass(frozen=True, slots=True)
 class InventoryEntry:
-    """A card in 36 bytes: its UUID's 128 bits, resource type, `InventoryFlag`s, all bytes and the grantable ones."""
+    """A card in 36 bytes: its UUID's 128 bits, resource type, `InventoryFlag`s, total bytes and grantable bytes."""
 
     id: int = wire(U128)
     type: int = wire(U16)
@@ -133,7 +133,7 @@ class Report(Body):
 
 @dataclass(frozen=True, slots=True)
 class Metrics(Body):
-    """The node's metrics for an HTTP server to pass on: the media type, and the text, which is never cut."""
+    """The node's metrics for an HTTP server to pass on: the media type, and the text, which is never truncated."""
 
     content_type: str = wire(text())
     exposition: str = wire(text(limits.MAX_METRICS_BYTES))
@@ -159,7 +159,7 @@ class CardDrain(Body):
 
 @dataclass(frozen=True, slots=True)
 class DrainStatus(Body):
-    """Milliseconds until the drain ends the remaining leases, None without a drain; and the active leases."""
+    """Milliseconds until the drain ends the remaining leases, None without a drain; the number of active leases."""
 
     left_ms: int | None = wire(optional(U32))
     leases: int = wire(U32)
@@ -180,15 +180,15 @@ class FenceCleared(Body):
 
 
 # --- a fleet's directory ---
-# Asked of a directory, which grants nothing: the tenant then asks the nodes that it names.
+# Requests to a directory, which grants nothing: the tenant then requests a lease from the nodes that it names.
 
 
 @dataclass(frozen=True, slots=True)
 class Place(Body):
-    """Ask a fleet's directory which nodes to ask for a lease of `size_bytes` by LEASE_ALLOC.
+    """Ask a fleet's directory which nodes may grant a lease of `size_bytes`; the client then sends them LEASE_ALLOC.
 
     `labels` are texts `KEY=VALUE` that a node must have. `device` is a card's UUID or index. `tried` are the ids of
-    nodes that refused already.
+    nodes that have already refused.
     """
 
     size_bytes: int = wire(U64)
@@ -201,7 +201,7 @@ class Place(Body):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node of a fleet, and its addresses; the first is to be tried first."""
+    """A node of a fleet, and its addresses in the order in which to try them."""
 
     node_id: str = wire(text())
     addresses: tuple[str, ...] = wire(list_of(text(), limits.MAX_NODE_ADDRESSES))
@@ -209,10 +209,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Placement(Body):
-    """The nodes to ask, in order. `holder` is the node that serves the name, None if none does, or if it is secret.
+    """The nodes to ask, in order. `holder` is the node that serves the name; None if none does, or if it is secret.
 
-    A view of the fleet that may be seconds old chose them: each decides by itself. `nodes` counts the fleet's nodes.
-    `why` says why none is a candidate, "" if any is.
+    The directory's data may be seconds old, so each node decides for itself. `nodes` is the number of the fleet's
+    nodes. `why` says why no node is a candidate; "" if any is.
     """
 
     candidates: tuple[Candidate, ...] = wire(list_of(Record(Candidate), limits.MAX_CANDIDATES))
@@ -240,7 +240,7 @@ class LeaseAlloc(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant(Body):
-    """A granted lease. `expires_at_unix_s` is for people; the daemon's deadline is monotonic, `ttl_ms` from now."""
+    """A granted lease. `expires_at_unix_s` is for display; the daemon's deadline is monotonic, `ttl_ms` from now."""
 
     lease_id: int = wire(U128)
     generation: int = wire(U64)
@@ -270,7 +270,7 @@ class LeaseRenewed(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRef(Body):
-    """The id of a lease: LEASE_FREE, LEASE_QUERY."""
+    """The id of a lease, for requests such as LEASE_FREE and LEASE_QUERY."""
 
     lease_id: int = wire(U128)
 
@@ -306,7 +306,7 @@ class LeaseUnsubscribe(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseEvent(Body):
-    """A lease's present phase. `sequence` counts a subscription's events from 1, the `lost` ones included."""
+    """A lease's present phase. `sequence` numbers a subscription's events from 1, including those `lost`."""
 
     lease_id: int = wire(U128)
     sequence: int = wire(U64)
@@ -318,13 +318,14 @@ class LeaseEvent(Body):
     reason: str = wire(text())
 
 
-# --- regions --- A region is a part of a lease's memory with its own end. The broker opens and ends it; the session's
-# worker and its clients see that in the session's words.
+# --- regions ---
+# A region is a part of a lease's memory with its own end. The broker opens and ends it; the session's worker and its
+# clients see that in the session's words.
 
 
 @dataclass(frozen=True, slots=True)
 class RegionOpen(Body):
-    """Open a region of `size_bytes` in the active lease `lease_id`, for `tenant`; "" is the asker's own name.
+    """Open a region of `size_bytes` in the active lease `lease_id`, for `tenant`; "" means the sender.
 
     The size is rounded up to the session's granularity, and charged to the lease's slice.
     """
@@ -351,7 +352,7 @@ class RegionGrant(Body):
 
 @dataclass(frozen=True, slots=True)
 class RegionCancel(Body):
-    """Refuse launches that name a region from now on (`is_cancelled` 1), or take them again (0). It does not end."""
+    """Refuse launches that name a region (`is_cancelled` 1), or accept them again (0). The region does not end."""
 
     lease_id: int = wire(U128)
     is_cancelled: int = wire(U8)
@@ -359,7 +360,7 @@ class RegionCancel(Body):
 
 @dataclass(frozen=True, slots=True)
 class LeaseResize(Body):
-    """Give a lease's slice another size while it runs. Also the reply, with the size that it has then."""
+    """Give a running lease's slice another size. Also the reply, with the new size."""
 
     lease_id: int = wire(U128)
     size_bytes: int = wire(U64)
@@ -403,10 +404,10 @@ class LeaseNote(Body):
 class RegionEvent(Body):
     """A launch was refused because a region that it named had ended or was cancelled.
 
-    `lease_id` is the region, `status` the refusal's, `site` the launch's number in its burst or graph, `position` what
-    the launch said of itself. `flipped_ns` and `seen_ns` are the host's monotonic clock: when the broker changed the
-    region's word, and when the session saw that. `sequence` counts a subscription's events from 1, the `lost` ones
-    included.
+    `lease_id` is the region's, `status` is the refusal's, `site` is the launch's index in its burst or graph, and
+    `position` is the number that the client passed with the launch. `flipped_ns` and `seen_ns` are times on the host's
+    monotonic clock: when the broker changed the region's word, and when the session saw the change. `sequence` numbers
+    a subscription's events from 1, including those `lost`.
     """
 
     lease_id: int = wire(U128)
@@ -421,12 +422,12 @@ class RegionEvent(Body):
 
 
 # --- tokens ---
-# A token carries permissions for one lease to another holder.
+# A token gives its holder permissions on one lease.
 
 
 @dataclass(frozen=True, slots=True)
 class CapabilityIssue(Body):
-    """Ask for a token with `Permission` bits. Audience b"" is the asker's own; nonce 0 lets the daemon choose one."""
+    """Request a token with `Permission` bits. Audience b"" is the sender's own; nonce 0 lets the daemon choose one."""
 
     lease_id: int = wire(U128)
     permissions: int = wire(U32)
@@ -475,13 +476,13 @@ class CapabilityRevoke(Body):
 
 @dataclass(frozen=True, slots=True)
 class Audience(Body):
-    """Name of this node for the peer. A token's future holder gives it to the tenant who asks for the token."""
+    """The node's name for the peer. A token's future holder gives it to the tenant who requests the token."""
 
     audience: bytes = wire(sized_bytes(limits.AUDIENCE_BYTES))
 
 
 # --- memory and streams ---
-# From here on the session's worker serves the requests. A handle is a number that this worker gave.
+# From here on the session's worker serves the requests. A handle is a number that this worker assigned.
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,14 +553,14 @@ class KeptBuffer:
 
 @dataclass(frozen=True, slots=True)
 class KeptBuffers(Body):
-    """All allocations that are kept, by their names' order."""
+    """All allocations that are kept, sorted by name."""
 
     buffers: tuple[KeptBuffer, ...] = wire(list_of(Record(KeptBuffer), limits.MAX_KEPT))
 
 
 @dataclass(frozen=True, slots=True)
 class Freed(Body):
-    """How many bytes MEM_RESET freed; kept allocations, and those of other connections, are not among them."""
+    """How many bytes of the slice MEM_RESET freed, kept allocations included."""
 
     size_bytes: int = wire(U64)
 
@@ -574,7 +575,7 @@ class StreamWait(Body):
 
 @dataclass(frozen=True, slots=True)
 class EventRecord(Body):
-    """Take the time at which a stream has run all that it holds now, as `event`: the client's own number for it."""
+    """Record when the work queued in a stream so far has run. The client chooses the number `event`."""
 
     stream: int = wire(U64)
     event: int = wire(U64)
@@ -625,7 +626,7 @@ class ModuleLoaded(Body):
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameters(Body):
-    """The types of a module's parameters: by kernel, in ModuleLoaded's order, one `ParameterType` byte a parameter.
+    """The types of a module's parameters: for each kernel, in ModuleLoaded's order, one `ParameterType` per parameter.
 
     A kernel without type information has no bytes.
     """
@@ -654,11 +655,11 @@ class KernelFigures:
     """The resources of a kernel.
 
     Attributes:
-        shared_bytes: Shared memory of a block that its variables take.
-        max_dynamic_shared_bytes: Most dynamic shared memory that a launch may ask for.
-        registers: Registers of a thread; 0 where the driver has none.
-        local_bytes: Local memory of a thread.
-        constant_bytes: Constant memory that its module's code declares; 0 where the driver does not count it.
+        shared_bytes: Static shared memory per block.
+        max_dynamic_shared_bytes: The most dynamic shared memory that a launch may request.
+        registers: Registers per thread; 0 if the driver has none.
+        local_bytes: Local memory per thread.
+        constant_bytes: Constant memory that its module's code declares; 0 if the driver does not count it.
     """
 
     shared_bytes: int = wire(U32)
@@ -677,7 +678,7 @@ class ModuleFigures(Body):
 
 @dataclass(frozen=True, slots=True)
 class Printed(Body):
-    """The output of kernels since it was last asked for. `is_lost` is 1 if some of it is not there, else 0."""
+    """What kernels have printed since the last request. `is_lost` is 1 if some of it is missing, else 0."""
 
     data: bytes = wire(sized_bytes(limits.MAX_PRINTED_BYTES))
     is_lost: int = wire(U8)
@@ -706,7 +707,7 @@ class Launch(Body):
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """Operation of a graph, one that can be recorded, with its request body."""
+    """A recorded operation of a graph, with its request body."""
 
     op: int = wire(U16)
     body: bytes = wire(sized_bytes(limits.MAX_GRAPH_NODE_BYTES))
@@ -749,7 +750,7 @@ class GraphLaunch(Body):
 
 
 # --- launches in regions ---
-# The region set is made once, so that a launch names any number of regions by one number.
+# A region set is made once, so that a launch names any number of regions by one number.
 
 
 @dataclass(frozen=True, slots=True)
@@ -771,8 +772,8 @@ class RegionSet(Body):
 class RegionRefusal(Body):
     """Report that the client refused a launch or copy because of a region's word, so that others are notified.
 
-    `slot` and `number` name the region as `RegionRef` does; `kernel` is "" for a copy and for a graph of several
-    kernels; `position` is what the launch says of itself.
+    `slot` and `number` name the region as in `RegionRef`; `kernel` is "" for a copy and for a graph of several kernels;
+    `position` is the number that the client passed with the launch.
     """
 
     slot: int = wire(U16)
@@ -781,10 +782,10 @@ class RegionRefusal(Body):
     position: int = wire(U64)
 
 
-# The fields of `Launch` first, so that a worker reads both by the same code (`fastpath.split_regions`).
+# Begins with the fields of `Launch`, so that the same code parses both (`fastpath.split_regions`).
 @dataclass(frozen=True, slots=True)
 class LaunchIn(Body):
-    """A `Launch` that begins only while every region of the set lives. `position` comes back if it does not begin."""
+    """A `Launch` that starts only if no region of the set has ended. If it is refused, the error has `position`."""
 
     module: int = wire(U64)
     kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
@@ -801,14 +802,14 @@ class LaunchIn(Body):
     position: int = wire(U64)
 
 
-# The fields of `LaunchIn` first, as above.
+# Begins with the fields of `LaunchIn`, for the same reason.
 @dataclass(frozen=True, slots=True)
 class LaunchWith(Body):
     """A `Launch` with attributes; a `LaunchIn` too if `region_set` is not 0.
 
     Args:
-        flags: Of LaunchFlag.
-        cluster_x: Blocks of a cluster; 0 in all three for no clusters.
+        flags: `LaunchFlag` bits.
+        cluster_x: Blocks per cluster in the first dimension; 0 in all three dimensions for no clusters.
     """
 
     module: int = wire(U64)
@@ -832,7 +833,7 @@ class LaunchWith(Body):
 
 @dataclass(frozen=True, slots=True)
 class GraphLaunchIn(Body):
-    """A `GraphLaunch` that begins only while every region of the set lives; see `LaunchIn`."""
+    """A `GraphLaunch` that starts only if no region of the set has ended; see `LaunchIn`."""
 
     graph: int = wire(U64)
     args: bytes = wire(sized_bytes(limits.MAX_ARGUMENT_BYTES))
@@ -857,7 +858,7 @@ class GpuSubmit(Body):
 
 @dataclass(frozen=True, slots=True)
 class SubmitArgument:
-    """Argument of an `ArgumentKind`: `data` for VALUE, INPUT and INOUT; `size_bytes` for OUTPUT, else 0."""
+    """An argument: `kind` is an `ArgumentKind`, `data` is for VALUE, INPUT and INOUT, `size_bytes` is for OUTPUT."""
 
     kind: int = wire(U8)
     size_bytes: int = wire(U64)
@@ -866,7 +867,7 @@ class SubmitArgument:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRun(Body):
-    """Load an image, run one of its kernels, and reply with its outputs; once on a connection."""
+    """Load an image, run one of its kernels, and reply with the outputs; sent once per connection."""
 
     kernel: str = wire(text(limits.MAX_KERNEL_NAME_BYTES))
     grid_x: int = wire(U32)

@@ -159,7 +159,7 @@ class HelloOption(IntEnum):
     """The types of the options in HELLO's reply.
 
     KEEPS_LEASES, without a value: leases outlive the daemon's process, so a client that loses the daemon reconnects.
-    WARNING, a text for whoever gets a lease here, for example that the cards are emulated.
+    WARNING, a text for tenants that acquire a lease, for example that the cards are emulated.
     """
 
     KEEPS_LEASES = 1

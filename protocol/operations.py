@@ -22,7 +22,7 @@ class Trait(Flag):
     """Further properties of an operation.
 
     Of control operations:
-        READ_ONLY: It changes nothing, so a peer that may only look may ask it.
+        READ_ONLY: It changes nothing, so a peer with read-only access may send it.
         OPERATORS: Only operators may send it.
         AWAITS_SESSION: It may need a parked session back. Then its reply waits for the session's return, which may wait
             for room as an acquire does.
@@ -31,11 +31,12 @@ class Trait(Flag):
         IN_STREAM: It acts in the stream that STREAM_SELECT chose.
         WAITS_IN_DRIVER: It may block inside the driver, where polling is impossible: for a kernel, while the driver's
             queue is full, or for a compiler. The lease's deadline bounds it, and compilers have a bound of their own.
-            An operation that polls, as SYNC does, does not have this trait: a worker that is silent in it hangs.
+            An operation that polls, as SYNC does, does not have this trait: if a worker is silent during it, the worker
+            hangs.
         SETTLES: Its reply says that everything before it has ended, in all streams.
         SETTLES_ALONE: Its reply says so while the session has no stream but the default one.
         RECORDED: It can be a node of a launch graph.
-        WARMED_UP: Every tenant asks it, so a warm worker has done it before its first lease.
+        WARMED_UP: Every tenant needs it, so a warm worker has executed it once before its first lease.
     """
 
     NONE = 0
@@ -69,13 +70,13 @@ class OperationSpec:
         op: Its number.
         request: The body of its request; Empty also for an operation without requests.
         reply: The body of its successful reply; of an event, or of GOODBYE, the body of what the daemon sends.
-        trigger: What its request is to the connection's states; None for an operation without requests.
+        trigger: The event that its request is in the connection's state table; None for an operation without requests.
         needs: What a token must permit. On a control connection the lease's own tenant needs no token, unless the
             daemon demands one.
-        traits: What else is true of it.
-        ability: The option in ATTACH's reply by which a worker says that it serves the operation. A client must not ask
-            where the option is missing: the worker is older than the operation. None: every worker serves it.
-        driver_failure: The status of its reply if the driver fails and says no more.
+        traits: Its further properties.
+        ability: The option in ATTACH's reply by which a worker says that it serves the operation. A client must not
+            send the operation if the option is missing: the worker is older. None: every worker serves it.
+        driver_failure: The status of its reply if the driver fails without a more specific status.
         events: The operation of the events that follow a subscribing operation's reply.
         does: What it does, in one sentence of the specification's table.
     """
@@ -93,7 +94,7 @@ class OperationSpec:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The states of a connection in which it may be asked."""
+        """The states of a connection in which it may be requested."""
         return tuple(state for state in State if self.trigger is not None and (state, self.trigger) in TRANSITIONS)
 
     @property
@@ -122,7 +123,7 @@ def _control(
     trigger: WireTrigger | None = WireTrigger.CONTROL_REQUEST,
     events: Opcode | None = None,
 ) -> OperationSpec:
-    """Return the specification of an operation that the broker serves, or that the daemon sends unasked."""
+    """Return the specification of an operation that the broker serves, or that the daemon sends without a request."""
     return OperationSpec(
         op=op,
         request=request,
@@ -393,7 +394,7 @@ _ALL: Final = (
         Trait.OPERATORS,
         "drains [one card](#events) of the node, or ends that drain",
     ),
-    # Tokens. No permission gives these: the broker checks who asks.
+    # Tokens. These need no permission: the broker checks the sender.
     _control(
         Opcode.CAPABILITY_ISSUE,
         m.CapabilityIssue,
@@ -614,8 +615,7 @@ _ALL: Final = (
         ability=None,
         driver_failure=Status.SESSION_FAILED,
     ),
-    # A submit's one operation.
-    # A quiet one would lose the outputs, which are in its reply.
+    # The only operation of a submit. A quiet one would lose the outputs, which are in its reply.
     _session(
         Opcode.SUBMIT_RUN,
         m.SubmitRun,
@@ -857,9 +857,8 @@ EVENTS_OF: Final = {spec.op: spec.events for spec in _ALL if spec.events is not 
 """The operations that begin a subscription, and those of its events."""
 
 
-# A single trait: `in` is true only if all bits are there, so a union would select too few.
 def having(trait: Trait) -> frozenset[Opcode]:
-    """The operations with a trait; `trait` is a single one."""
+    """The operations with a single trait."""
     return frozenset(spec.op for spec in _ALL if trait in spec.traits)
 
 

@@ -33,11 +33,11 @@ class BadValue(c.ConstructError):  # type: ignore[misc]  # construct ships no ty
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An encoding with only `struct`: construct takes 5 to 20 times as long.
+    """An encoding by `struct` alone, because construct takes 5 to 20 times as long.
 
     Both functions raise one of NOT_PLAIN for input that the construct might refuse. A read may end beyond the payload's
-    end, so the caller compares the offset. Apart from that, it accepts what the construct
-    accepts, with the same result.
+    end, so the caller compares the offset. Apart from that, it accepts what the construct accepts, with the same
+    result.
 
     Attributes:
         read: Takes a payload and the value's offset; returns the value and the offset after it.
@@ -60,7 +60,7 @@ _U128_BYTES: Final = 16
 def plain_of(subcon: Any) -> Plain:
     """Return the plain form of an encoding of this module."""
     # Three kinds: construct's integers, which have a format for struct; the one integer that struct has no letter for;
-    # and what this module made, which has its form with it.
+    # and the constructs of this module, which have theirs as `plain`.
     if isinstance(subcon, c.FormatField):
         return _plain_integer(struct.Struct(subcon.fmtstr))
     if subcon is U128:
@@ -86,8 +86,8 @@ def _plain_bytes(length: struct.Struct, limit: int) -> Plain:
 
     def read(data: bytes, at: int) -> tuple[bytes, int]:
         (count,) = unpack_from(data, at)
-        # The limit first, as everywhere: slicing by an announced length is harmless, but the next field would be read
-        # at a wild offset.
+        # Check the limit first. Slicing by an announced length is harmless, but the next field would be read at a wild
+        # offset.
         if count > limit:
             raise BadValue
         begin = at + size
@@ -107,7 +107,7 @@ def _plain_list(item: Plain, limit: int) -> Plain:
 
     def read(data: bytes, at: int) -> tuple[tuple[Any, ...], int]:
         (count,) = _U16.unpack_from(data, at)
-        # The count first: it says how many items follow, so a list over the limit costs nothing.
+        # Check the count first, so that a list over the limit costs nothing.
         if count > limit:
             raise BadValue
         at += _U16.size
@@ -140,8 +140,7 @@ def _plain_optional(item: Plain) -> Plain:
 
 
 def _plain_record(record: type[Any]) -> Plain:
-    """Return a record's plain form: neighbouring integers are one struct, every other field is read by itself."""
-    # Merge neighbouring integers into one struct: a single unpack reads them all.
+    """Return a record's plain form: one struct reads neighbouring integers, and every other field has its own form."""
     runs: list[tuple[struct.Struct | Plain, list[str]]] = []
     for item in fields(record):
         subcon = item.metadata["wire"]
@@ -150,7 +149,7 @@ def _plain_record(record: type[Any]) -> Plain:
         if not isinstance(subcon, c.FormatField):
             runs.append((plain_of(subcon), [item.name]))
         elif isinstance(form, struct.Struct):
-            # Without the second format's byte order: a struct has one, at its beginning.
+            # Leave out the second format's byte order, because a struct has it only at the beginning.
             runs[-1] = (struct.Struct(form.format + subcon.fmtstr[1:]), [*named, item.name])
         else:
             runs.append((struct.Struct(subcon.fmtstr), [item.name]))
@@ -161,14 +160,13 @@ def _plain_record(record: type[Any]) -> Plain:
     # Otherwise alternate: a struct for each run of integers, a plain form for each field between them.
     steps = [form for form, _ in runs]
     writes = [_run_writer(form, named) for form, named in runs]
-    # The options of a message: a tag and bytes. ATTACH's reply has some twenty, so each is read in one step.
+    # The options of a message are a tag and bytes. ATTACH's reply has some twenty, so read each in one step.
     last = fields(record)[-1].metadata["wire"] if len(fields(record)) == 2 else None
     if isinstance(first, struct.Struct) and isinstance(last, _Sized):
         return Plain(_tagged_reader(record, first, last), lambda value: b"".join([write(value) for write in writes]))
 
     def read(data: bytes, at: int) -> tuple[Any, int]:
         values: list[Any] = []
-        # A value after the other: each step begins where the last one ended.
         for step in steps:
             if isinstance(step, Plain):
                 value, at = step.read(data, at)
@@ -182,7 +180,7 @@ def _plain_record(record: type[Any]) -> Plain:
 
 
 def _tagged_reader(record: type[Any], tag: struct.Struct, value: "_Sized") -> Callable[[bytes, int], tuple[Any, int]]:
-    """Return the reader of a record of one integer, then bytes behind their length."""
+    """Return the reader of a record of an integer, a length, and that many bytes."""
     layout = struct.Struct(tag.format + value.width.format[1:])
     size, unpack_from, limit = layout.size, layout.unpack_from, value.limit
 
@@ -198,7 +196,7 @@ def _tagged_reader(record: type[Any], tag: struct.Struct, value: "_Sized") -> Ca
 
 
 def _plain_integers(record: type[Any], layout: struct.Struct, names: list[str]) -> Plain:
-    """Return the plain form of a record of nothing but integers: most requests of a session are such."""
+    """Return the plain form of a record that has only integers, as most requests of a session do."""
     size, unpack_from = layout.size, layout.unpack_from
 
     def read(data: bytes, at: int) -> tuple[Any, int]:
@@ -218,7 +216,7 @@ def _run_writer(form: struct.Struct | Plain, names: list[str]) -> Callable[[Any]
 
 
 def wire(subcon: Any) -> Any:
-    """Return a dataclass field that travels as `subcon`."""
+    """Return a dataclass field that is encoded as `subcon`."""
     return field(metadata={"wire": subcon})
 
 
@@ -249,7 +247,14 @@ class _Converted(c.Adapter):  # type: ignore[misc]
     def __init__(
         self, subcon: Any, decode: Callable[[Any], Any], encode: Callable[[Any], Any], plain: Plain | None = None
     ) -> None:
-        """Args: plain: The plain form of the whole; None if it is that of `subcon` with the conversions."""
+        """Combine a construct and its conversions.
+
+        Args:
+            subcon: The construct.
+            decode: Converts a parsed value.
+            encode: Converts a value to build.
+            plain: The plain form of the result; None to derive it from that of `subcon`.
+        """
         super().__init__(subcon)
         self._in, self._out = decode, encode
         self.plain = plain or self._plain_converted(plain_of(subcon))
@@ -271,7 +276,7 @@ class _Converted(c.Adapter):  # type: ignore[misc]
 
 
 class _Sized(c.Prefixed):  # type: ignore[misc]
-    """A construct of bytes behind their length, which is at most `limit`. Args: width: The length's plain layout."""
+    """A construct of a length, at most `limit`, and that many bytes. `width` is the length's plain layout."""
 
     def __init__(self, length: Any, width: struct.Struct, limit: int) -> None:
         super().__init__(length, c.GreedyBytes)

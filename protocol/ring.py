@@ -15,12 +15,12 @@ other side finds the word set after its next move and wakes it. All words are na
     4096  the requests' bytes, then the replies'
 
 The memory order is x86-64's: a processor's stores become visible in program order (Intel SDM 3A, 9.2.2), so bytes are
-there before the counter that announces them. Only a store and a later load of another word may change places. Between
-these two stands a barrier, a locked instruction (9.2.3.9); acquiring and releasing any lock is one.
+there before the counter that announces them. Only a store and a later load of another word may change places. They are
+separated by a barrier, a locked instruction (9.2.3.9); acquiring and releasing any lock is one.
 
 Neither side trusts the memory: it reads a word once, checks its copy, and uses that copy.
 
-A sync needs no frame where the session gives SYNC_WORD: see `SyncWords`.
+If the worker offers SYNC_WORD, a sync needs no frame: see `SyncWords`.
 
 A client and a worker on one host agree on the shared memory in the options of ATTACH and of its reply. The client names
 the kinds of memory that it can use, and the worker those that it provides. The memory's descriptors come with the
@@ -47,27 +47,27 @@ DATA_AT: Final = 4096
 
 MIN_RING_BYTES: Final = 4096
 MAX_RING_BYTES: Final = 16 << 20
-"""The bounds of a ring's capacity, a power of two. Stops a layout that would not fit, or wrap inside a word."""
+"""The bounds of a ring's capacity, a power of two. They stop a layout that does not fit in memory."""
 
 PIECES_PER_RING: Final = 4
 """The pieces into which a ring cuts larger data, so that the reader takes one out while the writer puts in the next."""
 
 READS_PER_CLOCK: Final = 16
-"""Reads of the ring from one read of the clock to the next. On some hosts reading the clock takes as long as a read
-of the ring."""
+"""How often to poll the ring between two reads of the clock. On some hosts reading the clock takes as long as polling
+the ring."""
 
 NO_DATA: Final = memoryview(bytearray())
-"""No buffer, for `take_if` with a frame that has no data after its expected bytes."""
+"""The empty buffer for `take_if`, if no data follows the expected bytes."""
 
 CHECK_BYTES: Final = 16 << 10
-"""The bytes after which a writer checks that the reader still exists (`RingWriter`): about 130 launches. A check
+"""Number of bytes after which a writer checks that the reader still exists (`RingWriter`): about 130 launches. A check
 takes half a microsecond."""
 
 _WORDS_PER_LINE: Final = 64 // 8
 _TAIL, _HEAD, _READER_SLEEPS, _WRITER_SLEEPS = (line * _WORDS_PER_LINE for line in range(4))
 _WORDS_PER_RING: Final = 4 * _WORDS_PER_LINE
 AWAITED: Final = 1
-"""Number of the word, among those of the requests and of the replies each, by which a sync waits (`SyncWords`)."""
+"""The index of the word that a sync uses (`SyncWords`), in the words of the requests and in those of the replies."""
 
 _AWAITED: Final = AWAITED
 _ANSWER: Final = _WORDS_PER_RING + AWAITED
@@ -119,9 +119,9 @@ class RingWriter:
         ring: The number of the ring's first word, and the offset and capacity of its data.
         barrier: The memory barrier that the module describes.
         wake: Wakes the reader; may raise OSError if the reader is gone.
-        check_reader: Called at least once for CHECK_BYTES put in; may raise OSError if the reader is gone. A reader
-            that was killed while it was awake is never woken, so without this check the end is noticed only when the
-            ring is full.
+        check_reader: Called at least once per CHECK_BYTES put in; may raise OSError if the reader is gone. A reader
+            that was killed while it was awake is never woken, so without this check its end would be noticed only when
+            the ring is full.
 
     Attributes:
         tail: The counter of bytes put in. Code that moves the shared counter by other means moves this one too.
@@ -158,7 +158,7 @@ class RingWriter:
         self._wake = wake
         self._check_reader = check_reader
         self.tail = self.head = 0
-        # The counter up to which one piece has room, as last found out; and the counter of the data's start.
+        # The counter up to which one piece has room, as last computed; and the counter at which this lap began.
         self._limit = self._lap = 0
 
     def put(self, data: bytes | memoryview) -> int:
@@ -184,9 +184,9 @@ class RingWriter:
         return size
 
     def put_whole(self, first: bytes | memoryview, second: bytes | memoryview = b"") -> bool:
-        """Put in both and announce them at once. Returns False, with nothing put in, without enough room.
+        """Put in both and announce them at once. If there is not enough room, put in nothing and return False.
 
-        So an interrupted sender never leaves half a frame. Raises as `put` does.
+        So an interrupted sender never leaves half a frame. Raises the errors of `put`.
         """
         # Both parts must fit as they are; they may wrap around the ring's end, unlike a piece.
         tail = self.tail
@@ -210,7 +210,7 @@ class RingWriter:
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
         """Put in a frame of five fields, packed in place. Returns False if it does not fit in one piece.
 
-        The fields are single parameters, because a list would cost a third of the call. Raises as `put` does.
+        The fields are separate parameters, because a list would cost a third of the call. Raises the errors of `put`.
         """
         # The hot path of launches: everything that it needs is in local variables, and nothing is allocated.
         tail = self.tail
@@ -242,7 +242,7 @@ class RingWriter:
             self._data[: len(view) - first_bytes] = view[first_bytes:]
 
     def _wake_if_asleep(self) -> None:
-        # As in `put_packed`: barrier, check, and a wake in any case.
+        # As in `put_packed`: barrier, then the check; after an interruption, wake the reader in any case.
         try:
             self._acquire(False)
             self._release()
@@ -276,7 +276,7 @@ class RingWriter:
 
     def _wake_reader(self) -> None:
         # Clear the word before the wake: the reader may set it again.
-        self._words[_READER_SLEEPS] = 0  # before the wake: the reader may set the word again
+        self._words[_READER_SLEEPS] = 0
         try:
             self._wake()
         except OSError:
@@ -294,8 +294,12 @@ class RingWriter:
         return self._capacity - self.tail + head
 
     def doze(self) -> bool:
-        """Announce that this side waits until half of the ring is free. Returns False if it is. Raises FramingError."""
-        # Announce first, then check again: a reader that made room in between either sees the word, or is seen here.
+        """Announce that this side will sleep until half of the ring is free. Returns False if that is already free.
+
+        Raises FramingError.
+        """
+        # Announce first, then check again: if the reader makes room in between, it sees the word, or this side sees the
+        # room.
         self._words[_WRITER_SLEEPS] = 1
         self._acquire(False)
         self._release()
@@ -306,7 +310,7 @@ class RingWriter:
         return False
 
     def rise(self) -> None:
-        """This side is awake and checks the room by itself: the reader need not wake it."""
+        """Announce that this side is awake and checks for room itself, so that the reader need not wake it."""
         self._words[_WRITER_SLEEPS] = 0
 
     def release(self) -> None:
@@ -341,7 +345,6 @@ class RingReader:
 
     def poll(self, times: int, least: int = 1) -> bool:
         """Read the unchecked counter up to `times` times. Returns whether at least `least` bytes seem to be there."""
-        # Only the upper bound is a guess; `take` checks the counter before it uses it.
         words, tail = self._words, self.head + least
         for _ in range(times):
             if words[_TAIL] >= tail:
@@ -379,7 +382,7 @@ class RingReader:
     def take_if(self, expected: bytes, into: memoryview = NO_DATA) -> bool:
         """Take everything if it begins with `expected` and the rest fills `into` exactly. Returns whether it was taken.
 
-        If `expected` would lie around the ring's end, the bytes are left to `take`.
+        If `expected` would wrap around the ring's end, the bytes are left to `take`.
         """
         expected_bytes = len(into)
         size, at = len(expected) + expected_bytes, self.head & self._capacity - 1
@@ -387,7 +390,7 @@ class RingReader:
         # Compare without taking: bytes that are not the expected ones stay for `take`.
         if self._words[_TAIL] - self.head != size or self._data[at:data_at] != expected:
             return False
-        # From here to the head without a call: after an interruption a client has both updates, or neither.
+        # Until the head is stored there is no call in which an interruption could separate the copy from the counter.
         if expected_bytes:
             first_bytes = self._capacity - data_at
             if first_bytes >= expected_bytes:
@@ -397,7 +400,7 @@ class RingReader:
                 into[first_bytes:] = self._data[: expected_bytes - first_bytes]
         words = self._words
         words[_HEAD] = self.head = self.head + size
-        # The bytes are counted already; this wakes a writer that waits for room.
+        # The bytes are counted already; this only wakes a writer that waits for room.
         self.advance(0, 0)
         return True
 
@@ -410,12 +413,12 @@ class RingReader:
         self._barrier.release()
         if words[_WRITER_SLEEPS] and unread_bytes * 2 <= self._capacity:
             # Clear the word before the wake: the writer may set it again.
-            words[_WRITER_SLEEPS] = 0  # before the wake: the reader may set the word again
+            words[_WRITER_SLEEPS] = 0
             with suppress(OSError):
                 self._wake()
 
     def doze(self) -> bool:
-        """Announce that this side waits for bytes. Returns False if there are some already."""
+        """Announce that this side will sleep until bytes come. Returns False if there are some already."""
         # Announce first, then check again, as in `RingWriter.doze`.
         self._words[_READER_SLEEPS] = 1
         self._barrier.acquire(False)
@@ -426,11 +429,11 @@ class RingReader:
         return False
 
     def rise(self) -> None:
-        """This side is awake and looks for bytes by itself: the writer need not wake it."""
+        """Announce that this side is awake and polls for bytes itself, so that the writer need not wake it."""
         self._words[_READER_SLEEPS] = 0
 
     def leave(self) -> None:
-        """Announce that this side leaves: the next write tries to wake it and so notices."""
+        """Announce that this side leaves: the peer's next write tries to wake it, fails, and so notices."""
         self._words[_READER_SLEEPS] = 1
 
     def release(self) -> None:
@@ -442,13 +445,14 @@ class RingReader:
 class SyncWords:
     """The client's end of two words by which it waits for all that it has sent, without a frame either way.
 
-    The client writes a request's number, higher than that of every request in the ring, next to its tail. A worker that
-    looks at the ring anyway answers in the replies' words once it has taken all that the ring holds: twice the number,
-    and one more if all work of the session has ended well. The even number, or none in time, leaves it to a SYNC.
+    Next to its tail, the client writes a request number that is higher than that of every request in the ring. A worker
+    that is polling the ring answers in the replies' words once it has taken everything from the ring: with twice the
+    number, plus one if all work of the session has succeeded. After the even number, or if no answer comes in time, the
+    client sends SYNC.
 
     Args:
         memory: All of the shared memory.
-        barrier: The barrier of the requests' end, for use in its turn.
+        barrier: The barrier of the requests' writer, which the two use in turn.
     """
 
     __slots__ = ("_acquire", "_release", "_words")
@@ -458,7 +462,7 @@ class SyncWords:
         self._acquire, self._release = barrier.acquire, barrier.release
 
     def ask(self, number: int) -> bool:
-        """Write the number; False if the worker sleeps, and will not look."""
+        """Write the number. Returns False if the worker sleeps, so that no answer will come."""
         # The number, the barrier, then the check whether the worker sleeps: as for bytes that are put in.
         words = self._words
         words[_AWAITED] = number
@@ -468,14 +472,13 @@ class SyncWords:
 
     def poll(self, number: int, times: int) -> bool | None:
         """Read the answer up to `times` times: whether all ended well; None if it has not come."""
-        words, yes = self._words, 2 * number + 1
+        words, succeeded = self._words, 2 * number + 1
         for _ in range(times):
-            # The worker alone writes this word, and each answer has the number that it answers: an old one is never
-            # taken for it.
+            # Each answer contains the request's number, so an old answer is not mistaken for this one.
             answer = words[_ANSWER]
-            if answer == yes:
+            if answer == succeeded:
                 return True
-        return False if answer == yes - 1 else None
+        return False if answer == succeeded - 1 else None
 
     def release(self) -> None:
         """Release the view of the memory. No other call may follow."""
@@ -503,13 +506,13 @@ def worker_ends(
 
 
 def _places(layout: RingLayout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    # In each place: the number of the ring's first word, the offset of its bytes, and their number.
+    # In each place: the index of the ring's first word, the offset of its bytes, and its capacity.
     replies_at = DATA_AT + layout.request_bytes
     return (0, DATA_AT, layout.request_bytes), (_WORDS_PER_RING, replies_at, layout.reply_bytes)
 
 
 MAX_DESCRIPTORS: Final = 3
-"""Descriptors with ATTACH's reply: one for each kind of `SharedMemory`."""
+"""Maximum number of descriptors with ATTACH's reply: one for each kind of `SharedMemory`."""
 
 _U64: Final = struct.Struct(">Q")
 _WORDS: Final = bytes([SESSION_WORDS_VERSION])
@@ -556,7 +559,7 @@ class SharedMemoryRequest:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryGrant:
-    """The shared memory that a worker gives.
+    """The shared memory that a worker provides.
 
     Attributes:
         ring: The layout of the first descriptor's memory; None without a ring.
@@ -569,7 +572,7 @@ class SharedMemoryGrant:
     words: bool = False
 
     def to_options(self) -> tuple[Tlv, ...]:
-        """The options of ATTACH's reply: one for each kind of memory that is given, in the descriptors' order."""
+        """The options of ATTACH's reply: one for each kind of memory provided, in the descriptors' order."""
         options = [] if self.ring is None else [Tlv(SharedMemory.RING, self.ring.to_bytes())]
         if self.arena_bytes:
             options.append(Tlv(SharedMemory.ARENA, _U64.pack(self.arena_bytes)))
@@ -580,8 +583,7 @@ class SharedMemoryGrant:
     def from_options(cls, options: Iterable[Tlv]) -> Self:
         """Return the shared memory in the options of ATTACH's reply."""
         values = {option.type: option.value for option in options}
-        # The same rule applies to memory that the worker offers: a client that does not know a layout gets no such
-        # memory.
+        # A layout of another version counts as absent, as in `SharedMemoryRequest.from_options`.
         ring = values.get(SharedMemory.RING)
         layout = None if ring is None else RingLayout.from_bytes(ring)
         return cls(layout, _number(values.get(SharedMemory.ARENA)), values.get(SharedMemory.WORDS) == _WORDS)

@@ -42,8 +42,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 RPC_VERSION: Final = 1
 """The version of everything in this module."""
 
-REQUEST_AT: Final = 0
 # The two halves of the memory. A side writes only into its own half, and the status of the other.
+REQUEST_AT: Final = 0
 REPLY_AT: Final = 32768
 SHARED_BYTES: Final = 65536
 """The size of the memory, which one caller shares with the server alone."""
@@ -51,7 +51,7 @@ SHARED_BYTES: Final = 65536
 HEADER_BYTES: Final = 17
 STATUS_AT: Final = 12
 MAX_PAYLOAD_BYTES: Final = REPLY_AT - REQUEST_AT - HEADER_BYTES
-"""The rest of a region: 32,751 bytes. Stops a length that leads out of it."""
+"""The rest of a region: 32,751 bytes. Stops a length beyond the region's end."""
 
 TIME_LEFT_AT: Final = SHARED_BYTES - 12
 """The offset of a call's time limit."""
@@ -62,13 +62,13 @@ MAX_LEFT_MS: Final = 2**32 - 1
 """The longest time limit: seven weeks."""
 
 MAX_ERROR_TEXT_BYTES: Final = 1024
-"""The length of an error's text; a longer one is cut."""
+"""Maximum number of bytes of an error's text; a longer one is truncated."""
 
 DESCRIBE: Final = 0
 """The method that every server has."""
 
 
-# Numbers of the wire: one that was given away keeps its meaning in every version.
+# Once assigned, a number keeps its meaning in every version.
 class CallStatus(IntEnum):
     """A region's status; any other byte is a mistake."""
 
@@ -91,7 +91,7 @@ class CallErrorCode(IntEnum):
     QUEUE_FULL = 4
     """Nothing was done; ask again later."""
     TOO_LATE = 5
-    """The call can't be done, or was not begun, within its time limit; nothing was done."""
+    """The call can't be done, or was not started, within its time limit; nothing was done."""
     UNAVAILABLE = 6
     """The model has no lease now; nothing was done."""
     LEASE_LOST = 7
@@ -105,7 +105,7 @@ HEADER: Final = c.Struct(
 )
 """The definition of a region's header; HEADER_FAST reads the same bytes faster."""
 
-# Both forms in one pass of C: a call parses each header once, and construct would cost more than the call.
+# For each call, both sides build and parse headers, and with construct that would cost more than the call.
 HEADER_FAST: Final = struct.Struct("<QIBI")
 
 TIME_LEFT: Final = c.Struct("request_id" / c.Int64ul, "left_ms" / c.Int32ul)

@@ -1,26 +1,27 @@
 """The session's words: a page that the broker writes, and that the session's worker and its clients map read-only.
 
-It shows whether the lease and each of its regions are still active. A client refuses a launch by one load of it, and
-the worker looks at the regions' words before each launch. There is one page for each session, with no word of another
-session. Clients are never trusted: a page that no client has decides what a worker does after the lease's end.
+It shows whether the lease and each of its regions are still active. A client decides by one load from it whether to
+refuse a launch, and the worker reads the regions' words before each launch. There is one page for each session, with no
+word of another session. Clients are never trusted: what a worker does after the lease's end is decided by another page,
+which no client has.
 
-Each field is an aligned, native u64, read and written one at a time (x86-64: such a store is seen whole, and stores
-are seen in their order).
+Each field is an aligned, native u64, read and written one at a time (on x86-64, such a store becomes visible as a
+whole, and stores become visible in their order).
 
     byte                                        field
-       0  epoch: raised after every change      an unchanged epoch says that no region's word or deadline has changed
+       0  epoch: raised after every change      unchanged as long as no region's word or deadline has changed
           of a region
        8  lease's word                          0 while it lives, then the (positive) number of its end's status
       16  lease's generation                    raised by each renewal
       64  256 words of regions, by slot         number << 32 | state
-    2112  lease's cause of end                  32 bytes of UTF-8, filled up with zeros; there before the word
+    2112  lease's cause of end                  32 bytes of UTF-8, padded with zeros; written before the word
     2144  length of the reason
-    2152  why an operator ended the lease       512 bytes of UTF-8; there before the word
+    2152  why an operator ended the lease       512 bytes of UTF-8; written before the word
     4096  256 times of the last change          monotonic ns
     8192  256 deadlines                         monotonic ns; the worker refuses launches from then on by itself
 
 A region's number is raised whenever its slot gets another region, so a region set that names an earlier one is
-refused. No state leads back to ACTIVE but CANCELLED, and none leads from an end to another. No lease's word goes back.
+refused. Only CANCELLED can become ACTIVE again. Once a region or the lease has ended, its state never changes.
 """
 
 import struct
@@ -45,7 +46,7 @@ CAUSE_BYTES: Final = 32
 REASON_LENGTH_AT: Final = 2144
 REASON_AT: Final = 2152
 MAX_SHOWN_REASON_BYTES: Final = 512
-"""Longest reason on the page, in bytes; a longer one is cut."""
+"""Maximum number of bytes of a reason on the page; a longer one is truncated."""
 
 FLIPPED_AT: Final = 4096
 DEADLINES_AT: Final = 8192
@@ -65,7 +66,7 @@ class RegionWord(IntEnum):
 
 
 ENDED_WORDS: Final = frozenset({RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED})
-"""Words from which a region does not come back."""
+"""States of a region that has ended."""
 
 STATUS_OF_WORD: Final[Mapping[RegionWord, Status]] = MappingProxyType(
     {
@@ -80,7 +81,7 @@ STATUS_OF_WORD: Final[Mapping[RegionWord, Status]] = MappingProxyType(
 NUMBER_SHIFT: Final = 32
 
 _STATE_MASK: Final = (1 << NUMBER_SHIFT) - 1
-# A look-up costs a fraction of a call of the enum.
+# Looking up a state here costs a fraction of calling the enum.
 _STATES: Final = {int(state): state for state in RegionWord}
 
 
@@ -90,8 +91,8 @@ def word_of(number: int, state: RegionWord) -> int:
 
 
 def split_word(word: int) -> tuple[int, RegionWord | None]:
-    """Return a word's number and state; None for a state of a newer broker, or one that no broker writes."""
-    # An unknown state comes from a newer broker: the caller treats it as no permission to launch.
+    """Return a word's number and state. The state is None if it is unknown, for example that of a newer broker."""
+    # The caller must not allow a launch if the state is unknown.
     return word >> NUMBER_SHIFT, _STATES.get(word & _STATE_MASK)
 
 
@@ -124,7 +125,7 @@ class WordViews(NamedTuple):
 
 def views_of(page: memoryview) -> WordViews:
     """Return the views of a mapped page, and release `page`. They can be written if the page can be."""
-    # A view of a part keeps the mapping by itself; a view of the whole page would keep it from being unmapped.
+    # The page can be unmapped only when all views are released, so release those of the whole page here.
     with page, page.cast("Q") as fields:
         alone = (EPOCH_AT, LEASE_WORD_AT, GENERATION_AT, REASON_LENGTH_AT)
         columns = (WORDS_AT, FLIPPED_AT, DEADLINES_AT)
@@ -136,12 +137,12 @@ def views_of(page: memoryview) -> WordViews:
 
 def cause_of(page: bytes) -> str:
     """Return the name of the cause for which the lease has ended, on a copy of the page; "" while it lives."""
-    # The cause was written before the word that announces it, so a page with an ended lease has it whole.
+    # The broker writes the cause before the word, so it is complete on a page whose lease has ended.
     return page[CAUSE_AT : CAUSE_AT + CAUSE_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
 def reason_of(page: bytes) -> str:
-    """Return the reason of an operator who has ended the lease, on a copy of the page; "" if there is none."""
-    # The length may be of any value on a broken page; the slice is bounded either way.
+    """Return an operator's reason for ending the lease, on a copy of the page; "" if there is none."""
+    # The length on a broken page may be any number, so bound it.
     (length,) = _U64.unpack_from(page, REASON_LENGTH_AT)
     return page[REASON_AT : REASON_AT + min(length, MAX_SHOWN_REASON_BYTES)].decode(errors="ignore")

@@ -6,8 +6,8 @@
 
     read_settings(PoolSettings, {"contexts": 65})  # BadSetting: contexts must be a whole number from 0 to 64, not 65
 
-The daemon, the gateway, the model server and the decode server declare their settings so. The example files and the
-tables of the manuals are made from these declarations, or a test compares them.
+The daemon, the gateway, the model server and the decode server declare their settings in this way. The example files
+and the tables of the manuals are made from these declarations, or a test compares them.
 
 A field's type decides what its value may be: bool, int, float, str, an Enum (one of its values), or another declaration
 (a table). Any other type needs a `read` function. A field without a Setting is not a setting.
@@ -29,11 +29,11 @@ from gpulease.protocol.foreign_text import shortened
 from gpulease.protocol.sizes import parse_size
 
 MAX_WHOLE: Final = 2**31 - 1
-"""The largest count, number of seconds or number of milliseconds, where a setting has no bound of its own. A larger one
-is a typing mistake; as nanoseconds it could exceed what a clock, a control page or a socket option holds."""
+"""The largest whole number of a setting that has no bound of its own. A larger one is a typing mistake; as nanoseconds
+it could exceed what a clock, a control page or a socket option holds."""
 
 MAX_SHOWN_CHARS: Final = 200
-"""Characters of a wrong value in an error. A file's value may have megabytes."""
+"""Maximum number of characters of a wrong value that an error shows. A file's value may have megabytes."""
 
 _BARE: Final = re.compile(r"[A-Za-z0-9_:.-]+", re.ASCII)
 
@@ -84,10 +84,10 @@ class Setting:
             without text if `what` says all. None: the field's type decides.
         least: The smallest number.
         most: The largest number; None for no bound, but MAX_WHOLE for a whole number in a file.
-        over: What the number must be more than.
-        or_zero: Whether 0 is taken as well.
+        over: A number that the value must exceed.
+        or_zero: Whether 0 is accepted in addition to the bounds.
         unit: The unit of the bounds in errors.
-        choices: The texts that are taken; () for any.
+        choices: The texts that are accepted; () for any.
         example: A value in TOML, for the example file; "" to write the default.
         is_secret: Whether errors must not repeat the value.
         is_reloaded: Whether a reload applies it.
@@ -124,13 +124,13 @@ class Setting:
 
     def has_within(self, number: float) -> bool:
         """Return whether a number is within the bounds; nan never is."""
-        # 0 usually means "off", so it is allowed in addition to the bounds and is checked first.
+        # 0 usually means "off", and may be outside the bounds.
         if self.or_zero and number == 0:
             return True
         # Comparisons with nan are false, so nan fails whichever bound there is.
         is_enough = number >= (self.least if self.least is not None else number)
-        is_over = self.over is None or number > self.over
-        return is_enough and is_over and (self.most is None or number <= self.most)
+        is_above = self.over is None or number > self.over
+        return is_enough and is_above and (self.most is None or number <= self.most)
 
 
 def _number_text(bound: float | None) -> str:
@@ -178,7 +178,7 @@ class Declared:
         return _WHAT.get(self.kind, "a table")
 
     def value_of(self, value: Any) -> Any:
-        """Return the field's value for a file's. Raises BadSetting."""
+        """Return the field's value for the value in a file. Raises BadSetting."""
         try:
             return self._read(value)
         # A secret's error must not repeat the value, and neither must an error of its read function.
@@ -217,7 +217,7 @@ class Declared:
         if setting.choices and result not in setting.choices:
             raise must_be(self.what, value, did_you_mean(value, setting.choices, ""))
         self.check_bounds(result, value)
-        # Only whole numbers of a file without a bound of their own: the read function of another has checked it.
+        # MAX_WHOLE bounds whole numbers without a bound of their own. A `read` function has checked its own result.
         if self.kind is int and setting.read is None and setting.most is None and result > MAX_WHOLE:
             raise must_be(f"at most {MAX_WHOLE}", value)
         return result
@@ -244,15 +244,15 @@ def declared(kind: type) -> Mapping[str, Declared]:
     Raises:
         TypeError: A field's type says nothing about its values, and no `read` function does; or two have one key.
     """
-    of_any: Any = kind
-    return _declared(of_any)
+    hashable: Any = kind
+    return _declared(hashable)
 
 
 @cache
 def _declared(kind: Any) -> Mapping[str, Declared]:
     settings_by_key: dict[str, Declared] = {}
     hints = typing.get_type_hints(kind, include_extras=True)
-    # Each field with an annotation of `Setting` is a setting; others are fields of the class alone.
+    # Each field whose annotation has a `Setting` is a setting; operators can't set the others.
     for item in fields(kind):
         if get_origin(hints[item.name]) is not Annotated:
             continue
@@ -260,10 +260,10 @@ def _declared(kind: Any) -> Mapping[str, Declared]:
         settings = [note for note in notes if isinstance(note, Setting)]
         if not settings:
             continue
-        # The default, made now if it is made by a call; MISSING means that a file must give it.
+        # Call the default's factory, if it has one. MISSING means that a file must give the setting.
         default = item.default if item.default_factory is MISSING else item.default_factory()
         entry = Declared(settings[0].key or item.name, item.name, _without_none(inner), default, settings[0])
-        # Everything that a declaration lacks is found when it is first read, so a test of each class finds all of it.
+        # A mistake in a declaration is an error when its class is first read, so a test of each class finds all.
         is_known = entry.kind in (bool, int, float, str) or entry.table is not None
         if not (is_known or entry.setting.read or (isinstance(entry.kind, type) and issubclass(entry.kind, Enum))):
             raise TypeError(f"{kind.__name__}.{item.name} needs a read function: its type is {entry.kind}")
@@ -311,7 +311,7 @@ def read_values(kind: type | Mapping[str, Declared], table: Any) -> dict[str, An
 
 
 def read_settings(kind: type[Settings], table: Any) -> Settings:
-    """Return a table as the class that declares its settings. Raises BadSetting, also if the class does."""
+    """Return a table as an instance of the class that declares its settings. Raises BadSetting."""
     values = read_values(kind, table)
     # The class may check its settings against each other, and says what is wrong without a setting's name.
     try:
@@ -343,7 +343,7 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 def read_choice(kind: type[Choice], value: Any, without: Iterable[Choice] = ()) -> Choice:
-    """Return the member of that value, but none of `without`. Raises BadSetting."""
+    """Return the member with that value. Raises BadSetting if there is none, or if it is one of `without`."""
     values = [choice.value for choice in kind if choice not in without]
     if value not in values:
         raise must_be(any_of(values), value, did_you_mean(value, values, ""))
