@@ -105,7 +105,7 @@ class ArrayLayout:
                 offset += stride * _place(part, length, number)
         if len(shape) > MAX_DIMENSIONS:
             raise InvalidRequest(f"index: an array has at most {MAX_DIMENSIONS} dimensions, not {len(shape)}")
-        # Without elements, the sum of strides may be outside the buffer.
+        # If there are no elements, the computed offset may be outside the buffer.
         return type(self)(tuple(shape), tuple(strides), offset if 0 not in shape else self.offset, self.item_bytes)
 
     def broadcast(self, shape: tuple[int, ...], operation: str) -> Self:
@@ -121,7 +121,7 @@ class ArrayLayout:
         # 1.
         own = list(zip(self.shape, self.strides, strict=True))[max(0, -more) :]
         own = [(1, 0)] * max(0, more) + own
-        # A length of 1 repeats; any other must be the wanted one.
+        # A length of 1 is repeated; any other must be the target's.
         fits = all(length in (1, target_length) for (length, _), target_length in zip(own, shape, strict=True))
         if not fits or any(length != 1 for length in self.shape[: max(0, -more)]):
             raise InvalidRequest(f"{operation}: an array of shape {self.shape} does not fit one of shape {shape}")
@@ -132,10 +132,10 @@ class ArrayLayout:
 
 
 def checked_shape(shape: Any, item_bytes: int, operation: str) -> tuple[int, ...]:
-    """The shape that one length or a sequence of lengths stands for.
+    """Return a shape that is given as one length or as a sequence of lengths, as a tuple.
 
     Args:
-        shape: What the program gave.
+        shape: The program's value.
         item_bytes: Size of an element; bounds the product of the lengths to MAX_ARRAY_BYTES.
         operation: The operation, for messages.
 
@@ -162,7 +162,7 @@ def checked_shape(shape: Any, item_bytes: int, operation: str) -> tuple[int, ...
 
 def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
     """Complete an index to one item per dimension, plus its Nones. Raises InvalidRequest."""
-    # Count what the index says; the rest is filled up with whole dimensions.
+    # Count the dimensions that the index names; it takes the others whole.
     items = key if isinstance(key, tuple) else (key,)
     taken = sum(item is not None and item is not ... for item in items)
     # `...`, or else the end of the index, stands for all dimensions that were not given.

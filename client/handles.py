@@ -97,7 +97,7 @@ class Buffer(Handle):
 
     def lend(self) -> None:
         """Free nothing when the last reference is dropped: the lease holds the memory from now on."""
-        # The class decides what the destructor does, and the object stays the same for all who hold it.
+        # Change the class, which decides what the destructor does; all references to the object stay valid.
         self.__class__ = BorrowedBuffer
 
     def check_range(self, offset: int, size_bytes: int, subject: str) -> None:
@@ -115,7 +115,7 @@ class BorrowedBuffer(Buffer):
     __slots__ = ()
 
     def __del__(self) -> None:
-        """Free nothing: the lease or the other reference does."""
+        """Free nothing: the memory belongs to the lease or to another reference."""
 
 
 class Module(Handle):
@@ -180,7 +180,7 @@ class Variable(BorrowedBuffer):
 
     @owner.setter
     def owner(self, owner: HandleOwner | None) -> None:
-        """Change nothing: the module's own owner counts."""
+        """Ignore it: the owner is always the module's."""
 
     def check(self, session: HandleOwner, subject: str) -> None:
         """Raise InvalidHandle, naming the operation `subject`, if the module can't be used in `session`."""

@@ -147,13 +147,12 @@ def copy(array: A, stream: StreamHandle | None) -> Calls[A]:
 def fill(array: SessionArray, value: Any, stream: StreamHandle | None) -> Calls[None]:
     """Write one number to every element. Raises InvalidRequest if the value is not one number, or does not fit."""
     number = host_value(value, array.dtype, "fill")
-    # Every element gets the same bytes, so send only one unit of them to the card.
     if number.ndim:
-        # The kernel writes whole units: repeat the element's bytes up to the widest unit.
         raise InvalidRequest(
             f"fill: the value must be one number, not {quoted(value)}", "a[...] = values takes several"
         )
     if array.size:
+        # The kernel writes whole units: repeat the element's bytes up to the widest unit.
         pattern = number.tobytes() * (MAX_UNIT_BYTES // number.itemsize)
         yield from _launch(array, None, pattern, stream)
 
@@ -174,8 +173,8 @@ def assign(array: SessionArray, value: Any, stream: StreamHandle | None) -> Call
     layout = ArrayLayout.contiguous(data.shape, data.itemsize).broadcast(array.shape, "assign")
     if not array.size:
         return
-    # Contiguous on both sides: copy the bytes straight there. Otherwise upload the values, and let the kernel on the
-    # card distribute them.
+    # If both sides are contiguous, copy the bytes directly. Otherwise upload the values, and let the kernel on the card
+    # distribute them.
     if array.is_contiguous and layout.is_contiguous:
         yield from _write(array, data, stream)
         return
@@ -191,7 +190,7 @@ def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamH
             "Arrays are not converted on the card: write a kernel that does, or go by .numpy().astype(...)",
         )
     layout = source.layout.broadcast(array.shape, "assign")
-    # Both are in the same buffer: there is nothing to do for the same elements, and overlapping ones need an extra
+    # If both are in the same buffer, there is nothing to do for the same elements, and overlapping ones need an extra
     # copy.
     if source.buffer.handle == array.buffer.handle:
         if layout == array.layout:
@@ -205,7 +204,7 @@ def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamH
     yield from _transfer(array, _viewed(source, layout), stream)
 
 
-# --- their parts ---
+# --- parts of these operations ---
 
 
 def _viewed(array: A, layout: ArrayLayout) -> A:
@@ -234,8 +233,7 @@ def _launch(to: SessionArray, source: SessionArray | None, pattern: bytes, strea
         args.push_u64(0)
     else:
         args.push_buffer(source.buffer, source.layout.offset)
-    # Load the kernel on first use. A recording in progress leaves this out, because the worker does not know
-    # recordings.
+    # Load the kernel on first use. A recording in progress does not include this: a graph can't load a module.
     module = to.session._array_kernels
     if module is None or not module.is_alive:
         module = to.session._array_kernels = yield to.session._session.resources.load_unrecorded(_ptx(), ModuleBase)
@@ -261,7 +259,7 @@ def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
     """The numpy dtype of elements that kernels support.
 
     Args:
-        dtype: What the program gave: a dtype, or the name of one.
+        dtype: The program's value: a dtype, or the name of one.
         operation: The operation, for messages.
 
     Raises:

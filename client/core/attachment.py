@@ -29,7 +29,8 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import SharedMemoryRequest
 
 ATTACH_LIMIT_S: Final = 30.0
-"""Longest time for a session to open, in seconds. A process with its context takes 0.6 s, and sixteen at once 3 s."""
+"""Longest time for a session to open, in seconds. Starting a process and its context takes 0.6 s, or 3 s if sixteen
+start at once."""
 
 MEM_WRITE_FIXED_BYTES: Final = 20
 """Bytes of a MEM_WRITE's payload other than data: handle, offset and length."""
@@ -43,7 +44,7 @@ _ABILITIES: Final = {spec.op: spec.ability for spec in SPECS.values() if spec.is
 
 @lru_cache(maxsize=64)
 def _served(options: frozenset[int]) -> frozenset[Opcode]:
-    """Return the operations that a worker with these abilities serves. Cached, as few different sets occur."""
+    """Return the operations that a worker with these abilities serves. Cached, because few different sets occur."""
     return frozenset(op for op, ability in _ABILITIES.items() if ability is None or ability in options)
 
 
@@ -100,8 +101,8 @@ class LentArrays:
 
 MAX_HELD_BYTES: Final = 16 << 20
 HELD_PART: Final = 16
-"""Maximum number of bytes that freed buffers may continue to occupy in a session, also as a fraction of its slice (1 of
-this many parts). It is so small that any allocation that needs these bytes can have them freed first."""
+"""Freed buffers may continue to occupy at most MAX_HELD_BYTES of a session, and at most 1/HELD_PART of its slice. That
+is so little that they can be freed first whenever an allocation needs their bytes."""
 
 
 MAX_HELD_BUFFERS: Final = 64
@@ -166,9 +167,9 @@ class HeldBuffers:
         # No call may follow after the list is made: after an interrupt the buffers are either still held, or their
         # frees are in `dropped`.
         frees = [(Opcode.MEM_FREE, handle) for handles in self._by_size.values() for handle in handles]
-        none: dict[int, list[int]] = {}
+        empty: dict[int, list[int]] = {}
         self._held_bytes = self._count = 0
-        self._by_size = none
+        self._by_size = empty
         dropped += frees
 
 
@@ -184,7 +185,7 @@ class Attachment:
         connection: The protocol's state of that connection.
         writer: The channel's writer, for frames that no caller waits for.
         reply: The worker's reply to ATTACH.
-        served: The operations that the worker serves, by the abilities in that reply.
+        served: The operations that the worker serves, according to the abilities in that reply.
         lease_bytes: The lease's size when the worker replied.
         end: How the session ended; None before its end.
         arena: Memory shared with the worker; None if there is none.
@@ -197,7 +198,7 @@ class Attachment:
         held: Buffers that were freed; the next allocation of their size reuses them.
         lent: Arrays that the worker may still use.
         chunk_bytes: Size of the pieces into which copies are cut.
-        quiet_bytes: Largest write that is not waited for.
+        quiet_bytes: Largest write that is queued without waiting.
         max_payload_bytes: Largest payload that the daemon accepts.
         recording: The recording in progress; None while the session does not record.
         has_sync_word: Whether a sync needs no frame: the session has SYNC_WORD.
@@ -247,7 +248,7 @@ class Attachment:
     @property
     def end_failure(self) -> Failure | None:
         """Return the end of the session, or else of its lease; None while neither has ended."""
-        # The broker's word is read before the client's own record, because it is the first to know.
+        # Read the lease's word first: the broker writes it before the client can know of the end in another way.
         if self.end is None and self.lease_word[0]:
             self.lease.poll_words()
         return self.end or self.lease.end_failure
@@ -257,9 +258,9 @@ class Attachment:
 
         The session's `with` block does not raise it again.
         """
-        if (over := self.end_failure) is not None:
-            self.last_raised = over
-            raise error_of(over, operation)
+        if (end := self.end_failure) is not None:
+            self.last_raised = end
+            raise error_of(end, operation)
 
     @property
     def is_alive(self) -> bool:
@@ -299,7 +300,7 @@ class Attachment:
             1, min(DATA_CHUNK_BYTES, MAX_DATA_BYTES, hello.max_payload_bytes - MEM_WRITE_FIXED_BYTES)
         )
         self.quiet_bytes = min(QUIET_WRITE_BYTES, self.chunk_bytes)
-        # Step 3: ATTACH's reply takes as long as making a context, so it has its own deadline.
+        # Step 3: the worker makes a context before it replies to ATTACH, so the reply has a deadline of its own.
         try:
             deadline = FixedDeadline(ATTACH_LIMIT_S, "attach", lease.address)
             answer: Any = yield from receive(self.channel, number, deadline)
@@ -329,7 +330,7 @@ class Attachment:
 
     def _begin(self, reply: AttachReply) -> None:
         self.reply = reply
-        # The reply's options show what this worker can do; an older worker has fewer.
+        # The reply's options are the worker's abilities; an older worker has fewer.
         self.served = _served(frozenset([option.type for option in reply.options]))
         self.lease_bytes = self.lease.grant.size_bytes
         # Replace the channel by one of the session's kind: a ring, or a socket that gathers frames.
@@ -355,12 +356,11 @@ class Attachment:
         """Leave the session to the parent process (`fork_guard.Inherited`).
 
         Returns:
-            A new lock that replaces the old one: one of the parent's threads may have held that, forever.
+            A new lock. In this process the old one may never be released: a thread of the parent may have held it.
         """
         if self.end is None:
             self.end = OWNED_BY_PARENT
-        # The child must not write to the arena, which the parent's worker reads.
-        # The parent allocates the arena's memory.
+        # The child must not write to the arena: the parent allocates its memory, and the parent's worker reads it.
         self.arena = None
         self.lock = type(self.lock)()
         return self.lock
@@ -387,7 +387,7 @@ class Attachment:
             self.finish(_CLOSED)
 
     def finish(self, failure: Failure) -> None:
-        """End the session permanently. A reason that is known already is kept."""
+        """End the session permanently. The first recorded reason is kept."""
         if self.end is None or self.end is _NOT_OPEN:
             self.end = failure
         self.channel.close()
@@ -411,7 +411,7 @@ class Attachment:
         elif self.lease.end_failure is not None:
             failure = self.lease.end_failure
         elif failure.status is Status.SESSION_FAILED:
-            # The worker only knows that the session is over, but not why.
+            # The worker knows that the session has ended, but not why.
             reason = yield from find_end_reason(self.lease, failure)
             failure = failure if reason.status is Status.DISCONNECTED else reason
         elif not self.channel.link.is_end_explained:

@@ -28,7 +28,7 @@ SMALL_READ_BYTES: Final = 32 << 10
 """Largest read that waits for its reply by spinning; the ring has room for much more."""
 
 READ_WINDOW: Final = 4
-"""MEM_READs in flight at once: enough for the worker to copy the next chunk while this one is being received."""
+"""Number of MEM_READs in flight: enough for the worker to copy the next chunk while this one is being received."""
 
 COPY_BYTES_PER_NS: Final = 20
 """Rate of a slow bus. For the reply to an arena copy, the client spins for the time that the copy takes at this rate,
@@ -174,7 +174,7 @@ class Copies(CopyCommands):
         self._operations.check(buffer, Buffer, "mem_read")
         self._refused.check_copy(buffer, "mem_read")
         check_range(buffer, offset, nbytes, "mem_read")
-        # Without `into`, read into memory of our own, and return it as bytes at the end.
+        # Without `into`, read into a new bytearray, and return its bytes at the end.
         owned = bytearray(nbytes) if into is None else None
         target = writable_bytes(into if owned is None else owned, nbytes, "mem_read")
         if nbytes:

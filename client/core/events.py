@@ -23,7 +23,7 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import CapabilityPresent, LeaseRef, LeaseSubscribe
 
 EVERY_LEASE: Final = 0
-"""Stands for a lease's id, and means all leases that the daemon shows this user."""
+"""A lease id that stands for all leases that the daemon shows this user."""
 
 WAIT_S: Final = 3600.0
 """Longest single wait for an event, in seconds; any number of waits may follow."""
@@ -47,7 +47,7 @@ class LeaseEvent:
         phase: ACTIVE, WARNING, GRACE, TEARDOWN, ENDED; a newer daemon may send another number.
         left_s: At most this many seconds until the next phase; 0 if that is not known.
         generation: The lease's generation, which each renewal increments.
-        cause: Why it ends or ended, as one word; "" while nothing ends it.
+        cause: Why it has ended or is ending, as one word; "" before that.
         reason: The cause as a sentence, or the reason of a warning.
         lost: Number of events that were dropped before this one because they were not read.
     """
@@ -93,7 +93,7 @@ class ForwardRevoked:
 
 def event_of(notification: Notification) -> LeaseEvent:
     """Convert a notification of a lease's phase."""
-    # A newer daemon may send a phase that this client does not know; it is passed on as a number.
+    # A newer daemon may send a phase that this client does not know; pass it on as a number.
     event = notification.event
     phase = _KNOWN_PHASES.get(event.phase, event.phase)
     return LeaseEvent(
@@ -132,7 +132,7 @@ class Subscription(Generic[E]):
         self._body = body
         self._token = token
         self._channel: Channel | None = None
-        self._is_over = False
+        self._is_closed = False
 
     def open(self) -> Procedure[None]:
         """Subscribe. Raises NotFound for a lease that is not this user's, Busy if there are too many subscriptions."""
@@ -149,7 +149,7 @@ class Subscription(Generic[E]):
             assert channel is not None
             raise disconnected(ended, channel, _DOING) from None
         finally:
-            # The call was interrupted or refused: nothing else has this connection, so close it here.
+            # If the call was interrupted or refused, nothing else refers to this connection, so close it.
             if channel is not None and self._channel is not channel:
                 channel.close()
 
@@ -159,17 +159,17 @@ class Subscription(Generic[E]):
         if channel is None:
             return None
         # Events may have arrived together with an earlier one; then no wait is needed.
-        while not channel.link.notifications and channel.link.end is None and not self._is_over:
+        while not channel.link.notifications and channel.link.end is None and not self._is_closed:
             yield Wait(channel, False, WAIT_S)
             channel.pump()
-        if channel.link.notifications and not self._is_over:
+        if channel.link.notifications and not self._is_closed:
             event = self._read(channel.link.notifications.popleft())
             if self._is_last(event):
                 # The lease has ended, so no further event can come; the program's loop ends on its own.
                 self.close()
             return event
-        # None instead of an event: either this side has closed the subscription, or the connection has ended.
-        is_closed_here = self._is_over
+        # There is no event: either this side has closed the subscription, or the connection has ended.
+        is_closed_here = self._is_closed
         self.close()
         if is_closed_here or channel.link.end is None:
             return None
@@ -183,7 +183,7 @@ class Subscription(Generic[E]):
 
     def wake(self) -> None:
         """Begin to close: make a thread or task that waits for an event stop waiting."""
-        self._is_over = True
+        self._is_closed = True
         if self._channel is not None:
             # Shut the socket down, which wakes a thread that polls it. A close would not wake it.
             with suppress(OSError):
@@ -192,7 +192,7 @@ class Subscription(Generic[E]):
     def close(self) -> None:
         """End the subscription by closing its connection."""
         # Forget the channel first, so that a second call finds nothing to close.
-        channel, self._channel, self._is_over = self._channel, None, True
+        channel, self._channel, self._is_closed = self._channel, None, True
         if channel is not None:
             channel.close()
 

@@ -30,7 +30,7 @@ CONNECT_LIMIT_S: Final = 10.0
 swaps."""
 
 CONTROL_REPLY_LIMIT_S: Final = 30.0
-"""Longest time for a control request, in seconds, in addition to the wait that it asks for. To free a lease, the daemon
+"""Longest time for a control request, in seconds, in addition to its own wait for room. To free a lease, the daemon
 waits until a process is reaped and its memory is proved free, which takes well under a second. After this time, the
 daemon is assumed to hang."""
 
@@ -39,13 +39,13 @@ PING_AFTER_S: Final = 2.0
 for room. A grant without a wait takes far less, so hardly any acquire pings."""
 
 LATE_S: Final = 1.0
-"""A deadline that is noticed later than this, in seconds, was missed by this process: it was stopped (job control, a
+"""If this process notices a deadline later than this, in seconds, the delay is its own: it was stopped (job control, a
 debugger), or its host is overloaded. The peer may have answered long ago."""
 
 MAX_EXTENSIONS: Final = 3
-"""Maximum number of times that a deadline begins again because it was noticed late. Bounds the wait for a daemon that
-hangs where every deadline is noticed late: on an overloaded host, or in an event loop that other work blocks for
-seconds."""
+"""Maximum number of times that a deadline is extended because it was noticed late. Bounds the wait for a daemon that
+hangs if this process notices every deadline late: on an overloaded host, or in an event loop that other work blocks
+for seconds."""
 
 CONNECT_RETRY_S: Final = 0.01
 """Pause before another connect to a Unix socket with a full backlog, in seconds."""
@@ -80,8 +80,8 @@ def control_limit_s(op: Opcode) -> float:
 class FixedDeadline:
     """A deadline a fixed number of seconds from now; raises Disconnected when it is over.
 
-    If this process was stopped meanwhile, the peer gets up to CONNECT_LIMIT_S again: its monotonic clock continued, but
-    the peer may have waited for this process to read or to send. That happens at most MAX_EXTENSIONS times.
+    If this process was stopped meanwhile, the peer gets up to CONNECT_LIMIT_S again, at most MAX_EXTENSIONS times: the
+    peer may have been waiting for this process to read or to send.
     """
 
     def __init__(self, seconds: float, operation: str, address: Address, clock: Clock = time.monotonic) -> None:
@@ -94,7 +94,7 @@ class FixedDeadline:
         """Seconds left; negative after the deadline."""
         return self._end - self._clock()
 
-    def over(self) -> Procedure[None]:
+    def raise_or_extend(self) -> Procedure[None]:
         """Raise Disconnected, which names the daemon and the time, unless this process was late."""
         if self.remaining_s() < -LATE_S and self._extensions < MAX_EXTENSIONS:
             self._extensions += 1
@@ -162,28 +162,28 @@ def receive_from_living(
     hangs, or its host went down without closing the connection.
     """
     take, operation = channel.link.take, operation_of(Opcode.PING)
-    ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
+    # The end of the silence after which a PING is sent; while a PING is in flight, the deadline of its answer.
+    ping_id, silence = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
     while (result := take(request_id)) is None:
-        # The daemon answered the PING: begin another period of silence.
+        # The daemon answered the PING: wait for PING_AFTER_S again.
         if ping_id and take(ping_id) is not None:
-            ping_id, quiet = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
-        # Five cases: a time is over, but something has come, as in `_wait`; the request's own time is over; wait
-        # quietly; a PING was sent and its time is over; the silence lasted PING_AFTER_S, so send a PING and give it
-        # `pong_limit_s`.
-        if min(deadline.remaining_s(), quiet.remaining_s()) <= 0 and channel.pump():
+            ping_id, silence = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
+        # Five cases: a time is over, but something has come, as in `_wait`; the request's own time is over; no time is
+        # over, so wait; the PING was not answered in time; no PING was sent yet, so send one.
+        if min(deadline.remaining_s(), silence.remaining_s()) <= 0 and channel.pump():
             continue
         if deadline.remaining_s() <= 0:
-            yield from deadline.over()
-        elif quiet.remaining_s() > 0:
+            yield from deadline.raise_or_extend()
+        elif silence.remaining_s() > 0:
             if not channel.spin():
-                yield Wait(channel, False, min(deadline.remaining_s(), quiet.remaining_s()))
+                yield Wait(channel, False, min(deadline.remaining_s(), silence.remaining_s()))
                 channel.pump()
         elif ping_id:
-            yield from quiet.over()
+            yield from silence.raise_or_extend()
         else:
-            quiet = FixedDeadline(pong_limit_s, operation, channel.address, clock)
+            silence = FixedDeadline(pong_limit_s, operation, channel.address, clock)
             ping_id, frame = channel.link.request(Opcode.PING, Ping(0))
-            yield from send(channel, (frame,), quiet)
+            yield from send(channel, (frame,), silence)
     return result
 
 
@@ -214,7 +214,7 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
         yield Wait(channel, for_room, remaining_s)
     # The time is over, but this process may have been stopped since it last received: take what has come meanwhile.
     elif not channel.pump():
-        yield from deadline.over()
+        yield from deadline.raise_or_extend()
 
 
 def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
@@ -226,7 +226,7 @@ def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, sess
 
 
 class GrantCleanUp(CleanUp):
-    """The lease that the first request of a connection may have made.
+    """Frees the lease that the first request of a connection may have made, if the call is interrupted.
 
     Attributes:
         channel: The connection, once the request was built.
@@ -234,12 +234,18 @@ class GrantCleanUp(CleanUp):
         made: The reply's body, once it has come.
     """
 
-    def __init__(self, undo: "Callable[[Any], First]", channel: Channel | None = None, cleans_up: Any = None) -> None:
-        """Args: undo: Makes the request that gives back the lease in a reply's body."""
+    def __init__(self, undo: "Callable[[Any], First]", channel: Channel | None = None, made: Any = None) -> None:
+        """Prepare the clean-up of a request.
+
+        Args:
+            undo: Makes the request that frees the lease in a reply's body.
+            channel: The connection, if it exists already.
+            made: The reply's body, if the lease exists already.
+        """
         super().__init__()
         self.channel = channel
         self.number = 0
-        self.made = cleans_up
+        self.made = made
         self._undo = undo
 
     def _give_back(self) -> Procedure[None]:
@@ -250,17 +256,17 @@ class GrantCleanUp(CleanUp):
             with contextlib.suppress(LinkEnded, GpuLeaseError):
                 if self.made is None:
                     yield from self._take_late(channel)
-                # Step 3: this half of the connection is closed, so give the lease back over another connection.
+                # The client's half of the connection is closed, so free the lease over another connection.
                 if self.made is not None:
-                    retried = self._undo(self.made)
-                    yield from ask_once(channel.address, retried.op, retried.body, CLEAN_UP_S, CLEAN_UP_S)
+                    freeing = self._undo(self.made)
+                    yield from ask_once(channel.address, freeing.op, freeing.body, CLEAN_UP_S, CLEAN_UP_S)
         finally:
             channel.close()
             channel.link.notifications.clear()
 
     def _take_late(self, channel: Channel) -> Procedure[None]:
-        # Step 1: shut down our half. The daemon sees the end of the stream, makes nothing from then on, and closes its
-        # half.
+        # Step 1: shut down the client's half. The daemon sees the end of the stream, makes nothing from then on, and
+        # closes its own half.
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)
         # Step 2: wait for the reply. If the daemon made a lease, the reply comes before it closes its half.
@@ -289,8 +295,8 @@ def disconnected(ended: LinkEnded, channel: Channel, operation: str) -> GpuLease
     # Prefer the peer's own reason. Otherwise use the failure's hint, or the guess that no daemon is running.
     if channel.link.is_end_explained:
         return error_of(ended.failure, operation)
-    own = ended.failure.hint
-    hint = f"{own} It was asked at {channel.address}" if own else _is_it_running(channel.address)
+    own_hint = ended.failure.hint
+    hint = f"{own_hint} It was asked at {channel.address}" if own_hint else _is_it_running(channel.address)
     return error_of(Failure(ended.failure.status, ended.failure.message, hint), operation)
 
 
@@ -341,12 +347,12 @@ def _dial(address: Address, deadline: Deadline, first: First | None) -> Procedur
             channel.takes_descriptors = first.takes_descriptors
             clean_up = first.clean_up
             creates = clean_up is not None
-            first_id, second_id = channel.link.request_behind_hello(
+            first_id, first_frame = channel.link.request_behind_hello(
                 first.op, first.body, first.session_id, creates=creates
             )
             if clean_up is not None:
                 clean_up.channel, clean_up.number = channel, first_id
-            frame += second_id
+            frame += first_frame
         yield from send(channel, (frame,), deadline)
         hello = yield from _receive_hello(channel, hello_id, deadline)
         if isinstance(hello, Failure):
@@ -372,7 +378,7 @@ def _receive_hello(channel: Channel, hello_id: int, deadline: Deadline) -> Proce
 
     Raises the errors of `receive`, or Disconnected as soon as another program answers.
     """
-    # Check the first bytes after each receive: an HTTP or SSH server would otherwise only show as a timeout.
+    # Check the first bytes after each receive: otherwise an HTTP or SSH server would only cause a timeout.
     while (hello := channel.link.take(hello_id)) is None:
         yield from _wait(channel, deadline, for_room=False)
         channel.pump()
@@ -382,10 +388,10 @@ def _receive_hello(channel: Channel, hello_id: int, deadline: Deadline) -> Proce
 
 def _check_peer(channel: Channel) -> None:
     """Raise Disconnected if the first received bytes are those of a known program other than gpuleased."""
-    came = channel.link.strange_bytes()
-    for begin, (protocol, hint) in OTHER_PEERS.items():
-        if came.startswith(begin):
-            raise Disconnected(f"{channel.address}: {protocol}", hint)
+    received = channel.link.strange_bytes()
+    for begin, (problem, hint) in OTHER_PEERS.items():
+        if received.startswith(begin):
+            raise Disconnected(f"{channel.address}: {problem}", hint)
 
 
 def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
@@ -405,7 +411,7 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
                 channel, code = start_connecting(family, sockaddr, address)
             # The connect is in progress (EINPROGRESS): the socket becomes writable when it has succeeded or failed.
             if code == errno.EINPROGRESS:
-                # Look at least once: this process may have been stopped since it began.
+                # Check at least once, even if the time is over: this process may have been stopped meanwhile.
                 is_done = yield Wait(channel, True, max(0.0, deadline.remaining_s()))
                 while not is_done and deadline.remaining_s() > 0:
                     is_done = yield Wait(channel, True, deadline.remaining_s())
@@ -427,8 +433,8 @@ def _connect(address: Address, deadline: Deadline) -> Procedure[Channel]:
 
 
 def _connect_problem(address: Address, code: int) -> str:
-    """Return the system's error text, or a better one: it reports a folder like a socket without a listener."""
-    # ECONNREFUSED means either that no process listens, or that the path is not a socket, which the path itself shows.
+    """Return the system's error text, or a better one if the path is not a socket."""
+    # ECONNREFUSED means that no process listens, or that the path is not a socket. Which of these, stat() shows.
     if code == errno.ECONNREFUSED and isinstance(address, UnixAddress):
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
@@ -444,16 +450,16 @@ def _secure(channel: Channel, address: SecuredAddress, deadline: Deadline) -> Pr
     try:
         # Do the handshake: send and receive records until both sides have finished it, or the time is over.
         stream = TlsStream(channel.sock, context_of(address.files), address)
-        through = TlsChannel(stream, address)
+        tls_channel = TlsChannel(stream, address)
         while not stream.shake_hands():
-            yield from _wait(through, deadline, for_room=stream.has_unsent)
+            yield from _wait(tls_channel, deadline, for_room=stream.has_unsent)
     except TlsEnded as ended:
         channel.close()
         raise ended.error from None
     except BaseException:
         channel.close()
         raise
-    return through
+    return tls_channel
 
 
 def _unreachable(address: Address, reason: str) -> Disconnected:

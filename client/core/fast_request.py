@@ -1,4 +1,4 @@
-"""Requests with a reply that is known byte for byte in advance: one frame out, one frame back, and no parsing.
+"""Requests whose reply is known byte for byte in advance: one frame out, one frame back, and no parsing.
 
 A successful reply without a body is known in advance; one with a handle is known except for the handle. If the reply
 comes while this side still spins for it, it is compared instead of parsed, and a round trip takes a few microseconds.
@@ -67,7 +67,7 @@ _NOT_SENT: Final = AskOutcome.NOT_SENT
 
 
 class _KnownReply:
-    """Base of both requests: one operation of one session, sent only after the last request was answered."""
+    """Base of `FastRequest` and `SmallRead`: one operation, sent only after the session's last request was answered."""
 
     def __init__(self, operations: RequestPipeline, op: Opcode, undo: Opcode | None = None) -> None:
         """Prepare the operation.
@@ -75,7 +75,7 @@ class _KnownReply:
         Args:
             operations: The session's operations.
             op: The operation.
-            undo: The operation that gives back the object in a reply.
+            undo: The operation that frees the object in a reply; None if a reply brings none.
         """
         self._operations = operations
         self._attachment = operations.attachment
@@ -94,19 +94,19 @@ class _KnownReply:
     ) -> Outcome[None]:
         """Send by `Channel.ask`, and expect the reply if it is late.
 
-        Raises RegionFailed if the reply is here and is a region's refusal.
+        Raises RegionFailed if the reply has come and is a region's refusal.
 
         Args:
             request_id: The request's id.
             request: Its frame.
             reply: The expected reply, in parts that the channel joins while the request is on its way.
             into: Target of the data after the reply.
-            more_ns: Time that the operation itself takes, in nanoseconds.
+            more_ns: As in `Channel.ask`.
             late_into: Target of a late reply's data; None if a late reply is to be parsed.
         """
-        # Until `ask` returns, assume that the request was sent and not answered, which is the case that needs care.
         operations, channel = self._operations, self._attachment.channel
-        # If this is interrupted, the reply is still to come, and the link must know its request.
+        # Until `ask` returns, assume that the request was sent and not answered. If this is interrupted, the next user
+        # of the channel then makes the link expect the reply.
         self._late = request_id, into, late_into
         channel.unfinished = self._expect_late
         status = channel.ask(request, reply, into, more_ns)
@@ -127,7 +127,7 @@ class _KnownReply:
         return Pending(self._receive, request_id)
 
     def _raise_refusal(self, request_id: int) -> None:
-        """If the reply is here and is a region's refusal, which is urgent, raise it. Leave any other reply in place."""
+        """Raise the reply, if it has come, if it is a region's refusal, which is urgent. Leave any other reply."""
         channel = self._attachment.channel
         channel.pump()
         refusal = channel.link.take_region_refusal(request_id)
@@ -197,7 +197,7 @@ class FastRequest(_KnownReply):
 
         Args:
             payload: The request's payload.
-            more_ns: Time that the operation itself takes, in nanoseconds.
+            more_ns: As in `Channel.ask`.
             into: Receives the reply's body.
         """
         attachment = self._attachment
@@ -207,13 +207,13 @@ class FastRequest(_KnownReply):
         request_id = attachment.connection.next_request_id()
         number = request_id.to_bytes(8, "big")
         request = b"".join((self._head, number, self._middle, payload))
-        # Recognise only a successful reply of this operation with no body beyond the answer. Leave any other to the
-        # general way.
+        # Recognise only a successful reply with a body of the expected size. Any other is received the general way.
         return self._ask(request_id, request, (self._reply_head, number, self._reply_tail), into, more_ns)
 
     def do(self, payload: bytes = b"", more_ns: int = 0) -> Procedure[None]:
         """Send the request, the fast way if possible, and wait for the reply."""
-        # Three outcomes: nothing was sent, so ask the general way; the reply is late, so wait for it; or it has come.
+        # Three outcomes: nothing was sent, so send it the general way; the reply is late, so wait for it; or it has
+        # come.
         match self.ask(payload, more_ns):
             case NotSent():
                 yield from self._operations.ask(self._op, payload)

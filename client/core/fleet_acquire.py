@@ -70,12 +70,11 @@ DIRECTORY_LIMIT_S: Final = 4.0
 After this time the client asks another one."""
 
 NODE_LIMIT_S: Final = 4.0
-"""Longest time to reach a node, and for its answer to a PING while it works on the request, in seconds. Both take
+"""Longest time to reach a node, and then for its answer to a PING while it serves the request, in seconds. Both take
 milliseconds. After this time the client asks another one. The grant itself may take longer."""
 
 PLACEMENTS_PER_ROUND: Final = 3
-"""Number of times that a round asks a directory for further nodes. If none of 24 random nodes has room, few others
-will."""
+"""Number of times that a round asks a directory for nodes. If none of 24 random nodes has room, few others have."""
 
 GRANT_LIMIT_S: Final = 90.0
 """Longest time for a grant at a node that answers PING, in addition to the wait for room, in seconds. It is the same as
@@ -97,9 +96,9 @@ ROUND_PAUSE_S: Final = 0.25
 """Pause between two rounds if no node has a queue for this request, in seconds."""
 
 NAME_TRIES: Final = 3
-"""Number of nodes of a round that may answer BUSY to a name. A directory does not disclose which node serves another
-tenant's name, and each node that is asked queries the fleet's store. A node that is cut off from its fleet also answers
-BUSY, so one answer is not enough."""
+"""Number of nodes in a round that must answer BUSY before the name counts as taken. One is not enough, because a node
+that is cut off from its fleet also answers BUSY. More would load the fleet's store, which each node queries. (A
+directory does not disclose which node serves another tenant's name.)"""
 
 MAX_LISTED: Final = 8
 """Maximum number of refusing nodes that an error message lists."""
@@ -235,22 +234,22 @@ class _Search(Generic[T]):
         return None
 
     def _wait(self, left_s: float) -> Procedure[T | None]:
-        """Wait a slice where it helps: for a name at a node that said it is taken, else for room in one node's queue.
+        """Wait at one node for a slice of the time: for the name, if a node refused it as taken, else for room.
 
-        If the node refuses before the slice is over, it has no queue for this request. Then a pause follows, so that no
-        node is asked again at once.
+        If the node refuses before the slice is over, it has no queue for this request. Then pause, so that no node is
+        asked again at once.
         """
-        # The node that serves the name comes first: only its lease's end frees the name.
+        # The node that serves the name comes first: only the end of its lease frees the name.
         slice_s = min(left_s, WAIT_SLICE_S)
         slice_end = self._clock() + slice_s
-        waits = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
-        named = [refusal for refusal in waits if self._place.name and type(refusal.error) is Busy]
+        refusals = sorted(self._refusals.values(), key=lambda refusal: not refusal.holds_name)
+        busy = [refusal for refusal in refusals if self._place.name and type(refusal.error) is Busy]
         # A node without room lets the request wait for room; one that is BUSY with the name lets it wait for the name.
-        full = [refusal for refusal in waits if type(refusal.error) is CapacityExceeded]
-        for refusal in (named or full)[:1]:
+        full = [refusal for refusal in refusals if type(refusal.error) is CapacityExceeded]
+        for refusal in (busy or full)[:1]:
             granted = yield from self._ask(refusal.candidate, slice_s)
-            # That node may be cut off from its fleet. Let another one try as well, because that could fence it.
-            if granted is None and named and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
+            # That node may be cut off from its fleet. Ask another node as well, because that one could fence it.
+            if granted is None and busy and refusal.holds_name and (left_s := self._end - self._clock()) > 0:
                 granted = yield from self._ask_another(refusal.candidate, min(left_s, WAIT_SLICE_S))
             if granted is not None:
                 return granted
@@ -262,7 +261,7 @@ class _Search(Generic[T]):
     def _ask_another(self, holder: Candidate, wait_s: float) -> Procedure[T | None]:
         """Wait for a name at a node other than the one that serves it.
 
-        If the serving node is cut off from its fleet, it keeps its waiters waiting. Only another node can fence it.
+        If the serving node is cut off from its fleet, it lets requests wait in vain. Only another node can fence it.
         """
         place = replace(self._place, tried=(holder.node_id,))
         # The directory leaves out the serving node, so its first candidate is another one.
@@ -331,7 +330,7 @@ class _Search(Generic[T]):
             else:
                 channel.close()
                 raise error_of(answer, operation_of(Opcode.LEASE_ALLOC))
-            # The first lost answer starts the clock; later failures do not extend it.
+            # The time runs from the first lost answer; later failures do not extend it.
             again_until = again_until or self._clock() + LOST_ANSWER_S
             yield Sleep(LOST_PAUSE_S)
             left_s = max(0.0, wait_until - self._clock())

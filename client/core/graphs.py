@@ -1,4 +1,4 @@
-"""Launch graphs in the client: the handle of a recorded graph, and how it is made, launched and closed."""
+"""Launch graphs in the client: makes, launches and closes recorded graphs, and has their handles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,14 +76,14 @@ class GraphHandle(Handle):
         self._args = b"".join(parameter.value for parameter in record.parameters.values())
         session_id = graphs.attachment.session_id
 
-        def made(op: Opcode, payload: bytes) -> bytes:
+        def quiet_frame(op: Opcode, payload: bytes) -> bytes:
             return build_frame(op, payload, request_id=0, session_id=session_id, flags=Flag.QUIET)
 
         # Build the frame once. A launch inserts the request id between head and middle, and the arguments at the end.
-        frame = made(Opcode.GRAPH_LAUNCH, graph_launch_payload(handle, self._args))
+        frame = quiet_frame(Opcode.GRAPH_LAUNCH, graph_launch_payload(handle, self._args))
         self._head, self._middle = frame[:REQUEST_ID_OFFSET], frame[MIDDLE_AT : len(frame) - len(self._args)]
         in_regions = graph_launch_payload(handle, self._args, 0, 0)
-        self._head_in = made(Opcode.GRAPH_LAUNCH_IN, in_regions)[:REQUEST_ID_OFFSET]
+        self._head_in = quiet_frame(Opcode.GRAPH_LAUNCH_IN, in_regions)[:REQUEST_ID_OFFSET]
         self._unusable_reason = "is closed"
         return self
 
@@ -150,8 +150,7 @@ class GraphHandle(Handle):
         return b"".join(parts)
 
     def lend_arrays(self) -> None:
-        """Lend its arrays for as long as queued copies may use them."""
-        # Queued copies may still read and write its arrays: their memory must not be given to others yet.
+        """Lend its arrays for as long as queued copies may use them, so that their memory is not reused."""
         if self.owner is not None and self._record is not None and self._record.arrays:
             self._graphs.attachment.lent.lend_to_graph(self._record.arrays)
 
@@ -214,7 +213,7 @@ class Graphs:
         try:
             number, frame, are_active = graph.frame(attachment, values, regions, position)
         except GpuLeaseError as error:
-            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+            raise error.with_traceback(None)  # noqa: B904  # so that the traceback begins at the caller's line
         pending = self._streams.hand_over(stream, number, frame, _LAUNCH)
         return pending if are_active else self.refused.confirmed(pending, _LAUNCH)
 

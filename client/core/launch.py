@@ -23,8 +23,8 @@ from gpulease.protocol.messages import KernelEntry, Launch
 from gpulease.protocol.opcodes import LaunchFlag, ParameterType
 
 MAX_TEMPLATES: Final = 1024
-"""Maximum number of launch templates that are kept per module, about half a kilobyte each. Stops a tenant that never
-uses the same grid twice from filling memory: at this number all are dropped."""
+"""Maximum number of launch templates in a module's cache, about half a kilobyte each. Stops a program that never uses
+the same grid twice from filling memory: at this number all are dropped."""
 
 MAX_U32: Final = 2**32 - 1
 """Largest dimension of a grid or block that fits the wire's u32."""
@@ -82,7 +82,7 @@ class LaunchCommands(Protocol):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> MaybePending[int]:
-        """Do a `launch` only if no region of the set has ended or is cancelled."""
+        """Launch a kernel, but only if no region of the set has ended or is cancelled."""
 
     def launch_with(
         self,
@@ -98,7 +98,7 @@ class LaunchCommands(Protocol):
         shared_bytes: int,
         stream: StreamHandle | None = None,
     ) -> MaybePending[int]:
-        """Do a `launch`, or a `launch_in` if there are regions, with attributes."""
+        """Launch a kernel with attributes; if there are regions, only under the condition of `launch_in`."""
 
 
 class _LatestLaunch:
@@ -129,10 +129,10 @@ class _LatestLaunch:
 
 
 class Launches(LaunchCommands):
-    """A session's launches, each by the cheapest of three ways.
+    """Sends a session's launches, each in the cheapest of three ways.
 
-    A launch like the module's last one is sent from a template at once. If there is a template for the launch, check
-    only the values that may have changed. Any other is checked completely, and leaves a template.
+    A launch like the module's last one is sent from that one's template at once. For a launch with an older template,
+    only the values that may have changed are checked. Any other launch is checked completely, and gets a template.
     """
 
     def __init__(self, operations: RequestPipeline, streams: Streams, refused: RefusedRegions) -> None:
@@ -194,7 +194,7 @@ class Launches(LaunchCommands):
         try:
             return self._launch_in_full(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
         except GpuLeaseError as error:
-            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+            raise error.with_traceback(None)  # noqa: B904  # so that the traceback begins at the caller's line
 
     def _launch_in_full(
         self,
@@ -268,12 +268,13 @@ class Launches(LaunchCommands):
         except (AttributeError, TypeError, ValueError, OSError, FramingError, struct.error):
             pass  # a wrong type or value, the first launch, or the peer is gone: the general way reports it
         try:
-            # The general way: every check by itself, with its error; then the region set against the session's words.
+            # The general way: make each check separately, with its own error, and then check the region set against the
+            # session's words.
             attachment.check_open("launch")
             operation = f"launch of {quoted(kernel)}"
             named = regions_named(regions, position, attachment, operation)
             are_active = self._refused.check_set(regions, position, kernel, operation)
-            args = in_order(module, kernel, args)
+            args = packed_if_listed(module, kernel, args)
             template, data = self._prepared(
                 Opcode.LAUNCH_IN, module, kernel, grid, block, args, arg_sizes, shared_bytes
             )
@@ -284,7 +285,7 @@ class Launches(LaunchCommands):
             # A region may have ended: the worker has to confirm the launch.
             return pending if are_active else self._refused.confirmed(pending, operation)
         except GpuLeaseError as error:
-            raise error.with_traceback(None)  # noqa: B904  # its traceback begins at the caller's line, as a driver's
+            raise error.with_traceback(None)  # noqa: B904  # so that the traceback begins at the caller's line
 
     def launch_with(
         self,
@@ -310,7 +311,7 @@ class Launches(LaunchCommands):
         if regions is not None:
             named = regions_named(regions, position, attachment, operation)
             are_active = self._refused.check_set(regions, position, kernel, operation)
-        args = in_order(module, kernel, args)
+        args = packed_if_listed(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH_WITH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         trailer = (*named, *attributes.trailer(kernel))
         number = attachment.connection.next_request_id()
@@ -327,8 +328,11 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
     ) -> tuple[int, bytes]:
-        """(request id, frame) of a quiet launch, checked. Raises LaunchFailed, InvalidHandle or InvalidRequest."""
-        args = in_order(module, kernel, args)
+        """Check a launch. Returns the request id and frame of its quiet request.
+
+        Raises LaunchFailed, InvalidHandle or InvalidRequest.
+        """
+        args = packed_if_listed(module, kernel, args)
         template, data = self._prepared(Opcode.LAUNCH, module, kernel, grid, block, args, arg_sizes, shared_bytes)
         # Only KernelArgs can be compared cheaply with the next launch's; raw bytes take this way each time.
         if isinstance(args, KernelArgs):
@@ -347,7 +351,7 @@ class Launches(LaunchCommands):
         arg_sizes: Iterable[int] | None,
         shared_bytes: int,
     ) -> tuple[LaunchTemplate, bytes]:
-        """The template and the argument bytes of a launch, checked."""
+        """Check a launch. Returns its template and its argument bytes."""
         attachment = self._attachment
         buffers: tuple[Buffer, ...]
         kinds: tuple[ArgumentKind, ...]
@@ -396,7 +400,7 @@ class Launches(LaunchCommands):
             template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:
             raise _failed(kernel, str(error)) from None
-        # Like any cache without a use order: a tenant with that many shapes rarely repeats an old one.
+        # Drop all: a program with that many shapes rarely repeats an old one, so an order of use would not pay.
         if len(module.templates) >= MAX_TEMPLATES:
             module.templates.clear()
         module.templates[op, kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template
@@ -416,7 +420,7 @@ def _checked(
     kinds: tuple[ArgumentKind, ...],
     shared_bytes: int,
 ) -> Launch:
-    """The launch's message, with blank arguments. Raises LaunchFailed or InvalidRequest."""
+    """Check a launch completely. Returns its message, with blank arguments. Raises LaunchFailed or InvalidRequest."""
     # Step 1: the kernel, and the number, sizes and kinds of its arguments.
     entry = _entry(module, kernel)
     sizes = sizes_of(kinds)
@@ -430,8 +434,8 @@ def _checked(
         raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
     if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
         raise _failed(kernel, f"shared_bytes must be an integer from 0 to {MAX_U32}, not {quoted(shared_bytes)}")
-    # Step 3: the message with blank arguments. A launch fills in its own; one byte too many shows that they exceed the
-    # limit.
+    # Step 3: the message with blank arguments, which each launch replaces. If they exceed the limit, one byte too many
+    # is enough for the error.
     blank = bytes(min(sum(sizes), MAX_ARGUMENT_BYTES + 1))
     return Launch(module.handle, kernel, *full_grid, *full_block, shared_bytes, blank, sizes)
 
@@ -444,7 +448,7 @@ def _entry(module: Module, kernel: str) -> KernelEntry:
     return entry
 
 
-def in_order(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
+def packed_if_listed(module: Module, kernel: str, args: KernelArguments) -> KernelArgs | bytes | bytearray | memoryview:
     """Pack a list of arguments as KernelArgs; return other forms unchanged. Raises the errors of `pack_listed`."""
     if not isinstance(args, list | tuple):
         return args
@@ -466,7 +470,7 @@ def dimensions(kernel: str, subject: str, lengths: Any) -> tuple[int, int, int]:
     Args:
         kernel: The kernel, for messages.
         subject: "grid", "block" or "cluster", for messages.
-        lengths: What the program passed.
+        lengths: The program's value.
 
     Raises LaunchFailed.
     """

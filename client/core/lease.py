@@ -1,7 +1,8 @@
 """A lease in the client: the control requests about it, its renewal, and how it ended.
 
 `LeaseHandle` holds the lease for both APIs; `LeaseView` is the base of their public classes. `keep_renewed` renews a
-lease by a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended after its session's connection ended.
+lease at the times of a `RenewalSchedule`. `find_end_reason` asks the broker how a lease ended after its session's
+connection ended.
 `LeaseReport` types the map of a LEASE_QUERY.
 """
 
@@ -95,7 +96,7 @@ class SubmitReport(TypedDict):
 
     Attributes:
         number: The job's number on the daemon.
-        reason: Why it ended or ends, "" while nothing ends it.
+        reason: Why it has ended or is ending; "" before that.
         timed_out: True if the job, its kernel or its image took too long.
         state: starting, running, ending or fenced; absent once the job is gone.
         launches: Number of kernels started; absent once the job is gone.
@@ -112,8 +113,8 @@ class MoveReport(TypedDict):
     """How the bytes of a moved session travelled.
 
     Attributes:
-        is_direct: Whether directly from card to card, and not through the host's memory.
-        reason: Why through the host's memory; "" if directly.
+        is_direct: True if they went directly from card to card, False if they went through the host's memory.
+        reason: Why they went through the host's memory; "" if they did not.
     """
 
     is_direct: bool
@@ -129,17 +130,17 @@ class ParkReport(TypedDict):
         idle_ms: Time without use after which it is parked; 0 if idleness does not park it.
         parked_for_ms: Time since it was parked; None while its bytes are on the card.
         moved_bytes: Bytes that the last park moved to the host's memory.
-        off_bytes: Bytes of the lease that others may use on the card.
-        host_bytes: Host memory that is held for it.
+        off_bytes: Bytes of the lease that other leases may use on the card now.
+        host_bytes: Host memory that is reserved for it.
         is_awaited: Whether an operation waits for its return.
-        parks: Number of times that it was parked under this daemon.
+        parks: Number of times that it was parked since this daemon started.
         depth: How much of a parked session has left the card: warm (its process keeps a context there), leaving, cold
-            (nothing is left, and it has no process), arriving or adopting (a new process takes it over). Absent, like
-            the next two, with an older daemon.
+            (nothing is left there, and the session has no process), arriving or adopting (a new process takes it over).
+            An older daemon sends neither this nor the next two.
         stays_here: Why a parked session can't leave its process; "" if it can, or before the first attempt.
         is_moving: Whether it is being moved to another card.
-        last_move: Its last move to another card under this daemon; None before the first one. Absent with an older
-            daemon.
+        last_move: Its last move to another card since this daemon started; None before the first one. An older daemon
+            does not send it.
     """
 
     phase: Literal["resident", "parking", "proving", "parked", "returning"]
@@ -178,29 +179,29 @@ class LeaseReport(TypedDict):
 
     Attributes:
         lease_id: The id as text, 32 hexadecimal digits: equal to `lease.lease_id_text`, not to `lease.lease_id`.
-        state: pending, active, draining (it is ending), torndown (its memory is free) or fenced (that could not be
-            proved).
+        state: pending, active, draining (it is ending), torndown (its memory is free) or fenced (its memory could not
+            be proved free).
         generation: Incremented by every renewal.
         size_bytes: Device memory granted.
         card_uuid: The card.
         exclusivity: shared, session_exclusive, device_exclusive or partition_exclusive.
-        weight: Its weight when the time of its card is shared.
-        latency: Whether the card's other sessions hold back for it.
+        weight: Its share of the card's time, relative to the weights of the card's other leases.
+        latency: Whether it is of the latency class, so that the card's other sessions hold back their launches for it.
         remaining_ms: Milliseconds until its end, 0 once it has ended.
         ttl_ms: The time to live that was requested last, in milliseconds.
-        cause: Why it ended or ends, as one word such as `expired`; None while nothing ends it.
-        reason: Why it ends or ended, as a sentence; "" without one.
+        cause: Why it has ended or is ending, as one word such as `expired`; None before that.
+        reason: The reason as a sentence; "" if there is none.
         fault: The worker's message when the context was lost, "" if it was not.
         tenant: Its tenant.
         age_ms: Milliseconds since it was requested.
         phase: active, warning, grace, teardown or ended; absent before it was granted.
         ended_after_deadline_us: Microseconds from its deadline to the proof that its memory is free; negative if it
             ended earlier; absent before its end.
-        orphan_ms: Milliseconds that it may be without a connection; 0 if that is unlimited.
+        orphan_ms: How long it may be without a connection, in milliseconds; 0 if there is no limit.
         orphaned_in_ms: Milliseconds until it ends because it has no connection; None while it has one.
         allocated_bytes: Device memory that its session holds. The worker counts this and the members below; they are
             absent after the worker has ended.
-        most_allocated_bytes: The most that its session has held.
+        most_allocated_bytes: The most device memory that its session has held at a time.
         launches: Number of kernels that its session queued.
         syncs: Number of waits for the card that succeeded.
         operations: Number of requests that its session received.
@@ -208,22 +209,22 @@ class LeaseReport(TypedDict):
         sync_errors: Number of waits for the card that ended with a failure.
         copies: Number of copies to and from the card.
         copied_bytes: Bytes of these copies.
-        gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each gets a k-th. Absent,
-            like the next two, with an older daemon, and until its session has a context.
+        gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each counts 1/k of the time.
+            Absent, like the next two, with an older daemon, and until its session has a context.
         busy_seconds: Time in which its session had work outstanding.
         held_back_seconds: Time in which its launches waited for others' work, by weights, a cap or the latency class.
         connections: The session's connections; absent with a daemon that is too old.
         kept_memory_bytes: Bytes of buffers that the lease keeps by name; absent together with `connections`.
-        unheld_bytes: Bytes of buffers that no open session holds: of a session that has ended while its kernels run, or
-            of an older client, which leaves its buffers; absent together with `connections`.
+        unheld_bytes: Bytes of buffers that no open session holds: those of a session that has ended while its kernels
+            still run, or of an older client, whose buffers outlive its session; absent together with `connections`.
         submit: The current job, until its memory is proved free; absent if there is none.
         last_submit: The last job that ended with its memory proved free; absent if there was none.
         parent: For a region, the text of its lease's id; absent for a lease.
         name: The lease's name, which is unique in its fleet; absent without one.
-        epoch: The number of the name's claim; absent without a name.
+        epoch: A number higher than that of every earlier lease of the name; absent without a name.
         regions: The ids of a lease's regions, as text; absent for a region, and with an older daemon for a lease
             without regions.
-        region_bytes: Bytes of its slice that these take; absent together with `regions`.
+        region_bytes: Bytes of the lease's slice that its regions take; absent together with `regions`.
         park: The parking state of its session; None if it is not parkable; absent for a region, and with an older
             daemon.
         earlier_version: The version of the session's worker if that runs the code of an earlier daemon, else ""; absent
@@ -281,8 +282,8 @@ class LeaseUse(NamedTuple):
     Attributes:
         now_bytes: Bytes that it holds now: buffers, modules, streams, and the memory that they share.
         most_bytes: The most bytes that it has held since the lease began, which is the size to ask for next time.
-        gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each gets a k-th. 0, like
-            the next two, with a daemon that is too old to report it.
+        gpu_seconds: The card's time that it has used: while k sessions of a card are busy, each counts 1/k of the time.
+            0, like the next two, if the daemon is too old to report it.
         busy_seconds: Time in which its session had work outstanding.
         held_back_seconds: Time in which its launches waited for others' work.
     """
@@ -314,8 +315,9 @@ def lease_report_of(reports: Any, operation: str) -> LeaseReport:
 
 
 LEASE_OVER_FOR_BROKER: Final = frozenset(end.status for end in LEASE_ENDS.values()) | {Status.FENCED, Status.NOT_FOUND}
-"""Statuses with which the broker reports that a lease has ended permanently. A daemon that stops sends DISCONNECTED. Do
-not use this for the client's own failures, where DISCONNECTED means nothing for the lease."""
+"""Statuses with which the broker reports that a lease has ended permanently. DISCONNECTED is one of them, because a
+daemon that stops sends it. Do not compare failures that the client itself made: their DISCONNECTED says nothing about
+the lease."""
 
 LEASE_OVER: Final = LEASE_OVER_FOR_BROKER - {Status.SESSION_FAILED}
 """`LEASE_OVER_FOR_BROKER` for a session's replies, in which SESSION_FAILED can concern a single operation."""
@@ -326,24 +328,23 @@ one.
 """
 
 ACQUIRE_REPLY_LIMIT_S: Final = 90.0
-"""Longest time for a grant, in addition to the wait for room, in seconds. If hundreds of clients ask at once, each
-waits for the workers of those before it. The daemon gives a worker 60 s to start, then reports a failure."""
+"""Longest wait for a grant, in seconds, in addition to the wait for room. If hundreds of clients send requests at once,
+each waits until the workers of those before it have started. The daemon allows a worker 60 s to start."""
 
 RECONNECT_LIMIT_S: Final = 30.0
-"""Longest time that a request of `REPEATABLE` waits for a daemon that keeps its leases over a restart, in seconds, but
-never longer than the lease lasts. A restart takes seconds. If a daemon is away for longer, it has another problem."""
+"""How long a request in `REPEATABLE` is repeated while a daemon that keeps its leases over a restart can't be reached,
+in seconds. A restart takes seconds; a daemon that is away for longer has another problem."""
 
 END_MARGIN_S: Final = 5.0
-"""Time for which LEASE_QUERY and LEASE_FREE still wait after the lease's end, in seconds, because they make sense just
-after its end, too.
-"""
+"""How long after the lease's end LEASE_QUERY and LEASE_FREE are still repeated, in seconds: both are useful just after
+the end, too."""
 
 MAX_NOTES: Final = 256
 """Maximum number of notes that are in flight together: more would not be faster, and the daemon accepts a bounded
 number of requests per connection."""
 
 FIRST_RECONNECT_PAUSE_S: Final = 0.05
-"""Pause before the first reconnect, in seconds; it is doubled after each failed one."""
+"""Pause before the first reconnect, in seconds; it doubles after each failure."""
 
 MAX_RECONNECT_PAUSE_S: Final = 1.0
 """Longest pause between two reconnects, in seconds."""
@@ -351,7 +352,7 @@ MAX_RECONNECT_PAUSE_S: Final = 1.0
 DAEMON_STOPS_HINT: Final = LEASE_ENDS["shutdown"].hint.rstrip(".")
 
 
-_GIVEN_BACK: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
+_ENDED_BEFORE_REPEAT: Final = frozenset({Status.LEASE_FREED, Status.LEASE_EXPIRED, Status.DRAINED, Status.NOT_FOUND})
 """Statuses of a repeated LEASE_FREE if the first one was executed, or if the lease's time ran out in between."""
 
 
@@ -361,29 +362,30 @@ class LeaseHandle:
     Attributes:
         grant: The daemon's grant.
         generation: Incremented by every renewal.
-        ttl_s: The time for which it was last granted or renewed.
+        ttl_s: Its time to live as it was last granted or renewed, in seconds.
         deadline: When it ends, on `clock`.
-        expires_at_unix_s: When it ends, by the daemon's date, for display.
+        expires_at_unix_s: When it ends, by the daemon's wall clock, for display.
         end_failure: How the lease ended, once that is known.
-        waiting: How its sessions wait; None for the hosts' default.
-        is_latency: Whether it was requested to be of the latency class.
+        waiting: How client and worker wait for each other; None for the hosts' default.
+        is_latency: Whether the request asked for the latency class.
         token: The token with which another tenant uses it; empty for its own tenant.
         outlives_daemon: True if the daemon reported that its leases outlive its process.
-        regions: Its regions that were opened here, by their ids.
-        attached: Returns the operations of the session that was opened here last; None if that is gone.
-        asked: The request for which it was granted; None if another program sent that.
-        words: The words of the session that was opened here last; None if that is gone, or has none.
-        unsettled: Objects that current or interrupted calls on its connection may have made.
+        regions: The regions of the lease that this program opened, by id.
+        attached: Returns the operations of the session that this program opened last; None if that was dropped.
+        granted_request: The request for which it was granted; None if another program sent that.
+        words: The session words of the session that this program opened last; None if that has ended or has none.
+        unsettled: The clean-ups of running and interrupted calls on its connection. Such a call may have made an object
+            that nothing owns yet.
         fleet: The fleet that granted it; None if it was a single daemon.
         name: Its name, which is unique in its fleet; "" without one.
-        epoch: The number of the name's claim; 0 without a name.
+        epoch: A number higher than that of every earlier lease of the name; 0 without a name.
         spare: Receives the connection, with the reply to HELLO, once the lease is freed; None to close it.
     """
 
     token = b""
     spare: tuple[SpareConnections, HelloReply] | None = None
     channel: Channel
-    asked: LeaseAlloc | None = None
+    granted_request: LeaseAlloc | None = None
     fleet: Fleet | None = None
     name = ""
     epoch = 0
@@ -424,7 +426,7 @@ class LeaseHandle:
 
     @property
     def is_revoked(self) -> bool:
-        """True once launches are refused because the lease has ended. While a session has words, this is one load."""
+        """True once launches are refused because the lease has ended. With session words, this is one load."""
         words = self.words
         return self.end_failure is not None or (words is not None and words.lease[0] != 0)
 
@@ -437,11 +439,11 @@ class LeaseHandle:
     def note_failure(self, failure: Failure, over: Container[Status] = LEASE_OVER) -> Failure:
         """Record a failure from the daemon, which may mean that the lease has ended.
 
-        An end that is known already is kept. A failure that names a region concerns only that region.
+        The first recorded end is kept. A failure that names a region concerns only that region.
 
         Args:
             failure: The failure.
-            over: Statuses that mean the lease's end.
+            over: Statuses that mean that the lease has ended.
 
         Returns:
             The failure, with a hint if the daemon sent none.
@@ -463,11 +465,11 @@ class LeaseHandle:
         """Move the deadline to at least `seconds` from now.
 
         Args:
-            seconds: The time.
+            seconds: The time to live, counted from now.
             waits_for_daemon: Whether to wait for a daemon that is restarting.
         """
         ttl_ms = milliseconds(seconds, "renew: seconds", least_ms=1)
-        # An end that the session's words report needs no request.
+        # If the session's words report the lease's end, no request is sent.
         self.poll_words()
         body = LeaseRenew(self.grant.lease_id, ttl_ms)
         renewed: LeaseRenewed = yield from self._control(Opcode.LEASE_RENEW, body, waits_for_daemon=waits_for_daemon)
@@ -484,7 +486,7 @@ class LeaseHandle:
             self.channel.close()
 
     def free_clean_up(self) -> GrantCleanUp:
-        """Return the clean-up of a call that frees the lease: if that is interrupted, another connection frees it."""
+        """Return the clean-up of a call that frees the lease: if that is interrupted, free it on another connection."""
         return GrantCleanUp(free_of, self.channel, self.grant)
 
     def free_at_exit(self) -> Procedure[None]:
@@ -533,7 +535,7 @@ class LeaseHandle:
 
     def used(self) -> Procedure[LeaseUse]:
         """Return the device memory that the session holds, and the lease's use of its card. Raises Unsupported."""
-        # Buffers held for reuse are freed for the program, so they must not be counted.
+        # Buffers held for reuse are already freed from the program's view, so they must not be counted.
         yield from self.finish_sent()
         report = yield from self.query()
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
@@ -572,8 +574,8 @@ class LeaseHandle:
 
         Raises Unsupported, CapacityExceeded or Busy.
         """
-        # Otherwise an earlier operation could arrive after the park and bring the session back, and buffers held for
-        # reuse would be copied.
+        # Otherwise an operation sent earlier could arrive after the park and bring the session back, and buffers held
+        # for reuse would be copied to the host.
         yield from self.finish_sent()
         reply = yield from self._control(Opcode.LEASE_PARK, LeaseRef(self.grant.lease_id))
         return cast(ParkedSession, reply).moved_bytes
@@ -598,7 +600,7 @@ class LeaseHandle:
         """Write records about the lease, all in flight together.
 
         Returns:
-            For each record None, or why it may not be in the log.
+            For each record None if it is in the log, else the error.
         """
         operation = operation_of(Opcode.LEASE_NOTE)
         # They go in one send, so the daemon must be able to take all of them at once.
@@ -651,7 +653,8 @@ class LeaseHandle:
             op: The operation.
             body: The request's body.
             waits_for_daemon: Whether to wait for a daemon that is restarting.
-            clean_up: Records the request and its reply, if the reply brings something that must not be lost.
+            clean_up: Records the request and its reply, if the reply brings an object that must not be lost when the
+                call is interrupted.
         """
         operation = operation_of(op)
         # A freed or ended lease can still be queried: its report says how it ended.
@@ -659,12 +662,13 @@ class LeaseHandle:
             raise error_of(self.end_failure, operation)
         # First settle the requests of interrupted calls.
         yield from self.settle_clean_ups()
-        # A repeat after a restart is safe only for some requests, and useful only if the leases outlive the daemon.
+        # Repeating a request after a restart is safe only for some requests, and of use only if leases outlive the
+        # daemon.
         waits_for_daemon = waits_for_daemon and self.outlives_daemon and op in REPEATABLE
         # Wait no longer than the lease lasts: after that there is nothing to renew, free or query.
         wait_s = self.remaining_s + (0.0 if op is Opcode.LEASE_RENEW else END_MARGIN_S)
         wait_s = min(wait_s, RECONNECT_LIMIT_S) if waits_for_daemon else 0.0
-        answer = yield Locked(self.lock, self._ask_until(op, body, operation, wait_s, clean_up))
+        answer = yield Locked(self.lock, self._ask_with_retries(op, body, operation, wait_s, clean_up))
         if isinstance(answer, Failure):
             raise error_of(self.note_failure(answer, LEASE_OVER_FOR_BROKER), operation)
         return answer
@@ -676,15 +680,14 @@ class LeaseHandle:
             if clean_up.is_settled:
                 self.unsettled.pop(clean_up, None)
 
-    def _ask_until(
+    def _ask_with_retries(
         self, op: Opcode, body: Body, operation: str, wait_s: float, clean_up: "ReplyCleanUp | None"
     ) -> Procedure[Any]:
-        """Repeat the request for `wait_s`, with growing pauses, if that is safe and the daemon may come back."""
-        # Until the time is over, try again after each failure to connect, with longer pauses.
+        """Send the request. While the daemon can't be reached, repeat it for `wait_s` seconds, with growing pauses."""
         last, failures = self.clock() + wait_s, 0
         while True:
             try:
-                return (yield from self._ask_again_if_stale(op, body, operation, clean_up, is_again=failures > 0))
+                return (yield from self._ask_reconnecting(op, body, operation, clean_up, is_repeat=failures > 0))
             # Try again after Busy as well: right after a restart, all clients reconnect at once.
             except (Disconnected, Busy):
                 left_s = last - self.clock()
@@ -703,8 +706,7 @@ class LeaseHandle:
         yield from self._reconnect_if_stale(operation)
         link, deadline = self.channel.link, FixedDeadline(CONTROL_REPLY_LIMIT_S, operation, self.address, self.clock)
         try:
-            # All requests in one send, then their replies in order.
-            # Number them before they are sent, so that each reply is matched to its record.
+            # Number all requests, send them together, then receive their replies in order.
             request_ids = {number: link.request(op, body) for number, body in bodies.items()}
             yield from send(self.channel, [frame for _, frame in request_ids.values()], deadline)
             for number, (request_id, _) in request_ids.items():
@@ -714,17 +716,17 @@ class LeaseHandle:
             raise disconnected(ended, self.channel, operation) from None
 
     def _reconnect_if_stale(self, operation: str) -> Procedure[bool]:
-        """Connect again if the connection is dead; returns whether it was."""
+        """Connect again if the connection is dead, and return whether it was."""
         is_stale = self.channel.link.end is not None
         if is_stale:
-            # The connection may have ended directly after a reply, unnoticed until now.
+            # The connection may have ended right after the last reply, unnoticed until now.
             self.channel.close()
             self.channel, _ = yield from dial(self.address, FixedDeadline(CONNECT_LIMIT_S, operation, self.address))
         self.channel.link.drop_unclaimed()
         return is_stale
 
-    def _ask_again_if_stale(
-        self, op: Opcode, body: Body, operation: str, clean_up: "ReplyCleanUp | None", *, is_again: bool
+    def _ask_reconnecting(
+        self, op: Opcode, body: Body, operation: str, clean_up: "ReplyCleanUp | None", *, is_repeat: bool
     ) -> Procedure[Any]:
         """Send on the connection on which the lease was granted; if that is dead, send again on a new one.
 
@@ -732,8 +734,8 @@ class LeaseHandle:
         A second REGION_OPEN could leave a region that no client knows.
         """
         while True:
-            # Try at most twice: on the old connection and, if that was dead without an answer, on a new one.
-            fresh = yield from self._reconnect_if_stale(operation)
+            # Try at most twice: on the old connection and, if that ended without an answer, on a new one.
+            is_new = yield from self._reconnect_if_stale(operation)
             try:
                 deadline = FixedDeadline(control_limit_s(op), operation, self.address, self.clock)
                 ask = answer_to if clean_up is None else clean_up.ask
@@ -744,19 +746,19 @@ class LeaseHandle:
                 if self.channel.link.received_goodbye and ended.failure.status is Status.DISCONNECTED:
                     return ended.failure
                 # Two tries are enough. A region is never opened twice, because the first may be open already.
-                if fresh or op is Opcode.REGION_OPEN:
+                if is_new or op is Opcode.REGION_OPEN:
                     raise disconnected(ended, self.channel, operation) from None
-                is_again = True
+                is_repeat = True
                 continue
             is_refused = isinstance(answer, Failure)
             # The first LEASE_FREE has freed the lease, and its reply was lost: the refusal of the second is a success.
-            if is_refused and is_again and op is Opcode.LEASE_FREE and answer.status in _GIVEN_BACK:
+            if is_refused and is_repeat and op is Opcode.LEASE_FREE and answer.status in _ENDED_BEFORE_REPEAT:
                 return None
             return answer
 
 
 class ReplyCleanUp(CleanUp):
-    """The object that the reply to a request on a lease's own connection may bring.
+    """Releases the object that the reply to a request on the lease's own connection brings.
 
     Attributes:
         lease: The lease.
@@ -780,7 +782,7 @@ class ReplyCleanUp(CleanUp):
         self._frame_bytes = len(frame)
         self._channel, self._number = channel, number
         yield from send(channel, self._unsent, deadline)
-        # The daemon will send the session's worker an order, so let the worker wake up now.
+        # The daemon will send an order to the session's worker: wake the worker now.
         if (operations := self.lease.attached()) is not None:
             operations.attachment.channel.announce()
         # Do not poll for a daemon on another host, which answers too late, or for a tenant that chose BLOCK.
@@ -798,16 +800,16 @@ class ReplyCleanUp(CleanUp):
         channel.link.claim(number)
 
     def late(self) -> Procedure[None]:
-        """Wait for the reply if none came to the call that was interrupted.
+        """Wait for the reply if the interrupted call has not received it.
 
-        If none comes, close the connection: the daemon then takes back what it made for it.
+        If none comes, close the connection; the daemon then releases what it made for the request.
         """
         channel, number = self._channel, self._number
         if self.made is None and channel is not None:
             yield Locked(self.lease.lock, self._late(channel, number))
 
     def _late(self, channel: Channel, number: int) -> Procedure[None]:
-        # An interrupt before the request was sent: no reply will come. With TLS it can't be known.
+        # If no byte of the request was sent, no reply will come. With TLS, the number of bytes sent is not known.
         channel.finish()
         if type(channel) is Channel and sum(map(len, self._unsent)) == self._frame_bytes:
             channel.link.claim(number)
@@ -820,7 +822,7 @@ class ReplyCleanUp(CleanUp):
 
 
 class SizeCleanUp(ReplyCleanUp):
-    """The size that an interrupted change has set. The next change is relative to it."""
+    """Records the size that an interrupted change has set, because the next change is relative to it."""
 
     def _give_back(self) -> Procedure[None]:
         yield from self.late()
@@ -910,7 +912,7 @@ class LeaseView:
 
     @property
     def epoch(self) -> int:
-        """The number of its name's claim, higher than that of every earlier lease of the name; 0 without a name.
+        """A number higher than the epoch of every earlier lease of the same name; 0 without a name.
 
         A store that records the highest epoch it has seen can refuse late writes of an earlier holder of the name.
         """
@@ -968,11 +970,11 @@ def acquire(
         target: The daemon or the fleet.
         request: The request.
         lock: The API's kind of lock.
-        clean_up: Records what may have been granted, so that it can be given back.
+        clean_up: Records what may have been granted, so that it can be freed if the call is interrupted.
         spare: Connections to the daemon to use first; a freed lease's connection is added to them. Only for a single
           daemon.
     """
-    # A fleet chooses the node. A single daemon is asked directly, in one flight with HELLO.
+    # In a fleet, `acquire_in` finds the node. To a single daemon, send the request right after HELLO.
     if isinstance(target, Fleet):
         lease = yield from acquire_in(target, request, partial(_lease_on, lock=lock), clean_up)
         lease.fleet = target
@@ -981,9 +983,9 @@ def acquire(
         lease = yield from _open(
             target, lock, Opcode.LEASE_ALLOC, request, limit_s, lambda grant: grant, clean_up, spare
         )
-    lease.waiting, lease.asked = WAITING.read(request.parameters), request
+    lease.waiting, lease.granted_request = WAITING.read(request.parameters), request
     lease.is_latency = LATENCY.read(request.parameters)
-    # The grant does not carry the name's epoch: ask for it.
+    # The grant does not contain the name's epoch, so query it.
     if name := LEASE_NAME.read(request.parameters):
         try:
             yield from _take_name(lease, name)
@@ -1016,7 +1018,7 @@ def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedur
     if lease.end_failure is OWNED_BY_PARENT:
         raise error_of(OWNED_BY_PARENT, "reacquire")
     if lease.remaining_s > 0:
-        # By its deadline the lease is alive. Ask the daemon, which may have ended it early or forgotten it.
+        # Its deadline has not passed, but the daemon may have ended it early, or may have forgotten it.
         report: LeaseReport | None = None
         with suppress(NotFound):
             report = yield from lease.query()
@@ -1024,13 +1026,13 @@ def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedur
             raise InvalidRequest(
                 "reacquire: the lease has not ended", "Use it, renew it, or free it and call reacquire() then"
             )
-    if lease.asked is None:
+    if lease.granted_request is None:
         raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one by GpuBuilder")
-    return (yield from acquire(lease.fleet or lease.address, lease.asked, lock, clean_up))
+    return (yield from acquire(lease.fleet or lease.address, lease.granted_request, lock, clean_up))
 
 
 def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle]:
-    """Return another tenant's lease, as a token shows it. Raises Denied, naming the check that the token failed."""
+    """Return another tenant's lease, to which a token gives access. Raises Denied, naming the check that failed."""
 
     def grant_of(capability: CapabilityHeld) -> LeaseGrant:
         return LeaseGrant(
@@ -1039,24 +1041,24 @@ def by_token(address: Address, token: bytes, lock: Any) -> Procedure[LeaseHandle
 
     body = CapabilityPresent(token)
     lease = yield from _open(address, lock, Opcode.CAPABILITY_PRESENT, body, CONTROL_REPLY_LIMIT_S, grant_of)
-    # Requests about this lease present the token first, on each new connection.
+    # Sessions, submits and subscriptions present the token on their own connections.
     lease.token = token
-    # A new connection has not presented the token, so after a restart nothing is sent again.
+    # After a restart, a new control connection would not have presented the token, so do not repeat requests on it.
     lease.outlives_daemon = False
     return lease
 
 
 def by_assignment(address: Address, lock: Any, name: str | None) -> Procedure[LeaseHandle]:
-    """The tenant's own lease that was acquired for this program. Raises InvalidRequest, or NotFound if it is over.
+    """The tenant's own lease that was acquired for this program. Raises InvalidRequest, or NotFound if it has ended.
 
-    `name` is as of `assigned_lease_id`.
+    `name` selects a lease as in `assigned_lease_id`.
     """
     return (yield from by_id(address, lock, assigned_lease_id(name)))
 
 
 def by_id(address: Address, lock: Any, lease_id: int) -> Procedure[LeaseHandle]:
     """The tenant's own lease with that id. Raises NotFound if there is none."""
-    # The reply's report has the grant and the name's claim; keep it in this list for the claim.
+    # The reply's report contains the grant, and the lease's name and epoch. `_open` returns only the grant, so keep it.
     reports: list[LeaseReport] = []
 
     def grant_of(reply: Any) -> LeaseGrant:
@@ -1089,7 +1091,8 @@ def _open(
         reply_limit_s: Longest wait for the reply, in seconds.
         grant_of: Makes the grant from the reply's body.
         clean_up: Records what the request may make; None if it makes nothing.
-        spare: Connections to use first. If one has ended, the daemon takes back what it makes for it.
+        spare: Open connections to use first. If one turns out to have ended, the daemon frees what it made for the
+            request on it, and the request is sent again on a new connection.
     """
     operation = operation_of(op)
     deadline = FixedDeadline(CONNECT_LIMIT_S, "connect", address)
@@ -1142,7 +1145,7 @@ def _open(
 
 
 def free_of(granted: LeaseGrant | RegionGrant) -> First:
-    """The request that frees a lease, or a region of one's own lease."""
+    """The request that frees a lease or a region of the tenant."""
     return First(Opcode.LEASE_FREE, LeaseRef(granted.lease_id))
 
 
@@ -1160,7 +1163,7 @@ def _granted(lease_id: int, report: Any) -> LeaseGrant:
     """Return the grant as far as a lease's report contains it. Raises Disconnected if it is not a report."""
     try:
         exclusivity = Exclusivity[report["exclusivity"].upper()]
-        # A report has the time that is left instead of the original one, which is what this program needs.
+        # A report has the remaining time instead of the time granted; the remaining time is what this program needs.
         times = report["generation"], report["size_bytes"], report["remaining_ms"]
         expires_at_unix_s = int(time.time() + report["remaining_ms"] / 1000)
         return LeaseGrant(lease_id, *times, expires_at_unix_s, exclusivity, report["card_uuid"])
@@ -1181,13 +1184,13 @@ def free_silently(state: LeaseHandle) -> None:
 
 
 RENEW_AT: Final = 0.75
-"""Fraction of its time after which a lease is renewed: early enough for several tries."""
+"""Fraction of its time to live after which a lease is renewed: early enough for several tries."""
 
 JITTER: Final = 0.10
 """Fraction by which each renewal is moved at random, so that leases granted together are not renewed together."""
 
 FIRST_BACKOFF_S: Final = 0.1
-"""Pause after the first failure, in seconds; it doubles with each further one."""
+"""Pause after the first failure, in seconds; it doubles after each further failure."""
 
 MAX_BACKOFF_S: Final = 5.0
 """Longest pause between two tries, in seconds."""
@@ -1200,7 +1203,7 @@ CUT_SHORT_SLACK_S: Final = 0.1
 at the next renewal."""
 
 LEAST_DELAY_S: Final = 0.01
-"""Shortest pause, in seconds, so that a lease of a millisecond does not spin."""
+"""Shortest pause between two renewals, in seconds. Stops a lease of a millisecond from being renewed in a busy loop."""
 
 
 class RenewalSchedule:
@@ -1236,7 +1239,7 @@ OnLoss = Callable[[GpuLeaseError], None]
 
 
 def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None:
-    """Raise a loss that was not reported to `on_loss`: a block must not end as if its lease had been renewed."""
+    """Raise a loss that was not reported to `on_loss`: a `with` block must not end as if its lease still lasted."""
     if loss is not None and on_loss is None:
         raise loss.with_traceback(None)
 
@@ -1244,17 +1247,16 @@ def raise_unreported(loss: GpuLeaseError | None, on_loss: OnLoss | None) -> None
 def keep_renewed(
     lease: Callable[[], RenewableLease | None], schedule: RenewalSchedule, stopped: Any = None
 ) -> Procedure[GpuLeaseError | None]:
-    """Renew a lease, each time for the time for which it was granted, until it is lost.
+    """Renew a lease until it is lost, each time for the time to live that it has when this starts.
 
     Args:
         lease: A weak reference to the lease. Dropping or freeing the lease ends this without a loss.
         schedule: When to renew.
-        stopped: An event of the API's kind that ends this; None if the API ends it in another way.
+        stopped: An event of the API's kind; this ends once it is set. None if the API ends it in another way.
 
     Returns:
         Why the lease was lost; None if it was not.
     """
-    # Get a reference for each renewal, and keep none while this waits.
     view = lease()
     if view is None:
         return None
@@ -1295,8 +1297,8 @@ except on a host under heavy load."""
 END_REASON_POLL_S: Final = 0.05
 """Pause between two queries for the reason, in seconds."""
 
-_FENCE_MATTERS: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
-"""Ends that FENCED replaces: any other end matters more to the tenant than its memory."""
+_REPLACED_BY_FENCED: Final = frozenset({Status.SESSION_FAILED, Status.DISCONNECTED})
+"""Ends that FENCED replaces: any other end matters more to the tenant than the fence."""
 
 
 def end_reason_of(report: Mapping[str, object]) -> Failure | None:
@@ -1309,7 +1311,7 @@ def end_reason_of(report: Mapping[str, object]) -> Failure | None:
     end = lease_end(str(cause), reason)
     status, words = end.status, end.words
     # A lease that expired or was revoked keeps that reason even if its memory is fenced.
-    if state == "fenced" and status in _FENCE_MATTERS:
+    if state == "fenced" and status in _REPLACED_BY_FENCED:
         status, words = Status.FENCED, f"{words} and its memory is fenced"
     hint = DAEMON_STOPS_HINT if status is Status.DISCONNECTED else ""
     is_kill = cause == "worker_died" and reason == KILLED
@@ -1339,10 +1341,10 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
 
 
 def follow_regions(lease: LeaseHandle) -> Procedure[None]:
-    """Record the ends of a lease's regions that were opened here as soon as the daemon reports them.
+    """Record the ends of the lease's regions that this program opened, as soon as the daemon reports them.
 
-    A session with shared memory can read their words. Any other is notified of an end by its next operation, or by
-    this. Raises Disconnected, or Busy if the tenant has too many subscriptions.
+    A session with shared memory reads the regions' words. Any other session learns of an end from this, or from its
+    next operation. Raises Disconnected, or Busy if the tenant has too many subscriptions.
     """
     # Use one subscription for all regions, because a tenant may have only a bounded number.
     stream = EventStream(lease.address, EVERY_LEASE, lease.token)
@@ -1350,7 +1352,7 @@ def follow_regions(lease: LeaseHandle) -> Procedure[None]:
     try:
         is_complete = False
         while True:
-            # Regions may have ended before the subscription began, or events were dropped.
+            # Regions may have ended before the subscription began, or while events were dropped.
             if not is_complete:
                 for region in [*lease.regions.values()]:
                     yield from region.note_end()
@@ -1366,8 +1368,10 @@ def follow_regions(lease: LeaseHandle) -> Procedure[None]:
 
 
 def _unknown_lease(lease: LeaseHandle, failure: Failure) -> Failure:
-    """Return the end of a lease that the daemon has forgotten: if its deadline has passed, it expired."""
-    # By its deadline the lease expired; the daemon forgets ended leases after a while.
+    """Return the end of a lease that the daemon does not report.
+
+    The daemon forgets ended leases after a while: if the deadline has passed, the lease expired.
+    """
     if failure.status is Status.NOT_FOUND and lease.clock() >= lease.deadline:
         return Failure(Status.LEASE_EXPIRED, "the lease expired")
     return failure

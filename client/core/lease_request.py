@@ -65,7 +65,7 @@ ASK_FIRST: Final = "Ask for one: lease = GpuBuilder().min_vram(...).acquire()"
 """Hint for a program that uses a builder, or nothing, as a lease."""
 
 
-# Most programs use one address.
+# Cached, because most programs use a single address.
 _parse_address: Final = lru_cache(maxsize=16)(parse_address)
 
 
@@ -105,7 +105,7 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
     """Convert seconds to the wire's milliseconds, rounded up.
 
     Args:
-        seconds: What the program gave.
+        seconds: The program's value.
         subject: How messages name it.
         least_ms: Shortest time that is allowed.
 
@@ -189,7 +189,7 @@ class LeaseRequest:
             size_bytes: Bytes, or a string such as "64MiB".
         """
         self._submit_bytes = size_of(size_bytes, "submits")
-        return self._give(SUBMIT, self._submit_bytes)
+        return self._set(SUBMIT, self._submit_bytes)
 
     def lease_secs(self, seconds: float) -> Self:
         """Set the number of seconds that the lease lasts unless it is renewed.
@@ -201,21 +201,21 @@ class LeaseRequest:
 
     def exclusivity(self, exclusivity: Exclusivity | int) -> Self:
         """Set which other leases may be on the same card."""
-        return self._give(EXCLUSIVITY, _member(Exclusivity, exclusivity, "exclusivity"))
+        return self._set(EXCLUSIVITY, _member(Exclusivity, exclusivity, "exclusivity"))
 
     def waiting(self, waiting: Waiting | int) -> Self:
         """Set how session and worker wait: SPIN for the fastest replies, YIELD on a busy host, BLOCK to sleep at once.
 
         If this is not called, they spin for a bounded time if the host has enough cores for both.
         """
-        return self._give(WAITING, _member(Waiting, waiting, "waiting"))
+        return self._set(WAITING, _member(Waiting, waiting, "waiting"))
 
     def max_kernel_secs(self, seconds: float) -> Self:
         """Set the number of seconds that one kernel may run; a longer one ends the lease.
 
         Without this call it is unlimited.
         """
-        return self._give_time(MAX_KERNEL, seconds)
+        return self._set_time(MAX_KERNEL, seconds)
 
     def orphan_secs(self, seconds: float) -> Self:
         """End the lease when it has had no connection for `seconds`; 0 for never.
@@ -223,11 +223,11 @@ class LeaseRequest:
         Its connections are the lease object's own, those of its sessions, including sessions by token, and those of its
         jobs. A renewal restarts the time. If this is not called, the daemon operator's default applies.
         """
-        return self._give_time(ORPHAN, seconds)
+        return self._set_time(ORPHAN, seconds)
 
     def regions_required(self) -> Self:
         """Make the session refuse every launch that names no region set, so that no launch can forget it."""
-        return self._give(REGIONS_REQUIRED, value=True)
+        return self._set(REGIONS_REQUIRED, value=True)
 
     def weight(self, weight: int) -> Self:
         """Set the lease's weight when the time of its card is shared; the daemon has a maximum. The default is 1.
@@ -235,11 +235,11 @@ class LeaseRequest:
         Tenants that want the card at the same time get time in proportion to their weights. A tenant's weight on a card
         is the largest of its leases there; its own leases share its part by their weights.
         """
-        return self._give(WEIGHT, whole(weight, "weight", least=WEIGHT.least, most=WEIGHT.most))
+        return self._set(WEIGHT, whole(weight, "weight", least=WEIGHT.least, most=WEIGHT.most))
 
     def latency(self) -> Self:
         """Make the card's other sessions hold back while this one has work outstanding. The operator must allow it."""
-        return self._give(LATENCY, value=True)
+        return self._set(LATENCY, value=True)
 
     def parkable(self, idle_secs: float = 0) -> Self:
         """Let the session's bytes leave the card while it is idle; its next operation brings them back.
@@ -248,7 +248,7 @@ class LeaseRequest:
             idle_secs: Seconds without an operation after which the session is parked; 0: only when `lease.park()`, an
                 operator or another lease's need for room parks it.
         """
-        return self._give(PARKABLE, milliseconds(idle_secs, "parkable: idle_secs", least_ms=0))
+        return self._set(PARKABLE, milliseconds(idle_secs, "parkable: idle_secs", least_ms=0))
 
     def name(self, name: str) -> Self:
         """Set a name that is unique in the daemon's fleet: while this lease lives, no other lease has it.
@@ -259,7 +259,7 @@ class LeaseRequest:
         utf8(name, "name")
         if not NAME.fullmatch(name):
             raise InvalidRequest(f"name must be {NAME_RULE}, not {quoted(name)}")
-        return self._give(LEASE_NAME, name)
+        return self._set(LEASE_NAME, name)
 
     def labels(self, **labels: str) -> Self:
         """Set labels that the node must have, such as zone="a"; its operator assigns them."""
@@ -273,7 +273,7 @@ class LeaseRequest:
         if len(self._labels | labels) > MAX_LABELS:
             raise InvalidRequest(f"labels: a lease has at most {MAX_LABELS}, not {len(self._labels | labels)}")
         self._labels |= labels
-        return self._give(LABELS, self._labels) if self._labels else self
+        return self._set(LABELS, self._labels) if self._labels else self
 
     def device(self, uuid_or_index: str | int) -> Self:
         """Choose the card by its UUID or its index. If this is not called, any card that fits is used."""
@@ -285,13 +285,13 @@ class LeaseRequest:
         self._wait_ms = milliseconds(seconds, "timeout", least_ms=0)
         return self
 
-    def _give(self, option: LeaseOption[Value, Any], value: Value) -> Self:
+    def _set(self, option: LeaseOption[Value, Any], value: Value) -> Self:
         # Store the value by tag, so that a second call of a method replaces the first one's value.
         self._parameters[option.tag] = option.parameter(value)
         return self
 
-    def _give_time(self, option: NumberOption[Any], seconds: float) -> Self:
-        return self._give(option, milliseconds(seconds, option.method, least_ms=option.least))
+    def _set_time(self, option: NumberOption[Any], seconds: float) -> Self:
+        return self._set(option, milliseconds(seconds, option.method, least_ms=option.least))
 
     def _where(self) -> Address | Fleet:
         # Check for a fleet first: its address does not name a daemon, and `address_of` would refuse it.

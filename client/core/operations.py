@@ -1,7 +1,8 @@
 """A session's operations, which are executed one at a time under the session's lock.
 
-The worker keeps the failure of a quiet request, and replies with it to the next request that has a reply. Neither that
-request nor anything after the failed one was executed. So frees among these are sent again.
+A quiet request has no reply of its own. The worker keeps its failure, and replies with it to the next request that has
+a reply. Neither that request nor anything else after the failed one is executed, so the client sends frees among the
+skipped requests again.
 
 An object that an operation makes has an owner at every moment, so that it is not lost if the operation is interrupted
 (`transport.link`). The owner is the request until its reply has come, the link until the object's handle is made and
@@ -35,11 +36,11 @@ T = TypeVar("T")
 H = TypeVar("H", bound=Handle)
 
 EXPIRY_MARGIN_S: Final = 5.0
-"""Time for which an operation still waits for a reply after the lease's end, in seconds: it allows for the daemon's
-grace, the reclaim, and a slow host."""
+"""How long after the lease's end an operation still waits for a reply, in seconds: time for the daemon's grace period,
+the reclaim, and a slow host."""
 
 FREES_PER_FLUSH: Final = 128
-"""Maximum number of dropped handles that one operation frees, so that it is not delayed after a long list was dropped.
+"""Maximum number of dropped handles that one operation frees, so that it is not slow after a long list was dropped.
 Their frames are sent in one piece (`coalescing_socket.FLUSH_BYTES`)."""
 
 STREAMS_FENCES: Final = having(Trait.SETTLES)
@@ -52,7 +53,7 @@ ONE_STREAM_FENCES: Final = STREAMS_FENCES | having(Trait.SETTLES_ALONE)
 class LeaseDeadline:
     """Bounds an operation by the lease's deadline.
 
-    When that has passed, the broker is asked whether a renewal moved it.
+    After the deadline, it asks the broker whether a renewal has moved it.
     """
 
     def __init__(self, lease: LeaseHandle) -> None:
@@ -62,7 +63,7 @@ class LeaseDeadline:
         """Seconds left; negative after the deadline and its margin."""
         return self._lease.deadline + EXPIRY_MARGIN_S - self._lease.clock()
 
-    def over(self) -> Procedure[None]:
+    def raise_or_extend(self) -> Procedure[None]:
         """Raise LinkEnded, unless the broker reports that the lease was renewed elsewhere."""
         # The lease may have been renewed by another program, so this side's deadline may be too early.
         report = yield from self._lease.query()
@@ -87,9 +88,9 @@ class BlockEndDeadline(LeaseDeadline):
         """Seconds left; negative after the deadline."""
         return self._end - self._lease.clock()
 
-    def over(self) -> Procedure[None]:
+    def raise_or_extend(self) -> Procedure[None]:
         """Raise TimedOut, or LinkEnded if the lease has ended."""
-        yield from super().over()
+        yield from super().raise_or_extend()
         raise self.error()
 
     def error(self) -> TimedOut:
@@ -106,7 +107,8 @@ class RequestPipeline:
     Attributes:
         attachment: The session's connection.
         deadline: Bounds the time of an operation.
-        freed: (request id, operation, handle) of frees and reuses in flight; any later reply confirms or refutes them.
+        freed: (request id, operation, handle) of frees and reuses in flight; the next reply shows whether they were
+            executed.
         acknowledged_id: Every request up to this one is known to have succeeded, or its failure was raised.
         fences: Operations with a reply that acknowledges everything before them.
     """
@@ -121,7 +123,7 @@ class RequestPipeline:
         self.fences = ONE_STREAM_FENCES
 
     def begin(self) -> None:
-        """Start counting: the session has just been attached."""
+        """Start counting requests: the session has just been attached."""
         self.acknowledged_id = self.attachment.connection.last_request_id
 
     # --- whole operations ---
@@ -149,7 +151,7 @@ class RequestPipeline:
         return (yield from self.go_on(operation, self._prepared(procedure)))
 
     def go_on(self, operation: str, procedure: Procedure[T]) -> Procedure[T]:
-        """Run the rest of an operation. If the connection ends, raise how the lease ended."""
+        """Run the rest of an operation. If the connection ends, raise the error that says how the lease ended."""
         try:
             return (yield from procedure)
         except LinkEnded as ended:
@@ -328,7 +330,7 @@ class RequestPipeline:
     def settle(self, result: Body | Failure | None, operation: str, own_requests: Container[int] = ()) -> None:
         """Process a reply: every quiet request before it has been executed, has failed, or was skipped.
 
-        Raises the reply's failure, or LinkEnded if the failure's reason is still to be found.
+        Raises the reply's failure, or LinkEnded if the broker has to be asked for the reason.
         """
         if not self.freed and not isinstance(result, Failure):
             return
@@ -352,12 +354,12 @@ class RequestPipeline:
 
     def block_end_deadline(self) -> BlockEndDeadline | None:
         """Return the deadline of the wait at the end of a `with` block; None if there is nothing to wait for."""
-        # There is nothing to wait for if the session is over, or if its last request is known to have succeeded.
+        # There is nothing to wait for if the session has ended, or if its last request is known to have succeeded.
         attachment = self.attachment
         is_settled = attachment.end is not None or self.acknowledged_id == attachment.connection.last_request_id
         lease_end = attachment.lease.end_failure
-        is_given_back = lease_end is not None and lease_end.status is Status.LEASE_FREED
-        if is_settled or is_given_back or attachment.recording is not None:
+        is_freed = lease_end is not None and lease_end.status is Status.LEASE_FREED
+        if is_settled or is_freed or attachment.recording is not None:
             return None
         return BlockEndDeadline(attachment.lease)
 
@@ -413,7 +415,7 @@ class RequestPipeline:
             yield from wait_for_room(channel, self.deadline)
 
     def quiet_frame(self, op: Opcode, payload: bytes) -> bytes:
-        """A quiet request with the next request id."""
+        """Build the frame of a quiet request with the next request id."""
         attachment = self.attachment
         request_id = attachment.connection.next_request_id()
         return build_frame(op, payload, request_id=request_id, session_id=attachment.session_id, flags=Flag.QUIET)
@@ -499,7 +501,7 @@ class RequestPipeline:
             handle.owner = attachment  # the session's end frees it
             raise
         except BaseException:
-            # The reply may report an earlier failure; then this free was not executed. Then it is sent again.
+            # If the reply reports an earlier failure, this free was not executed: list it, so that it is sent again.
             self.freed += [(request_id, op, number)]
             raise
         if isinstance(result, Failure):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpulease.client.core.copies import CopyCommands, check_range
 from gpulease.client.core.graphs import GraphContents
-from gpulease.client.core.launch import KernelArguments, LaunchAttributes, LaunchCommands, in_order
+from gpulease.client.core.launch import KernelArguments, LaunchAttributes, LaunchCommands, packed_if_listed
 from gpulease.client.core.region_sets import RegionSet
 from gpulease.client.core.session import SessionCore
 from gpulease.client.core.streams import StreamHandle, not_recorded
@@ -49,7 +49,7 @@ class Recording(LaunchCommands, CopyCommands):
         """
         self._session = session
         self._attachment = session.attachment
-        # The thread or task that records; operations of any other are refused while the recording lasts.
+        # The thread or task that records. While the recording lasts, operations of any other are refused.
         self._caller = caller
         self._owner = caller()
         # The graph's nodes, in the form of its message, and the objects that it must keep.
@@ -122,7 +122,7 @@ class Recording(LaunchCommands, CopyCommands):
         """Record a launch; returns the number of its node."""
         self._check_caller("launch")
         _check_stream(stream, "launch")
-        args = in_order(module, kernel, args)
+        args = packed_if_listed(module, kernel, args)
         _, frame = self._session.launches.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         number = len(self._nodes)
         # `_add_parameters` may refuse, so call it before anything is recorded: a refused launch then leaves nothing
@@ -236,7 +236,7 @@ class Recording(LaunchCommands, CopyCommands):
         self._arrays.append(data)
 
     def _add_parameters(self, kernel: str, node: int, args: KernelArgs) -> None:
-        # A copy: a refused launch must leave the recording as it was.
+        # Work on a copy, because a refused launch must leave the recording as it was.
         added = dict(self._parameters)
         for name, _, bound in args.parameters:
             if len(name.encode()) > MAX_PARAMETER_NAME_BYTES:
@@ -258,7 +258,7 @@ class Recording(LaunchCommands, CopyCommands):
                 f"in {MAX_GRAPH_PLACES} places"
             )
         self._parameters = added
-        # A place is where an argument's bytes are in its node, in bytes from the first argument.
+        # A place has the offset of the argument's bytes in its node, counted from the first argument.
         numbers = {name: number for number, name in enumerate(added)}
         self._places += [GraphPlace(numbers[name], node, sum(args.sizes[:index])) for name, index, _ in args.parameters]
 
@@ -273,6 +273,6 @@ def _check_stream(stream: StreamHandle | None, operation: str) -> None:
 
 
 def _done(result: Any) -> Procedure[Any]:
-    """A procedure that has ended already, with that result."""
+    """Return a procedure that ends immediately, with that result."""
     return result
     yield  # makes this a procedure

@@ -1,13 +1,13 @@
-"""Refusals in the client: one memory load refuses a launch or copy that names an ended region, before it is sent.
+"""Refusals in the client: it refuses a launch or copy that names an ended region before it is sent.
 
 The broker writes the words of a session's regions to a page that the client maps (`protocol.session_words`). The page's
-epoch is raised after every change, so a launch compares two numbers; only when they differ are the words of its regions
-read. The worker checks every launch by itself: a client that does not read the page, or that has an earlier
-broker's page, learns of an end from the worker.
+epoch is raised after every change, so a launch compares two numbers, and reads the words of its regions only if they
+differ. The worker checks every launch itself: a client that does not read the page, or that has an earlier broker's
+page, learns of an end from the worker.
 
-The client refuses only the first operation after a wait. Later ones are sent, because the worker may already have
-refused an earlier launch, and skipped all after it, also in other regions. Then the worker is asked at once instead of
-at the next wait, and its error names the first launch that did not begin.
+The client refuses only the first operation after a wait. It sends later ones, because the worker may already have
+refused an earlier launch, and skipped all after it, including those in other regions. In that case the client asks the
+worker at once instead of at the next wait, and the worker's error names the first launch that it refused.
 """
 
 from collections.abc import Iterable
@@ -32,17 +32,17 @@ class RefusedRegions:
         self._attachment = operations.attachment
 
     def check_set(self, regions: RegionSet, position: int, kernel: str, operation: str) -> bool:
-        """Return whether all regions of a set are active; if not, the launch is to be `confirmed` by the worker.
+        """Return whether all regions of a set are active. If not, send the launch and wait with `confirmed`.
 
         Args:
             regions: A set of this session.
-            position: The position that the launch states, for the error.
+            position: The number that the program passed with the launch, for the error.
             kernel: The kernel; "" for a graph of several.
             operation: The operation, for the error's text.
 
         Raises RegionFailed if one has ended or is cancelled, and nothing was sent since the last wait.
         """
-        # The epoch is read first: a change after that makes the next launch compare all words.
+        # Read the epoch first: a change after that makes the next launch compare all words.
         epoch = self._attachment.regions_epoch[0]
         if regions.epoch == epoch:
             return True
@@ -53,22 +53,22 @@ class RefusedRegions:
         return False
 
     def check_copy(self, buffer: object, operation: str) -> None:
-        """Raise RegionFailed for a copy if `buffer` is a region that has ended, or leave that to the worker."""
+        """Raise RegionFailed for a copy if `buffer` is a region that has ended, unless the worker must report it."""
         # Other buffers end only with their lease.
         if isinstance(buffer, RegionView):
             self._check((buffer,), "", None, operation)
 
     def confirmed(self, launched: MaybePending[int], operation: str) -> Procedure[int]:
-        """Wait until the worker has taken or refused a launch that was sent; returns the launch's number."""
+        """Wait until the worker has accepted or refused a launch that was sent; returns the launch's number."""
         number = launched if isinstance(launched, int) else (yield from launched)
-        # A PING's reply comes after the launch was taken or refused, and carries the refusal.
+        # A PING's reply comes after the launch was accepted or refused, and contains the refusal.
         ping = self._operations.ask(Opcode.PING, build_body(Ping(0)), operation=operation, own_requests=(number,))
         yield from self._operations.go_on(operation, ping)
         return number
 
     def _check(self, regions: Iterable[RegionView], kernel: str, position: int | None, operation: str) -> bool:
         attachment, operations = self._attachment, self._operations
-        # Without the page every launch is the worker's to check.
+        # Without the page, only the worker can check.
         if attachment.words is None:
             return True
         for view in regions:
@@ -78,11 +78,12 @@ class RefusedRegions:
                 break
         else:
             return True
-        # Something that was sent is not settled yet, and may have failed before this: the worker must report the first
-        # failure, so it gets this launch too.
+        # If an earlier request is not acknowledged yet, it may have failed. The worker must report the first failure,
+        # so let it refuse this launch, too.
         if operations.acknowledged_id != attachment.connection.last_request_id:
             return False
-        # The worker notifies whoever watches the region. Without room for this, the launch goes to the worker.
+        # Report the refusal to the worker, which notifies those that watch the region. If the channel has no room for
+        # the report, let the worker refuse the launch.
         request_id, session_id = attachment.connection.next_request_id(), attachment.session_id
         report = region_refused_frame(
             region.slot, region.number, kernel, position or 0, request_id=request_id, session_id=session_id
@@ -97,7 +98,7 @@ class RefusedRegions:
             site=0,
             position=position,
         )
-        # As if the worker had refused: leaving the block must not raise this failure a second time.
+        # Record it as if the worker had refused, so that leaving the `with` block does not raise it a second time.
         attachment.last_raised = failure
         region.note_failure(failure)
         raise error_of(failure, operation)

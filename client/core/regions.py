@@ -32,7 +32,7 @@ shorter."""
 
 FIRST_RETURN_POLL_S: Final = 0.0005
 LAST_RETURN_POLL_S: Final = 0.01
-"""First and last pause, in seconds, between two polls whether those launches have ended. Each pause is twice the
+"""Shortest and longest pause, in seconds, between two polls whether those launches have ended. Each pause is twice the
 previous one. A small region is free within a millisecond or two."""
 
 _KNOWN_OUTCOMES: Final = {int(outcome): outcome for outcome in RevokeOutcome}
@@ -50,7 +50,7 @@ class RegionHandle(LeaseHandle):
         slot: Together with `number`, its name in region sets.
         number: Distinguishes it from other regions that have had the slot.
         is_end_raised: Whether an error has said how it ended; later errors are RegionFenced.
-        dropped: Never used: as the owner of a buffer that no session has used yet, it has nothing to free.
+        dropped: Always empty. It is required of the owner of a buffer, which this is until a session uses the region.
     """
 
     def __init__(self, parent: LeaseHandle, granted: RegionGrant, tenant: str) -> None:
@@ -131,7 +131,7 @@ class RegionHandle(LeaseHandle):
         """End the region even while others use it; its tenant receives the reason."""
         body = LeaseRevoke(self.grant.lease_id, bounded(reason, "revoke: the reason", MAX_TEXT_BYTES))
         revoked = yield from self._control(Opcode.LEASE_REVOKE, body)
-        # Recorded at once, so that every later request about it is refused here.
+        # Record the end at once, so that every later request about the region is refused here.
         self.end_failure = Failure(Status.REVOKED, f"the region was revoked: {reason}", region=self.grant.lease_id)
         return _KNOWN_OUTCOMES.get(revoked.outcome, int(revoked.outcome))
 
@@ -153,18 +153,18 @@ class RegionHandle(LeaseHandle):
         if operations is None or operations.attachment.end_failure is not None:
             return  # the rest of its memory is freed with the lease
         # Step 2: wait until the launches that named it have ended. Step 3: release its addresses.
-        yield from self._returned()
+        yield from self._await_launches()
         release = operations.ask(Opcode.REGION_RELEASE, HANDLE.pack(self.address_on_card))
         try:
             yield from operations.do("close", release)
         except InvalidHandle as error:
-            # Not a failure of an earlier operation: the worker itself releases them when the last session ends, or by
-            # `reset`.
+            # Raise only the failure of an earlier operation. If the worker can't release the addresses now, it does so
+            # when the last session ends, or in `reset`.
             if error.failure.failed_request_id is not None:
                 raise
 
-    def _returned(self) -> Procedure[None]:
-        # The launches that named it end by themselves or by the daemon's grace; poll with growing pauses.
+    def _await_launches(self) -> Procedure[None]:
+        # The launches that named it end by themselves, or after the daemon's grace period. Poll with growing pauses.
         last, polls = self.clock() + RETURN_WAIT_S, 0
         while (yield from self.query()).get("state") in _HAS_MEMORY and self.clock() < last:
             yield Sleep(back_off_s(polls, FIRST_RETURN_POLL_S, LAST_RETURN_POLL_S))
@@ -267,7 +267,7 @@ class RegionView(BorrowedBuffer):
 
 
 class RegionCleanUp(ReplyCleanUp):
-    """A region that an interrupted call was opening or closing, and that is still to be closed.
+    """Closes a region that an interrupted call was opening or closing.
 
     Attributes:
         region: The region; None while it was not granted.
@@ -281,7 +281,7 @@ class RegionCleanUp(ReplyCleanUp):
 
     @classmethod
     def of(cls, region: RegionHandle) -> "RegionCleanUp":
-        """An open region, for a call that closes it."""
+        """Return the clean-up of a call that closes an open region."""
         return cls(region.parent, region.tenant, region)
 
     def opened(self) -> RegionHandle:
@@ -302,15 +302,15 @@ def close_with_clean_up(region: RegionHandle) -> Procedure[None]:
 
 
 def region_clean_up(lease: LeaseHandle, tenant: str | None) -> RegionCleanUp:
-    """An object that `open_region` may create. Args as there. Raises InvalidRequest."""
+    """Return the clean-up for a call of `open_region`. Raises InvalidRequest for a tenant that can't be a name."""
     return RegionCleanUp(lease, "" if tenant is None else bounded(tenant, "region: the tenant", MAX_TEXT_BYTES))
 
 
 def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None) -> Procedure[RegionHandle]:
-    """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest and their like.
+    """Open a region of a lease. Raises CapacityExceeded, Denied, Unsupported, InvalidRequest or a similar error.
 
     Args:
-        clean_up: Notes what may have been granted.
+        clean_up: Records what may have been granted.
         size: Bytes, or a string such as "64MiB".
         ttl_secs: Its lifetime in seconds; None for the lease's last one.
     """
@@ -327,6 +327,6 @@ def open_region(clean_up: RegionCleanUp, size: int | str, ttl_secs: float | None
 def resize(lease: LeaseHandle, more_bytes: int | str, operation: str, sign: int) -> Procedure[None]:
     """Make a lease larger (sign 1) or smaller (sign -1). Raises CapacityExceeded or InvalidRequest."""
     yield from lease.settle_clean_ups()
-    # The caller passes the change, and the request the new size.
+    # The caller passes the change of the size; the request has the new size.
     size_bytes = lease.grant.size_bytes + sign * size_of(more_bytes, f"{operation}: size")
     yield from lease.resize(whole(size_bytes, f"{operation}: the new size", least=1, most=MAX_WIRE_BYTES))

@@ -45,8 +45,8 @@ class SessionCore:
 
     Attributes:
         attachment: Its connection, its lease, and how it ended.
-        operations: How each of its operations is carried out.
-        streams: Its streams, and which one is selected.
+        operations: Sends its requests and receives their replies.
+        streams: Its streams, and which one the worker has selected.
         resources: Its device memory and modules.
         copies: Copies to and from that memory.
         launches: Launches of its modules' kernels.
@@ -77,7 +77,7 @@ class SessionCore:
         """
         # Memory can only be shared on one host, which the address shows.
         memory_request = shared_memory_request(lease.address) if shared_memory else SharedMemoryRequest()
-        # The session's frames name this lease, so a token of another one would be refused for each of them.
+        # The session's frames name this lease, so the worker would refuse each of them with another lease's token.
         if grant is not None and grant.lease_id != lease.grant.lease_id:
             raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
         token = lease.token if grant is None else grant.token
@@ -97,7 +97,7 @@ class SessionCore:
     def attach(self) -> Procedure[None]:
         """Open the session. Raises the reason if it can't be opened."""
         yield from self.attachment.attach()
-        # Prepare the operations now, because they depend on what the worker supports, which ATTACH's reply says.
+
         self.operations.begin()
         # A weak reference, so that a lease that outlives its session does not keep the session in memory.
         self.attachment.lease.attached = weakref.ref(self.operations)
@@ -162,8 +162,8 @@ class SessionView:
         handle is wrong.
 
         Args:
-            handle: Its `handle` there.
-            size_bytes: Its size there.
+            handle: Its `handle` in that connection.
+            size_bytes: Its size in that connection.
         """
         # No request is sent: the worker checks the handle with each operation.
         at = whole(handle, "buffer: handle", least=0, most=MAX_WIRE_BYTES)
@@ -198,8 +198,7 @@ class SessionView:
 
     @property
     def _arch(self) -> int | None:
-        """The capability to compile for: the card's. None, the compilers' default, for the embedded driver."""
-        # The embedded driver has no compute capability; None lets the compiler choose one.
+        """The card's compute capability, to compile for it. None, the compilers' default, for the embedded driver."""
         return (self.compute_capability or None) if self.driver == "cuda" else None
 
     @property

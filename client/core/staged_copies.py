@@ -1,9 +1,9 @@
 """Copies of ordinary memory through slots in the session's arena, by threads where the host has cores for them.
 
-Theory of operation. One core copies 9 to 13 GB/s on a host with a bus of 55. So a copy is cut into pieces, and a
-part of the arena into slots. While the worker's card copies one slot, threads here fill the next ones (a write) or
-empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested in groups,
-quiet except for the last of each group: a reply costs both sides as much as a piece.
+Theory of operation. One core copies 9 to 13 GB/s on a host whose bus carries 55 GB/s. So a copy is cut into pieces, and
+a part of the arena into slots. While the worker's card copies one slot, threads of this process fill the next ones (a
+write) or empty them (a read). No data goes through ring or socket, and the slots are pinned once. Pieces are requested
+in groups, quietly except for the last of each group: a reply costs both sides as much as a piece.
 
 If an earlier operation has failed and that was not reported yet, a write must not begin, and the failure must be
 reported once. So a SYNC precedes a write's pieces. The worker answers it while the first slots are being filled.
@@ -31,28 +31,28 @@ from gpulease.protocol.messages import Body
 from gpulease.protocol.opcodes import Flag
 
 STAGED_FROM_BYTES: Final = 128 << 10
-"""Smallest copy that is staged. To send fewer bytes in the frame takes less time than to request the copy of a slot."""
+"""Smallest copy that is staged. Sending fewer bytes in the frame takes less time than requesting the copy of a slot."""
 
 ONE_PIECE_BYTES: Final = 1 << 20
 """Largest copy in one piece, without threads: waking them takes as long as a part of it."""
 
 SLOT_BYTES: Final = 2 << 20
-"""Size of a slot, and so of a large copy's pieces: its request costs each side up to 40 us, a core 200 us, the card 40
-us."""
+"""Size of a slot, and so of a large copy's pieces. The request for a piece costs each side up to 40 us; a core copies
+it in 200 us, the card in 40 us."""
 
 MIN_PIECE_BYTES: Final = 512 << 10
 """Smallest piece of a copy that is cut into `MIN_PIECES`: the request for a smaller one takes longer than its copy."""
 
 MIN_PIECES: Final = 4
-"""Minimum number of pieces of a copy, unless they would be too small. The first and the last piece do not overlap with
-others: one side is idle while the other copies them."""
+"""Minimum number of pieces of a copy, unless they would be too small. While one side copies the first or the last
+piece, the other is idle, so these should be a small part of the copy."""
 
 SLOTS: Final = 8
-"""Pieces in progress at a time. Times `SLOT_BYTES`, this is the arena's and the host's memory in use."""
+"""Maximum number of pieces in progress. They take `SLOTS * SLOT_BYTES` of the arena, and so of the host's memory."""
 
 WRITE_GROUP: Final = 2
 READ_GROUP: Final = 1
-"""Pieces per reply. A piece that is read can be used only after it was answered."""
+"""Number of pieces per reply. Each piece of a read needs its own, because its bytes can be used only after that."""
 
 
 class _Piece(NamedTuple):
@@ -78,7 +78,7 @@ class Staging:
         self._writes, self._reads = writes, reads
         self._block: Any = None
         self._copiers: Copiers | None = None
-        # An operation was interrupted: the worker may still use slots.
+        # True if an operation was interrupted, so that the worker may still use slots.
         self._is_unsettled = False
 
     @property
@@ -156,9 +156,8 @@ class Staging:
 class _StagedCopy:
     """A copy of several pieces in progress.
 
-    A piece is begun (it has a slot), copied by a thread, and requested; its slot is free once the worker has answered
-    for
-    it. A read requests first and copies then.
+    Each piece of a write gets a slot, is copied into it by a thread, and is requested from the worker. Its slot is free
+    once the worker has replied. A read requests the piece first, and a thread copies it after the reply.
     """
 
     def __init__(self, staging: Staging, handle: int, offset: int, address: int, nbytes: int) -> None:
@@ -170,12 +169,12 @@ class _StagedCopy:
         self._address = address
         self._nbytes = nbytes
         self._piece_bytes = min(SLOT_BYTES, max(MIN_PIECE_BYTES, -(-nbytes // MIN_PIECES)))
-        self._begun = 0
+        self._started_bytes = 0
         # Slots that neither a thread nor the worker uses.
         self._free = deque(range(SLOTS))
         self._copying = 0
-        # Quiet pieces, which a later piece's reply acknowledges; then the requests with a reply, each with all its
-        # pieces.
+        # The pieces requested quietly since the last request with a reply; then each request whose reply has not come,
+        # with all the pieces that the reply acknowledges.
         self._quiet: list[_Piece] = []
         self._unacknowledged: deque[tuple[int, list[_Piece]]] = deque()
         self._own_requests: list[int] = []
@@ -184,8 +183,8 @@ class _StagedCopy:
 
     def write(self) -> Procedure[None]:
         """Fill slots, have the card copy them, reuse them."""
-        # Each round does the first of these that is possible: give a free slot to the threads; request the copy of a
-        # slot that they have filled; wait for the worker to free slots.
+        # Each round does the first of these that is possible: let the threads fill a free slot; request the copy of a
+        # slot that they have filled; wait until the worker has copied a slot.
         fence = yield from self._ask(Opcode.SYNC, b"")
         while (piece := self._next(self._copiers.most)) or self._copying or self._unacknowledged:
             if piece:
@@ -197,11 +196,11 @@ class _StagedCopy:
                     yield from self._take(fence)
                     fence = 0
                 if not self._failures:
-                    is_last = self._begun == self._nbytes and not self._copying
+                    is_last = self._started_bytes == self._nbytes and not self._copying
                     yield from self._ask_piece(Opcode.ARENA_WRITE, copied, WRITE_GROUP, is_last=is_last)
-                self._free.extend(piece.slot for piece in self._answered())
+                self._free.extend(piece.slot for piece in self._take_acknowledged())
             else:
-                self._free.extend(piece.slot for piece in (yield from self._answers()))
+                self._free.extend(piece.slot for piece in (yield from self._await_acknowledged()))
 
     def read(self) -> Procedure[None]:
         """Have the card fill slots, empty them, reuse them."""
@@ -210,18 +209,18 @@ class _StagedCopy:
         while (piece := self._next(SLOTS)) or self._copying or self._unacknowledged:
             answered: Iterable[_Piece] = ()
             if piece:
-                is_last = self._begun == self._nbytes or not self._free
+                is_last = self._started_bytes == self._nbytes or not self._free
                 yield from self._ask_piece(Opcode.ARENA_READ, piece, READ_GROUP, is_last=is_last)
-                answered = self._answered()
+                answered = self._take_acknowledged()
             elif self._copying >= self._copiers.most or not self._unacknowledged:
                 self._free.append(self._end_copy().slot)
             else:
-                answered = yield from self._answers()
+                answered = yield from self._await_acknowledged()
             for piece in answered if not self._failures else ():
                 self._copy(self._address + piece.at, self._staging.slot_address(piece.slot), piece)
 
     def end_group(self) -> Procedure[None]:
-        """After a failure, wait for earlier pieces without their own replies, because they may have failed too."""
+        """After a failure, wait for the pieces that were requested quietly, because they may have failed too."""
         if self._quiet:
             yield from self._take((yield from self._ask(Opcode.SYNC, b"")))
 
@@ -233,10 +232,12 @@ class _StagedCopy:
 
     def _next(self, most_copying: int) -> _Piece | None:
         """The next piece, with a free slot, if one may start."""
-        if self._begun == self._nbytes or not self._free or self._failures or self._copying >= most_copying:
+        if self._started_bytes == self._nbytes or not self._free or self._failures or self._copying >= most_copying:
             return None
-        piece = _Piece(self._free.popleft(), self._begun, min(self._piece_bytes, self._nbytes - self._begun))
-        self._begun += piece.nbytes
+        piece = _Piece(
+            self._free.popleft(), self._started_bytes, min(self._piece_bytes, self._nbytes - self._started_bytes)
+        )
+        self._started_bytes += piece.nbytes
         return piece
 
     def _copy(self, target: int, source: int, piece: _Piece) -> None:
@@ -250,7 +251,7 @@ class _StagedCopy:
 
     # --- requests ---
 
-    def _answered(self) -> list[_Piece]:
+    def _take_acknowledged(self) -> list[_Piece]:
         """Return the pieces that the worker has acknowledged, without waiting."""
         channel, pieces = self._attachment.channel, []
         # Replies come in the order of requests, so the first one without a reply ends the search.
@@ -264,7 +265,7 @@ class _StagedCopy:
             pieces += self._unacknowledged.popleft()[1]
         return pieces
 
-    def _answers(self) -> Procedure[list[_Piece]]:
+    def _await_acknowledged(self) -> Procedure[list[_Piece]]:
         """Wait until the worker acknowledges more pieces, and return them."""
         request_id, pieces = self._unacknowledged[0]
         yield from self._take(request_id)
@@ -315,15 +316,15 @@ MAX_COPIERS: Final = 4
 the worker."""
 
 CORES_PER_COPIER: Final = 4
-"""Number of cores that this process must have per thread: with fewer, the threads would take the worker's or the
-tenant's."""
+"""Number of cores that this process must have per thread: with fewer, the threads would take cores that the worker or
+the tenant needs."""
 
 PART_BYTES: Final = 512 << 10
 """Size of the part that a thread copies at a time, so that threads share the first piece of a copy, and the last."""
 
 _Job = tuple[int, int, int, list[Any]]
-"""Target, source, bytes, and a list with one item per part of the copy that is left: the token, then None for the
-others."""
+"""Target address, source address, number of bytes, and a list that all parts of a copy share. The list has one item for
+each part that is left: the copy's token, then None for the others."""
 
 _COUNT: Final = min(MAX_COPIERS, len(os.sched_getaffinity(0)) // CORES_PER_COPIER)
 
@@ -332,7 +333,7 @@ class Copiers:
     """Copies memory, in threads where the host has cores for them, otherwise in the call.
 
     Attributes:
-        most: How many copies it pays to have in progress.
+        most: Maximum number of copies that are worth having in progress.
     """
 
     def __init__(self, count: int = _COUNT) -> None:

@@ -28,8 +28,8 @@ DEFAULT: Final = 0
 """Number of the stream that always exists."""
 
 TRUSTED_NS: Final = 1_000_000
-"""Nanoseconds after a sync for which an unused session is assumed to be alive. In this time a sync with nothing to wait
-for sends no request, so it may notice a lease's sudden end this much later."""
+"""How long after a sync an unused session is assumed to be alive, in nanoseconds. During this time a sync with nothing
+to wait for sends no request, so it may notice a lease's sudden end this much later."""
 
 _UNKNOWN: Final = -1
 
@@ -156,7 +156,7 @@ class Streams:
         self._check_recording("wait_for")
         operations = self.operations
         self.attachment.check_open("wait_for")
-        # A quiet request: the order is the worker's business, and its failure is reported with a later reply.
+        # Send a quiet request: the caller need not wait for the worker, and a later reply reports a failure.
         pair = STREAM_WAIT.pack(self.number(stream, "wait_for"), self.number(other, "wait_for"))
         frame = operations.quiet_frame(Opcode.STREAM_WAIT, pair)
         if operations.put(frame):
@@ -172,8 +172,8 @@ class Streams:
     def _record(self, number: int, kind: type[E]) -> Procedure[E]:
         self._last_event += 1
         body = build_body(EventRecord(number, self._last_event))
-        # The client numbers events, so that recording one needs no reply. Only once its frame was queued does the event
-        # have an owner, and is freed when the last reference is dropped.
+        # The client numbers events, so that recording one needs no reply. The event gets its owner when its frame is
+        # queued: from then on, it has to be freed when its last reference is dropped.
         event = kind(self, self._last_event)
 
         def note() -> None:
@@ -226,7 +226,7 @@ class Streams:
                 self._note_end()
                 return None
         outcome = self._sync.ask()
-        # The reply that came at once: everything before it has ended.
+        # The reply came at once: everything before it has ended.
         if outcome is DONE:
             self._note_end()
             return None
@@ -313,8 +313,8 @@ class Streams:
         self, op: Opcode, stream: StreamHandle | None, buffer: Buffer, offset: int, view: memoryview
     ) -> Procedure[None] | None:
         """Start a copy between a buffer and the arena without waiting; None without a stream, or for other memory."""
-        # Only a copy to or from the arena can continue after the call: other memory belongs to the caller again at
-        # once.
+        # Only a copy to or from the arena can continue after the call: the caller may reuse any other memory as soon as
+        # the call returns.
         number, arena = self.number(stream, "mem_write or mem_read"), self.attachment.arena
         place = None if number == DEFAULT or arena is None else arena.offset_of(view)
         if place is None:

@@ -40,7 +40,7 @@ READY_LIMIT_S: Final = 150.0
 context that is lost, and 60 s to make a context. If it takes longer, the daemon hangs."""
 
 RUN_MARGIN_S: Final = 10.0
-"""How long a job's reply is awaited beyond the job's own limit, in seconds: the daemon's grace, and a slow host."""
+"""How long to wait for a job's reply beyond the job's own limit, in seconds, for the daemon's grace and a slow host."""
 
 RUN_FIXED_BYTES: Final = 38
 """Bytes of a SUBMIT_RUN's payload other than name, arguments and image: their lengths and the launch's shape."""
@@ -50,7 +50,7 @@ ARGUMENT_FIXED_BYTES: Final = 13
 
 MAY_HAVE_RUN: Final = "The kernel may have run, and is not run again by itself: ask again if twice does no harm"
 
-_GOES_ON: Final = frozenset({"starting", "running"})
+_NOT_ENDED: Final = frozenset({"starting", "running"})
 _NOT_RUN: Final = "Nothing was run, so it can be repeated"
 
 
@@ -218,7 +218,7 @@ def _run(
     number: int | None = None
     try:
         deadline = FixedDeadline(READY_LIMIT_S, "submit", lease.address)
-        # Step 1: GPU_SUBMIT reserves the lease's turn and makes the context. Until its reply nothing has run.
+        # Step 1: GPU_SUBMIT waits for the job before it, and makes the context. Until its reply nothing has run.
         opened = yield from answer_to(channel, Opcode.GPU_SUBMIT, opening, deadline, lease.grant.lease_id)
         if isinstance(opened, Failure):
             raise error_of(lease.note_failure(opened), "submit")
@@ -263,20 +263,20 @@ def _end_error(
         noted = lease.note_failure(failure)
         is_lease_over = noted.status in LEASE_OVER or noted.status is Status.TIMED_OUT
         return error_of(noted if is_lease_over else replace(noted, hint=hint), "submit")
-    # The connection just ended. The daemon learns why a moment later, so ask it about the lease until it knows.
+    # The daemon may find out why the connection ended only a moment later, so query the lease until it has.
     deadline_s = lease.clock() + END_REASON_WAIT_S
     reason = failure.message
     try:
         while True:
             report = yield from lease.query()
-            # The lease's end explains more than the submit's: look at it first.
-            over, submit = end_reason_of(report), _submit_in(report, number)
-            if over is not None:
-                lease.end_failure = over
-                return error_of(over, "submit")
+            # The lease's end explains more than the submit's, so report it first.
+            lease_end, submit = end_reason_of(report), _submit_in(report, number)
+            if lease_end is not None:
+                lease.end_failure = lease_end
+                return error_of(lease_end, "submit")
             if submit is not None and submit.get("timed_out"):
                 return TimedOut(f"submit: {submit.get('reason')}")
-            if submit is None or submit.get("state", "ending") not in _GOES_ON or lease.clock() > deadline_s:
+            if submit is None or submit.get("state", "ending") not in _NOT_ENDED or lease.clock() > deadline_s:
                 break
             yield Sleep(END_REASON_POLL_S)
     except Disconnected as error:
@@ -290,7 +290,5 @@ def _end_error(
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:
     """The job of that number in a lease's report; None if it is not there."""
-    last_numbers = (report.get("submit"), report.get("last_submit"))
-    return next(
-        (candidate for candidate in last_numbers if candidate is not None and candidate["number"] == number), None
-    )
+    submits = (report.get("submit"), report.get("last_submit"))
+    return next((submit for submit in submits if submit is not None and submit["number"] == number), None)

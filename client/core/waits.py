@@ -75,5 +75,5 @@ class Deadline(Protocol):
     def remaining_s(self) -> float:
         """Seconds left; 0 or less when the time is over."""
 
-    def over(self) -> Procedure[None]:
-        """Called when the time is over. Raises, or returns if it has decided to allow more time."""
+    def raise_or_extend(self) -> Procedure[None]:
+        """Called when the time is over. Raises, or extends the deadline and returns."""
