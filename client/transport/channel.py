@@ -26,8 +26,8 @@ class AskOutcome(Enum):
     """The outcome of a request that was sent by `Channel.ask`."""
 
     ANSWERED = "exactly the expected reply came"
-    UNANSWERED = "the request was sent; the general way receives its reply"
-    REFUSED = "the request was sent, and another reply than the expected one is here; the general way receives it"
+    UNANSWERED = "the request was sent; the caller receives its reply as usual"
+    REFUSED = "the request was sent, and has another reply than the expected one; the caller receives it as usual"
     NOT_SENT = "nothing was sent"
 
 
@@ -68,7 +68,7 @@ class FrameWriter(Protocol):
         """Queue a frame, given in two parts; False if it has to be sent by `Channel.push`."""
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """Queue a frame of five packed fields, as `put_whole`."""
+        """Queue a frame of five packed fields, as `put_whole` does."""
 
 
 class _NoWriter(FrameWriter):
@@ -94,13 +94,13 @@ class Channel:
 
     Attributes:
         sock: The nonblocking socket.
-        link: Parses received bytes, and knows which replies are awaited.
-        address: Where the connection leads, for messages.
+        link: Parses received bytes, and knows which replies are expected.
+        address: The daemon's address, for messages.
         waiter: The driver's object for waiting on the socket.
         waits_for_room: True if poll(2) on the socket reports room to send.
         has_unsent: True while queued frames wait here for room; `push` sends them.
         takes_descriptors: Whether to accept descriptors that come with the bytes; if not, the kernel drops them.
-        descriptors: The descriptors that came.
+        descriptors: The descriptors that were received, until somebody claims them.
         unfinished: Completes a step of an operation that may have been interrupted; None if there is none. The next
             user of the channel calls it (`finish`). Calling it twice is harmless.
         sending: The rest of the buffers that an operation is sending, and their whole size; None if no operation sends.
@@ -130,13 +130,13 @@ class Channel:
         self.finish_step()
         if self.sending is not None:
             unsent, whole_bytes = self.sending
-            # Half a frame was sent, so the peer would read anything after it as its rest.
+            # A part of a frame was sent, so the peer would take anything sent after it for the rest of the frame.
             if 0 < sum(map(len, unsent)) < whole_bytes:
                 self.link.break_off(_INTERRUPTED, is_explained=True)
             self.sending = None
 
     def finish_step(self) -> None:
-        """Do `finish` for one step inside an operation."""
+        """Complete the interrupted step, if there is one. Unlike `finish`, it may be called within an operation."""
         if self.unfinished is not None:
             self.unfinished()
             self.unfinished = None
@@ -146,7 +146,7 @@ class Channel:
         """True if no interrupted operation has left anything to `finish`."""
         return self.unfinished is None and self.sending is None
 
-    # --- kinds of channel replace these ---
+    # --- overridden by the channels of sessions ---
 
     @property
     def writer(self) -> FrameWriter:
@@ -168,7 +168,7 @@ class Channel:
             request: The request's frame.
             reply: The expected bytes of the reply, in parts.
             into: Target of the data after them.
-            more_ns: Time that the operation itself takes, in nanoseconds.
+            more_ns: How much longer than usual to spin, in nanoseconds: the time that the operation itself takes.
         """
         return AskOutcome.NOT_SENT
 
@@ -265,7 +265,7 @@ class Channel:
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Send as much of `parts` as the socket accepts, and drop that. Returns True if any bytes were sent."""
-        # The list of parts is made before the flag is set, so that making it can't leave the stream torn.
+        # Prepare the call before `unfinished` is set, so that only the call itself comes after that.
         counts: list[int] = []
         sending = map(self.sock.sendmsg, ([parts[at] for at in range(min(len(parts), MAX_PARTS_PER_SEND))],))
         # If an interrupt comes after bytes were sent and before they are dropped from `parts`, they must not be sent
@@ -292,7 +292,7 @@ class Channel:
 
     @property
     def can_detach(self) -> bool:
-        """True if `part` may be called: a plain connection, nothing due on it, and no interrupted operation."""
+        """True if `detach` may be called: a plain connection, nothing due on it, and no interrupted operation."""
         link = self.link
         return (
             type(self) is Channel
@@ -303,7 +303,7 @@ class Channel:
         )
 
     def detach(self) -> "Channel":
-        """Return another channel with this one's connection. This one is closed, without closing the connection."""
+        """Close this channel, and return a new one that continues its connection."""
         sock, link = self.sock, self.link
         # An operation of another thread now finds this channel ended.
         self.link, self.sock = _ended_link()
@@ -327,7 +327,7 @@ class Channel:
 
 @cache
 def _ended_link() -> tuple[Link, socket.socket]:
-    """Return the link and socket of a channel after `part`. They are shared, because an ended link never changes."""
+    """Return the link and socket of a channel after `detach`. They are shared, because an ended link never changes."""
     link, sock = Link(), socket.socket(socket.AF_UNIX)
     link.break_off(Failure(Status.DISCONNECTED, "the connection was passed on"))
     sock.close()
@@ -335,7 +335,7 @@ def _ended_link() -> tuple[Link, socket.socket]:
 
 
 def resolve(address: Address) -> list[tuple[int, Any]]:
-    """(family, address for connect) of each address that a name resolves to. Raises OSError if there is none."""
+    """Return (family, address for connect) of each address that a name resolves to. Raises OSError if there is none."""
     if isinstance(address, UnixAddress):
         return [(socket.AF_UNIX, address.path)]
     infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -343,7 +343,7 @@ def resolve(address: Address) -> list[tuple[int, Any]]:
 
 
 def start_connecting(family: int, sockaddr: Any, address: Address) -> tuple[Channel, int]:
-    """(channel, errno of connect): 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
+    """Return (channel, errno of connect): the errno is 0 if it is connected, EINPROGRESS or EAGAIN if not yet."""
     sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.setblocking(False)
     # Disable Nagle's algorithm, which would delay each small frame by a round trip.

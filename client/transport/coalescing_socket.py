@@ -32,25 +32,25 @@ FLUSH_BYTES: Final = 8 << 10
 """Size at which the outbox is sent. Between 4 and 16 KiB, a launch costs client and worker together the least."""
 
 MAX_OUTBOX_BYTES: Final = 64 << 10
-"""Maximum number of bytes that wait here for a peer that does not read. Beyond it the caller waits, as for a full
-socket."""
+"""Maximum number of bytes that the outbox holds for a peer that does not read. Beyond this the caller waits, as for a
+full socket."""
 
 FLUSH_PAUSE_S: Final = 250e-6
 """Pause between two rounds of the flusher."""
 
 EMPTY_ROUNDS: Final = 8
-"""Number of rounds with nothing to send after which the flusher sleeps. To wake it costs the next launch a system
+"""Number of rounds with nothing to send after which the flusher sleeps. Waking it costs the next launch a system
 call."""
 
 IDLE_LIMIT_S: Final = 0.5
-"""Longest sleep of the flusher before it exits. A session that was never closed must not keep a thread."""
+"""Longest sleep of the flusher before it exits. Stops a session that is never closed from keeping a thread."""
 
 BLOCKED_PAUSE_S: Final = 2e-3
 """Pause of the flusher while every socket with something to send has no room."""
 
 CLOSE_LIMIT_S: Final = 0.2
-"""Longest time for which `close` waits until the socket accepts the rest. Stops a peer that never reads from delaying a
-program's exit."""
+"""How long `close` waits for the socket to accept the rest. Stops a peer that never reads from delaying a program's
+exit."""
 
 
 class _Outbox:
@@ -128,8 +128,8 @@ class CoalescingSocket(Channel):
         return True
 
     def _put_first(self, frame: bytes | memoryview) -> None:
-        """Queue and send one frame. It is common that the caller waits for this launch next."""
-        # `tail` and the outbox change together, as in `put_whole`; the send itself stores how much went.
+        """Queue and send one frame. Often the caller waits for this launch next."""
+        # `tail` and the outbox change together, as in `put_whole`; the send itself stores how much was sent.
         outbox, size = self._outbox, len(frame)
         try:
             self.tail += size
@@ -141,12 +141,12 @@ class CoalescingSocket(Channel):
         except OSError:
             pass  # no room, or the peer is gone: the next operation that waits for a reply reports it
         finally:
-            # Part of it is left: the flusher sends the rest.
+            # If a part of it is left, the flusher sends that.
             if self._outbox is outbox:
                 _flusher.notice(self)
 
     def put_packed(self, layout: struct.Struct, a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-        """Queue a frame of five packed fields, as `put_whole`."""
+        """Queue a frame of five packed fields, as `put_whole` does."""
         return self.put_whole(layout.pack(a, b, c, d, e))
 
     def spin(self) -> bool:
@@ -169,7 +169,7 @@ class CoalescingSocket(Channel):
         more_ns: int = 0,
     ) -> AskOutcome:
         """Send a small request together with the outbox, and spin for its reply."""
-        # Without spinning, the reply would always be late, so the general way is cheaper.
+        # Without spinning, the reply would always come too late for this, so the general way is cheaper.
         if not self._spin_policy.spin_ns:
             return AskOutcome.NOT_SENT
         with self._lock:
@@ -211,7 +211,7 @@ class CoalescingSocket(Channel):
                 if policy.yields:
                     os.sched_yield()
             except OSError:
-                break  # the next receive meets it again
+                break  # the next receive raises it again
 
     def feed(self) -> None:
         """Give the link the bytes that `ask` received and did not use."""
@@ -222,14 +222,14 @@ class CoalescingSocket(Channel):
         self._unused_counts = []
 
     @property
-    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read-only; in Channel it is a plain attribute
         """True while the outbox has bytes, including sent ones that the next `push` drops."""
         return bool(self._outbox.data)
 
     def push(self, parts: deque[memoryview]) -> bool:
         """Send the outbox, then `parts`. Small parts are joined to the outbox, so that no interrupt can split them."""
         with self._lock:
-            # The frame is awaited or large: the next quiet one is the first of another burst.
+            # The caller waits for this frame, or it is large: the next quiet frame is the first of another burst.
             self._is_first = True
             if not self._outbox.data:
                 return super().push(parts) if parts else True
@@ -280,7 +280,7 @@ class CoalescingSocket(Channel):
                 room.register(self.sock, select.POLLOUT)
                 room.poll(left_s * 1000)
 
-    # --- the flusher's and a fork's ---
+    # --- called by the flusher, and around forks ---
 
     def flush_idle(self, pending: "set[CoalescingSocket]") -> bool:
         """Send the outbox, and remove it from `pending` if nothing is left. Returns True if any bytes were sent."""
@@ -319,7 +319,7 @@ class CoalescingSocket(Channel):
 
     def _settled(self) -> bytearray:
         """Drop the bytes that were sent according to `counts`, and return the rest."""
-        # Sent bytes are dropped only here, also those of a send that was interrupted after the kernel had taken them.
+        # Sent bytes are dropped only here, even those of a send that was interrupted after the kernel had taken them.
         outbox = self._outbox
         if outbox.counts:
             self._outbox = outbox = _Outbox(outbox.data[sum(outbox.counts) :])
@@ -383,7 +383,7 @@ class _Flusher:
             is_idle = not self._bell.acquire(timeout=pause_s) and pause_s == IDLE_LIMIT_S
             self._is_awake = True
             empty_rounds = 0
-            # Stay awake through short gaps, because to wake this thread costs the next launch a system call.
+            # Stay awake through short gaps, because waking this thread costs the next launch a system call.
             while empty_rounds < EMPTY_ROUNDS:
                 time.sleep(FLUSH_PAUSE_S)
                 empty_rounds = 0 if self._round() else empty_rounds + 1

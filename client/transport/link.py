@@ -1,6 +1,6 @@
 """The client's end of one connection, without I/O.
 
-A link has the protocol's state, the awaited replies, and the reads that receive straight into the caller's memory.
+A link has the protocol's state, the expected replies, and the reads that receive straight into the caller's memory.
 
 An operation of the blocking API may be interrupted at almost any point: Python runs a signal handler, which may raise,
 at the start of a function, after a call into C, and at each turn of a loop. So there is none of these between
@@ -60,7 +60,7 @@ class Link:
         connection: The protocol's state.
         end: How the stream ended; None before its end.
         is_end_explained: True if `end` gives the reason: the peer sent a goodbye, or this side ended the stream. False
-            if it only says that the stream is over.
+            if it only says that the stream has ended.
         notifications: Events of subscriptions, for the subscriber to read.
         received_goodbye: True if `end` is the peer's goodbye.
         received: Number of bytes received.
@@ -86,7 +86,7 @@ class Link:
     # --- asking ---
 
     def request(self, op: Opcode, body: Body, session_id: int = 0, *, creates: bool = False) -> tuple[int, bytes]:
-        """(request id, frame) of a request; its result will be taken. Raises LinkEnded if none can come.
+        """Return (request id, frame) of a request; the caller will `take` its result. Raises LinkEnded after the end.
 
         Args:
             op: Its operation.
@@ -106,9 +106,9 @@ class Link:
     def request_behind_hello(
         self, op: Opcode, body: Body, session_id: int = 0, *, creates: bool = False
     ) -> tuple[int, bytes]:
-        """(request id, frame) of a request that is sent together with HELLO, before HELLO's reply.
+        """Return (request id, frame) of a request that is sent together with HELLO, before HELLO's reply.
 
-        Arguments as in `request`.
+        The arguments are those of `request`.
         """
         request_id, frame = self.connection.send_behind_hello(op, body, session_id=session_id)
         if creates:
@@ -117,7 +117,7 @@ class Link:
         return request_id, frame
 
     def expect(self, op: Opcode, target: memoryview | None = None, undo: Opcode | None = None) -> int:
-        """Number a session request; its frame is built elsewhere.
+        """Return the number for a session request, and expect its reply. The caller builds the frame.
 
         Args:
             op: Its operation.
@@ -155,8 +155,7 @@ class Link:
     def expect_late(
         self, op: Opcode, request_id: int, target: memoryview | None = None, undo: Opcode | None = None
     ) -> None:
-        """Expect the reply to a request that was sent with a request id of its own."""
-        # The same lists as in `expect`; the number is the caller's, and the frame is on its way.
+        """Expect the reply to a request that the caller has already numbered and sent (see `expect`)."""
         self.connection.expect_reply_to(op, request_id)
         if undo is not None:
             self._creates[request_id] = undo
@@ -172,7 +171,6 @@ class Link:
         results = self._results
         if request_id in results:
             result = results[request_id]
-            # A result that brings a new object stays until its handle exists (`claim`).
             if request_id not in self._creates:
                 del results[request_id]
             return result
@@ -202,11 +200,11 @@ class Link:
         if request_id in self._results:
             del self._results[request_id]
 
-    def forget(self, given_back: list[tuple[Opcode, int]]) -> Failure | None:
+    def forget(self, frees: list[tuple[Opcode, int]]) -> Failure | None:
         """Drop replies to interrupted callers: those here and those still to come.
 
         Args:
-            given_back: Receives the (operation, handle) pairs that give back the objects in such replies.
+            frees: Receives the (operation, handle) pairs that free the objects in such replies.
 
         Returns:
             The failure of an earlier request, if one of these replies reported one.
@@ -227,8 +225,8 @@ class Link:
             if isinstance(result, Failure):
                 failure = result if result.failed_request_id is not None else failure
             elif request_id in creates:
-                # No call from here to the end of the round, so that no interrupt can make it give back twice.
-                given_back += [(creates[request_id], _handle_in(result))]
+                # No call from here to the end of the iteration, so that no interrupt can list the object twice.
+                frees += [(creates[request_id], _handle_in(result))]
             del results[request_id]
             if request_id in creates:
                 del creates[request_id]
@@ -242,8 +240,7 @@ class Link:
                 del self._results[request_id]
 
     def forget_unsent(self) -> None:
-        """Forget requests without a reply when all that were sent have one: an interrupt came before they were sent."""
-        # All requests that were sent have their reply, so the remaining ones were never sent.
+        """Forget requests without a reply. All requests that were sent have theirs, so these were never sent."""
         self._creates.clear()
         self.connection.forget_unsent()
 
@@ -259,7 +256,6 @@ class Link:
         room = reader.get_buffer()
         # A large read is next: receive no more than its header here, and then its data into its target.
         if self._targets and next(iter(self._targets.values())).nbytes >= DIRECT_READ_BYTES:
-            # Receive no more than the header: the data after it goes straight to the target.
             missing = _PREFIX_BYTES - (reader.end - reader.start)
             if missing > 0:
                 return room[:missing]
@@ -269,7 +265,7 @@ class Link:
         """Count `count` bytes that were received into the last `get_buffer()`."""
         reader, target_rest = self.connection.reader, self._target_rest
         missing = 0 if target_rest is None else len(target_rest) - count
-        # No call from here on: an interrupt before these statements leaves nothing received, one after them everything.
+        # No call between these statements, so that an interrupt comes before all of them or after all of them.
         self.received += count
         if target_rest is None:
             reader.end += count
@@ -279,9 +275,8 @@ class Link:
             self.advance()
 
     def end_of_stream(self, reason: str) -> None:
-        """End the stream, because the peer sends no more, for the reason `reason`. Complete frames are still taken."""
-        # The connection reports the end after the last complete frame, in `advance`. An end that it reports has
-        # priority.
+        """End the stream with the message `reason`, because the peer sends no more. Complete frames are still taken."""
+        # `advance` parses the remaining frames. If one of them reports an end, that end is kept.
         self.connection.receive_eof()
         self._target_rest = None
         self.advance()
@@ -375,5 +370,5 @@ class Link:
 
 
 def _handle_in(result: Any) -> int:
-    """The handle that a reply has brought; for a module it is named `module`."""
+    """The handle in a reply; ModuleLoaded names it `module`."""
     return int(result.module if type(result) is ModuleLoaded else result.handle)

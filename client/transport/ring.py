@@ -48,7 +48,7 @@ ARENA_BYTES: Final = 1 << 30
 
 
 def shared_memory_request(address: Address) -> SharedMemoryRequest:
-    """The memory to share with the worker at an address, by this machine's capabilities (`protocol.ring`)."""
+    """The memory to share with the worker at an address, according to what this machine can do (`protocol.ring`)."""
     if not isinstance(address, UnixAddress):
         return SharedMemoryRequest()
     # The ring relies on x86-64's memory order (`protocol.ring`).
@@ -70,13 +70,13 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
     descriptors = iter(channel.descriptors)
     # The descriptors come in a fixed order (ring, arena, words), without those that are not provided.
     try:
-        through: Channel
+        session_channel: Channel
         if memory_grant.ring is None:
-            through = _gathering(channel, spin)
+            session_channel = _coalescing_socket(channel, spin)
         else:
-            through = RingChannel(channel, next(descriptors), memory_grant.ring, spin)
+            session_channel = RingChannel(channel, next(descriptors), memory_grant.ring, spin)
         arena = Arena(next(descriptors), memory_grant.arena_bytes) if memory_grant.arena_bytes else None
-        return Shared(through, arena, SessionWords(next(descriptors)) if memory_grant.words else None)
+        return Shared(session_channel, arena, SessionWords(next(descriptors)) if memory_grant.words else None)
     except (StopIteration, OSError, ValueError) as error:
         channel.close()
         raise Disconnected(f"attach: the session's shared memory can't be used: {error}", _NO_MEMORY) from None
@@ -84,10 +84,10 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
         channel.drop_descriptors()
 
 
-def _gathering(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
+def _coalescing_socket(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
         return CoalescingSocket(channel, spin)
-    # Imported only here: ssl takes a third of this package's import time, as `exchange` says.
+    # Imported only here: ssl takes a third of this package's import time.
     from gpulease.client.transport.tls import TlsCoalescingSocket
 
     return TlsCoalescingSocket(channel, spin)
@@ -107,8 +107,8 @@ class RingChannel(Channel):
         self._map = mmap.mmap(fd, layout.total_bytes)
         with memoryview(self._map) as memory:
             barriers = (threading.Lock(), threading.Lock())
-            wake, look = partial(_ring, self.sock), partial(_check_peer, self._peer)
-            self._replies, self._requests = client_ends(memory, layout, barriers, wake, look)
+            wake, check_worker = partial(_send_bell, self.sock), partial(_check_worker, self._peer)
+            self._replies, self._requests = client_ends(memory, layout, barriers, wake, check_worker)
             self._sync_words = SyncWords(memory, barriers[1])
         self._spin_ns, self._yields = spin.spin_ns, spin.yields
         self._is_dozing = False
@@ -118,14 +118,14 @@ class RingChannel(Channel):
 
     @property
     def writer(self) -> FrameWriter:
-        """The ring's own writer: a method around it would cost a tenth of a launch."""
+        """The ring's own writer, without a method around it, which would cost a tenth of a launch."""
         return self._requests
 
     def announce(self) -> None:
-        """Ring without a request, so that the worker polls for the daemon's order (`ORDER_POLL_NS` of its server)."""
+        """Send a bell without a request, so that the worker polls for the daemon's order (`ORDER_POLL_NS`)."""
         if self._spin_ns and not self._is_closed:
             with contextlib.suppress(OSError):
-                _ring(self.sock)
+                _send_bell(self.sock)
 
     def spin(self) -> bool:
         """Poll the ring for bytes, for a bounded time."""
@@ -136,12 +136,12 @@ class RingChannel(Channel):
 
         Args:
             least: Number of bytes to wait for.
-            more_ns: Time that the operation itself takes, in nanoseconds.
+            more_ns: As in `Channel.ask`.
         """
-        clock, yields, look = time.monotonic_ns, self._yields, self._replies.poll
+        clock, yields, poll = time.monotonic_ns, self._yields, self._replies.poll
         # A session that never spins polls once: `deadline_ns` is now.
         deadline_ns = clock() + (self._spin_ns and self._spin_ns + more_ns)
-        while not look(1 if yields else READS_PER_CLOCK, least):
+        while not poll(1 if yields else READS_PER_CLOCK, least):
             if clock() >= deadline_ns:
                 return False
             if yields:
@@ -159,10 +159,10 @@ class RingChannel(Channel):
         # Put the request into the ring, completely or not at all, then poll for exactly the reply's bytes.
         requests, replies = self._requests, self._replies
         try:
-            # If there are bytes already, they are not this request's reply: take the general way.
+            # If there are bytes already, they are another reply's: take the general way.
             if replies.has_bytes or not requests.put_whole(request):
                 return AskOutcome.NOT_SENT
-            # The worker is busy with the request, so the rest of the preparation costs no time now.
+            # Prepare the rest only now, while the worker serves the request.
             expected = b"".join(reply)
             if self._spin(len(expected) + len(into), more_ns):
                 return AskOutcome.ANSWERED if replies.take_if(expected, into) else AskOutcome.REFUSED
@@ -171,12 +171,12 @@ class RingChannel(Channel):
         return AskOutcome.UNANSWERED
 
     def await_work(self, number: int) -> bool:
-        """Wait, by the ring's words, for all that was sent; False if a SYNC has to find out."""
+        """Wait, by the ring's words, for the work of all sent requests. Returns False if a SYNC is needed."""
         words, replies, clock = self._sync_words, self._replies, time.monotonic_ns
         # The worker answers the word only while it polls the ring; if it sleeps, a SYNC wakes it.
         if not self._spin_ns or replies.has_bytes or not words.ask(number):
             return False
-        # Check both the word and the ring: a reply in the ring means that something else has to be handled first.
+        # Poll the word and the ring: if there is a reply in the ring, it has to be received first.
         deadline_ns = clock() + self._spin_ns
         times = 1 if self._yields else READS_PER_CLOCK
         while (answer := words.poll(number, times)) is None:
@@ -205,7 +205,7 @@ class RingChannel(Channel):
             self._replies.rise()
             self._requests.rise()
             self._take_bells()
-        # Take the bytes in the ring before the end of the socket: the worker's last replies are still there.
+        # Take the bytes in the ring before the end of the socket: they include the worker's last replies.
         if self._take():
             return True
         if not self._end_of_socket:
@@ -295,13 +295,13 @@ class RingChannel(Channel):
         self.link.break_off(Failure(Status.DISCONNECTED, f"what the daemon sends can't be followed: {error}"))
 
 
-def _ring(sock: socket.socket) -> None:
-    # The socket is full of bells that the worker has not received yet, so another one would change nothing.
+def _send_bell(sock: socket.socket) -> None:
+    # If the socket is full, the worker has not received earlier bells yet, and another one would change nothing.
     with contextlib.suppress(BlockingIOError):
         sock.send(b"\0", socket.MSG_NOSIGNAL)
 
 
-def _check_peer(peer: select.poll) -> None:
+def _check_worker(peer: select.poll) -> None:
     """Raise OSError if the worker has closed its end, even if bells from it are still unread."""
     if peer.poll(0):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

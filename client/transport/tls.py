@@ -30,7 +30,7 @@ RECORD_BYTES: Final = 16 << 10
 """The most data that a record may have (RFC 8446, section 5.1)."""
 
 BATCH_BYTES: Final = 256 << 10
-"""Bytes received or encrypted at a time: a system call per record would cost more than the record."""
+"""Number of bytes received or encrypted together: a system call per record would cost more than the record."""
 
 MAX_CONTEXTS: Final = 8
 """Maximum number of TLS contexts in the cache: reading the files again costs more than the rest of a handshake."""
@@ -127,7 +127,7 @@ class TlsStream:
         self._sock.shutdown(how)
 
     def send(self, data: Any) -> int:
-        """Accept bytes; returns how many. Some of them may wait here (`has_unsent`).
+        """Accept bytes; returns how many. Some of them may wait in this stream for room (`has_unsent`).
 
         Raises BlockingIOError or another OSError. An interrupt makes the connection unusable: records are numbered, so
         none can be sent twice or skipped.
@@ -152,13 +152,13 @@ class TlsStream:
             raise
         finally:
             self._lock.release()
-        # Not earlier: after an interrupt before this point, it is unknown how much was accepted.
+        # Reset this last: after an interrupt before this point, it is unknown how much was accepted.
         self._is_torn = False
         return taken
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
         """Accept several buffers, as `send` does; returns how many bytes."""
-        # Small buffers share one record, as encrypting and sending has a fixed cost per record.
+        # Small buffers share one record, because encrypting and sending has a fixed cost per record.
         if len(parts) == 1 or sum(map(len, parts)) <= RECORD_BYTES:
             return self.send(b"".join(parts) if len(parts) > 1 else parts[0])
         taken = 0
@@ -220,7 +220,7 @@ class TlsStream:
                 is_done = False
             except (ssl.SSLError, ssl.CertificateError) as error:
                 # Send the alert first, so that the node's log has the reason too.
-                self._flush_last_word()
+                self._flush_alert()
                 raise self._end(error) from None
             # Step 2: send those bytes, then receive the node's next flight.
             try:
@@ -252,8 +252,8 @@ class TlsStream:
         self._is_torn = True
 
     def _encrypt(self, view: memoryview, at: int) -> int:
-        # One batch: many records in one system call, and bounded memory.
-        # Records of the largest size, each with its own number and its own fixed cost.
+        # Encrypt one batch, which bounds the memory and is sent by one system call. Its records have the largest size,
+        # because each record has a fixed cost.
         end = min(len(view), at + BATCH_BYTES)
         while at < end:
             at += self._tls.write(view[at : min(end, at + RECORD_BYTES)])
@@ -271,7 +271,7 @@ class TlsStream:
                 return False
         return True
 
-    def _flush_last_word(self) -> None:
+    def _flush_alert(self) -> None:
         """Send the alert that says what is wrong, if there is room for it."""
         try:
             # The handshake failed anyway; an alert that can't be sent changes nothing.
@@ -314,7 +314,7 @@ class TlsChannel(Channel):
         self.stream = stream
 
     @property
-    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as in CoalescingSocket
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read-only, as in CoalescingSocket
         """True while accepted bytes wait in the stream for room."""
         return self.stream.has_unsent
 
@@ -345,9 +345,8 @@ def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
         return True
     if not for_room:
         return False
-    # The caller waits for bytes or room. The bytes are here already, so poll(2) need only be asked for room.
+    # The caller waits for room, whether or not bytes have come: it may sleep unless there is room now.
     room = select.poll()
-    # Both may be there: then the caller need not sleep.
     room.register(stream, select.POLLOUT)
     return not room.poll(0)
 
@@ -372,7 +371,7 @@ class TlsCoalescingSocket(CoalescingSocket):
         super().__init__(channel, spin)
 
     @property
-    def has_unsent(self) -> bool:  # type: ignore[override]  # read only, here as there
+    def has_unsent(self) -> bool:  # type: ignore[override]  # read-only, as in CoalescingSocket
         """True while the outbox or the stream has bytes to send."""
         return bool(self._outbox.data) or self.stream.has_unsent
 
