@@ -52,8 +52,8 @@ async def drive(procedure: Procedure[T]) -> T:
 async def drive_with_clean_up(clean_up: GrantCleanUp, procedure: Procedure[T], make_result: Callable[[T], R]) -> R:
     """Drive a procedure and return `make_result(result)`.
 
-    A thread settles what an interrupted call owes: not a task, because the event loop may be ending. The clean-up has
-    a connection of its own, which the loop does not use.
+    If the call is interrupted, a thread runs its clean-up; a task could not, because the event loop may be ending. The
+    clean-up has a connection of its own, which the loop does not use.
     """
     try:
         result = make_result(await drive(procedure))
@@ -92,7 +92,7 @@ class ConnectionLock(asyncio.Lock):
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
         """Keep a task, after its caller was cancelled, until it ends."""
-        # The set is this lock's own: the event loop itself keeps only weak references to tasks.
+        # Refer to the task here, because the event loop itself keeps only weak references to tasks.
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
 
@@ -120,14 +120,14 @@ async def undisturbed(
     """
     # The result goes through a list, which survives the cancellation of either task.
     results: list[T] = []
-    task = _kept(_noted(work, results))
+    task = _start_task(_store_result(work, results))
     try:
         # shield(): cancelling the caller ends the wait, but not the task.
         await asyncio.shield(task)
         return results.pop()
     # The caller is gone. Whatever the task makes must be given back, or dropped with the task.
     except asyncio.CancelledError:
-        _abandon(task, None if give_back is None else _given_back(task, results, give_back), lock)
+        _abandon(task, None if give_back is None else _give_back_when_done(task, results, give_back), lock)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
@@ -137,14 +137,14 @@ async def undisturbed(
         del task, results
 
 
-def _kept(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+def _start_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     task = task_of(work)
     _tasks_in_progress.add(task)
     task.add_done_callback(_on_task_end)
     return task
 
 
-async def _noted(work: Coroutine[Any, Any, T], results: list[T]) -> None:
+async def _store_result(work: Coroutine[Any, Any, T], results: list[T]) -> None:
     # A task that is cancelled after its last wait loses its result; the list keeps it.
     results.append(await work)
 
@@ -154,12 +154,12 @@ def _abandon(
 ) -> None:
     # A function of its own, so that the frame that raises refers to no task, and so to no result that should be
     # dropped.
-    clean_up = task if giving_back is None else _kept(giving_back)
+    clean_up = task if giving_back is None else _start_task(giving_back)
     if lock is not None:
         lock.abandon(clean_up)
 
 
-async def _given_back(
+async def _give_back_when_done(
     making: "asyncio.Task[None]", results: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
 ) -> None:
     while not making.done():
@@ -206,7 +206,7 @@ async def drive_at_once(lock: asyncio.Lock, operation: Callable[[], MaybePending
 
 
 def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Make a task of the coroutine that, once it is cancelled, at any moment, refers to nothing of the coroutine."""
+    """Make a task of a coroutine. At whatever moment it is cancelled, it then no longer refers to the coroutine."""
     task = asyncio.get_running_loop().create_task(_forgetting(work))
     # A task that is cancelled before its first step never starts `work`, and Python would warn that it was never
     # awaited.
@@ -279,7 +279,7 @@ async def _wait(step: Wait) -> bool:
 
 
 def _wake(ready: "asyncio.Future[bool]", has_room_or_bytes: bool) -> None:
-    # Two of them may come in the same round of the loop.
+    # Several of them may come in the same round of the loop.
     if not ready.done():
         ready.set_result(has_room_or_bytes)
 

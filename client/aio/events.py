@@ -32,8 +32,8 @@ class _Events(AsyncIterator[E], Generic[E]):
     async def __anext__(self) -> E:
         if not self._is_open:
             await drive(self._stream.open())
-            self._is_open = True  # only now: if open() is cancelled, the next call opens again
-        # Waits without a limit of its own: `close` and the connection's end end it.
+            self._is_open = True  # not before: if open() is cancelled, the next call opens again
+        # The wait has no limit; `close` and the connection's end end it.
         event = await drive(self._stream.next())
         if event is None:
             raise StopAsyncIteration
@@ -41,7 +41,6 @@ class _Events(AsyncIterator[E], Generic[E]):
 
     async def close(self) -> None:
         """End the subscription. A task that is waiting for the next event stops iterating."""
-        # From any task: the wait in `__anext__` ends, and the iteration with it.
         self._stream.wake()
 
     async def __aenter__(self) -> Self:
@@ -76,10 +75,10 @@ class _Watch:
 
     async def stop(self) -> None:
         """End the task. Raises the errors of a callback."""
-        # Cancel, and wait until the task has left its procedure: then its connection is closed.
+        # Cancel the task and wait until it has left its procedure, which closes its connection.
         self._task.cancel()
         await asyncio.wait((self._task,))
-        # An error of a callback ended the task; it is raised where the watch ends.
+        # If an error of a callback ended the task, raise it here.
         if not self._task.cancelled():
             self._task.result()
 
@@ -112,7 +111,7 @@ class WarningWatch(_Watch):
     async def _run(self, on_warning: OnWarning) -> None:
         try:
             await drive(warnings(self._stream, on_warning))
-        # No caller waits for this task: the error is kept for whoever looks at the watch.
+        # No caller waits for this task, so store the error in the watch.
         except GpuLeaseError as error:
             self.error = error
 
@@ -130,7 +129,7 @@ class KeepAlive(_Watch):
     def __init__(self, lease: RenewableLease, on_loss: OnLoss | None, schedule: RenewalSchedule) -> None:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
-        # Weakly, as in the blocking API: the task must not keep the lease from being dropped.
+        # Use a weak reference, because the task must not keep the lease from being dropped.
         self._task = task_of(self._keep(weakref.ref(lease), schedule))
 
     async def stop(self) -> None:
@@ -147,7 +146,6 @@ class KeepAlive(_Watch):
 
     async def _keep(self, lease: "weakref.ref[RenewableLease]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
-        # Called once, from the task; the block does not raise the loss then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 

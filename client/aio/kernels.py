@@ -102,7 +102,7 @@ class KernelInPlace:
             keywords: In Triton: arguments, constants, num_warps and num_stages by name.
 
         Returns:
-            The launch's number, as `GpuSession.launch`; 0 for an empty Triton grid.
+            The launch's number, as `GpuSession.launch` does; 0 for an empty Triton grid.
         """
         return await self._kernel.launch(self._place, args, keywords, stream, regions, position)
 

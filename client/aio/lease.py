@@ -67,15 +67,15 @@ class GpuLease(LeaseView):
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
-        """Free the lease; everything in its session is lost. If it had ended before, raises the error that says how."""
+        """Free the lease; everything in its session is lost. If it has ended already, raises the error of its end."""
         await self._run(self._state.free())
 
     def reacquire(self) -> "AsyncOpening[GpuLease]":
         """Acquire another lease on the terms of this one, after this one has ended.
 
         The terms are those of the builder when it acquired this lease: size, time, card, waiting and options. Changes
-        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session: what to restore, and
-        how often to try, is up to the caller.
+        by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session. The caller decides
+        what to restore, and how often to try.
 
         Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
 
@@ -219,10 +219,10 @@ class GpuLease(LeaseView):
         await self._run(resize(self._state, size, "shrink", -1))
 
     async def park(self) -> int:
-        """Move the session's memory to the host's memory now, and give its card's bytes to others.
+        """Move the session's memory to the host's memory now, so that others can use its bytes on the card.
 
-        The lease must be parkable (`GpuBuilder().parkable()`). Its next operation brings the memory back, at the same
-        addresses, and waits for that. Returns once the card shows the bytes free.
+        The lease must be parkable (`GpuBuilder().parkable()`). The session's next operation brings the memory back to
+        the same addresses, and waits for that. This call returns once the card shows the bytes as free.
 
         Returns:
             How many bytes were moved.
@@ -236,7 +236,7 @@ class GpuLease(LeaseView):
         """Move the session to another card of its host now.
 
         The lease must be parkable (`GpuBuilder().parkable()`). Connections, handles and device addresses stay valid.
-        Returns once the session is whole on that card; `card_uuid` is that card then.
+        Returns once the whole session is on that card; then `card_uuid` is that card's.
 
         Args:
             device: The card's index or UUID.
@@ -282,7 +282,7 @@ class GpuLease(LeaseView):
         Args:
             callback: Receives the event; `event.left_s` is the time that the lease has left, in seconds.
         """
-        # Its own connection and task, so that the warning comes while this lease's operations wait.
+        # Use a separate connection and task, so that the warning comes even while this lease's operations wait.
         return WarningWatch(self._state.event_stream(), callback)
 
     async def __aenter__(self) -> Self:
@@ -291,7 +291,7 @@ class GpuLease(LeaseView):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # A block left by an error keeps that error: freeing must not hide it.
+        # If an error left the block, an error of freeing must not hide it.
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             freeing = drive_with_clean_up(self._state.free_clean_up(), self._state.free_at_exit(), nothing)
             await undisturbed(freeing, lock=self._state.lock)
@@ -299,7 +299,7 @@ class GpuLease(LeaseView):
         await self._state.lock.wait_for_abandoned()
 
     async def _run(self, procedure: Procedure[T]) -> T:
-        # The lock goes along: a caller that is cancelled leaves the operation to finish under it.
+        # Pass the lock: if the caller is cancelled, the operation continues in the background and holds it until done.
         return await undisturbed(self._drive(procedure), lock=self._state.lock)
 
     async def _drive(self, procedure: Procedure[T]) -> T:
@@ -330,7 +330,7 @@ async def my_audience(address: str | None = None) -> bytes:
     Args:
         address: The node's address; GPULEASE_ADDRESS or the default socket if None.
     """
-    # A connection for the one request: naming its user needs no lease.
+    # Use a connection for this one request, which needs no lease.
     return bytes((await ask(Opcode.CAPABILITY_AUDIENCE, Empty(), address)).audience)
 
 
@@ -339,5 +339,5 @@ async def inspect_token(token: bytes | str | Grant, address: str | None = None) 
 
     Raises Denied, naming the check that the token failed.
     """
-    # Presented on a connection that ends with the reply. No session is opened, so the token is not used up.
+    # Present it on a connection that ends with the reply. No session is opened, so the token is not used up.
     return HeldToken.of(await ask(Opcode.CAPABILITY_PRESENT, CapabilityPresent(token_of(token)), address))

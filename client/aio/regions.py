@@ -90,11 +90,11 @@ class Region(RegionView):
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
         reserved until the lease ends.
         """
-        # Closed before: closing twice is harmless.
+        # It was closed before; closing twice is harmless.
         if self.owner is None:
             return
         await self._run(close_with_clean_up(self._state))
-        # Without an owner it does not belong to the session any more: launches and copies with it are refused here.
+        # Without an owner it no longer belongs to the session, so launches and copies with it are refused.
         self.owner = None
 
     async def __aenter__(self) -> Self:

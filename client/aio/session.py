@@ -42,17 +42,17 @@ take."""
 
 
 class GpuSession(SessionView):
-    """A lease's isolated context on its card; it ends by `close`, or with its lease.
+    """A lease's isolated context on its card; `close` or the lease's end ends it.
 
     An operation is done when its call returns. The exceptions are `launch`, `mem_free` and `mem_write` of up to 64 KiB,
     which are only queued. The worker executes these in order; when one fails, it skips those queued after it. The next
-    operation that waits raises that failure and is itself not executed. A session keeps its lease from being dropped.
+    operation that waits raises that failure and is itself not executed. A session holds a reference to its lease.
 
     Leaving its `async with` block waits, as `sync` does, for work that was not waited for, and raises what failed. It
     waits at most for the time that the lease had left when the block ended; then it raises TimedOut, unless the lease
-    has ended. A block left by an exception does not wait, and `close` does not wait either. A session opened by a token
-    that loaded no module waits for its own requests only: not for kernels of other sessions, and it does not report
-    their failures.
+    has ended. A block left by an exception does not wait, and `close` does not wait either. A session that was opened
+    by a token and has loaded no module waits only for its own requests. It does not wait for kernels of other sessions,
+    and does not report their failures.
 
     A failure of one operation is an OperationFailed, and the session continues. GpuSessionFailed means that the session
     is lost.
@@ -512,7 +512,7 @@ class GpuSession(SessionView):
             await undisturbed(self._finish(remaining))
 
     async def _finish(self, remaining: Procedure[T]) -> T:
-        # The caller acquired the lock for it, so that no other operation comes between.
+        # The caller acquired the lock, so that no other operation comes between its part and this one.
         try:
             return await drive(remaining)
         finally:

@@ -64,7 +64,7 @@ class Stream(StreamHandle):
 
     async def close(self) -> None:
         """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
-        # Closed before: closing twice is harmless.
+        # It may have been closed before; closing twice is harmless.
         if self.owner is not None:
             await undisturbed(drive(self.streams("close").destroy(self)))
 
@@ -88,15 +88,14 @@ async def fence(streams: Streams, stream: Stream | None = None) -> None:
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
     deadline = streams.operations.block_end_deadline()
-    # Nothing is left to wait for.
     if deadline is None:
         return
     lock = streams.attachment.lock
     try:
-        # The lock counts against the deadline, too: another task's operation may hold it.
+        # The wait for the lock counts, too: another task's operation may hold it.
         async with asyncio.timeout(deadline.remaining_s()):
             await lock.acquire()
     except TimeoutError:
         raise deadline.error() from None
-    # The lock is ours from here on; `drive_holding` releases it, also if this task is cancelled.
+    # `drive_holding` releases the lock, even if this task is cancelled.
     await undisturbed(drive_holding(lock, streams.fence(deadline, stream)))
