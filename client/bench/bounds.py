@@ -4,11 +4,12 @@ The file bounds.toml has a table for each promise. Under a driver's name it says
 and what bounds it:
 
 - `figure`: its path in the report, keys joined by dots. The first key is the part of the run that measures it.
-- `of` and `beside`: a divisor's path, and its short name. The bound is then one of `figure / of`, which does not depend
-  on how fast the host or card is. PART.host.NAME is a floor of `host_floors`, measured with that part.
+- `of` and `beside`: a divisor's path, and its short name. The bound then applies to `figure / of`, which does not
+  depend on how fast the host or card is. PART.host.NAME is a floor of `host_floors`, measured with that part.
 - `at_most` or `at_least`: the bound.
 - `goal`: a better value that is not reached yet.
-- `needs`: something that a host may lack. Without it the row is left out; any other missing figure is a missed bound.
+- `needs`: something that a host may lack. On such a host the row is left out; any other missing figure is a missed
+  bound.
 """
 
 import tomllib
@@ -96,13 +97,13 @@ class Bound:
 
 
 def _unit_s(path: str) -> float:
-    """The unit of a time in seconds, by the end of its path; 1 for anything else: its divisor has the same unit."""
+    """The unit of a figure in seconds, from the end of its path; 1 if that names no unit of time."""
     return _UNITS_S.get(path.replace(".", "_").rpartition("_")[2], 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class BoundOutcome:
-    """A bound and the value that was measured for it; None if there is none.
+    """A bound, and the value that was measured for it, if any.
 
     Attributes:
         bound: The bound.
@@ -184,10 +185,13 @@ def floors_of(part: str, bounds: Sequence[Bound]) -> set[str]:
 
 
 def outcomes(bounds: Sequence[Bound], report: Mapping[str, Any]) -> list[BoundOutcome]:
-    """How a report keeps each bound, in the bounds' order. A missed one is judged by the better of two measurements."""
+    """The outcome of each bound in a report, in the bounds' order.
+
+    If a missed bound's part was measured again, the better value counts.
+    """
     figures = dict(flat({name: part for name, part in report.items() if name != AGAIN}))
     again: Mapping[str, Any] = report.get(AGAIN, {})
-    # A part that was measured once keeps its figures, also where another part's ratio needs it.
+    # For a ratio whose divisor belongs to another part, use that part's figures even if it was measured only once.
     later = figures | dict(flat(again))
     results = []
     for bound in bounds:

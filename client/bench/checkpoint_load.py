@@ -5,7 +5,7 @@
 PATH is a model's folder or GGUF file. For a SHAPE of decode_shapes, a folder of random weights is written to the folder
 for temporary files, and deleted afterwards. Uses the running daemon, or a private one. Prints one JSON object per
 figure; `cpu_s` is this process's CPU time. A cold file is one that the kernel was asked to drop from its cache
-(posix_fadvise(2), POSIX_FADV_DONTNEED); it may decline, and on a file system in memory it does.
+(posix_fadvise(2), POSIX_FADV_DONTNEED). The kernel may decline that, and does so on a file system in memory.
 """
 
 import asyncio
@@ -50,13 +50,13 @@ async def measure(address: str, path: Path) -> None:
     """Print the rates of copies, loads from warm and from cold files, and reads of a model's largest file."""
     checkpoint = open_model(path)
     await _print_copies(address)
-    # Prepare the cache before each round: the load before has filled it.
+    # Prepare the cache before each round, because the previous load has filled it.
     for state in ("warm", "cold"):
         for _ in range(ROUNDS):
             for file in _files(path):
                 _prepare(file, is_cold=state == "cold")
             await _print_load(address, checkpoint, path, state)
-    # Last: a file that was just written may be in the cache in larger pieces than one that was read.
+    # Do this last: a file that was just written may be cached in larger pieces than one that was read.
     largest = max(_files(path), key=lambda file: file.stat().st_size)
     if largest.stat().st_size >= WINDOW_BYTES:
         print_reads(largest)
@@ -70,13 +70,13 @@ def warm_load_figures(address: str, shape: str) -> dict[str, float]:
     """GB/s of loading a shape's files from the page cache, and of copying ordinary memory: the best of ROUNDS."""
 
     async def measure_both(path: Path) -> dict[str, float]:
-        # Each file is read once, so that all of it is in the page cache.
+        # Read each file once, so that all of it is in the page cache.
         checkpoint = open_model(path)
         moved = sum(file.stat().st_size for file in _files(path))
         for file in _files(path):
             _prepare(file, is_cold=False)
         loads = [await _load_rate(address, checkpoint, path) for _ in range(ROUNDS)]
-        # The rate for the same number of bytes from ordinary memory, which is the best that a load can reach.
+        # Copy the same number of bytes from ordinary memory: no load can be faster.
         async with _lease(address, moved) as lease, GpuSession(lease) as session:
             buffer, ordinary = await session.mem_alloc(moved), np.ones(moved, np.uint8)
             copies = [await _copy_rate(session, buffer, ordinary) for _ in range(ROUNDS)]
@@ -107,7 +107,6 @@ async def _copy_rate(session: GpuSession, buffer: Buffer, values: "np.typing.NDA
         await session.sync()
 
     await write()
-    # CPU time of this process alone: the daemon's threads and the card's copies are not in it.
     return await _rate(write, values.nbytes)
 
 
@@ -124,7 +123,7 @@ def print_reads(path: Path) -> None:
 
     with path.open("rb", buffering=0) as descriptor:
         for threads in READERS:
-            # Through the mapping, as the loader does, and by preadv(2) for comparison.
+            # Read through the mapping, as the loader does, and by preadv(2) for comparison.
             for fill in (mapped, read):
                 windows = [np.ones(WINDOW_BYTES, np.uint8) for _ in range(threads)]
                 places = range(0, size, WINDOW_BYTES)
@@ -168,12 +167,10 @@ def _prepare(path: Path, *, is_cold: bool) -> None:
     """Read a file into the page cache, or ask the kernel to drop it."""
     with path.open("rb", buffering=0) as file:
         if is_cold:
-            # Only clean pages can be dropped.
-            # A page that is not written back can't be dropped.
+            # A page that was not written back can't be dropped.
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return
-        # Reading in large pieces is enough: the bytes themselves are not needed.
         into = bytearray(16 << 20)
         while file.readinto(into):
             pass
@@ -187,7 +184,7 @@ def written(shape: str) -> Iterator[Path]:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(_words(checkpoint.config)))
         entries, at = {}, 0
-        # First the header: each tensor's place follows from the sizes of those before it.
+        # Write the header first: each tensor's place follows from the sizes of those before it.
         for tensor, sizes in model_tensors(checkpoint.config):
             end = at + int(np.prod(sizes)) * 2
             entries[tensor] = {"dtype": "BF16", "shape": sizes, "data_offsets": (at, end)}
@@ -198,7 +195,7 @@ def written(shape: str) -> Iterator[Path]:
         with (folder / "model.safetensors").open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             for tensor, _ in model_tensors(checkpoint.config):
-                # Rows in pieces: a tensor of a large shape would not fit in memory twice.
+                # Write some rows at a time, because a tensor of a large shape does not fit in memory twice.
                 rows = checkpoint.tensor(tensor)
                 for begin in range(0, rows.rows, ROWS_AT_ONCE):
                     file.write(rows.bf16(begin, min(begin + ROWS_AT_ONCE, rows.rows)).data)

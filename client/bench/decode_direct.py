@@ -102,7 +102,6 @@ class DirectSession:
 
     async def mem_alloc(self, size_bytes: int) -> Buffer:
         """Allocate device memory and set it to zero, as a session's memory is."""
-        # Zeroed, because the engine relies on it, as on a lease.
         address = self.call("cuMemAlloc", size_bytes)
         self.call("cuMemsetD8", address, 0, size_bytes)
         return Buffer(self, int(address), size_bytes)
@@ -141,7 +140,7 @@ class DirectSession:
         places = np.cumsum([0, *args.sizes[:-1]], dtype=np.uint64) + np.uint64(ctypes.addressof(start))
         shape = (*grid, *(1,) * (3 - len(grid)), *block)
         function = self._function(module, kernel, shared_bytes)
-        # As in the daemon's graphs: a kernel that waits by itself starts while the kernel before it ends.
+        # As in the daemon's graphs, a kernel that contains its own wait starts while the kernel before it ends.
         if self._follows_kernel and module.handle in self._early_modules:
             self._launch_early(function, shape, shared_bytes, places.ctypes.data)
         else:
@@ -161,7 +160,7 @@ class DirectSession:
         function = self._functions.get((module.handle, kernel))
         if function is None:
             function = self.call("cuModuleGetFunction", self._modules[module.handle], kernel.encode())
-            # More than 48 KiB of shared memory must be asked for by name (CUDA C++ Programming Guide, Shared Memory).
+            # A kernel that uses more than SHARED_BYTES needs this attribute.
             if shared_bytes > SHARED_BYTES:
                 max_shared = self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self.call("cuFuncSetAttribute", function, max_shared, shared_bytes)
@@ -247,7 +246,7 @@ class DirectEngine:
         stream = self._streams[parity]
         # The rows go to the place that the graph copies from.
         self._rows[parity][: len(rows)] = rows
-        # In order after the step before, which may still run in the other stream.
+        # Order this step after the one before, which may still run in the other stream.
         if self._steps:
             session.call("cuStreamWaitEvent", stream, self._events[1 - parity], 0)
         session.call("cuGraphLaunch", self._graphs[len(rows), parity], stream)
@@ -259,7 +258,7 @@ class DirectEngine:
     async def finish(self) -> Results:
         """Wait for the oldest step in progress. Returns RESULT records."""
         parity, rows = self._steps.popleft()
-        # Its stream is done; a copy leaves the array free for the next step.
+        # Copy the results once the stream has finished, so that the next step can use the array.
         self._session.call("cuStreamSynchronize", self._streams[parity])
         return self._results[parity][:rows].copy()
 
@@ -267,7 +266,7 @@ class DirectEngine:
 async def measure(api: Any, shape: str, target: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
     """Print the figures of a shape, for each batch and context."""
     config, limits = SHAPES[shape], limits_of(batches, contexts)
-    # Blocks for the largest batch at the longest context.
+    # Enough blocks for the largest batch at the longest context.
     count = max(batches) * limits.table_blocks
     engine = await DirectEngine.open(api, config, limits, count, batches, target)
     for context in contexts:

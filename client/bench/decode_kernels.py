@@ -53,13 +53,13 @@ async def kernel_figures(engine: DecodeEngine, blocks: RowBlocks, batch: int, co
 async def tile_figures(
     engine: DecodeEngine, blocks: RowBlocks, batch: int, context: int, step_s: float
 ) -> AsyncIterator[Figure]:
-    """Yield the time of each linear layer with its best tile and splits and with those in use; finally of all layers.
+    """Yield each linear layer's times with its best tile and splits and with those in use; then those of all layers.
 
     Args:
         engine: The engine.
         blocks: Blocks of keys and values that the rows name.
-        batch: Rows of the step.
-        context: Their position.
+        batch: Number of rows in the step.
+        context: Position of the rows.
         step_s: Seconds of such a step; the cost of all linear layers is reported as a share of it.
     """
     await _give_rows(engine, blocks, batch, context)
@@ -130,7 +130,6 @@ def _chunks(columns: int, chosen: int) -> list[int]:
 
 def varied(launch: KernelLaunch, other: KernelLaunch) -> KernelLaunch:
     """A launch with the weights of `launch`, and the tile and splits of `other`."""
-    # The weights and arrays of this layer, the shape of the other launch.
     cut = {"chunk": other.values["chunk"]} if "chunk" in other.values else {}
     return KernelLaunch(other.name, other.grid, **launch.values | cut)
 
@@ -168,12 +167,12 @@ def _kinds(engine: DecodeEngine, batch: int) -> dict[str, list[KernelLaunch]]:
 async def _launch_us(engine: DecodeEngine, launches: Sequence[KernelLaunch]) -> float:
     """Microseconds of one of these launches, in graphs of all of them."""
     session, repeats = engine.session, -(-KERNEL_LAUNCHES // len(launches))
-    # In a graph, so that the client's launches don't limit short kernels.
+    # Use a graph, so that the client's launches don't limit short kernels.
     async with session.record() as graph:
         for _ in range(repeats):
             for launch in launches:
                 await engine.forward.library.launch(launch)
-    # Once before the clock starts: the first launch of a graph prepares it.
+    # Launch it once before the clock starts, because the first launch of a graph prepares it.
     await graph.launch()
     await session.sync()
     begin_s = time.perf_counter()

@@ -27,7 +27,7 @@ MAX_OPEN: Final = 400
 that arrives beyond this is counted as not sent."""
 
 LIMIT_S: Final = 300.0
-"""Seconds after which a request is given up."""
+"""Longest time for a request, in seconds; then the client gives up."""
 
 MAX_LINE_BYTES: Final = 1 << 20
 """Longest line of a reply, in bytes. Stops a server that never ends one."""
@@ -70,14 +70,14 @@ def prompt_of(words: int, seed: int) -> str:
 
 
 def figures_of(outcomes: Iterable[RequestOutcome]) -> dict[str, Any]:
-    """The figures of some requests; times in milliseconds, None without a sample."""
+    """Return the figures of some requests. Times are in milliseconds, or None without a sample."""
     finished = list(outcomes)
     # Only complete replies count as goodput; the others' times still count.
     complete = [outcome for outcome in finished if not outcome.error]
     spent_s = max((outcome.ended_at for outcome in finished), default=0.0) - min(
         (outcome.sent_at for outcome in finished), default=0.0
     )
-    # The first token from the request on; then the gaps between two tokens.
+    # The times from the requests to their first tokens, and the gaps between two tokens.
     first = [outcome.token_times[0] - outcome.sent_at for outcome in finished if outcome.token_times]
     gaps = [b - a for outcome in finished for a, b in zip(outcome.token_times, outcome.token_times[1:], strict=False)]
     tokens = sum(len(outcome.token_times) for outcome in complete)
@@ -97,7 +97,7 @@ def _percentiles(name: str, samples: Sequence[float]) -> dict[str, float | None]
 
 def tokens_of(chunk: Any) -> int:
     """Number of tokens in an object of a stream. Raises ReplyError for an error object."""
-    # An error in the middle of a stream comes as an object of its own.
+    # An error in the middle of a stream comes as a separate object.
     if "error" in chunk:
         raise ReplyError(f"stream: {chunk['error'].get('code')}")
     return sum(len((choice.get("logprobs") or {}).get("tokens") or ()) for choice in chunk["choices"])
@@ -112,11 +112,11 @@ class DecodeClient:
 
     Args:
         url: The server's URL, `http://HOST:PORT`. Raises ValueError for any other.
-        max_tokens: Tokens that each request asks for.
+        max_tokens: Number of tokens that each request asks for.
     """
 
     def __init__(self, url: str, max_tokens: int) -> None:
-        # Plain HTTP alone: TLS would measure the client's cipher as well.
+        # Accept only plain HTTP: with TLS, the client's cipher would be measured as well.
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"a server's URL must be http://HOST:PORT, not {url!r}")
@@ -130,7 +130,7 @@ class DecodeClient:
         try:
             async with asyncio.timeout(LIMIT_S):
                 await self._stream(key, json.dumps(request).encode(), outcome)
-        # Each way to fail has a text of its own: the report counts them apart.
+        # Each kind of failure has its own text, by which the report counts them.
         except ReplyError as error:
             outcome.error = str(error)
         except TimeoutError:
@@ -149,7 +149,7 @@ class DecodeClient:
             await writer.drain()
             await _check_head(reader)
             async for line in _lines(reader):
-                # The stream's own end; without it the reply was broken off.
+                # The end of the stream. If the connection ends without it, the reply was cut off.
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data: "):
@@ -162,7 +162,7 @@ class DecodeClient:
 
 async def _check_head(reader: asyncio.StreamReader) -> None:
     """Read a reply's head. Raises ReplyError, with the body's code, for a status other than 200."""
-    # The status line, then the head's lines up to the empty one.
+    # Read the status line, then the head's lines up to the empty one.
     status = (await reader.readline()).split(b" ")[1].decode("latin-1")
     async for line in _lines(reader):
         if not line:
@@ -189,7 +189,7 @@ async def offer_load(client: DecodeClient, keys: Sequence[str], load: "RequestLo
         await asyncio.sleep(max(0.0, begin_s + at_s - time.monotonic()))
         outcome = RequestOutcome(chance.randrange(len(keys)), time.monotonic())
         outcomes.append(outcome)
-        # With more open requests the client would run out of descriptors: count this one as not sent.
+        # With more open requests the client would run out of descriptors, so count this one as not sent.
         if len(running) >= MAX_OPEN:
             outcome.error, outcome.ended_at = "not sent", outcome.sent_at
             continue

@@ -2,8 +2,9 @@
 
     python -m gpulease.client.bench.decode_service [MODEL | SHAPE [SECONDS [SEQUENCES [FIGURE...]]]]
 
-SECONDS are those of each figure, SEQUENCES the most live sequences, 8 or more. Without a FIGURE, all are measured:
-throughput, survivors, rebinds, shares. Uses the running daemon, or a private one. Prints one JSON object per figure.
+SECONDS is the time for each figure, SEQUENCES the maximum number of live sequences, 8 or more. Without a FIGURE, all
+are measured: throughput, survivors, rebinds, shares. Uses the running daemon, or a private one. Prints one JSON object
+per figure.
 """
 
 import asyncio
@@ -36,11 +37,11 @@ from gpulease.client.decode.scheduler.tenant_state import LiveSequence
 TENANTS: Final = 8
 BATCHES: Final = (1, 8, 64, 256)
 POSITIONS: Final = 1024
-"""Positions of a sequence: prompts, replays and the measured steps fit."""
+"""Number of positions of a sequence: enough for prompts, replays and the measured steps."""
 
 TEMPERATURE: Final = 0.8
 WARM_TOKENS: Final = 32
-"""Tokens that each sequence emits before its steps are timed."""
+"""Number of tokens that each sequence emits before its steps are timed."""
 
 LEAST_STEPS: Final = 8
 """Minimum number of steps that are timed, however slow they are."""
@@ -57,7 +58,7 @@ class DecoderTimes(DecoderObserver):
         gaps: Seconds between two tokens of a sequence, by tenant.
         tokens: Number of tokens, by tenant.
         rebinds: Seconds from a request's loss to its next token.
-        flips: Seconds from the flip of a region's word to the report.
+        flips: Seconds from the change of a region's word to the report.
         step_ends: Times of the ends of steps, in monotonic seconds.
     """
 
@@ -69,9 +70,8 @@ class DecoderTimes(DecoderObserver):
         self.step_ends: list[float] = []
         self._last: dict[str, float] = {}
 
-    # `_last` stays: the next token of a sequence still has a token before it.
     def clear(self) -> None:
-        """Forget all figures; sequences in progress are still timed."""
+        """Forget all figures, but not when each sequence got its last token: the gap to its next token still counts."""
         self.gaps.clear()
         self.tokens.clear()
         self.rebinds.clear()
@@ -79,7 +79,7 @@ class DecoderTimes(DecoderObserver):
         self.step_ends.clear()
 
     def on_step(self, report: StepReport) -> None:
-        """Record when each sequence got its token: the gap to its last one, by tenant."""
+        """Record the time between each token and the previous one of its sequence, by tenant."""
         now, last = time.monotonic(), self._last
         self.step_ends.append(now)
         for event in report.tokens:
@@ -96,13 +96,13 @@ class DecoderTimes(DecoderObserver):
         self.rebinds.append(report.latency_s)
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
-        """Record the seconds from the flip to the report."""
+        """Record the seconds from the change of the region's word to the report."""
         if report.flip_to_report_s is not None:
             self.flips.append(report.flip_to_report_s)
 
 
 class _Service:
-    """A decoder under load, and the requests that it gets while it is measured."""
+    """A decoder, and the load on it while it is measured."""
 
     def __init__(self, decoder: Decoder, times: DecoderTimes) -> None:
         self.decoder, self.times = decoder, times
@@ -126,7 +126,10 @@ class _Service:
     async def load(
         self, tenants: Sequence[str], per_tenant: int, length: int, tokens: int
     ) -> AsyncIterator[Counter[str]]:
-        """Keep `per_tenant` requests live per tenant, of a few kinds; yields counts, including outputs that differ."""
+        """Keep `per_tenant` requests live per tenant, and repeat each when it ends.
+
+        Yields the number of outputs, and of those that differ from the first output of the same request.
+        """
         outputs: dict[tuple[str, int], list[int]] = {}
         counts: Counter[str] = Counter(outputs=0, wrong_outputs=0)
 
@@ -142,8 +145,8 @@ class _Service:
             yield counts
         finally:
             for task in tasks:
-                # Wait for the end of all tasks: only a cancelled one has ended as it should.
                 task.cancel()
+            # A task that ended in any other way than by its cancellation has failed.
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
             counts["errors"] = sum(not isinstance(end, asyncio.CancelledError) for end in outcomes)
 
@@ -167,15 +170,15 @@ FIGURES: Final = ("throughput", "survivors", "rebinds", "shares")
 async def _serving(checkpoint: Checkpoint, address: str, max_batch: int) -> AsyncIterator[tuple[_Service, list[str]]]:
     """Open a decoder for TENANTS tenants with at most `max_batch` live sequences; yields it and the tenants' names."""
     names = [f"tenant-{number}" for number in range(TENANTS)]
-    # Blocks for each tenant's share of the live sequences, of full length.
+    # Enough blocks for each tenant's share of the live sequences at full length.
     blocks = max_batch // TENANTS * POSITIONS // PAGE
-    # One tenant counts three times as much, for `shares`.
+    # One tenant has three times the weight of the others, for `shares`.
     weights = [1.0] * (TENANTS - 1) + [3.0]
     tenants = [
         TenantConfig(name, max_batch, blocks, weight, max_waiting=2 * max_batch)
         for name, weight in zip(names, weights, strict=True)
     ]
-    # Enough rebinds at once that they never limit the measurement.
+    # So many rebinds are allowed at once that the limit never affects the measurement.
     prefill_rows = min(128, max_batch)
     settings = DecoderSettings(max_batch + prefill_rows, prefill_rows, max_batch, POSITIONS, rebinds_at_once=1_000_000)
     times = DecoderTimes()
@@ -194,7 +197,7 @@ async def measure_throughput(
 async def measure(
     checkpoint: Checkpoint, address: str, for_s: float, max_batch: int, figure_names: Collection[str] = FIGURES
 ) -> None:
-    """Print the wanted figures, measured for `for_s` seconds each, with at most `max_batch` live sequences."""
+    """Print the named figures, measured for `for_s` seconds each, with at most `max_batch` live sequences."""
     async with _serving(checkpoint, address, max_batch) as (service, names):
         for batch in (batch for batch in BATCHES if batch <= max_batch and "throughput" in figure_names):
             print_figures(await throughput(service, names, batch, for_s / 4))
@@ -209,11 +212,11 @@ async def measure(
 async def throughput(service: _Service, names: Sequence[str], batch: int, for_s: float) -> dict[str, Any]:
     """Tokens per second of `batch` sequences of all tenants, and of the engine alone in the same steps.
 
-    Measured for `for_s` seconds and LEAST_STEPS, or until a sequence is about to end: a step of fewer sequences is
-    another step.
+    The measurement takes `for_s` seconds and at least LEAST_STEPS steps. It stops early before a sequence ends, because
+    all measured steps must have the same number of sequences.
     """
     length, tokens, step_ends = 16, POSITIONS - 32, service.times.step_ends
-    # The batch is divided among the tenants; a small one goes to the first of them.
+    # The batch is divided among the tenants; of a small batch, each of the first tenants gets one sequence.
     per_tenant = max(1, batch // len(names))
     async with service.load(names[: min(batch, len(names))], per_tenant, length, tokens):
         # Wait until each sequence has emitted some tokens: from then on every step has a row of each.
@@ -226,15 +229,15 @@ async def throughput(service: _Service, names: Sequence[str], batch: int, for_s:
             lambda: (time.monotonic() >= deadline_s and len(step_ends) >= LEAST_STEPS) or len(step_ends) >= max_steps
         )
         rate = batch * _per_s(step_ends)
-        steps = _StepsAgain(service, first, len(step_ends))
-    await _quiet(service)
-    bare = batch * _per_s(await steps.run())
+        steps = _ReplayedSteps(service, first, len(step_ends))
+    await _until_idle(service)
+    engine_alone = batch * _per_s(await steps.run())
     return {
         "figure": "throughput",
         "sequences": batch,
         "tokens_per_s": rate,
-        "engine_alone": bare,
-        "ratio": rate / bare,
+        "engine_alone": engine_alone,
+        "ratio": rate / engine_alone,
     }
 
 
@@ -243,11 +246,11 @@ def _per_s(times: Sequence[float]) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-class _StepsAgain:
-    """Steps that a decoder has computed, for the engine without a scheduler.
+class _ReplayedSteps:
+    """Repeats steps that a decoder has computed, on its engine alone, without the scheduler.
 
-    Rows have the live sequences' own block tables, blocks and positions. With others, attention would read other
-    amounts of memory: rows with the same blocks, for example, read them from the card's cache.
+    The rows have the live sequences' own block tables, blocks and positions, so that attention reads as much memory as
+    under the decoder. Rows that share blocks, for example, would read them from the card's cache.
 
     Args:
         service: The decoder, whose live sequences have had a row in each of the steps.
@@ -291,23 +294,23 @@ class _StepsAgain:
 
 
 async def survivors(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Gaps between two tokens of the other tenants, alternately quiet and while one tenant is revoked once a second."""
+    """Gaps between tokens of the other tenants, with and without a revocation of one tenant's region every second."""
     gaps: dict[str, list[float]] = {"quiet": [], "revoking": []}
-    async with service.load(names, _eighth(service), 64, POSITIONS - 64) as counts:
+    async with service.load(names, _sequences_per_tenant(service), 64, POSITIONS - 64) as counts:
         await asyncio.sleep(1)
-        # Quiet and revoking in turn, twice, so that a change of the host's speed affects both.
+        # Measure without and with revocations in turn, twice, so that a change of the host's speed affects both.
         for _ in range(2):
             for name, gaps_s in gaps.items():
-                # Forget what came before this part; only the other tenants' gaps count.
                 service.times.clear()
                 deadline_s = time.monotonic() + for_s / 2
                 while time.monotonic() < deadline_s:
                     await asyncio.sleep(REVOKE_EVERY_S)
                     if name == "revoking":
                         await service.revoke(names[0])
+                # Only the gaps of the tenants that were not revoked count.
                 for tenant in names[1:]:
                     gaps_s += service.times.gaps[tenant]
-    await _quiet(service)
+    await _until_idle(service)
     figures = {
         f"{name}_{label}_ms": percentile(gaps_s, part) * 1e3
         for name, gaps_s in gaps.items()
@@ -319,16 +322,19 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
 
 
 async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Rebinds of a tenant with one sequence after a long prompt, while the others decode."""
+    """Times of rebinds of a tenant with one sequence and a long prompt, while the other tenants decode."""
     service.times.clear()
-    # One sequence after a long prompt: its rebind computes all of it again.
-    async with service.load(names[1:], _eighth(service), 64, POSITIONS - 64), service.load(names[:1], 1, PROMPT, 64):
+    # A rebind computes the whole prompt again, so the first tenant's is long.
+    async with (
+        service.load(names[1:], _sequences_per_tenant(service), 64, POSITIONS - 64),
+        service.load(names[:1], 1, PROMPT, 64),
+    ):
         deadline_s = time.monotonic() + for_s
         while time.monotonic() < deadline_s:
             # At random times, so that revocations hit every phase of a step.
             await asyncio.sleep(random.uniform(0.1, 0.2))
             await service.revoke(names[0])
-    await _quiet(service)
+    await _until_idle(service)
     times = {"rebind_ms": service.times.rebinds, "flip_to_forward_revoked_ms": service.times.flips}
     return {"figure": "rebinds", "prompt": PROMPT, "count": len(times["rebind_ms"])} | {
         f"{name.removesuffix('_ms')}_p{part}_ms": percentile(values, part) * 1e3
@@ -339,7 +345,7 @@ async def rebinds(service: _Service, names: Sequence[str], for_s: float) -> dict
 
 
 async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[str, Any]:
-    """Service of two tenants with weights 1 and 3 that always have requests waiting: tokens of prompts and outputs."""
+    """Tokens of prompts and outputs of two tenants with weights 1 and 3, both of which always have requests waiting."""
     settings = service.decoder.scheduler.settings
     # More requests than sequences, so that both tenants always have some waiting.
     async with service.load(names, settings.max_sequences + 16, 32, 32):
@@ -352,16 +358,16 @@ async def shares(service: _Service, names: Sequence[str], for_s: float) -> dict[
             (tenant.counter - counter_before) * tenant.config.weight
             for tenant, counter_before in zip(tenants, before, strict=True)
         ]
-    await _quiet(service)
+    await _until_idle(service)
     return {"figure": "service of weights 1 : 3", "served": served, "ratio": served[1] / served[0]}
 
 
-def _eighth(service: _Service) -> int:
-    """Return how many sequences of each tenant are 64 in all, or as many as there is room for."""
+def _sequences_per_tenant(service: _Service) -> int:
+    """Return the number of sequences per tenant if all tenants together have 64, or the maximum number if lower."""
     return max(1, min(64, service.decoder.scheduler.settings.max_sequences) // TENANTS)
 
 
-async def _quiet(service: _Service) -> None:
+async def _until_idle(service: _Service) -> None:
     """Wait until nothing is served, and every tenant has its region."""
     scheduler, decoder = service.decoder.scheduler, service.decoder
     # First the requests, then the regions: a revoked one is opened again in the background.
@@ -380,11 +386,11 @@ def checkpoint_named(name: str) -> Checkpoint:
     return RandomCheckpoint(SHAPES[name], 1) if name in SHAPES else open_model(name)
 
 
-def main(words: Sequence[str]) -> None:
-    """Measure, as the words say (see the module's docstring)."""
-    # Words that are missing have defaults: the smallest shape, ten seconds, 256 sequences.
-    chosen, for_s, max_batch = (*words[:3], *("two-layers", "10", "256")[len(words) :])
-    names = words[3:] or FIGURES
+def main(arguments: Sequence[str]) -> None:
+    """Measure what the arguments select (see the module's docstring)."""
+    # Missing arguments have defaults: the smallest shape, ten seconds, 256 sequences.
+    chosen, for_s, max_batch = (*arguments[:3], *("two-layers", "10", "256")[len(arguments) :])
+    names = arguments[3:] or FIGURES
     if unknown := set(names) - set(FIGURES):
         sys.exit(f"no such figure: {', '.join(sorted(unknown))}; there are {', '.join(FIGURES)}")
     checkpoint = checkpoint_named(chosen)

@@ -47,7 +47,8 @@ from gpulease.client.kernel_args import KernelArgs
 COPIES: Final = 10
 
 MAX_COPIED_BYTES: Final = 1 << 30
-"""Size of each of the two arrays that are read to measure the memory's rate: that of the weights, but at most this."""
+"""Maximum size of each of the two arrays with which the memory's rate is measured; else they are as large as the
+weights."""
 
 SHEET_BYTES_PER_S: Final = 4.8e12
 """Memory rate of an H200 according to its data sheet. No kernel reaches it; a copy reaches about nine tenths."""
@@ -71,9 +72,9 @@ class DecodePlan:
 
     Attributes:
         shapes: Names of SHAPES.
-        batches: Sequences of a step.
-        contexts: Positions of the sequences.
-        other_ways: Those of OTHER_WAYS that are timed in the same run.
+        batches: Numbers of sequences in a step.
+        contexts: Numbers of positions of each sequence.
+        other_ways: The members of OTHER_WAYS that are timed in the same run.
         times_kernels: Whether to time kernels alone, and linear layers with other tiles.
     """
 
@@ -98,7 +99,7 @@ def plan_for(driver: str, *, quick: bool) -> DecodePlan:
 
 
 def measure_decode(address: str, plan: DecodePlan, report: Report, log: Callable[[str], object]) -> None:
-    """Report all figures of a plan, on the daemon at this address and of the other ways.
+    """Report all figures of a plan: on a lease of the daemon at this address, and of the other ways to decode.
 
     Args:
         address: The daemon's address.
@@ -106,24 +107,24 @@ def measure_decode(address: str, plan: DecodePlan, report: Report, log: Callable
         report: Receives each figure.
         log: Receives the name of each measurement before it starts.
     """
-    # Each shape: on a lease first, then every other way in a process of its own, so that none disturbs another.
+    # Measure each shape on a lease first, and then each other way in a separate process, so that none disturbs another.
     for shape in plan.shapes:
         log(f"{shape}: the decode engine on a lease")
         target, steps = asyncio.run(measure(address, shape, plan, report))
         log(f"{shape}: the same engine and kernels on the driver in a process of its own")
         for figure in _figures_of("decode_direct", shape, target, plan):
-            report(_beside(figure, steps))
+            report(_with_comparison(figure, steps))
         for module in plan.other_ways:
             log(f"{shape}: {module.removeprefix('decode_')}")
             for figure in _figures_of(module, shape, "", plan):
-                report(_beside(figure, steps))
+                report(_with_comparison(figure, steps))
 
 
 Steps = dict[tuple[int, int], StepTime]
 """Steps on a lease, by batch and context."""
 
 
-def _beside(figure: Figure, steps: Steps) -> Figure:
+def _with_comparison(figure: Figure, steps: Steps) -> Figure:
     """Add the ratio of tokens per second on the lease to those of this way, and whether the results are equal."""
     # Only steps of the same batch and context are compared; other figures stay unchanged.
     leased = steps.get((figure.get("batch", 0), figure.get("context", 0)))
@@ -142,8 +143,8 @@ def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Itera
     """Yield the figures that a module prints in a process of its own, and one with the reason if some are missing."""
     # Arguments as the modules take them: a shape, an architecture if there is one, batches, contexts.
     lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
-    words = [word for word in (shape, target, *lists) if word]
-    command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words]
+    arguments = [word for word in (shape, target, *lists) if word]
+    command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *arguments]
     labels = {"figure": module.removeprefix("decode_"), "shape": shape}
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)
@@ -162,7 +163,7 @@ def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Itera
 
 async def measure(address: str, shape: str, plan: DecodePlan, report: Report = print_figures) -> tuple[str, Steps]:
     """Report the figures of a shape on a lease. Returns the architecture of the kernels, and the steps' times."""
-    # A lease that holds the engine, its blocks, and the two arrays of the memory's rate.
+    # Acquire a lease for the engine, its blocks, and the two arrays with which the memory's rate is measured.
     batches, contexts = plan.batches, plan.contexts
     config, limits = SHAPES[shape], limits_of(batches, contexts)
     count = max(batches) * limits.table_blocks
@@ -186,7 +187,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
                     step = {"figure": "step", "shape": shape, "batch": batch, "context": context}
                     moved = moved_bytes(config, batch, context)
                     report(step | step_figure(batch, step_times.took_s, moved, rate))
-            # A whole prompt in one step.
+            # Time a whole prompt in one step.
             prompt = prompt_rows(blocks, limits)
             took_s = (await step_time(_PromptSteps(engine), prompt, [pool])).took_s
             prefill = {"figure": "prefill", "shape": shape, "rows": len(prompt), "ms": took_s * 1e3}
@@ -199,7 +200,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
 
 
 class _PromptSteps:
-    """Steps of a whole prompt, whose last row alone yields a token."""
+    """Runs steps of a whole prompt, of which only the last row yields a token."""
 
     def __init__(self, engine: DecodeEngine) -> None:
         self._engine = engine
@@ -230,8 +231,8 @@ def step_figure(batch: int, took_s: float, moved: int, rate: float) -> Figure:
     Args:
         batch: Tokens of the step.
         took_s: Its seconds.
-        moved: Bytes that it must read at least.
-        rate: Bytes per second that a kernel was measured to read here.
+        moved: Number of bytes that it must read at least.
+        rate: Measured bytes per second that a kernel reads on this card.
     """
     # The floor follows from the memory's measured rate; the data sheet's rate is given for comparison.
     return {
@@ -277,14 +278,14 @@ def weight_bytes(config: ModelConfig) -> int:
     return (config.layers * layer + config.vocabulary * config.width) * 2
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Print the figures of the shapes, batches and contexts that the arguments name, or of all."""
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))
         plan = plan_for(first_card(address)["driver"], quick=False)
-        shapes = tuple(words[0].split(",")) if words else plan.shapes
-        batches = numbers_of(words[1]) if len(words) > 1 else plan.batches
-        contexts = numbers_of(words[2]) if len(words) > 2 else plan.contexts
+        shapes = tuple(arguments[0].split(",")) if arguments else plan.shapes
+        batches = numbers_of(arguments[1]) if len(arguments) > 1 else plan.batches
+        contexts = numbers_of(arguments[2]) if len(arguments) > 2 else plan.contexts
         measure_decode(address, DecodePlan(shapes, batches, contexts), print_figures, lambda text: None)
 
 

@@ -1,15 +1,15 @@
 """Floors: times of plain Python work, which depend on the host alone. Figures of Python are divided by them.
 
-Hosts differ in their Python's speed by a factor of two, and not alike for all work: a short loop stays in the caches,
-and a request that passes through several processes is run cold. So each floor does one kind of work, with nothing of
-gpulease in it, and is measured in turn with the figures that do the same kind:
+Hosts differ in their Python's speed by a factor of two, and differently for each kind of work: a short loop stays in
+the caches, and a request that passes through several processes runs with cold caches. So each floor does one kind of
+work, without any code of gpulease, and is measured in turn with the figures of the same kind:
 
 - `call_us`: a short call that packs a frame into mapped memory and loads a word of it, repeated. For calls that
   the client does alone.
 - `parse_us`: a text parsed by the standard library's own Python, repeated. For work with much code, such as a
   request of the gateway.
-- `exchange_us`: that parse in another process, which an asyncio loop there starts after a pause, and which is waited
-  for. For whatever wakes processes.
+- `exchange_us`: a request to another process, which does that parse in an asyncio loop, and the wait for its reply.
+  For work that wakes processes.
 
 `python -m gpulease.client.bench.host_floors FD` is the other process.
 """
@@ -33,13 +33,13 @@ from gpulease.client.bench.figures import Figures, percentile, timed_us
 CALLS: Final = 500
 CALL_SAMPLES: Final = 40
 CALLS_IN_TURN: Final = 50
-"""Calls of the client, and then as many of the floor, where both are measured in turn."""
+"""Number of calls of the client, and then of the floor, if both are measured in turn."""
 
 PARSES: Final = 60
 EXCHANGE_PEERS: Final = 2
 EXCHANGES: Final = 40
 PAUSE_S: Final = 0.002
-"""Pause before each exchange, in seconds: both processes sleep, and their code has left the nearest caches."""
+"""Pause before each exchange, in seconds, so that both processes sleep, and their code leaves the nearest caches."""
 
 RING_BYTES: Final = 1 << 20
 _FRAME: Final = struct.Struct("<QQIIQ")
@@ -78,7 +78,7 @@ class _Frames:
     def put(self, number: int, size: int, kind: int) -> bool:
         tail = self._tail
         end = tail + _FRAME.size
-        # Back to the start at the memory's end, without a wait, because nothing reads.
+        # At the memory's end, go back to its start without waiting, because nothing reads.
         if end > self._end:
             tail, end = 0, _FRAME.size
         _FRAME.pack_into(self._data, tail, number, size, kind, kind, end)
@@ -112,8 +112,8 @@ class _NumberedCalls:
 class CallFloor:
     """The floor of calls, to be measured in turn with calls of the client.
 
-    A core's speed changes by nearly two with what its other hyperthread does, from one moment to the next: only a floor
-    from the same moments gives a right ratio. Close it.
+    A core's speed depends, by a factor of nearly two, on what its other hyperthread does at the moment. So only a floor
+    that was measured at the same time gives a correct ratio. Call `close` after use.
     """
 
     def __init__(self) -> None:
@@ -144,8 +144,8 @@ class CallFloor:
     ) -> tuple[list[float], float]:
         """Time an action in bursts of CALLS_IN_TURN, in turn with this floor's; returns both in microseconds a call.
 
-        `fence` waits for what is queued, before each `count` calls. Short bursts: most are over before another process
-        gets the core.
+        `fence` waits for what is queued, before each `count` calls. The bursts are short, so that most end before
+        another process gets the core.
         """
         samples, floors = [], []
         for _ in range(bursts):
@@ -179,14 +179,14 @@ def _parse_us() -> float:
 
 
 def parse_cpu_us() -> float:
-    """CPU time of one parse by this thread, in microseconds: right also while other threads run Python."""
+    """CPU time of one parse by this thread, in microseconds. It is correct even while other threads run Python."""
     began_s = time.thread_time()
     _parse()
     return (time.thread_time() - began_s) * 1e6
 
 
 def _exchange_us() -> float:
-    # Several peers: how fast an exchange is depends on the cores on which a process happens to run.
+    # Use several peers, because the time of an exchange depends on the cores on which the processes happen to run.
     return percentile([taken_us for _ in range(EXCHANGE_PEERS) for taken_us in _exchanges_us()], 50)
 
 
@@ -201,7 +201,7 @@ def _exchanges_us() -> list[float]:
             if ours.recv(1) != b"p":
                 raise RuntimeError("the other process of the exchanges has ended")
 
-        # Once before the clock: the process starts and imports.
+        # Exchange once before the clock starts, while the process starts and imports.
         exchange()
         samples = []
         for _ in range(EXCHANGES):

@@ -1,13 +1,13 @@
-"""Sessions with checked work that are parked, moved, revoked, dropped and killed at random, on too small cards.
+"""Sessions with checked work that are parked, moved, revoked, dropped and killed at random, on cards without much room.
 
     gpulease bench --park-storm --minutes 10
 
-Each tenant has one lease after another. Its data are addresses into themselves (woven_data.py), in allocations and in
-regions, used by launches, streams and graphs; a variable of its module counts the calls. Meanwhile sessions are parked
-by their tenants, by an operator, by idleness and by need; an operator also has them leave their processes, moves them
-between cards, drains cards, and hands them over to workers of the next version; and the broker is killed and started
-again, as another version each time. At the end every byte must be back, and the audit log must have exactly one end of
-each lease and region that was granted.
+Each tenant has one lease after another. Its data consists of addresses within the data (woven_data.py), is in
+allocations and in regions, and is used by launches, streams and graphs; a variable of its module counts the calls.
+Meanwhile sessions are parked: by their tenants, by an operator, because they are idle, or because others need room. An
+operator also makes them leave their processes, moves them between cards, drains cards, and hands them over to workers
+of the next version. The broker is killed and started again, as another version each time. At the end every byte must be
+back, and the audit log must have exactly one end of each lease and region that was granted.
 """
 
 import contextlib
@@ -53,16 +53,16 @@ from gpulease.protocol.messages import CardDrain, Empty, LeaseMove, LeaseRef, Le
 T = TypeVar("T")
 
 BLOCK_BYTES: Final = {"cpu": 2 << 20, "cuda": 256 << 20}
-"""Bytes of woven data in each lease, and the same number in each of its regions."""
+"""Number of bytes of woven data in each lease, and in each of its regions."""
 
 REGIONS: Final = 2
 
 TENANTS: Final = 6
 HELD: Final = 4
-"""Slices that all cards together hold in addition to all contexts."""
+"""Number of slices for which all cards together have room, in addition to all contexts."""
 
 CPU_CARDS: Final = 2
-"""Cards of the embedded driver; of another driver, the host's."""
+"""Number of cards with the embedded driver. With another driver, the host's cards are used."""
 
 LEASE_S: Final = 120.0
 SHORT_LEASE_S: Final = 4.0
@@ -74,14 +74,14 @@ ROUNDS: Final = (4, 16)
 """Minimum and maximum number of rounds of a lease's work."""
 
 PATIENCE_S: Final = 120.0
-"""Longest time, in seconds, that an operation waits for room or for a broker: beyond it, something hangs."""
+"""Longest time, in seconds, that an operation waits for room or for a broker. If it takes longer, something hangs."""
 
 KILL_EVERY_S: Final = (4.0, 12.0)
 OPERATOR_EVERY_S: Final = 0.3
 
 DRAIN_MS: Final = 600_000
 DRAINED_S: Final = 1.0
-"""The deadline of a card's drain, which never comes, and how long a card is drained."""
+"""The deadline of a card's drain, so late that it never comes, and how long a card is drained."""
 
 ENDED_COLD: Final = "parked without a worker when the daemon ended"
 """Part of the reason with which a lease ends if the only copy of its session was in a broker that was killed."""
@@ -101,12 +101,12 @@ park_stay_ms = 50
 parks_per_minute = 100000
 """
 
-_Over: Final = (Revoked, LeaseExpired)
+_ENDED: Final = (Revoked, LeaseExpired)
 
 
 @dataclass(slots=True)
 class StormCounts:
-    """What happened.
+    """What happened in a storm.
 
     Attributes:
         did: Number of operations and ends, by name.
@@ -127,7 +127,7 @@ class StormCounts:
 
 
 class _Tenant:
-    """One lease after another, each with checked work, until `until`."""
+    """A tenant that acquires one lease after another, each with checked work, until `until`."""
 
     def __init__(self, address: str, driver: str, seed: int, counts: StormCounts, until: float) -> None:
         self._address, self._driver = address, driver
@@ -135,32 +135,32 @@ class _Tenant:
 
     def run(self) -> None:
         while time.monotonic() < self._until:
-            way_out = self._random.choice(ENDINGS)
+            ending = self._random.choice(ENDINGS)
             try:
-                self._live(way_out)
-                self._counts.did[way_out] += 1
-            # Whatever it is: a thread that ends would make the storm a calm one.
+                self._live(ending)
+                self._counts.did[ending] += 1
+            # Record any error and continue, because the storm needs all of its threads.
             except Exception as error:
-                self._counts.surprise(f"{way_out}: {type(error).__name__}: {error}")
+                self._counts.surprise(f"{ending}: {type(error).__name__}: {error}")
                 time.sleep(1.0)
 
-    def _live(self, way_out: str) -> None:
-        seconds = SHORT_LEASE_S if way_out == "expire" else LEASE_S
+    def _live(self, ending: str) -> None:
+        seconds = SHORT_LEASE_S if ending == "expire" else LEASE_S
         idle_s = self._random.choice((0.0, 0.2, 1.0))
         builder = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
         builder = builder.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
-        lease = _patient(builder.acquire)
+        lease = _retried(builder.acquire)
         try:
-            with contextlib.suppress(*(_Over if way_out == "expire" else ())):
+            with contextlib.suppress(*(_ENDED if ending == "expire" else ())):
                 work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)
-                for _ in range(self._random.randint(*ROUNDS) if way_out != "expire" else 1 << 30):
+                for _ in range(self._random.randint(*ROUNDS) if ending != "expire" else 1 << 30):
                     if time.monotonic() > self._until:
                         break
                     # On a slow host, the rounds may take longer than the lease lasts.
-                    if way_out != "expire":
-                        _patient(lambda: lease.renew(LEASE_S))
+                    if ending != "expire":
+                        _retried(lambda: lease.renew(LEASE_S))
                     work.round()
-                self._end(way_out, lease, work)
+                self._end(ending, lease, work)
         except GpuLeaseError:
             if not self._ended_cold(lease):
                 raise
@@ -168,21 +168,21 @@ class _Tenant:
 
     def _ended_cold(self, lease: GpuLease) -> bool:
         """Return whether a lease ended with a killed broker that had the only copy of its session."""
-        report = _patient(lambda: ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), self._address).report)
+        report = _retried(lambda: ask(Opcode.LEASE_QUERY, LeaseRef(lease.lease_id), self._address).report)
         return report["cause"] == "worker_died" and ENDED_COLD in report["reason"]
 
-    def _end(self, way_out: str, lease: GpuLease, work: "_Work") -> None:
-        # Half of all ends come while the session is parked.
+    def _end(self, ending: str, lease: GpuLease, work: "_Work") -> None:
+        # End half of all leases while the session is parked.
         if self._random.random() < 0.5:
             work.park()
-        match way_out:
+        match ending:
             case "free" | "expire":
                 work.session.close()
-                _patient(lease.free)
+                _retried(lease.free)
             case "drop":
                 work.session.close()
             case "revoke":
-                _patient(lambda: ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "storm"), self._address))
+                _retried(lambda: ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "storm"), self._address))
                 work.until_refused(Revoked)
             case "kill":
                 # A session that leaves its worker has two for a moment, and a cold one has none until it is used.
@@ -194,12 +194,12 @@ class _Work:
 
     def __init__(self, lease: GpuLease, block_bytes: int, rng: random.Random, counts: StormCounts) -> None:
         self._lease, self._random, self._counts = lease, rng, counts
-        self.session = _patient(lambda: GpuSession(lease))
-        self._data = _patient(lambda: WovenData(self.session, block_bytes, 2 * rng.randrange(1 << 20) + 1))
-        self._streams = [_patient(self.session.stream) for _ in range(2)]
-        self._stored = _patient(lambda: self.session.mem_alloc(WORD_BYTES))
-        self._graph_result = _patient(lambda: self.session.empty(1, "uint64"))
-        self._graph = _patient(self._record)
+        self.session = _retried(lambda: GpuSession(lease))
+        self._data = _retried(lambda: WovenData(self.session, block_bytes, 2 * rng.randrange(1 << 20) + 1))
+        self._streams = [_retried(self.session.stream) for _ in range(2)]
+        self._stored = _retried(lambda: self.session.mem_alloc(WORD_BYTES))
+        self._graph_result = _retried(lambda: self.session.empty(1, "uint64"))
+        self._graph = _retried(self._record)
         self._regions: list[tuple[Region, RegionSet]] = []
 
     def _record(self) -> Graph:
@@ -212,16 +212,16 @@ class _Work:
     def round(self) -> None:
         """Do one thing at random, and check all data."""
         for action in self._random.choices(
-            (self.park, self._rest, self._use_graph, self._use_streams, self._use_regions), k=2
+            (self.park, self._idle, self._use_graph, self._use_streams, self._use_regions), k=2
         ):
             action()
         self._begin()
-        self._counts.wrong += _patient(self._data.check)
+        self._counts.wrong += _retried(self._data.check)
         self._counts.did["checks"] += 1
 
     def _begin(self) -> None:
-        # A request that is refused for lack of room has done nothing: it is sent again.
-        _patient(self._data.begin)
+        # A request that is refused for lack of room has done nothing, so it can be sent again.
+        _retried(self._data.begin)
 
     def park(self) -> None:
         """Park the session, and count whether the daemon did, could not, or was gone."""
@@ -231,12 +231,12 @@ class _Work:
         except (CapacityExceeded, Disconnected):
             self._counts.did["not parked"] += 1
 
-    def _rest(self) -> None:
+    def _idle(self) -> None:
         time.sleep(self._random.uniform(0.0, 0.6))
 
     def _use_graph(self) -> None:
         self._graph_result[0] = 0
-        _patient(self._launch_graph)
+        _retried(self._launch_graph)
         data = self._data
         end = end_of(data.block.handle, data.size_bytes // WORD_BYTES, data.seed)
         self._count_wrong("graphs", int(self._graph_result[0]) != end)
@@ -249,18 +249,18 @@ class _Work:
         data, session = self._data, self.session
         for stream in self._streams:
             args = KernelArgs().push_buffer(data.block).push_u32(STEPS).push_buffer(self._stored)
-            _patient(lambda: session.launch(data.module, "follow", (1,), (1,), args, stream=stream))  # noqa: B023
-            _patient(stream.sync)
-        at = int.from_bytes(_patient(lambda: session.mem_read(self._stored, 0, WORD_BYTES)), "little")
+            _retried(lambda: session.launch(data.module, "follow", (1,), (1,), args, stream=stream))  # noqa: B023
+            _retried(stream.sync)
+        at = int.from_bytes(_retried(lambda: session.mem_read(self._stored, 0, WORD_BYTES)), "little")
         self._count_wrong("streams", at != end_of(data.block.handle, data.size_bytes // WORD_BYTES, data.seed))
 
     def _use_regions(self) -> None:
         """Open, check and end regions; some end while the session is parked."""
         while len(self._regions) < REGIONS:
-            # A broker that is killed may have opened it: then it ends with its own deadline.
-            region = _patient(self._open_region)
+            # A broker that is killed may have opened the region before. That one ends at its own deadline.
+            region = _retried(self._open_region)
             self._regions.append((region, self.session.region_set([region])))
-            _patient(lambda: self._weave(*self._regions[-1]))
+            _retried(lambda: self._weave(*self._regions[-1]))
         for region, regions in self._regions:
             self._count_wrong("regions", self._check(region, regions))
         if self._random.random() < 0.5:
@@ -268,13 +268,13 @@ class _Work:
             if self._random.random() < 0.5:
                 self.park()
             with contextlib.suppress(RegionFailed):
-                _patient(region.revoke)
+                _retried(region.revoke)
             try:
-                _patient(lambda: self._weave(region, regions))
+                _retried(lambda: self._weave(region, regions))
                 self._count_wrong("regions that ended", 1)
             except RegionFailed:
                 self._counts.did["regions that ended"] += 1
-            _patient(region.close)
+            _retried(region.close)
 
     def _open_region(self) -> Region:
         region = self._lease.region(self._data.size_bytes, ttl_secs=PATIENCE_S)
@@ -296,7 +296,7 @@ class _Work:
             session.launch(data.module, "check", GRID, BLOCK, args.push_buffer(self._stored), regions=regions)
             return int.from_bytes(session.mem_read(self._stored, 0, WORD_BYTES), "little")
 
-        return _patient(check)
+        return _retried(check)
 
     def _count_wrong(self, name: str, wrong_words: int) -> None:
         self._counts.did[name] += 1
@@ -317,8 +317,8 @@ class _Work:
         raise Breach("a lease that was ended continues")
 
 
-def _patient(call: Callable[[], T]) -> T:
-    """Call again while room or the broker is missing, or the card is drained. Raises what remains after PATIENCE_S."""
+def _retried(call: Callable[[], T]) -> T:
+    """Repeat a call while there is no room or no broker, or the card is drained. After PATIENCE_S, raises the error."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -360,7 +360,7 @@ class _Operator:
             return
         lease = self._random.choice(reports)
         lease_id = int(lease["lease_id"], 16)
-        # Workers of an earlier version are there for a while after each kill of the broker.
+        # After each kill of the broker, some workers have an earlier version for a while.
         if earlier := [one for one in reports if one.get("earlier_version")]:
             old = self._random.choice(earlier)
             self._move(int(old["lease_id"], 16), old["card_uuid"], "handed over to the next version")
@@ -377,7 +377,7 @@ class _Operator:
                 self._drain(str(self._random.randrange(self._cards)))
 
     def _move(self, lease_id: int, card: str | None, label: str) -> None:
-        """Move one session; most refusals come from its own tenant, who works on or ends the lease."""
+        """Move one session. Most refusals are because its tenant uses it meanwhile, or ends the lease."""
         try:
             ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, card), self._address)
             self._counts.did[label] += 1
@@ -399,7 +399,7 @@ class _Operator:
                     self._move(int(lease["lease_id"], 16), other, label)
             self._counts.did["drained cards"] += 1
         finally:
-            _patient(lambda: ask(Opcode.CARD_DRAIN, CardDrain(card, None), self._address))
+            _retried(lambda: ask(Opcode.CARD_DRAIN, CardDrain(card, None), self._address))
 
     def _all_cards(self) -> list[dict[str, Any]]:
         return cards_of(ask(Opcode.GET_INVENTORY, Empty(), self._address))
@@ -434,7 +434,7 @@ def measure_storm(driver: str, minutes: float, log: LogLine) -> dict[str, Any]:
         tenants = [_Tenant(address, gpu, seed, counts, until) for seed in range(TENANTS)]
         work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
-        # One of them drains: with all cards drained at once, tenants would only wait.
+        # Only one of the operators drains cards: if all cards were drained at once, tenants would only wait.
         work += [_Operator(address, len(cards), seed, counts, until, drains=seed == 7).run for seed in (7, 8)]
         work.append(lambda: _kill_brokers(daemon, counts, until))
         log(f"the storm, for {minutes:g} minutes")

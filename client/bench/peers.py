@@ -28,7 +28,7 @@ CALLERS: Final = (LEASED, C, BINDINGS, PYCUDA)
 COMPILERS: Final = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S: Final = 60.0
 SESSION_STARTS: Final = 5
-"""Sessions opened with a ready context in each round."""
+"""Number of sessions that are opened with a ready context in each round."""
 
 VARIABLE_OF_CARDS: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -89,7 +89,7 @@ def measure_with_peers(
     log: LogLine,
     callers: Collection[str] = CALLERS,
 ) -> dict[str, Any]:
-    """Measure the callers in turn, each but the session in a process of its own; medians of rounds count.
+    """Measure the callers in turn, all except the session in processes of their own. Returns the medians of the rounds.
 
     Every round starts with another caller. A caller that fails is left out, and the report says why. Raises WrongResult
     if a session's results are wrong.
@@ -117,7 +117,6 @@ def _in_turn(
 ) -> dict[str, Figures]:
     """Measure each caller in each round; one that fails is moved to `absent`."""
     names = list(ready)
-    # Whatever a caller measured before it failed is dropped with it.
     rounds_by_name: dict[str, list[Figures]] = {name: [] for name in names}
     for number in range(rounds):
         # Each round begins with another caller, so that none is always first on a cold card.
@@ -150,8 +149,8 @@ def _peers(
     """The callers that can run here, and why the others can't."""
     ready: dict[str, Callable[[], Figures]] = {}
     absent: dict[str, str] = {}
-    words = (str(launches), str(samples))
-    # The daemon's card, by its UUID: an index may count in another order.
+    arguments = (str(launches), str(samples))
+    # Name the daemon's card by its UUID, because indexes may be in another order.
     variables = {VARIABLE_OF_CARDS: card_uuid}
     # Each caller needs something that may be missing: a compiler, or a package.
     try:
@@ -159,7 +158,7 @@ def _peers(
     except MissingPrerequisite as error:
         absent[C] = str(error)
     else:
-        ready[C] = partial(_run_program, program, words, variables)
+        ready[C] = partial(_run_program, program, arguments, variables)
     for name, module, needed in (
         (BINDINGS, "bindings_peer", "cuda.bindings.driver"),
         (PYCUDA, "pycuda_peer", "pycuda.driver"),
@@ -167,13 +166,13 @@ def _peers(
         if reason := missing_reason(name, needed):
             absent[name] = reason
         else:
-            command = (sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *words)
+            command = (sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *arguments)
             ready[name] = partial(figures_of, command, variables=variables)
     return ready, absent
 
 
 def missing_reason(package: str, module: str) -> str:
-    """A sentence if that module is not installed, else ""."""
+    """Return a sentence if that module is not installed, else ""."""
     try:
         # Looking for a submodule imports its parent, which may be missing as well.
         is_installed = importlib.util.find_spec(module) is not None
@@ -201,9 +200,9 @@ def compile_direct_calls(folder: Path) -> Path:
     return program
 
 
-def _run_program(program: Path, words: tuple[str, ...], variables: Mapping[str, str]) -> Figures:
+def _run_program(program: Path, arguments: tuple[str, ...], variables: Mapping[str, str]) -> Figures:
     with as_file(files("gpulease.client.bench").joinpath("round_trips.ptx")) as ptx:
-        return figures_of((str(program), str(ptx), *words), variables=variables)
+        return figures_of((str(program), str(ptx), *arguments), variables=variables)
 
 
 def report_of(
@@ -213,9 +212,8 @@ def report_of(
 
     Goals are for cards: `has_goals` is False for the embedded driver.
     """
-    # Every ratio is the session's median to the other caller's.
     ours = figures[LEASED]
-    # Ratios compare medians; the p99 values are only shown.
+    # Ratios compare the session's median with the other caller's; the p99 values are only shown.
     medians_of = {row.stem: row.figure(50) for row in ROWS}
     return {
         "rounds": rounds,
@@ -241,7 +239,7 @@ def _goals(figures: Mapping[str, Figures], host: Figures) -> dict[str, dict[str,
     goals = {}
     for row in ROWS:
         bound, name = bounds[row.promise], row.figure(50)
-        # A figure of ours is divided by another caller's figure of that name, or by a floor of the host.
+        # The session's figure is divided by another caller's figure of that name, or by a floor of the host.
         if bound.beside in CALLERS:
             divisor = figures.get(bound.beside, {}).get(name)
         else:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 THREADS: Final = 32
 ALLOCATION_BYTES: Final = 1 << 20
 OTHER_BYTES: Final = 512 << 10
-"""An allocation that leaves room for the timed one: the CUDA driver reserves memory for small ones in 2 MiB granules.
-"""
+"""Size of another allocation, next to which the timed one fits: the CUDA driver reserves granules of 2 MiB for small
+ones."""
 
 SMALL_COPY_BYTES: Final = 4096
 PINNED_BYTES: Final = 16 << 20
@@ -32,14 +32,15 @@ SLICE_BYTES: Final = 256 << 20
 
 WARM_LAUNCHES: Final = 50
 BURST_LAUNCHES: Final = 1000
-"""Launches between two syncs of a pipelined burst: each launch's share of a sync is then a few hundredths of it."""
+"""Number of launches between two syncs of a pipelined burst: so many that the sync hardly matters per launch."""
 
 OWN_LAUNCHES: Final = 500
-"""Launches of a burst that times the caller's own time: fewer than the CUDA driver queues, or the ring holds."""
+"""Number of launches in a burst that measures the caller's own time: so few that the CUDA driver's queue, or the ring,
+has room for all."""
 
 OWN_BURSTS: Final = 40
 TRAIN_LAUNCHES: Final = 20
-"""Launches before one sync in the row of that name."""
+"""Number of launches before the sync in the row `train_sync`."""
 
 STEP: Final = 3
 """The number that each launch adds to every counter."""
@@ -55,7 +56,7 @@ class WrongCallerResult(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of one caller, each with its arguments bound, after its allocations.
+    """The calls of one caller, each with its arguments bound.
 
     Attributes:
         launch: Queues `count` over `THREADS` counters.
@@ -94,21 +95,21 @@ def measure_calls(
         alloc_and_free: Allocates and frees ALLOCATION_BYTES; at first, the caller holds no other allocation.
         open_calls: Allocates the memory that the other calls need, and OTHER_BYTES more, and keeps it.
         launches: Number of pipelined launches, at least one burst.
-        samples: Samples of each call that is timed alone.
+        samples: Number of samples of each call that is timed alone.
 
     Raises WrongResult.
     """
-    # First with no other allocation, then next to others: the driver treats these cases differently.
+    # Time allocations first without another allocation, then next to others: the driver treats these cases differently.
     timed_us(alloc_and_free, WARM_LAUNCHES)
     figures = _microseconds("alloc_free_alone", timed_us(alloc_and_free, samples))
     calls = open_calls()
     timed_us(alloc_and_free, WARM_LAUNCHES)
-    # The host's floor in turn with each figure that is a ratio to it.
+    # Measure the host's floor in turn with each figure that is compared with it.
     with contextlib.closing(CallFloor()) as floor:
-        figures |= _beside("alloc_free_beside", alloc_and_free, samples, floor)
+        figures |= _with_floor("alloc_free_beside", alloc_and_free, samples, floor)
         launched, launch_figures = _launch_figures(calls, launches, samples, floor)
     figures |= launch_figures
-    # Times of a caller that skipped launches mean nothing: the counters show every one of them.
+    # The counters show whether the caller made every launch. If it did not, its times mean nothing.
     counters = calls.read_counters()
     if not (counters == launched * STEP).all():
         raise WrongCallerResult(f"{launched} launches left {counters[0]} in a counter, not {launched * STEP}")
@@ -116,7 +117,7 @@ def measure_calls(
 
 
 def _launch_figures(calls: Calls, launches: int, samples: int, floor: CallFloor) -> tuple[int, dict[str, float]]:
-    """How many launches were made, and the figures of launches and syncs."""
+    """Time launches and syncs. Returns the number of launches, and the figures."""
     launch, sync = calls.launch, calls.sync
 
     def launch_and_sync() -> None:
@@ -128,10 +129,9 @@ def _launch_figures(calls: Calls, launches: int, samples: int, floor: CallFloor)
             launch()
         sync()
 
-    # Warm-up: clocks rise, and caches fill.
+    # Warm up, so that clocks rise and caches fill.
     timed_us(launch_and_sync, WARM_LAUNCHES)
     bursts = max(1, launches // BURST_LAUNCHES)
-    # A burst's share of its one sync is small; the caller's own time needs shorter bursts that never wait for room.
     burst_us, floors_us = [], []
     for _ in range(bursts):
         burst_us.append(_burst_us(calls, BURST_LAUNCHES))
@@ -141,9 +141,9 @@ def _launch_figures(calls: Calls, launches: int, samples: int, floor: CallFloor)
     own_us, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)
     figures |= _microseconds("launch_own", own_us) | {"launch_own_floor_us": floor_us}
     figures |= _microseconds("launch_sync", timed_us(launch_and_sync, samples))
-    figures |= _beside("sync_idle", sync, samples, floor)
-    figures |= _beside("train_sync", train, samples, floor)
-    # Every launch of this function: the counters must show as many.
+    figures |= _with_floor("sync_idle", sync, samples, floor)
+    figures |= _with_floor("train_sync", train, samples, floor)
+    # Count every launch of this function, because the counters must show as many.
     launched = WARM_LAUNCHES + bursts * BURST_LAUNCHES + OWN_BURSTS * OWN_LAUNCHES + samples * (1 + TRAIN_LAUNCHES)
     return launched, figures
 
@@ -168,7 +168,7 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
         calls.sync()
 
     figures: dict[str, float] = {}
-    # Fill, write, clear, read: what comes back must be the pattern.
+    # Write the pattern to the card, clear the array, and read: the pattern must come back.
     calls.small[:] = PATTERN
     timed_us(write_and_sync, WARM_LAUNCHES)
     figures |= _microseconds("write_4k_sync", timed_us(write_and_sync, samples))
@@ -186,7 +186,7 @@ def _copy_figures(calls: Calls, samples: int) -> dict[str, float]:
     return figures
 
 
-def _beside(name: str, action: Action, samples: int, floor: CallFloor) -> dict[str, float]:
+def _with_floor(name: str, action: Action, samples: int, floor: CallFloor) -> dict[str, float]:
     times_us, floor_us = floor.beside(action, samples)
     return _microseconds(name, times_us) | {f"{name}_floor_us": floor_us}
 

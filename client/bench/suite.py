@@ -28,13 +28,13 @@ from gpulease.client.console.reports import first_card
 from gpulease.client.console.transform import transform_ptx
 
 WARM_CONTEXTS: Final = 2
-"""Contexts of the private daemon for warm leases: one to use, and one that remains while the next is made."""
+"""Number of contexts in the private daemon's pool for warm leases: one to use, and one while the next is made."""
 
 REQUEST_CONTEXTS: Final = 4
-"""Contexts of the pool for requests with a lease each."""
+"""Number of contexts in the pool for requests with a lease each."""
 
 SAMPLES: Final = 500
-"""Samples of each operation that is timed alone."""
+"""Number of samples of each operation that is timed alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class RunSize:
 
     Attributes:
         driver: The driver of a private daemon, which a running one must have, too; "auto" for any.
-        rounds: Rounds of leased and direct work in turn; their medians count.
-        launches: Launches pipelined in a round.
+        rounds: Number of rounds of leased and direct work in turn; the report has their medians.
+        launches: Number of launches pipelined in a round.
         leases: Number of leases acquired and freed; as many expire, and as many are revoked.
-        flips: Revocations of a worker that launches as fast as it can.
+        flips: Number of revocations of a worker that launches as fast as it can.
         tcp: Address at which the running daemon listens for TCP; "" for none.
         tls: Address at which it listens for TLS; "" for none.
     """
@@ -74,10 +74,10 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
             address, plan = daemon.address, replace(plan, tcp=daemon.tcp, tls=daemon.tls)
         card = card_for(address, plan.driver)
         measured = _measure(address, card, plan, log)
-        # On a running daemon the peers are measured at once: it has its pool, or has none.
+        # On a running daemon measure the peers now, with whatever pool it has.
         if running is not None:
             measured.round_trips = _with_peers(address, card, plan, log)
-    # The private daemon so far has no pool of contexts: warm leases are measured on another one.
+    # The private daemon above has no pool of contexts, so measure warm leases on another one.
     if running is None:
         log(f"{plan.leases} leases and submits with warm contexts")
         with private_daemon(plan.driver, warm_contexts=WARM_CONTEXTS) as address:
@@ -101,10 +101,9 @@ def measure_round_trips(plan: RunSize, log: LogLine) -> dict[str, Any]:
 
 
 def card_for(address: str, driver: str) -> dict[str, Any]:
-    """The daemon's first card. Raises MissingPrerequisite if it computes with another driver than the wanted one."""
+    """The daemon's first card. Raises MissingPrerequisite if it computes with another driver than `driver`."""
     card = first_card(address)
     if driver not in ("auto", card["driver"]):
-        # A figure of another driver under this one's name would mislead.
         raise MissingPrerequisite(
             f"the daemon at {address} computes with {card['driver']}, not {driver}: stop it first"
         )
@@ -162,7 +161,7 @@ def reachable_daemon(driver: str, warn: LogLine) -> Iterator[ReachableDaemon]:
     Raises MissingPrerequisite.
     """
     with contextlib.ExitStack() as stack:
-        # Ports are free at this moment; the daemon takes them a little later.
+        # The ports are free at this moment, and the daemon binds them a little later.
         tcp = f"tcp:127.0.0.1:{_free_port()}"
         settings = _make_reachable_by_tls(stack, warn)
         tls = f"tls:127.0.0.1:{_free_port()}" if settings else ""
@@ -173,7 +172,7 @@ def reachable_daemon(driver: str, warn: LogLine) -> Iterator[ReachableDaemon]:
 
 def _measure(address: str, card: dict[str, Any], plan: RunSize, log: LogLine) -> _Measured:
     driver, count = card["driver"], plan.leases
-    # The order of the report: sessions, the life of a lease, distance, kernels.
+    # Measure in the order of the report: sessions, the life of a lease, distance, kernels.
     sessions = session_rounds(address, driver, plan.rounds, plan.launches, log)
     log(f"{count} leases and submits, acquired and freed")
     leases = _acquisition(address, count, has_pool=card["warm_wanted"] > 0)
@@ -235,13 +234,15 @@ def _rounded(figures: Figures, digits: int) -> Figures:
 def session_rounds(
     address: str, driver: str, rounds: int, launches: int, log: LogLine, *, has_socket: bool = True
 ) -> dict[str, Figures]:
-    """Sessions through shared memory, through their socket if asked, and direct calls: medians of rounds, by way.
+    """Time sessions through shared memory, sessions through their socket if `has_socket`, and direct calls.
+
+    Returns the medians of the rounds, by way.
 
     Raises MissingPrerequisite.
     """
     ways = {"leased": True, "leased_by_socket": False} if has_socket else {"leased": True}
     figures: dict[str, list[Figures]] = {way: [] for way in (*ways, "direct")}
-    # Direct and leased in turn, in each round, so that a change of the host's speed affects both.
+    # Measure direct and leased work in each round, so that a change of the host's speed affects both.
     for number in range(1, rounds + 1):
         log(f"round {number} of {rounds}: launches and copies, the driver called directly")
         figures["direct"].append(direct_figures(driver, launches))
@@ -265,7 +266,7 @@ def _acquisition(address: str, leases: int, *, has_pool: bool) -> Figures:
 
 
 def _over_tcp(address: str, sizes: tuple[int, ...], rounds: int) -> dict[str, Figures]:
-    # The same sizes by both: a session over TCP, and a plain stream.
+    # Copy the same sizes in a session over TCP, and through a plain stream.
     leased = medians([bulk_copies(address, sizes) for _ in range(rounds)])
     stream = medians([stream_rates(sizes) for _ in range(rounds)])
     leased = {name: leased[name] for name in stream}
@@ -281,7 +282,7 @@ def _over_tls(plan: RunSize, sizes: tuple[int, ...]) -> dict[str, Figures]:
         medians([remote_figures(address, transform_ptx(), plan.launches, sizes) for _ in range(plan.rounds)])
         for address in (plan.tls, plan.tcp)
     )
-    # Ratios of the same calls over TLS and TCP; then of copies to openssl's own stream.
+    # Compute the ratios of the same calls over TLS and TCP, and then of copies to openssl's own stream.
     ratio = {name: round(by_tls[name] / by_tcp[name], 3) for name in by_tls}
     rates = [rate for rate in (openssl_stream_rate() for _ in range(plan.rounds)) if rate is not None]
     stream: Figures = {}
@@ -293,7 +294,7 @@ def _over_tls(plan: RunSize, sizes: tuple[int, ...]) -> dict[str, Figures]:
 
 
 def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: LogLine) -> str:
-    """Make certificates, and have this process use them until the stack is left; return a daemon's settings.
+    """Make certificates, and use them in this process until the stack is left. Returns the settings for a daemon.
 
     Returns "" if no certificates can be made.
     """
@@ -303,7 +304,7 @@ def _make_reachable_by_tls(stack: contextlib.ExitStack, warn: LogLine) -> str:
     except NoCertificates as error:
         warn(f"gpulease bench: TLS is left out: {error}")
         return ""
-    # Restore the variables afterwards: "" where there was none.
+    # Restore the variables afterwards, as "" if they were not set.
     before = dict.fromkeys(environment, "") | {name: os.environ[name] for name in environment if name in os.environ}
     os.environ.update(environment)
     stack.callback(os.environ.update, before)

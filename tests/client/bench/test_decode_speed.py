@@ -63,11 +63,11 @@ def test_a_step_is_told_as_a_share_of_two_rates() -> None:
 def test_another_way_is_told_as_a_ratio_of_the_lease_s_tokens_to_its_own() -> None:
     steps = {(8, 128): StepTime(2e-3, "abc")}
     figure = {"figure": "direct", "batch": 8, "context": 128, "ms": 1.9, "results": "abc"}
-    beside = decode_speed._beside(figure, steps)
+    beside = decode_speed._with_comparison(figure, steps)
     assert beside["leased_ratio"] == pytest.approx(0.95)
     assert beside["same_results"] is True
     assert "results" not in beside
-    assert decode_speed._beside(figure | {"results": "abd"}, steps)["same_results"] is False
+    assert decode_speed._with_comparison(figure | {"results": "abd"}, steps)["same_results"] is False
 
 
 def test_a_way_that_ends_badly_is_told_with_the_figures_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
