@@ -1,7 +1,7 @@
 """`gpulease acquire`, `renew` and `free`: a lease that outlives the command that acquired it.
 
-Only time ends such a lease: it is never orphaned. Programs find it by GPULEASE_ADDRESS and GPULEASE_LEASE_ID, as those
-of `gpulease run` do.
+Such a lease ends by its deadline or by `free`: it is never orphaned. Programs find it by GPULEASE_ADDRESS and
+GPULEASE_LEASE_ID, as those of `gpulease run` do.
 """
 
 import json
@@ -29,7 +29,7 @@ from gpulease.protocol.lease_ids import LeaseId
 from gpulease.protocol.messages import LeaseRef, LeaseRenew, LeaseRenewed
 
 EPOCH_VARIABLE: Final = "GPULEASE_EPOCH"
-"""Environment variable in which `gpulease acquire` gives programs the number of its name's claim."""
+"""Environment variable in which `gpulease acquire` gives programs the lease's epoch, if it has a name."""
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print a JSON object instead.")
 _lease = lease_id_argument(variable=LEASE_ID_VARIABLE)
@@ -40,7 +40,7 @@ class _LastingRequest(LeaseRequest):
 
     def acquire(self, use: Callable[[engine.LeaseHandle], None]) -> None:
         """Acquire the lease and use it; it is freed if that fails. Raises the errors of `GpuBuilder.acquire`."""
-        # This command ends at once, and with it the lease's only connection.
+        # The lease's only connection ends with this command.
         self.orphan_secs(0)
         acquisition = engine.lease_clean_up()
         drive_with_clean_up(
@@ -60,7 +60,7 @@ def acquire(lease_request: LeaseArguments, as_json: bool) -> None:
     4GiB)". Such a program opens a session with `GpuSession.attach()`. If you connect through a fleet address,
     GPULEASE_ADDRESS is set to the node that granted the lease.
     """
-    # Without an output the id would be lost, and with it the way to free the lease.
+    # If the id can't be printed, nobody can free the lease.
     if sys.stdout is None:
         raise MissingPrerequisite("the lease can't be printed: the output is closed")
 
@@ -70,13 +70,13 @@ def acquire(lease_request: LeaseArguments, as_json: bool) -> None:
         finally:
             lease.channel.close()
 
-    # If its id was not printed, no program could free it, so it is freed.
+    # If printing the id fails, the lease is freed.
     lease_request.described_to(_LastingRequest()).acquire(use)
 
 
 def _environment(lease: engine.LeaseHandle) -> dict[str, str]:
     """The variables by which a program finds a lease."""
-    # In the environment of `gpulease run`, too: a program need not know which command started it.
+    # `gpulease run` sets the same variables, so a program need not know which command acquired its lease.
     variables = {ADDRESS_VARIABLE: str(lease.address), LEASE_ID_VARIABLE: str(LeaseId(lease.grant.lease_id))}
     return variables | ({EPOCH_VARIABLE: str(lease.epoch)} if lease.name else {})
 
@@ -131,7 +131,6 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
     With --memory the lease continues, and loses the buffers that it keeps by name and those left by ended programs.
     This opens a session: unless the lease is SHARED, its session must not be open elsewhere.
     """
-    # The session's memory is freed by a session: the lease's other programs keep theirs.
     if memory:
         freed_bytes = _reset(lease_id)
         fields = {"lease_id": str(lease_id), "freed_bytes": freed_bytes}
@@ -150,7 +149,7 @@ def _reset(lease_id: LeaseId) -> int:
     from gpulease.client.sync.lease import GpuSharedLease
     from gpulease.client.sync.session import GpuSession
 
-    # By the id alone: the lease belongs to this user, so no token is needed.
+    # The lease belongs to this user, so its id is enough, and no token is needed.
     state = drive(engine.by_id(address_of(None), threading.RLock(), lease_id))
     try:
         with GpuSession(GpuSharedLease(state), shared_memory=False) as session:

@@ -32,8 +32,8 @@ MAX_PROMPT_BYTES: Final = 64 << 20
 """Largest file of a prompt, in bytes: more than any model's context."""
 
 ROWS: Final = 16
-"""Rows of a step; the output does not depend on them. More would need kernels that the embedded driver compiles slowly.
-"""
+"""Number of rows in a step; the output does not depend on it. More would need kernels that the embedded driver compiles
+slowly."""
 
 EMBEDDED_DRIVER: Final = "cpu"
 
@@ -81,7 +81,7 @@ def recompute(
         )
     # Compare the inputs before computing: a different prompt, model or kernel explains any different output.
     _check(decode_record, TokenDigest.of(prompt), asyncio.run(ComputedBy.of(checkpoint)), requested)
-    # The record has all else.
+    # The record has all other parameters.
     sampling = replace(
         decode_record.sampling,
         logit_bias=requested.logit_bias,
@@ -90,7 +90,7 @@ def recompute(
         bad_words=requested.bad_words,
     )
     digest = TokenDigest.of([])
-    # A request that ended without output needs no computing, and so no daemon.
+    # If the request ended without output, nothing has to be computed, so no daemon is needed.
     if decode_record.output.count:
         with contextlib.ExitStack() as stack:
             address = running_address() or stack.enter_context(private_daemon(EMBEDDED_DRIVER))
@@ -110,7 +110,7 @@ def recompute(
 def _record_of(data: bytes) -> DecodeRecord:
     try:
         line = json.loads(data)
-        # The record is the note of a line, as the decoder wrote it.
+        # The record is in the line's note.
         return DecodeRecord.read(line["data"]["note"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fail(f"audit recompute: RECORD must be a decoder's line of an audit log: {error}", EXIT_NO_RECORD)
@@ -118,7 +118,7 @@ def _record_of(data: bytes) -> DecodeRecord:
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
     """The prompt's tokens, from text or from a JSON array of ids."""
-    # An array of ids first: a text that happens to be one is not a prompt that people write.
+    # Try an array of ids first: people hardly write such a text as a prompt.
     with contextlib.suppress(ValueError, RecursionError):
         prompt = json.loads(data)
         if isinstance(prompt, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in prompt):
@@ -149,7 +149,7 @@ def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], S
 
 
 def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
-    """The biases of a request, as its body had them: an object of token ids."""
+    """The biases of a request, from the form that its body had: an object with token ids as keys."""
     try:
         return tuple((int(token), float(bias)) for token, bias in json.loads(data).items())
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -159,9 +159,9 @@ def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
 def _check(
     decode_record: DecodeRecord, prompt: TokenDigest, computed_here: ComputedBy, requested: SamplingParameters
 ) -> None:
-    """Report every difference that shows before computing, and exit if there is one."""
+    """Report every difference that can be found without computing, and exit if there is one."""
     pairs = (
-        # In this order: an explanation that comes first makes the later ones unnecessary.
+        # The exit status is that of the first difference, so those that explain others come first.
         ("prompt", EXIT_PROMPT_DIFFERS, str(decode_record.prompt), str(prompt)),
         *(
             (name, EXIT_PROMPT_DIFFERS, decode_record.digests[name] or "none", digest or "none")
@@ -187,22 +187,21 @@ def _check(
             f"gpulease: audit recompute: the {member} must be the record's, {recorded}, not {recomputed}", err=True
         )
     if mismatches:
-        # The status of the first difference; the lines above name all.
         fail("audit recompute: nothing was computed", mismatches[0][1])
 
 
 def possible_positions(config: ModelConfig, needed: int) -> tuple[int, ...]:
-    """Return the `positions` to compute a request with, one for each way in which its server may have turned heads.
+    """Return the settings of `positions` to try, because the record does not have the server's.
 
-    Only LongRoPE's rotation depends on the server's `positions`, which the record does not have (rotary.rotation_of).
+    The result depends on them only with LongRoPE, which has one rotation for short sequences and one for long ones
+    (rotary.rotation_of).
 
     Args:
         config: The model's shape.
-        needed: Positions of the request's prompt and output.
+        needed: Number of positions of the request's prompt and output.
     """
     needed, scaling = min(needed, config.context), config.rope_scaling
     if isinstance(scaling, LongScaling) and needed <= scaling.original_context < config.context:
-        # The list for short sequences, and the one for long ones.
         return needed, scaling.original_context + 1
     return (needed,)
 

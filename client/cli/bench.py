@@ -30,12 +30,12 @@ from gpulease.client.console.transform import transform_ptx
 from gpulease.protocol.json_text import indented_json
 
 GATE_FLIPS: Final = 400
-"""Enough for a meaningful 99th percentile; each takes milliseconds."""
+"""Number of revocations: enough for a meaningful 99th percentile. Each takes milliseconds."""
 
 ROUNDS: Final = 3
 LAUNCHES: Final = 20_000
 LEASES: Final = 30
-"""Leases acquired one after the other; as many expire, and as many are revoked."""
+"""Number of leases acquired one after the other; as many expire, and as many are revoked."""
 
 QUICK_ROUNDS: Final = 1
 QUICK_LAUNCHES: Final = 5_000
@@ -43,11 +43,11 @@ QUICK_LEASES: Final = 5
 QUICK_GATE_FLIPS: Final = 50
 QUICK_REQUEST_S: Final = 1.0
 QUICK_MINUTES: Final = 1.0
-"""Sizes with `--quick`: about a minute in all. The 99th percentiles are then the worst of a few samples."""
+"""The sizes with `--quick`, which takes about a minute. The 99th percentiles are then the worst of a few samples."""
 
 REGION_SAMPLES: Final = 200
 QUICK_REGION_SAMPLES: Final = 20
-"""Regions opened and revoked for each figure."""
+"""Number of regions opened and revoked for each figure."""
 
 REQUEST_S: Final = 5.0
 """Seconds of each load."""
@@ -177,7 +177,7 @@ def bench(
         return
     if core and quick:
         raise click.UsageError("--core takes --leases, not --quick")
-    # Each option below replaces the whole bench by one part of it.
+    # Each option below runs one part instead of the whole benchmark.
     if check:
         _run_check(driver, against, to, log, as_json)
     if against is not None:
@@ -201,7 +201,7 @@ def bench(
         figures = measure_requests(driver, QUICK_REQUEST_S if quick else REQUEST_S, log)
         click.echo(indented_json(figures) if as_json else _request_table(figures))
         return
-    # None of the parts was chosen: the whole bench.
+    # Otherwise, run the whole benchmark.
     plan = _plan(driver, quick, (rounds, launches, leases), tcp, tls)
     if round_trips:
         _run_round_trips(plan, log, as_json)
@@ -211,7 +211,7 @@ def bench(
 
 
 def _plan(driver: str, quick: bool, options: tuple[int | None, int | None, int | None], tcp: str, tls: str) -> RunSize:
-    """The plan with the given rounds, launches and leases, or the usual ones where None is given."""
+    """Return a plan with the given numbers of rounds, launches and leases; the default for each that is None."""
     # An option replaces the usual size. 0 is not accepted, so `or` is enough.
     usual = (QUICK_ROUNDS, QUICK_LAUNCHES, QUICK_LEASES) if quick else (ROUNDS, LAUNCHES, LEASES)
     rounds, launches, leases = (chosen or default for chosen, default in zip(options, usual, strict=True))
@@ -237,11 +237,10 @@ def _run_decode(driver: str, quick: bool, log: LogLine, as_json: bool) -> None:
 
     figures: list[Mapping[str, object]] = []
     with contextlib.ExitStack() as stack:
-        # The running daemon, or a private one that ends with this block.
         address = running_address() or stack.enter_context(private_daemon(driver))
         title = Scene.at(address).title()
         plan = plan_for(first_card(address)["driver"], quick=quick)
-        # With --json everything is one object at the end; otherwise each figure is a line as it comes.
+        # With --json, print one object at the end; otherwise, print each figure as soon as it is measured.
         if not as_json:
             print_figures({"figure": "title", "title": title})
         measure_decode(address, plan, figures.append if as_json else print_figures, log)
@@ -251,7 +250,7 @@ def _run_decode(driver: str, quick: bool, log: LogLine, as_json: bool) -> None:
 
 def _run_check(driver: str, against: Path | None, to: Path, log: LogLine, as_json: bool) -> NoReturn:
     report = measure_promises(driver, log, lambda text: click.echo(text, err=True))
-    # First of all: the figures are kept whatever goes wrong afterwards.
+    # Write the file first, so that no later error can lose the figures.
     try:
         to.write_text(indented_json(report) + "\n", encoding="utf-8")
     except OSError as error:
@@ -292,7 +291,7 @@ def missed_text(outcome: BoundOutcome) -> str:
     bound, value = outcome.bound, outcome.value
     if value is None:
         return f"{bound.text}: not measured ({bound.figure}{f' / {bound.of}' if bound.of else ''})."
-    # How many times beyond: the same in both directions.
+    # By how many times it is beyond the bound, whichever direction the bound has.
     beyond = bound.limit / value if bound.is_least else value / bound.limit
     measured = f"{_value_text(outcome.figure)} {bound.figure_unit}"
     if bound.of:
@@ -303,7 +302,7 @@ def missed_text(outcome: BoundOutcome) -> str:
 
 
 def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome]) -> str:
-    """Return a row for each bound; with a column of an earlier run's values where there are any."""
+    """Lay out a row for each bound, with a column for an earlier run's values if there are any."""
     earlier_head = ["earlier"] if before else []
     head = ["promise", "figure", "unit", "divided by", "", "value", *earlier_head, "bound", "kept", "goal", "reached"]
     words = {True: "yes", False: "NO", None: ""}
@@ -311,7 +310,6 @@ def check_table(now: Sequence[BoundOutcome], before: Mapping[str, BoundOutcome])
     for promise in now:
         bound, earlier = promise.bound, before.get(promise.bound.name)
         sign = ">=" if bound.is_least else "<="
-        # One cell for each head above; the earlier value only if there is a file of it.
         cells = [bound.text, _value_text(promise.figure), bound.figure_unit, bound.beside, _value_text(promise.divisor)]
         cells += [_value_text(promise.value), *([_value_text(earlier.value) if earlier else ""] if before else [])]
         cells.append(f"{sign} {bound.limit:g}")
@@ -340,7 +338,7 @@ def _run_regions(driver: str, samples: int, log: LogLine, as_json: bool) -> NoRe
         figures = with_floors(
             lambda: measure_regions(address, transform_ptx(), samples, log), floors_of("regions", load_bounds(driver))
         )
-    # Every row is printed; only those with a bound decide about the status.
+    # Print every row; only rows with a bound decide the exit status.
     rows = [[text, f"{figures[name]:.2f}"] for name, text in _REGION_ROWS]
     shown = f"{title}\n\n{table(['regions', ''], rows)}"
     click.echo(indented_json({"title": title, "figures": figures}) if as_json else shown)
@@ -348,7 +346,7 @@ def _run_regions(driver: str, samples: int, log: LogLine, as_json: bool) -> NoRe
 
 
 def _progress_lines() -> LogLine:
-    """Print each step on stderr as a plain line: a terminal shows it, and a log keeps it."""
+    """Return a function that prints each step on stderr as a plain line, for terminals and for logs."""
     # Elapsed seconds show which part takes long.
     began_s = time.monotonic()
     return lambda text: click.echo(f"bench, {seconds_text(time.monotonic() - began_s)}: {text}", err=True)
@@ -485,7 +483,7 @@ CORE_ROWS: Final = (
 
 def _tables(report: dict[str, Any]) -> str:
     leased, by_socket, direct, ratio = (report[key] for key in ("leased", "leased_by_socket", "direct", "ratio"))
-    # A row for each figure that was measured; the sockets' and the direct column may lack some.
+    # Make a row for each figure that was measured in sessions; the other columns may lack some.
     rows = [
         [
             text,
@@ -506,7 +504,7 @@ def _tables(report: dict[str, Any]) -> str:
         parts.append(_tcp_table(report["tcp"]))
     if report["tls"]:
         parts.append(_tls_table(report["tls"]))
-    # The tables of two columns, each with its own head and rows.
+    # Add the tables of two columns, each with its own head and rows.
     for name, head, texts in (
         ("leases", f"over {report['lease_samples']} leases, ms", _LEASE_ROWS),
         ("bare", f"over {report['lease_samples']} processes without a lease, ms", _BARE_ROWS),
@@ -523,7 +521,7 @@ def _tables(report: dict[str, Any]) -> str:
 
 
 def round_trip_table(report: Mapping[str, Any]) -> str:
-    """The table of round trips, p50 and p99 of each caller; below it, notes, and which callers are missing and why."""
+    """Lay out the round trips' p50 and p99 of each caller, with notes, and why callers are missing."""
     figures, ratio, goals = report["figures"], report["ratio"], report["goals"]
     # Only callers that were measured have columns; the session comes first.
     callers = [name for name in CALLERS if name in figures]
@@ -541,7 +539,7 @@ def round_trip_table(report: Mapping[str, Any]) -> str:
         cells += [_figure_text(ratio[name], row.stem) for name in other_callers]
         goal = goals.get(row.stem, {"goal": "", "is_met": None})
         rows.append([*cells, goal["goal"], {True: "yes", False: "no", None: ""}[goal["is_met"]]])
-    # Several callers may be missing for the same reason: one line for each reason.
+    # Several callers may be missing for the same reason, so print one line for each reason.
     reasons: dict[str, list[str]] = {}
     for name, reason in report["absent"].items():
         reasons.setdefault(reason, []).append(name)

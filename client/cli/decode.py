@@ -31,25 +31,26 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    # Needs the extra `decode`, without which `open_model` says what to install.
+    # Not at run time: this needs the extra `decode`, without which `open_model` says what to install.
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 64
 
 EMBEDDED_DRIVER: Final = "cpu"
-"""Name of the driver that executes PTX on the host: half a minute per token for a model of 135 million values."""
+"""Name of the driver that executes PTX on the host. With it, a token of a model of 135 million values takes half a
+minute."""
 
 PROMPT_ROWS: Final = 16
-"""Tokens of the prompt that one step computes: more would need kernels that the embedded driver compiles for seconds.
-"""
+"""Number of the prompt's tokens that one step computes: more would need kernels that the embedded driver compiles for
+seconds."""
 
 HARMLESS: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""The text that a terminal gets instead of control characters. Stops a model's text from controlling the terminal."""
+"""What is printed to a terminal instead of control characters. Stops a model's text from controlling the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A text to continue, with which model, and how."""
+    """A prompt to continue, the model to use, and the limits and sampling."""
 
     checkpoint: Checkpoint
     tokenizer: "Tokenizer"
@@ -140,7 +141,7 @@ def decode(
             checkpoint = open_model(chosen)
         log(f"The model is {checkpoint.name}{reason and f': {reason}'}.")
         tokenizer = checkpoint.tokenizer()
-        # A chat message goes into the model's template; a plain prompt is continued as it is.
+        # Put a chat message into the model's template; continue a plain prompt as it is.
         tokens = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if is_chat else tokenizer.encode(prompt)
         prompt_request = _Prompt(checkpoint, tokenizer, tokens, max_tokens, sampling)
         answer = asyncio.run(_continue(address, prompt_request, _hold_back if as_json else _show))
@@ -163,7 +164,6 @@ def model_at_hand(address: str) -> tuple[Path, str]:
     # The directory chooses the node only later, so its driver is not known here.
     if address.startswith(FLEET_SCHEME):
         return TINY_MODEL, "a tiny one, because a fleet's nodes may be of any kind. Name a larger one with --model"
-    # From the slowest to the fastest: embedded, a card without an installed model, a card with one.
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
         return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"
     checkpoint = find_smollm2()
@@ -173,10 +173,13 @@ def model_at_hand(address: str) -> tuple[Path, str]:
 
 
 async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) -> _Answer:
-    """Decode, and show text as it comes, in a thread, so that the lease is renewed even if the output is not read."""
+    """Decode, and show text as it comes.
+
+    A thread writes the text, so that the lease is renewed even if nobody reads the output.
+    """
     answer = _Answer()
     context, length = prompt.checkpoint.config.context, len(prompt.tokens)
-    # Cut the output to the model's context; the decoder refuses a prompt that is too long by itself.
+    # Limit the output to the model's context. If the prompt alone is too long, the decoder refuses it.
     max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
     # There is only one sequence: a step's rows serve its prompt, and then one token at a time.
     settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
@@ -184,7 +187,6 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
     async with contextlib.AsyncExitStack() as stack:
         with _load_bar(answer) as progress:
             opened = Decoder.open(prompt.checkpoint, settings=settings, address=address, progress=progress)
-            # The bar ends with the loading; the text begins on a line of its own.
             decoder = await stack.enter_async_context(opened)
         answer.load_s = time.monotonic() - began
         stream = prompt.tokenizer.stream()
@@ -199,10 +201,10 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
             answer.text += (piece := stream.add(emitted.token))
             if piece:
                 await asyncio.to_thread(show, piece)
-        # The rate of the tokens after the first one.
+        # Compute the rate of the tokens after the first one.
         if len(answer.tokens) > 1:
             answer.tokens_per_s = (len(answer.tokens) - 1) / (time.monotonic() - began - answer.first_token_s)
-        # Bytes of an incomplete character, if the output was cut inside one.
+        # If the output was cut inside a character, add its bytes.
         answer.text += (piece := stream.end())
         await asyncio.to_thread(show, piece)
         answer.reason = generation.reason
@@ -221,7 +223,7 @@ def _hold_back(text: str) -> None:
 @contextlib.contextmanager
 def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
     """Yield the callback for a model's loading: a progress bar with GB/s on stderr, if that is a terminal."""
-    # A pipe gets no bar; the summary needs the size nevertheless.
+    # Without a terminal there is no bar, but the answer needs the size.
     if not sys.stderr.isatty():
         yield partial(_note_size, answer)
         return
@@ -231,7 +233,7 @@ def _load_bar(answer: _Answer) -> Iterator[Callable[[int, int], None]]:
         def progress(done_bytes: int, total: int) -> None:
             nonlocal first
             _note_size(answer, done_bytes, total)
-            # The rate counts from the first report: opening the lease is not part of it.
+            # Measure the rate from the first report on, without the time for opening the lease.
             first = first or (time.monotonic(), done_bytes)
             took_s = time.monotonic() - first[0]
             rate = f", {(done_bytes - first[1]) / took_s / 1e9:.1f} GB/s" if took_s else ""

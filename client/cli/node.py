@@ -136,19 +136,19 @@ def leases(tenant: str | None, as_json: bool) -> None:
     if not report:
         click.echo("No leases." if tenant is None else shown(f"No leases of {tenant}."))
         return
-    # Each region directly after its lease.
+    # List each region directly after its lease.
     listed = as_tree(leases_of(report), lambda lease: str(lease["lease_id"]), lambda lease: lease.get("parent"))
     gpus = _indexes_by_uuid()
     rows = [_row(lease, gpus) for lease in listed]
     head = ["lease", "tenant", "GPU", "state", "slice", "used", "GPU time", "launches", "copies", "age", "left"]
     droppable = ("copies", "launches", "age", "GPU", "GPU time")
     click.echo(fitted(head, rows, output_width(), droppable=droppable, texts=("lease", "tenant")))
-    # Leases on workers that still run the code of an earlier daemon.
+    # List the leases on workers that still run the code of an earlier daemon.
     if earlier := [_earlier(lease) for lease in listed if lease.get("earlier_version")]:
         head = ["lease", "version of its worker", "stays there because"]
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
         click.echo(wrapped_text("`gpulease upgrade-workers` gives them workers of this version.", output_width()))
-    # The holders of buffers, for sessions that several programs use.
+    # List the holders of buffers, for sessions that several programs use.
     if holders_by_lease := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
             "\n"
@@ -208,13 +208,12 @@ def _holders(lease: Report) -> str:
 
 def _state(lease: Report) -> str:
     """Describe a lease's state, with the cause that ends it or soon will."""
-    # The cause first: a lease that is ending need not be renewed.
+    # If the lease is ending, only the cause matters.
     if lease.get("cause") is not None:
         return f"{lease['state']} ({lease['cause']})"
     left_ms = lease.get("orphaned_in_ms")
     park = lease.get("park") or {}
     if left_ms is None and park.get("phase") not in (None, "resident"):
-        # On its way, or in the host's memory; an operation that waits for it brings it back.
         return f"{lease['state']} ({_park_text(park)})"
     return (
         lease["state"] if left_ms is None else f"{lease['state']} (unconnected, ends in {seconds_text(left_ms / 1000)})"
@@ -222,7 +221,7 @@ def _state(lease: Report) -> str:
 
 
 def _park_text(park: Report) -> str:
-    """Describe where the session of a lease is that is not on its card."""
+    """Describe the state of a session that is not on its card."""
     since_ms = park.get("parked_for_ms")
     words = [f"{park['phase']}{'' if since_ms is None else ' ' + seconds_text(since_ms / 1000)}"]
     if park.get("depth") not in (None, "warm"):
@@ -249,7 +248,7 @@ def _park_text(park: Report) -> str:
 @_words_or_json
 def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
     """End a lease or a region at once, whatever it is doing. The exit status is 0 only if its memory is proved free."""
-    # A token ends at once, and nothing has to be proved.
+    # A token's end needs no proof.
     if nonce is not None:
         _revoke_token(lease_id, nonce, as_json)
         return
@@ -290,7 +289,7 @@ def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
 
 def outcome_word(outcome: int) -> str:
     """A revocation's outcome for programs; a newer daemon's may be a number."""
-    # By number, as a newer daemon may send one that has no name here.
+    # Look it up by number, because a newer daemon may send one that has no name here.
     words = {RevokeOutcome.TORN_DOWN: "torndown", RevokeOutcome.FENCED: "fenced", RevokeOutcome.NOT_FOUND: "notfound"}
     return {int(code): word for code, word in words.items()}.get(int(outcome), str(outcome))
 

@@ -39,15 +39,14 @@ EXIT_NO_PROGRAM: Final = 127
 """126: the program can't be started; 127: the program does not exist. env(1) and shells use the same."""
 
 KILL_AFTER_S: Final = 10.0
-"""Seconds from SIGTERM, when its lease has ended, until the program is killed."""
+"""Seconds from SIGTERM, which the program gets when its lease has ended, until it is killed."""
 
 UNREPORTED_S: Final = 5.0
 """Seconds beyond its deadline for which a lease is presumed alive while the daemon does not report its end."""
 
 ORPHAN_S: Final = 60.0
-"""Seconds that the lease stays without any connection, after this process was killed. Longer than a daemon's
-restart: until
-`_watch` has reconnected, the program's sessions are the lease's only connections."""
+"""How long the lease lasts without a connection, in seconds, for example after this process was killed. Longer than a
+daemon's restart: until `_watch` has reconnected, the program's sessions are the lease's only connections."""
 
 GIVE_BACK_S: Final = 5.0
 """Seconds to wait for the lease's end after the program has ended."""
@@ -61,7 +60,7 @@ FORWARDED: Final = (
     signal.SIGUSR2,
 )
 _LEASE_ENDED: Final = signal.SIGRTMIN
-"""A thread of this process sends it to the main thread."""
+"""The signal that `_watch`'s thread sends to the main thread."""
 
 _AWAITED: Final = frozenset({*FORWARDED, signal.SIGCHLD, _LEASE_ENDED})
 
@@ -75,7 +74,7 @@ def run(lease_request: LeaseArguments, command: tuple[str, ...]) -> None:
     CMD opens a session with `GpuSession.attach()`. Exit status: CMD's, or the signal that ended it; 124 if the lease
     ended first, and `run` therefore ended CMD; 126 if CMD can't be started; 127 if it does not exist.
     """
-    # Step 1: a program that can't be started is found before a lease is acquired for it.
+    # Step 1: check that the program can be started before a lease is acquired for it.
     _check_program(command[0])
     usual = _block()
     # Imported after `_block`: importing numpy starts threads, and they inherit the blocked signals.
@@ -129,7 +128,7 @@ def _fail_to_start(program: str, error: OSError) -> NoReturn:
 
 def _give_back(lease: "GpuLease") -> None:
     """Free the lease. A failure is reported on stderr and does not change the program's exit status."""
-    # Replaced by the real end, if that comes in time.
+    # If the lease is freed or an error comes in time, `leave` changes this.
     problems = [f"its daemon did not answer within {GIVE_BACK_S:g} s"]
 
     def leave() -> None:
@@ -187,7 +186,7 @@ class _LeasedProgram:
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
-        """Wake the main thread when the lease has ended. A daemon that goes away permanently does not report that."""
+        """Wake the main thread when the daemon reports the lease's end. Returns if the daemon is gone permanently."""
         while not self._has_ended:
             try:
                 for event in events:
@@ -198,8 +197,8 @@ class _LeasedProgram:
             except Disconnected:
                 # The daemon is gone, or has restarted: try to reach it once.
                 with suppress(GpuLeaseError):
-                    # A restarted daemon counts no connection of this process until it renews the lease.
-                    # The deadline stays as it was.
+                    # A restarted daemon does not count this process as a connection until it renews the lease. The
+                    # deadline stays as it was.
                     self._lease.renew(self._deadline_s - time.monotonic())
                     events = self._lease.events()
                     continue
@@ -232,7 +231,7 @@ class _LeasedProgram:
                 self._send(signal.Signals(signal_info.si_signo))
 
     def _report_end(self) -> None:
-        # Without a report from the daemon, the time alone has ended the lease.
+        # Without a report from the daemon, the lease has ended because its time is over.
         self.end_reason = self._reported_reason or "its time is up"
         problem = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
         click.echo(f"gpulease: {problem}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)

@@ -27,7 +27,7 @@ from gpulease.client.decode.page.demo_traffic import DemoTraffic
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    # Needs the extra `serve`, without which the command says what to install.
+    # Not at run time: these need the extra `serve`, without which the command says what to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.protocol.http_origin import KnownHosts
 
@@ -36,13 +36,13 @@ STOP_LIMIT_S: Final = 30.0
 
 DEMO_TENANTS: Final = ("ann", "bob", "cem", "dee")
 DEMO_POSITIONS: Final = 512
-"""Positions of a demonstration's sequences, at most the model's: a region for a few such sequences fits any card."""
+"""Maximum number of positions of a demonstration's sequence: a region for a few such sequences fits any card."""
 
 DEMO_SEQUENCES: Final = 4
-"""Sequences of full length that a demonstration's tenant may have at a time."""
+"""Maximum number of live sequences of a demonstration's tenant."""
 
 DEMO_ROWS: Final = 16
-"""Rows of a demonstration's step: more would need kernels that the embedded driver compiles for seconds."""
+"""Number of rows in a demonstration's step: more would need kernels that the embedded driver compiles for seconds."""
 
 
 host_name_option = click.option(
@@ -75,9 +75,9 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         from gpulease.client.http.uvicorn_server import known_hosts, listening, log_to_stderr
     if (config is None) is not demo:
         raise click.UsageError("give CONFIG, or try --demo")
-    # Loads are logged, too.
+    # Loading a model writes log lines, too.
     log_to_stderr()
-    # The socket is open before the model is loaded, so a taken port shows at once.
+    # Open the socket before the model is loaded, so that a taken port is reported at once.
     with contextlib.ExitStack() as stack:
         settings = None if config is None else load_decode_settings(config)
         sock, url = stack.enter_context(listening(listen or (settings.listen if settings else DEFAULT_LISTEN)))
@@ -101,9 +101,8 @@ class _DemoKeys:
 
 
 @contextlib.asynccontextmanager
-async def _going_on(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run some work concurrently with the block, and stop it with the block."""
-    # The task ends with the block, however the block ends.
     task = asyncio.create_task(work)
     try:
         yield
@@ -136,11 +135,11 @@ async def _serve(
     traffic: list[DemoTraffic] = []
     names = [tenant.id for tenant in settings.tenants]
 
-    # Page and metrics exist before the decoder: they ask for it when they need it.
+    # Page and metrics exist before the decoder, so they call this when they need it.
     def decoder_now() -> Decoder | None:
         return next(iter(serving), None)
 
-    # The observers of every step: the metrics, the page if an operator has a key, the audit records.
+    # Collect the observers of every step: the metrics, the page if an operator has a key, the audit records.
     if settings.operator_digest is None:
         metrics, routes = DecodeMetrics(names, decoder_now), []
         observers = [*observers, metrics]
@@ -149,12 +148,12 @@ async def _serve(
         page = DecodePage(decoder_now, digest, settings.name, keys, lambda: next(iter(traffic), None))
         metrics, routes = DecodeMetrics(names, decoder_now, on_gap=page.observer.on_gap), page.routes()
         observers = [*observers, metrics, page.observer]
-    # Before the model is loaded, which takes minutes.
+    # Handle signals to reload before the model is loaded, which takes minutes.
     tasks = BackgroundTasks()
     reloading = None if path is None else SettingsReload(path, tasks)
     checkpoint = open_model(settings.model)
     click.echo(f"The model is {checkpoint.name}. Loading it ...")
-    # Read before the engine opens, because the lease has room for them.
+    # Read the prefixes before the engine opens, because the lease must have room for them.
     tokenizer = checkpoint.tokenizer() if settings.prefixes else None
     positions = positions_of(checkpoint, settings.decoder)
     prefixes = () if tokenizer is None else shared_prefixes(settings.prefixes, tokenizer, positions)
@@ -171,7 +170,6 @@ async def _serve(
         tokenizer=tokenizer,
     )
     async with opened as decoder, contextlib.AsyncExitStack() as stack:
-        # From here on page and metrics have a decoder.
         serving.append(decoder)
         if audit is not None:
             await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
@@ -188,7 +186,7 @@ async def _serve(
             metrics=metrics.text,
             health=lambda: {"steps": decoder.steps, "rebinds": decoder.rebinds, "moves": decoder.moves.count},
         )
-        # Start it now: the first request should not have to.
+        # Start the processes that read prompts now, so that the first request need not wait for them.
         await decoder.prompts.start()
         if settings.http_processes:
             # Fronts accept the connections. This process serves the requests that they pass on, at a separate socket.
@@ -199,7 +197,7 @@ async def _serve(
             click.echo(_hint(url, demo.tenant))
             click.echo(f"Watch: {url}/#key={demo.operator}")
             traffic.append(DemoTraffic(decoder, names))
-            await stack.enter_async_context(_going_on(traffic[0].run()))
+            await stack.enter_async_context(_in_background(traffic[0].run()))
         if reloading is not None and path is not None:
             stack.push_async_callback(tasks.stop)
             stack.callback(reloading.close)
@@ -211,7 +209,7 @@ async def _serve(
             await decoder.wait_ended()
             servers[0].should_exit = True
 
-        async with _going_on(stop_with_decoder()):
+        async with _in_background(stop_with_decoder()):
             await serve_within(app, sock, hosts=hosts, stop_s=STOP_LIMIT_S, began=servers.append, refuse=refuse)
         # If the decoder ended on its own, this raises the reason, and the service's unit restarts the process.
         decoder.check_alive()
@@ -220,7 +218,10 @@ async def _serve(
 def prefixes_reload(
     decoder: Decoder, positions: int, path: Path, settings: "DecodeSettings"
 ) -> "Callable[[DecodeSettings], Awaitable[str]]":
-    """Return what applies the shared prefixes of a settings file to a decoder of `positions`, for `SettingsReload`."""
+    """Return the function with which `SettingsReload` applies a settings file's shared prefixes to a decoder.
+
+    `positions` is the decoder's number of positions per sequence.
+    """
     from gpulease.client.decode.text.named_prefixes import shared_prefixes
 
     shared = settings.prefixes
@@ -282,7 +283,7 @@ def _demo_settings(stack: contextlib.ExitStack) -> "tuple[DecodeSettings, _DemoK
     # As many positions as a small region holds.
     positions = min(open_model(model).config.context, DEMO_POSITIONS)
     blocks = DEMO_SEQUENCES * -(-positions // PAGE)
-    # Keys for this run only, printed once and stored nowhere.
+    # Make keys for this run only; they are printed once and stored nowhere.
     keys = {tenant: secrets.token_hex(16) for tenant in DEMO_TENANTS}
     for tenant, key in keys.items():
         click.echo(f"Key of {tenant}: {key}")

@@ -31,7 +31,7 @@ PLACES: Final = {
 """
 
 OPERATORS_OWN: Final = "gpuleased.toml"
-"""Written if it is missing, and never replaced: the operator edits it."""
+"""The file that is written if it is missing, and never replaced, because the operator edits it."""
 
 FILE_MODE: Final = 0o644
 
@@ -90,9 +90,10 @@ def this_environment() -> Environment:
         )
     package = Path(daemon.origin)
     python = Path(sys.executable)
-    # The service must be able to read all of these: also those behind symbolic links, and a virtual environment's base.
+    # The service must be able to read all of these, including the targets of symbolic links, and a virtual
+    # environment's base.
     prefixes = (package.parent, package.resolve().parent, python, python.resolve(), Path(sys.base_prefix))
-    # An installation has a script; a checkout runs the module.
+    # An installation has a script; in a checkout, the module is run.
     script = Path(sys.executable).with_name("gpuleased")
     if script.exists():
         return Environment((str(script),), (), prefixes)
@@ -109,7 +110,7 @@ def filled_in(name: str, text: str, environment: Environment) -> str:
     lines = [f"Environment={quoted(variable)}" for variable in environment.variables]
     program, *options = environment.command if name == "gpuleased.service" else environment.client_command
     lines.append(f"ExecStart={' '.join([quoted(program), *(quoted(word, is_option=True) for word in options)])}")
-    # A function as replacement: a path may contain backslashes, which sub() would interpret.
+    # Pass a function as the replacement, because sub() would interpret backslashes in a path.
     text = _EXEC_START[name].sub(lambda _: "\n".join(lines), text)
     if environment.under(_HOMES) is not None:
         text = _PROTECT_HOME.sub("# Its Python lies in a home.\nProtectHome=read-only", text)
@@ -127,7 +128,7 @@ def quoted(word: str, *, is_option: bool = False) -> str:
     # systemd replaces specifiers (%) everywhere, variables ($) only after the program.
     doubled = word.replace("%", "%%")
     escaped = _SPECIAL.sub(r"\\\1", doubled.replace("$", "$$") if is_option else doubled)
-    # Quotes only where a word needs them, so that the unit stays readable.
+    # Quote only words that need it, so that the unit stays readable.
     return f'"{escaped}"' if re.search(r"[\s'\"\\;]", word) else escaped
 
 
@@ -153,7 +154,7 @@ def _named(ctx: click.Context, param: click.Parameter, value: str) -> Path:
 def install_service(installs: bool, prints: bool, root: Path) -> None:
     """Print the daemon's systemd units, its settings and the other files that it needs, or install them."""
     environment = this_environment()
-    # Every file is made before any is written.
+    # Make every file before any is written.
     files = {name: filled_in(name, (UNITS / name).read_text("utf-8"), environment) for name in PLACES}
     hidden = environment.under(_HIDDEN)
     # A service with PrivateTmp= sees another /tmp.
@@ -182,7 +183,6 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
         path = root / PLACES[name]
         try:
             yield f"{path} {_write(path, text, is_operators=name == OPERATORS_OWN)}"
-        # Name the path: several files are written, and one of them failed.
         except OSError as error:
             fix = "; do this as root" if isinstance(error, PermissionError) and os.geteuid() != 0 else ""
             raise MissingPrerequisite(f"{path} can't be written: {error.strerror}{fix}") from None
@@ -190,7 +190,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
 
 def _write(path: Path, text: str, *, is_operators: bool) -> str:
     """Replace a file atomically; returns a phrase that says what happened. Raises OSError."""
-    # A file that is the same already is not touched; one of the operator's is never replaced.
+    # Don't touch a file that is the same already, and never replace one of the operator's.
     if path.exists():
         if path.read_text("utf-8", errors="replace") == text:
             return "is as it should be"

@@ -95,12 +95,12 @@ class DemoPhase:
 
     @property
     def per_s(self) -> float:
-        """Checked launches per second of the phase; 0 before its first look."""
+        """Checked launches per second of the phase; 0 before the first `update`."""
         return self.launches / self.seconds if self.seconds else 0.0
 
 
 class Ann:
-    """ann, as she is watched: her work by phase."""
+    """Watches ann's process, and records her work by phase."""
 
     def __init__(self, process: Neighbour, lines: LiveLines) -> None:
         self._process, self._lines = process, lines
@@ -109,7 +109,7 @@ class Ann:
 
     def begin(self, name: str) -> None:
         """End the current phase, and begin another."""
-        # The first window is dropped: it began before the first phase.
+        # Drop the first window, because it began before the first phase.
         if self.phases:
             self.update()
         else:
@@ -180,7 +180,7 @@ class Bob:
         self.lease = scene.builder(size_bytes, seconds).timeout(END_S).acquire()
         # His deadline on this side's clock; the daemon's began a little before.
         self.deadline_s = time.monotonic() + self.lease.remaining_s
-        self.asked_s = seconds
+        self.requested_s = seconds
         self.error_name = "nothing"
         self.error_after_ms = self.proved_after_ms = 0.0
         self._session: GpuSession | None = None
@@ -221,7 +221,6 @@ class Bob:
 
     def has_error(self) -> bool:
         """True once his session has raised its error, or END_S after his deadline."""
-        # Either the error has come, or it is late beyond doubt.
         return not self._thread.is_alive() or time.monotonic() > self.deadline_s + END_S
 
     def end(self, scene: Scene) -> str:
@@ -253,7 +252,7 @@ def run_tenants_demo(
         transform_ptx: PTX with `scale` and `bias`.
         is_private: Whether this program alone uses the daemon.
     """
-    # All of it on the first card of one daemon.
+    # All tenants use the first card of one daemon.
     scene = Scene.at(address)
     with neighbour(address, scene.card_uuid) as process:
         ann = Ann(process, lines)
@@ -267,13 +266,13 @@ def run_tenants_demo(
         ann.watch_for(BEFORE_S)
 
         ann.begin("while bob writes")
-        # Step 2: bob takes most of the card and never ends. carol is refused as long as he has it.
+        # Step 2: bob takes most of the card, and his kernel never ends. carol is refused as long as he has it.
         with _bob_at_work(scene, size, size - spare, lines) as (bob, written):
             during = first_card(address)
             # At a daemon that others use too, there may be room for both.
-            needs_bobs = size > during["available_bytes"]
-            refused = _refusal(scene, size) if needs_bobs else ""
-            if needs_bobs:
+            needs_bobs_memory = size > during["available_bytes"]
+            refused = _refusal(scene, size) if needs_bobs_memory else ""
+            if needs_bobs_memory:
                 free = size_text(during["available_bytes"])
                 lines.say(f"carol  asks for {size_text(size)} too, and {free} are free: {refused or 'granted'}")
             ann.begin("next to bob's endless kernel")
@@ -297,7 +296,7 @@ def run_tenants_demo(
                 f"{bob.error_name}; the lease's end: {end}",
             )
         ]
-        # If others lease too, their memory would be counted.
+        # The comparison is possible only if nobody else has a lease, whose memory would be counted.
         if before["leases"] == after["leases"] == 1:
             came_back = after["available_bytes"] - during["available_bytes"]
             result = f"{size_text(size)} leased, {size_text(max(0, came_back))} came back"
@@ -310,20 +309,20 @@ def run_tenants_demo(
         # Step 4: carol gets the same bytes and must read zeros.
         with scene.builder(size, CAROL_S).orphan_secs(ORPHAN_S).timeout(END_S).acquire() as carol:
             granted_ms = (time.monotonic() - bob.deadline_s) * 1e3
-            if needs_bobs:
+            if needs_bobs_memory:
                 result = f"{refused or 'granted'} while bob had it; granted {granted_ms:.0f} ms after his deadline"
                 claims.append(Claim("carol's memory is bob's", bool(refused), result))
             carols_report, carols_claims = _carol(carol, lines, size - spare, written, granted_ms, transform_ptx)
             ann.watch_for(max(0.0, AFTER_S - ann.phases[-1].seconds))
             report |= carols_report | {"remaining_s": round(carol.remaining_s, 3)}
-    # Step 5: ann's claim last, as it covers everything that happened.
+    # Step 5: make ann's claim last, because it covers everything that happened.
     claims = [ann.claim(), *claims, *carols_claims]
     report |= {
         "free_bytes": {name: card["available_bytes"] for name, card in cards.items()},
         "expired_lease": {
             "error": bob.error_name,
             "lease_id": bob.lease.lease_id_text,
-            "after_s": round(bob.asked_s + bob.error_after_ms / 1e3, 3),
+            "after_s": round(bob.requested_s + bob.error_after_ms / 1e3, 3),
             "told_after_deadline_ms": round(bob.error_after_ms, 3),
             "free_after_deadline_ms": round(bob.proved_after_ms, 3),
             "slice_bytes": size,
@@ -436,9 +435,9 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
         lease.region(REGION_BYTES, ttl_secs=REGION_TTL_S) as revoked_region,
     ):
         words = kept_region.size_bytes // WORD_BYTES
-        in_kept, in_gone = session.region_set([kept_region]), session.region_set([revoked_region])
+        kept_set, revoked_set = session.region_set([kept_region]), session.region_set([revoked_region])
         # Fill both, then revoke one: its launches must be refused, and the other's words must be untouched.
-        for region, regions in ((kept_region, in_kept), (revoked_region, in_gone)):
+        for region, regions in ((kept_region, kept_set), (revoked_region, revoked_set)):
             fill(session, module, region.address, words, PATTERN, regions)
         session.sync()
         started_s = time.monotonic()
@@ -446,14 +445,14 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
         back_ms = (time.monotonic() - started_s) * 1e3
         refusal = ""
         try:
-            fill(session, module, revoked_region.address, words, PATTERN, in_gone)
+            fill(session, module, revoked_region.address, words, PATTERN, revoked_set)
             session.sync()
         except GpuLeaseError as error:
             refusal = type(error).__name__
         # All words of the other region must still be set; then her kernels clear them.
-        words_left = count_set(session, module, kept_region.address, words, in_kept)
-        fill(session, module, kept_region.address, words, 0, in_kept)
-        cleared = words - count_set(session, module, kept_region.address, words, in_kept)
+        words_left = count_set(session, module, kept_region.address, words, kept_set)
+        fill(session, module, kept_region.address, words, 0, kept_set)
+        cleared = words - count_set(session, module, kept_region.address, words, kept_set)
     size = size_text(REGION_BYTES)
     lines.say(f"       has two regions of {size} in one session; one is revoked, proved back in {back_ms:.1f} ms")
     result = f"{words_left:,} of {words:,} words are there"

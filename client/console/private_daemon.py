@@ -48,7 +48,7 @@ def running_address() -> str | None:
 
 
 def _cache() -> dict[str, str]:
-    """The variable with the folder in which the embedded driver caches compiled kernels: the user's own."""
+    """The variable that names the user's folder for kernels compiled by the embedded driver."""
     # XDG Base Directory Specification: a relative path is ignored.
     cache_home = os.environ.get("XDG_CACHE_HOME", "")
     try:
@@ -128,7 +128,7 @@ class PrivateDaemon(PrivateServer):
     """A daemon's process, with settings as TOML.
 
     Attributes:
-        folder: Its own folder, which goes with it.
+        folder: Its own folder.
     """
 
     def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
@@ -204,32 +204,31 @@ def unwound_by_signals() -> Iterator[None]:
 
     Otherwise either signal would end this process at once and leave the daemon behind.
     """
-    came: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     # Only the first signal counts: a second one must not interrupt the clean-up.
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if came:
+        if received:
             return
-        came.append(signal.Signals(number))
+        received.append(signal.Signals(number))
         handler = signal.getsignal(signal.SIGINT)
         if not callable(handler):  # interrupts are ignored, as shells do for `&`
             raise KeyboardInterrupt
         handler(signal.SIGINT, frame)
 
     is_main = threading.current_thread() is threading.main_thread()
-    # Leave alone what the program or its parent has set: only default actions are replaced.
+    # Replace only default actions, and not handlers that the program or its parent has set.
     replaced = [number for number in UNWINDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
     for number in replaced:
         signal.signal(number, interrupt)
-    # The block's own handlers, such as an interrupt's, run as usual.
     try:
         yield
     finally:
         for number in replaced:
-            # The default action again, and then the signal itself: the parent sees how this process ended.
             signal.signal(number, signal.SIG_DFL)
-        if came:
-            die_by_signal(came[0])
+        # Die by the signal, so that the parent sees how this process ended.
+        if received:
+            die_by_signal(received[0])
 
 
 @contextlib.contextmanager
@@ -271,7 +270,7 @@ def _ask_to_stop(process: "subprocess.Popen[bytes]") -> None:
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     _ask_to_stop(process)
-    # In order first: a daemon that is killed leaves workers behind.
+    # Let it stop in order first, because a daemon that is killed leaves workers behind.
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

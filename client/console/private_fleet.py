@@ -23,7 +23,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 ETCD: Final = "etcd"
 INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"
 ETCD_START_S: Final = 60.0
-"""Longest time until all members know a leader, in seconds."""
+"""Longest time until etcd has a leader, in seconds."""
 
 ETCD_ANSWER_S: Final = 5.0
 JOIN_S: Final = 90.0
@@ -95,7 +95,6 @@ def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
     program = etcd_program()
     # Each member has a port for clients and one for its peers, known to all members in advance.
     ports = _free_ports(2 * count)
-    # Two ports a member: one for clients, one for peers.
     urls = [(f"http://127.0.0.1:{ports[2 * n]}", f"http://127.0.0.1:{ports[2 * n + 1]}") for n in range(count)]
     cluster = ",".join(f"m{number}={peer}" for number, (_, peer) in enumerate(urls))
     members: list[EtcdMember] = []
@@ -108,7 +107,6 @@ def private_etcd(folder: Path, count: int = 1) -> Iterator[list[EtcdMember]]:
             command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
             command += ["--initial-cluster", cluster, "--log-level", "error", "--logger", "zap"]
             log = stack.enter_context((member_folder / "log").open("ab"))
-            # Killed at the end of the block, in reverse order.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             members.append(EtcdMember(client.removeprefix("http://"), process))
             stack.callback(members[-1].kill)
@@ -187,7 +185,7 @@ class PrivateFleet:
         directory_folder = self._folder / "directory"
         directory_folder.mkdir()
         options = ["--etcd", f"etcd://{','.join(self._endpoints)}"]
-        # The directory answers once it knows the store; `await_nodes` waits for that.
+        # The directory answers once it has read the store; `await_nodes` waits for that.
         directory = PrivateServer(directory_folder, DIRECTORY_MODULE, [*options, "--placement", placement])
         self._stack.callback(directory.stop)
         directory.begin()
@@ -202,7 +200,7 @@ class PrivateFleet:
         self._directory.await_answer()
         until_s = time.monotonic() + JOIN_S
         node_count, problem = 0, "it knows none"
-        # Count the nodes that are not silent; an error says only that the directory is not ready.
+        # Count the nodes that are not silent. An error means only that the directory is not ready.
         while node_count < len(self.nodes):
             if time.monotonic() > until_s:
                 raise MissingPrerequisite(
@@ -222,7 +220,7 @@ def lasting_daemon(folder: Path, settings: str = "") -> PrivateDaemon:
 
 
 def end_all(daemon: PrivateDaemon) -> None:
-    """Stop a daemon. Start a node that has crashed again, so that it ends the leases that it left."""
+    """Stop a daemon. If it has crashed, start it again first, so that it ends its remaining leases."""
     try:
         if daemon.has_crashed:
             daemon.start()

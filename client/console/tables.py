@@ -30,7 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collecti
         rows: One cell per column. Unprintable characters are escaped.
         texts: Titles of columns that are never figures, whatever their cells begin with: ids, names.
     """
-    # By columns: the width of each follows from all its cells, its title included.
+    # Work by columns, because a column's width follows from all its cells, its title included.
     columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
     widths = [max(width_of(cell) for cell in column) for column in columns]
     is_number = [name not in texts and _are_figures(column[1:]) for name, column in zip(head, columns, strict=True)]
@@ -94,8 +94,7 @@ def fitted(
         narrower = table(columns, [[row[index] for index in indexes] for row in rows], texts=texts)
         if _fits(narrower, width):
             return narrower
-    # Then stack the rows.
-    # If text is last, the rows show no title of their first column: a line above them does.
+    # Then stack the rows. If the last column is text, the title column's own title is a line above all rows.
     heading = wrap(shown(head[title_column]), width) if is_text_last else []
     return "\n".join([*heading, *(_stacked(head, row, width, title_column, is_text_last=is_text_last) for row in rows)])
 

@@ -41,15 +41,15 @@ FULL: Final = Problem(
 )
 
 MAX_HEAD_BYTES: Final = 16 << 10
-"""Maximum number of bytes of a request's line and headers, for a peer that never ends them."""
+"""Maximum number of bytes of a request's line and headers. Stops a peer that never ends them from filling memory."""
 
 KEEP_ALIVE_S: Final = 5
 """Seconds that an idle connection stays open after a reply."""
 
 HEAD_LIMIT_S: Final = 10.0
 """Longest time, in seconds, for a connection's next request line and headers to arrive, before it is closed. Without
-this limit, a peer could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own begins after
-the first reply."""
+this limit, a peer could hold all MAX_CONNECTIONS by sending nothing, or a byte at a time: uvicorn's own limit begins
+only after the first reply."""
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def listening(address: str) -> Iterator[tuple[socket.socket, str]]:
         yield sock, _url(sock, parsed)
     finally:
         if isinstance(parsed, UnixAddress):
-            # Before the socket is closed, so that the path never leads to a socket that refuses connections.
+            # Remove the path before the socket is closed, so that it never leads to a socket that refuses connections.
             remove_path(parsed.path)
         sock.close()
 
@@ -96,7 +96,7 @@ def _bound(address: UnixAddress | TcpAddress) -> socket.socket:
 
 def _check_loopback(address: TcpAddress) -> None:
     try:
-        # Only names and addresses that can't leave this host. Other names could resolve to anything.
+        # Accept only names and addresses of this host. Any other name could resolve to another host.
         is_loopback = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
     except ValueError:
         is_loopback = False
@@ -116,7 +116,7 @@ def _url(sock: socket.socket, address: UnixAddress | TcpAddress) -> str:
 
 
 class TimelyProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which also closes a connection if its next request's head takes longer than HEAD_LIMIT_S.
+    """uvicorn's HTTP/1.1, but a connection is closed if its next request's head takes longer than HEAD_LIMIT_S.
 
     Bytes that are not HTTP also end the connection, whether after a reply, during one, or in a request's body.
 
@@ -130,14 +130,14 @@ class TimelyProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's is
         """Begin to wait for the first request's head."""
         super().connection_made(transport)
-        self._await_head_behind(None)
+        self._await_head_after(None)
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request's head, which may have arrived already."""
         # Remember the request that this reply belongs to, before uvicorn may begin the next one.
         answered = self.cycle
         super().on_response_complete()
-        self._await_head_behind(answered)
+        self._await_head_after(answered)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head_timer is not None:
@@ -147,7 +147,7 @@ class TimelyProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP. A reply in progress is cut off, and its application can send nothing more."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # The application of the reply that is cut off learns that its peer is gone.
+            # Notify the application of the reply that is cut off that its peer is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         # h11 raises if a second reply is sent, which uvicorn would log with a traceback.
@@ -160,14 +160,14 @@ class TimelyProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _await_head_behind(self, answered: RequestResponseCycle | None) -> None:
+    def _await_head_after(self, answered: RequestResponseCycle | None) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
         # One timer per connection. uvicorn sets `cycle` when a request's head is complete.
-        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._close_behind, answered)
+        self._head_timer = self.loop.call_later(HEAD_LIMIT_S, self._close_if_no_head, answered)
 
-    def _close_behind(self, answered: RequestResponseCycle | None) -> None:
-        # Still the request before, or none: the next head has not arrived.
+    def _close_if_no_head(self, answered: RequestResponseCycle | None) -> None:
+        # If `cycle` is still the answered request's, or none, the next head has not arrived.
         if self.cycle is answered:
             self.transport.close()
 
@@ -229,7 +229,7 @@ class GuardedApp:
             return FULL
         # Requests that change something are checked more strictly than those that only read.
         is_act = scope["method"] not in READING
-        # Before the application sees the request, whatever its path is.
+        # Check every request before the application sees it, whatever its path is.
         refused = refusal(headers_of(scope["headers"]), self._known, is_act=is_act)
         if refused is None:
             return None
@@ -274,7 +274,7 @@ def serve(app: Any, sock: socket.socket, *, hosts: KnownHosts, stop_s: float) ->
 
 
 def log_to_stderr() -> None:
-    """Have this process's log lines written. `serve_within` does it, too, but what comes before would be lost."""
+    """Write this process's log lines to stderr. `serve_within` does this too; call it before to see earlier lines."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
 
 
@@ -304,11 +304,11 @@ async def serve_within(
     # uvicorn warns of requests that are not HTTP and of upgrades, with which a peer could fill the log.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
-    # No access log, no websockets and no header that names the server; limits are those of this module.
     class Protocol(TimelyProtocol):
         """A connection of this server, with its replies to requests that it refuses."""
 
     Protocol.refuse = staticmethod(refuse)
+    # No access log, no websockets and no header that names the server; the limits are those of this module.
     config = uvicorn.Config(
         GuardedApp(app, hosts, lambda: len(server.server_state.connections) >= MAX_CONNECTIONS, refuse),
         http=Protocol,

@@ -97,7 +97,7 @@ class ElementwiseSource:
         self, in_params: Any, out_params: str = "", operation: str = "", name: str = "kernel", preamble: str = ""
     ) -> None:
         """Check what `GpuSession.elementwise` accepts. Raises InvalidRequest."""
-        # A CuPy object instead of texts: take the description from it.
+        # If it is a CuPy object and not a text, take the description from that.
         if not isinstance(in_params, str):
             in_params, out_params, operation, name, preamble = _of_cupy(in_params)
         texts = (in_params, out_params, operation, name, preamble)
@@ -106,7 +106,7 @@ class ElementwiseSource:
                 f"elementwise: every part must be a string, and the name an identifier, not {quoted(name)}",
                 'Write session.elementwise("T x, T y", "T z", "z = x + y", "sum")',
             )
-        # Checked once, here; a call only fills in the types.
+        # Parse the parameters once, here; a call only fills in the types.
         self.name, self._operation, self._preamble = name, operation, preamble
         self.inputs, self.outputs = _parameters(in_params), _parameters(out_params)
         names = [parameter.name for parameter in self.parameters]
@@ -131,8 +131,8 @@ class ElementwiseSource:
         Returns:
             The source, and the arguments in the order of its parameters.
         """
-        # Step 1: the arrays that the kernel indexes by element, broadcast to the operation's shape. Dimensions that are
-        # contiguous in all of them merge: each loop less saves a division per element.
+        # Step 1: broadcast the arrays that the kernel indexes by element to the operation's shape. Merge dimensions
+        # that are contiguous in all of them, because each loop costs a division per element.
         indexed = [
             value.layout.broadcast(shape, self.name)
             for parameter, value in zip(self.parameters, values, strict=True)
@@ -168,7 +168,7 @@ class ElementwiseSource:
             *text.ahead,
             f"for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < _ind.count; i += {step}) {{",
             *text.inside,
-            # Makes a compiler's error name the line in the operation.
+            # Make the compiler's errors name the line in the operation.
             f'#line 1 "{self.name}"',
             self._operation,
             ";}}",
@@ -186,7 +186,7 @@ class _KernelText:
         self.inside: list[str] = []
 
     def push(self, declared: str, raw: bytes) -> None:
-        # Signature and arguments grow together: each declaration has its argument at the same place.
+        # Each declaration and its argument must be at the same place in the two lists.
         self.signature.append(declared)
         self.args.push_raw(raw)
 
@@ -270,14 +270,14 @@ def _parameters(text: str) -> tuple[SourceParameter, ...]:
 def _of_cupy(kernel: Any) -> tuple[Any, ...]:
     """The description in CuPy's own `ElementwiseKernel`, which can be read without a driver. Raises InvalidRequest."""
     try:
-        # Options that CuPy's object carries would change the kernel silently.
+        # Refuse an object with options, because without them the kernel could silently be another one.
         if kernel.kwargs:
             keywords = ", ".join(sorted(kernel.kwargs))
             raise InvalidRequest(f"elementwise {kernel.name}: CuPy's {keywords} is not taken from its object")
         lists = [
             ", ".join(
-                f"{'raw ' if it.raw else ''}{it.ctype if it.dtype is None else np.dtype(it.dtype)} {it.name}"
-                for it in parameters
+                f"{'raw ' if item.raw else ''}{item.ctype if item.dtype is None else np.dtype(item.dtype)} {item.name}"
+                for item in parameters
             )
             for parameters in (kernel.in_params, kernel.out_params)
         ]

@@ -44,7 +44,7 @@ and numba sets it by itself where nvJitLink is installed."""
 
 @dataclass(frozen=True, slots=True)
 class _NamedDevice:
-    """Takes the place of the process's card where numba asks for the target of a device function."""
+    """Replaces the process's card when numba asks for the target of a device function."""
 
     compute_capability: tuple[int, int]
 
@@ -128,7 +128,6 @@ class NumbaKernel:
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
         if len(args) != len(names):
             raise self._failed(f"it takes {len(names)} arguments, {len(args)} are given")
-        # The types select the variant; values are packed below, so that they don't matter for compiling.
         kinds = self._kinds(names, args)
         # One variant for each tuple of types, compiled on its first call.
         compiled = self._variants.get(kinds)

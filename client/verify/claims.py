@@ -41,7 +41,7 @@ WORD_BYTES: Final = 4
 PATTERN: Final = 0xA5A5A5A5
 TENANTS: Final = 6
 HOST_BYTES: Final = 1 << 20
-"""Bytes written of each slice on the embedded driver: its pretended card is larger than most hosts' memory."""
+"""How many bytes of each slice are written with the embedded driver, whose card is larger than most hosts' memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def claims(scene: Scene) -> list[MatrixCheck[str]]:
 
 
 def check(name: str, prove: Callable[[], str]) -> ClaimResult:
-    """Run a proof; its breach becomes part of the result."""
+    """Run a proof. If the promise does not hold, the result says so."""
     try:
         return ClaimResult(name, prove(), "")
     except (Breach, GpuLeaseError) as error:
@@ -74,15 +74,15 @@ def check(name: str, prove: Callable[[], str]) -> ClaimResult:
 
 
 def canary(scene: Scene, size_bytes: int) -> str:
-    """A lease fills its slice and is killed; the next one of that size counts the words that remain."""
+    """Fill a lease's slice and free the lease; then count the words that the next lease of that size can read."""
     words = size_bytes // WORD_BYTES
-    # Twice: the second lease gets the memory that the first one filled.
+    # Do it twice: the second lease gets the memory that the first one filled.
     for _ in range(2):
         with scene.builder(size_bytes).acquire() as lease, GpuSession(lease) as session:
             module = session.module_load(rule_breakers())
             small = session.mem_alloc(WORD_BYTES)
             session.mem_free(small)
-            # And twice in a session: memory that the session itself freed must be zero again, too.
+            # Also allocate twice in each session: memory that the session itself freed must be zero again, too.
             for reuse in range(2):
                 # Leave room for the counter.
                 buffer = session.mem_alloc(size_bytes - WORD_BYTES)
@@ -102,11 +102,11 @@ SECRET_BYTES: Final = 32
 
 
 def host_buffers(scene: Scene) -> str:
-    """A lease sends and receives a secret in every possible way; the next lease's worker must have no byte of it.
+    """Send and receive a secret in every possible way; then search the next lease's worker for it.
 
-    A lease's bytes pass through its worker: frames, the reply buffer, ring and arena. The worker's memory is searched
-    from outside, as no tenant could. The first search is of the worker that the secret passed through, to show that the
-    search finds it; the second is of the next lease's worker.
+    A lease's bytes pass through its worker: frames, the reply buffer, ring and arena. The search reads the worker's
+    memory from outside, as no tenant could. It first searches the worker that the secret passed through, to show that
+    it can find the secret, and then the next lease's worker, which must have no byte of it.
     """
     try:
         return _search(scene)
@@ -158,7 +158,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
         for _ in range(TENANTS):
             lease = stack.enter_context(scene.builder(slice_bytes).acquire())
             sessions.append(stack.enter_context(GpuSession(lease)))
-        # All six are open: the card must be full by the daemon's account.
+        # All six are open, so the daemon must consider the card full.
         try:
             scene.builder(slice_bytes).acquire().free()
         except CapacityExceeded as error:
@@ -174,7 +174,7 @@ def six_and_no_seventh(scene: Scene, slice_bytes: int) -> str:
             # Each tenant writes a value of its own over all of its memory.
             fill(session, module, buffer, words, number + 1)
             work.append((session, buffer, number + 1))
-        # Read only after all have written: a tenant that reaches another's memory has changed it by now.
+        # Read only after all have written: a tenant that can reach another's memory has changed it by then.
         for session, buffer, value in work:
             for at in (0, words // 2, words - 1):
                 if session.mem_read(buffer, at * WORD_BYTES, WORD_BYTES) != value.to_bytes(WORD_BYTES, "little"):
@@ -202,7 +202,7 @@ def at_the_same_time(sessions: list[GpuSession]) -> int:
 
     def repeat(number: int) -> None:
         try:
-            # At least one round each, however slow the host is.
+            # Do at least one round each, however slow the host is.
             while not done[number] or time.monotonic() < deadline_s:
                 rounds[number]()
                 done[number] += 1
@@ -243,7 +243,7 @@ def _counting(session: GpuSession) -> Round:
     return fill_and_count
 
 
-def _renewing(session: GpuSession) -> Round:
+def _reallocating(session: GpuSession) -> Round:
     """Allocate memory, which must be zero, use it and free it."""
     module = session.module_load(rule_breakers())
 
@@ -257,10 +257,10 @@ def _renewing(session: GpuSession) -> Round:
     return take_and_free
 
 
-_KINDS: Final = (*map(_kernel, ("matmul", "saxpy", "softmax", "layernorm")), _counting, _renewing)
+_KINDS: Final = (*map(_kernel, ("matmul", "saxpy", "softmax", "layernorm")), _counting, _reallocating)
 
 
-FLYING_S: Final = 0.05
+LAUNCHING_S: Final = 0.05
 """Seconds for which a session launches before it is revoked."""
 
 GATE_S: Final = 10.0
@@ -269,12 +269,12 @@ GATE_S: Final = 10.0
 
 def launch_gate(scene: Scene, count: int) -> str:
     """Revoke sessions that launch as fast as they can, and time until each is refused with the right error."""
-    # Each time with a new lease: a revoked one is gone.
-    told_ms = sorted(_gate(scene) for _ in range(count))
-    return f"revoked to refused, {count} times: p50 {percentile(told_ms, 50):.1f} ms, worst {told_ms[-1]:.1f} ms"
+    refused_ms = sorted(_gate(scene) for _ in range(count))
+    return f"revoked to refused, {count} times: p50 {percentile(refused_ms, 50):.1f} ms, worst {refused_ms[-1]:.1f} ms"
 
 
 def _gate(scene: Scene) -> float:
+    """Return the milliseconds from the revocation of a new lease to the refusal of its session's launches."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     module = session.module_load(rule_breakers())
@@ -288,17 +288,17 @@ def _gate(scene: Scene) -> float:
         except GpuLeaseError as error:
             refused.append((time.perf_counter(), error))
 
-    flying = threading.Thread(target=launch_for_ever, daemon=True)
+    launching = threading.Thread(target=launch_for_ever, daemon=True)
     # Launch for a moment, so that the ring and the card's queue are full when the lease is revoked.
-    flying.start()
-    time.sleep(FLYING_S)
+    launching.start()
+    time.sleep(LAUNCHING_S)
     started = time.perf_counter()
     ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "the launch gate"), scene.address)
-    flying.join(GATE_S)
+    launching.join(GATE_S)
     if not refused:
         raise Breach(f"a revoked session still launches after {GATE_S:g} s")
     at, error = refused[0]
-    # Refused is not enough: the tenant must learn why.
+    # A refusal is not enough: its error must also say why.
     if not isinstance(error, Revoked):
         raise Breach(f"a revoked session got {type(error).__name__}: {error}")
     return (at - started) * 1e3
@@ -339,7 +339,6 @@ def submit_beside(scene: Scene) -> str:
         session.sync()
         # The second round would find words that the first job left.
         for _ in range(2):
-            # Every word of an earlier job is overwritten, so a later job finds none of it.
             (written,) = _submit(lease, "fill").out(OUTPUT_BYTES).args(_words().push_u32(PATTERN)).launch()
             if (np.frombuffer(written, np.uint32) != PATTERN).any():
                 raise Breach("a submit's output is not what its kernel wrote")
@@ -347,7 +346,7 @@ def submit_beside(scene: Scene) -> str:
             if count := int.from_bytes(result, "little"):
                 raise Breach(f"{count} of {WORDS} words of an earlier submit were readable")
         _read_session_memory(lease, buffer.handle)
-        # Three jobs that break a rule each; the session must not notice.
+        # Run three jobs, each of which breaks a rule; the session must not be affected.
         late_ms = _break_rules(lease)
         # After all rules were broken, the session's memory must contain the data that it wrote, and the session must
         # work.

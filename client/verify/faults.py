@@ -1,4 +1,4 @@
-"""The faults: each misdeed of a tenant, the error that the tenant must get, and how its lease must end."""
+"""The faults that a tenant can cause, each with the error that the tenant must get, and how its lease must end."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ SHARED_BYTES: Final = 64
 HEAP_BYTES: Final = 1 << 30
 
 BEYOND_WORDS: Final = 1 << 24
-"""Offset into shared memory beyond any card's."""
+"""An offset beyond the end of any card's shared memory."""
 
 ENDLESS_S: Final = 1.0
 """Seconds for which an endless kernel may run before its lease ends."""
@@ -68,7 +68,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many launches and kernels the slow faults have: fewer on the embedded driver."""
+    """Numbers of launches and kernels of the slow faults: fewer on the embedded driver."""
 
     launches: int
     long_kernels: int
@@ -97,7 +97,7 @@ def faults(scene: Scene, sizes: Sizes) -> list[MatrixCheck[FaultOutcome]]:
         MatrixCheck("client SIGKILL in a copy", partial(_client_signal, number=signal.SIGKILL)),
         MatrixCheck("client that stops reading", partial(_client_signal, number=signal.SIGSTOP)),
     ]
-    # Both need a driver that allocates memory of its own.
+    # Only a CUDA driver allocates memory for stacks and a heap by itself.
     if scene.is_card:
         rows[8:8] = [MatrixCheck("64 KiB of stack a thread", _stack), MatrixCheck("device heap of 1 GiB", _heap)]
     return rows
@@ -110,7 +110,6 @@ def _expected_error(error: GpuLeaseError, expected: type[GpuLeaseError]) -> str:
 
 
 def _error_of(action: Callable[[], object]) -> GpuLeaseError:
-    # The action must fail; the caller then compares the kind of error.
     try:
         action()
     except GpuLeaseError as error:
@@ -138,7 +137,7 @@ def _kernel(scene: Scene, kernel: str) -> FaultOutcome:
         args.push_u32(BEYOND_WORDS)
     session.launch(module, kernel, ONE, WARP, args, shared_bytes=SHARED_BYTES)
     error = _error_of(session.sync)
-    # A lost context: whatever the tenant does next gets the same error.
+    # The context is lost, so every later operation must get the same error.
     if scene.is_card:
         _expected_error(_error_of(lambda: session.mem_alloc(4096)), SyncFailed)
         _expected_error(_error_of(session.sync), SyncFailed)
@@ -169,14 +168,15 @@ def _stack(scene: Scene) -> FaultOutcome:
     module = session.module_load(memory_hungry_kernels())
     buffer = session.mem_alloc(4096)
     session.launch(module, "local_64k", ONE, WARP, KernelArgs().push_buffer(buffer).push_u32(5))
-    # The driver would allocate the stacks of all threads itself: the launch must be refused, and the session survive.
+    # The driver would allocate stacks for all of the card's threads, outside the slice. So the launch must be refused,
+    # and the session must continue.
     error = _error_of(session.sync)
     session.sync()
     return _free_lease(scene, lease.lease_id, _expected_error(error, LaunchFailed), error)
 
 
 def _heap(scene: Scene) -> FaultOutcome:
-    """The device heap is bounded: a kernel that allocates more gets a null pointer; the card's memory is unaffected."""
+    """Allocate more than the device heap has: the kernel must get a null pointer."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     module, heap_bytes = session.module_load(memory_hungry_kernels()), session.mem_alloc(8)
@@ -188,7 +188,7 @@ def _heap(scene: Scene) -> FaultOutcome:
 
 
 def _print(scene: Scene) -> FaultOutcome:
-    """The printf buffer drops lines for which it has no room; it does not grow."""
+    """Print more than the printf buffer holds: it must drop lines, and not grow."""
     lease = scene.builder().acquire()
     session = GpuSession(lease)
     session.launch(session.module_load(printing()), "print_a_line", GRID, BLOCK, KernelArgs())
@@ -218,7 +218,7 @@ def _flood(scene: Scene, launches: int) -> FaultOutcome:
     session = GpuSession(lease)
     buffer = session.mem_alloc(4096)
     module = session.module_load(rule_breakers())
-    # Without waiting for any: the ring and the driver's queue fill up.
+    # Launch without waiting, so that the ring and the driver's queue fill up.
     args = KernelArgs().push_buffer(buffer).push_u32(8).push_f32(1.0)
     for _ in range(launches):
         session.launch(module, "scale", ONE, WARP, args)
@@ -231,7 +231,6 @@ def _flood(scene: Scene, launches: int) -> FaultOutcome:
 def _compile(scene: Scene, kernels: int) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
-    # The session may not do anything else meanwhile, but its neighbour must.
     started = time.perf_counter()
     loaded = len(session.module_load(compiling_long(kernels)).kernels)
     taken_s = time.perf_counter() - started
@@ -243,8 +242,8 @@ def _compile(scene: Scene, kernels: int) -> FaultOutcome:
 def _worker_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
     lease = scene.builder().acquire()
     session = GpuSession(lease)
+    # Use all memory, so that all of it has to be proved free.
     session.mem_alloc(SLICE_BYTES)
-    # All memory in use, so that all of it has to be proved free.
     started = time.perf_counter()
     os.kill(worker_pid(lease.lease_id), number)
     error = _error_of(session.sync)
@@ -255,7 +254,7 @@ def _worker_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
 
 
 def _client_signal(scene: Scene, number: signal.Signals) -> FaultOutcome:
-    """The client's process is killed, or stopped permanently; then the operator frees its lease."""
+    """Kill the client's process, or stop it permanently; then free its lease as the operator."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.copy_loop", scene.address]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

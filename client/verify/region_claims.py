@@ -1,6 +1,6 @@
 """Promises of regions, each with its proof: one region ends, and nothing else in its session is affected.
 
-Every proof ends with the slice whole again: all memory that regions had can be allocated at once.
+At the end of every proof, all memory that regions had can be allocated in one piece again.
 """
 
 import contextlib
@@ -38,20 +38,20 @@ PATTERN: Final = 0xA5A5A5A5
 TTL_S: Final = 60.0
 
 RETURN_S: Final = 20.0
-"""Longest time for an ended region to be proved free, in seconds, on a host with one core for all."""
+"""Longest time for an ended region to be proved free, in seconds, on a host with one core for all processes."""
 
 GRAPH_NODES: Final = 300
 
 QUEUED: Final = 20
-"""Replays queued before the region is revoked."""
+"""Number of graph replays that are queued before the region is revoked."""
 
 STREAMS: Final = 8
 
 QUIET_ROUNDS: Final = 20
-"""Rounds of work that are timed before anything is revoked."""
+"""Number of rounds of work that are timed before any region is revoked."""
 
 OPENING_S: Final = (2.0, 8.0, 32.0)
-"""Seconds in which as many regions as a session can have are opened, tried one after the other: hosts differ."""
+"""Seconds in which all regions that a session can have must be opened. If a slow host fails, the next is tried."""
 
 
 def region_claims(scene: Scene) -> list[MatrixCheck[str]]:
@@ -71,22 +71,21 @@ def region_claims(scene: Scene) -> list[MatrixCheck[str]]:
 
 @contextlib.contextmanager
 def _session(scene: Scene, slice_bytes: int) -> Iterator[tuple[GpuLease, GpuSession, Module]]:
-    """Yield a session; afterwards its slice must be whole. Raises Breach."""
+    """Yield a session. Afterwards, allocate its whole slice, to prove that all memory is back."""
     with scene.builder(slice_bytes).acquire() as lease, GpuSession(lease) as session:
         yield lease, session, session.module_load(rule_breakers())
-        # Code, streams and graphs take pages beyond the slice, or a few of it.
+        # On a card, code, streams and graphs may take some of the slice's memory.
         spare_bytes = 32 * MIB if scene.is_card else 0
-        # Allocating all of it at once is the proof that every region's memory is back.
         session.mem_free(session.mem_alloc(slice_bytes - spare_bytes))
 
 
 def _fill(session: GpuSession, module: Module, region: Region, value: int, regions: RegionSet) -> None:
-    # By its address, so that a stale pointer can be tried, too.
+    # Pass its address and not the region, so that a stale pointer can be used, too.
     fill(session, module, region.address, region.size_bytes // WORD_BYTES, value, regions)
 
 
 def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
-    """Regions are revoked next to one on which kernels work constantly; every result of these is right."""
+    """Revoke regions while kernels work constantly in another region; all results of that work must be right."""
     slice_bytes = 4 * size_bytes
     with (
         _session(scene, slice_bytes) as (lease, session, module),
@@ -94,13 +93,13 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
     ):
         region_set = session.region_set([kept_region])
         taken_us: list[float] = []
-        is_over = threading.Event()
+        is_stopped = threading.Event()
         mismatches: list[str] = []
 
-        def hammer() -> None:
+        def work() -> None:
             # Each round writes another value and counts the words that are not 0: all of them, unless one was lost.
             words = kept_region.size_bytes // WORD_BYTES
-            while not is_over.is_set():
+            while not is_stopped.is_set():
                 started = time.perf_counter()
                 try:
                     _fill(session, module, kept_region, len(taken_us) + 1, region_set)
@@ -111,10 +110,10 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
                     return
                 taken_us.append((time.perf_counter() - started) * 1e6)
 
-        hammering = threading.Thread(target=hammer, daemon=True)
-        hammering.start()
+        working = threading.Thread(target=work, daemon=True)
+        working.start()
         deadline_s = time.monotonic() + RETURN_S
-        # Step 1: some quiet rounds, for comparison. Step 2: revoke other regions while the work continues.
+        # Step 1: time some undisturbed rounds, for comparison. Step 2: revoke other regions while the work continues.
         while len(taken_us) < QUIET_ROUNDS and not mismatches and time.monotonic() < deadline_s:
             time.sleep(0.01)
         quiet, rounds = percentile([*taken_us, 0.0], 99), len(taken_us)
@@ -126,8 +125,8 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
                 scene.wait_for_end(other.lease_id, RETURN_S)
                 other.close()
         finally:
-            is_over.set()
-            hammering.join(RETURN_S)
+            is_stopped.set()
+            working.join(RETURN_S)
         if mismatches or len(taken_us) == rounds:
             raise Breach(mismatches[0] if mismatches else "the other region's work stood still")
         p99 = percentile(taken_us[rounds:], 99)
@@ -135,7 +134,7 @@ def beside_another(scene: Scene, size_bytes: int, times: int) -> str:
 
 
 def stale_pointer(scene: Scene, size_bytes: int) -> str:
-    """Kernels continue to read and write where a revoked region was; they find zeros, and reach no tenant's bytes."""
+    """Read and write where a revoked region was: reads must find zeros, and writes must not reach any other memory."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
@@ -158,10 +157,10 @@ def stale_pointer(scene: Scene, size_bytes: int) -> str:
         with lease.region(size_bytes, ttl_secs=TTL_S) as later:
             if later.address == ended_region.address:
                 raise Breach("a region's address was given again")
-            # A stale table: the launch does not name the region to which it writes.
+            # This launch writes to the ended region without naming it, as a kernel with a stale table of pointers does.
             _fill(session, module, ended_region, 1, only_kept)
-            three = session.region_set([later])
-            if nonzero_words := count_set(session, module, later.address, words, three):
+            only_later = session.region_set([later])
+            if nonzero_words := count_set(session, module, later.address, words, only_later):
                 raise Breach(f"{nonzero_words} words written through a stale pointer are in a later region")
         if count_set(session, module, kept_region.address, words, only_kept) != words:
             raise Breach("another region lost words")
@@ -181,7 +180,7 @@ def _expect(kind: type[RegionFailed], launch: Callable[[], object], session: Gpu
 
 
 def churning(scene: Scene, count: int) -> str:
-    """Regions are opened and revoked at random during checked work in eight streams."""
+    """Open and end regions at random during checked work in eight streams."""
     rng = random.Random(count)
     slice_bytes = 256 * MIB
     live: list[Region] = []
@@ -207,7 +206,7 @@ def churning(scene: Scene, count: int) -> str:
                 if session.mem_read(buffer, 0, values.nbytes) != (values * 3).tobytes():
                     raise Breach("a result is wrong while regions come and go")
                 rounds += 1
-        # Everything is given back, so that the slice is whole at the end.
+        # Free everything, so that the whole slice can be allocated at the end.
         for region in live:
             region.free()
             region.close()
@@ -219,7 +218,7 @@ def churning(scene: Scene, count: int) -> str:
 
 
 def under_a_graph(scene: Scene, size_bytes: int) -> str:
-    """A region is revoked while a graph that names it runs: queued work ends, and no later replay starts."""
+    """Revoke a region while a graph that names it runs: queued work must end, and no later replay may start."""
     with (
         _session(scene, 4 * size_bytes) as (lease, session, module),
         lease.region(size_bytes, ttl_secs=TTL_S) as kept_region,
@@ -234,20 +233,20 @@ def under_a_graph(scene: Scene, size_bytes: int) -> str:
                 for _ in range(GRAPH_NODES):
                     session.launch(module, "scale", (1, 1, 1), WARP, args)
             graphs.append(graph)
-        in_both, in_kept = graphs
+        ended_graph, kept_graph = graphs
         # Queue replays first: these started before the revocation and must run to their end.
         for position in range(QUEUED):
-            in_both.launch(regions=both, position=position)
+            ended_graph.launch(regions=both, position=position)
         revoking = threading.Thread(target=ended_region.revoke, args=("the proof",))
         revoking.start()
         # Launch until a replay is refused: from then on none may begin.
-        launches = _launch_until_refused(session, lambda at: in_both.launch(regions=both, position=at))
+        launches = _launch_until_refused(session, lambda at: ended_graph.launch(regions=both, position=at))
         revoking.join()
-        in_kept.launch(regions=only_kept)
+        kept_graph.launch(regions=only_kept)
         session.sync()
         scene.wait_for_end(ended_region.lease_id, RETURN_S)
         ended_region.close()
-        in_kept.close()
+        kept_graph.close()
     return f"a graph of {GRAPH_NODES} nodes: refused at replay {launches}; the other region's graph continues"
 
 
@@ -269,8 +268,8 @@ def _launch_until_refused(session: GpuSession, launch: Callable[[int], object]) 
 
 
 def parent_killed(scene: Scene, size_bytes: int) -> str:
-    """A session's process is killed while a region ends: all regions end with it, and the card's bytes are back."""
-    # No session is open here: the worker serves the regions alone.
+    """Kill a session's process while a region ends: all regions must end with it, and all bytes be proved free."""
+    # This program opens no session: the worker serves only the regions.
     lease = scene.builder(4 * size_bytes).acquire()
     regions = [lease.region(size_bytes, ttl_secs=TTL_S) for _ in range(3)]
     revoking = threading.Thread(target=_revoke_anyway, args=(regions[0],))
@@ -290,9 +289,8 @@ def _revoke_anyway(region: Region) -> None:
 
 
 def expiring_at_once(scene: Scene) -> str:
-    """As many regions as a session can have expire in the same millisecond; all are proved free."""
+    """Let all regions that a session can have expire in the same millisecond; all must be proved free."""
     with _session(scene, 2 * MAX_REGIONS * 2 * MIB) as (lease, session, module):
-        # All with the same end, and so in the same millisecond.
         regions, ends_s = _open_all(lease)
         names = session.region_set(regions)
         # On a slow host some may have expired already.
@@ -325,14 +323,13 @@ def _open_all(lease: GpuLease) -> tuple[list[Region], float]:
 
 
 def broker_killed(driver: str) -> str:
-    """The broker is killed at each step of a region's life; its successor finds the region, and ends it with proof."""
+    """Kill the broker at each step of a region's life: the next one must know the region, and end it with proof."""
     with killable_daemon(driver) as daemon:
         scene = Scene.at(daemon.address)
         steps: list[str] = []
         with _session(scene, 256 * MIB) as (lease, session, module):
             # Each step leaves the region in another state when the broker dies.
             for step in ("opened", "revoked", "waited for", "returned"):
-                # A region in use, in the session that outlives the broker.
                 region = lease.region(16 * MIB, ttl_secs=TTL_S)
                 names = session.region_set([region])
                 _fill(session, module, region, 1, names)
@@ -343,7 +340,7 @@ def broker_killed(driver: str) -> str:
                     revoking.start()
                 if step == "returned":
                     scene.wait_for_end(region.lease_id, RETURN_S)
-                # The broker dies here; its worker and the session live.
+                # Kill the broker; its worker and the session continue.
                 daemon.kill()
                 daemon.start()
                 # The next broker must know the region, and must be able to end it.

@@ -74,7 +74,6 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
         raise Unsupported(
             f"terminal type {kind!r}: {error}", "Set TERM to the terminal's type, or use --once"
         ) from None
-    # Signals outside, the screen inside: however the view ends, both are restored.
     with _Signals() as signals, _screen() as window:
         poller = Poller(address, every_s, signals.wake)
         poller.start()
@@ -103,8 +102,8 @@ class _Signals:
                 self._before[number] = signal.signal(number, self._take)
         return self
 
-    # In any case the program's own handlers come back.
     def __exit__(self, *_: object) -> None:
+        # Restore the program's own handlers.
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal gave
         os.close(self.reader)
@@ -118,8 +117,8 @@ class _Signals:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a key, a signal, a wake-up or the timeout; True if there is input."""
-        # Empty the pipe: several wake-ups count as one.
         ready, _, _ = select.select([sys.stdin, self.reader], [], [], timeout_s)
+        # Empty the pipe: several wake-ups count as one.
         with contextlib.suppress(BlockingIOError):
             while os.read(self.reader, 4096):
                 pass
@@ -127,7 +126,7 @@ class _Signals:
 
     def stop_here(self) -> None:
         """Stop as ^Z stops any program; returns when the process is continued."""
-        # The default action really stops the process; afterwards the handler comes back.
+        # The default action stops the process. Once it continues, install the handler again.
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._take)
@@ -141,7 +140,7 @@ class _Signals:
 def _screen() -> Iterator[curses.window]:
     window = curses.initscr()
     try:
-        # Keys at once, without echo, without waiting, and without a cursor.
+        # Receive each key at once, without echo; don't block when reading; hide the cursor.
         curses.noecho()
         curses.cbreak()
         curses.set_escdelay(ESCAPE_MS)
@@ -155,7 +154,7 @@ def _screen() -> Iterator[curses.window]:
 
 
 def _attributes() -> dict[Style, int]:
-    """The attributes for curses by style; without colours, or with NO_COLOR (no-color.org), bold and reverse only."""
+    """The attributes for curses by style. Without colours, or with NO_COLOR (no-color.org), only bold and reverse."""
     # Bold and reverse exist on every terminal; colours only add to them.
     looks = {
         Style.PLAIN: curses.A_NORMAL,
@@ -200,12 +199,12 @@ class _Screen:
             # A notice stays until the next key.
             if notice:
                 view = replace(view, notice=notice)
-            # Drawn in each round: remaining times count down.
+            # Draw in each round, because remaining times count down.
             self._draw(view)
             if not self._signals.wait(TICK_S):
                 continue
             keys = self._keys()
-            # Ready but without keys: the terminal may have been closed without a SIGHUP.
+            # If the input is ready but has no keys, the terminal may have been closed without a SIGHUP.
             if not keys and not _terminal_exists():
                 return signal.SIGHUP
             # Each key changes the view; its effect goes to the poller.
