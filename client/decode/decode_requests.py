@@ -15,7 +15,7 @@ MIN_TEMPERATURE: Final = 1e-3
 """Lowest temperature above 0. Below it, a logit times the f32 reciprocal overflows in the kernels."""
 
 MAX_TEMPERATURE: Final = 100.0
-"""Highest temperature. All tokens are almost equally likely there, so a higher one is a mistake."""
+"""Highest temperature. It makes all tokens almost equally likely, so a higher one is a mistake."""
 
 MAX_TOP_K: Final = 2**31 - 1
 """Highest top_k: a row's record holds it in 32 signed bits."""
@@ -28,36 +28,34 @@ MAX_POSITIONS: Final = 2**31 - 1
 
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
-"""Bounds of the repetition penalty: beyond them, it alone decides the choice."""
+"""Bounds of the repetition penalty: beyond them, it alone decides which token is chosen."""
 
 MAX_PENALTY: Final = 2.0
-"""Highest presence and frequency penalty, and lowest when negated, as in OpenAI's API."""
+"""Largest absolute value of a presence or frequency penalty, as in OpenAI's API."""
 
 MAX_BIAS: Final = 100.0
-"""Highest bias of a token's logit, and lowest when negated, as in OpenAI's API."""
+"""Largest absolute value of a token's bias, as in OpenAI's API."""
 
 MAX_BIASED_TOKENS: Final = 300
-"""Maximum number of tokens with a bias: a request's audit record has them all."""
+"""Maximum number of tokens with a bias. Each takes an entry in every row of the request."""
 
 MAX_ALLOWED_TOKENS: Final = 4096
-"""Maximum number of tokens of a list of those that are allowed. It is checked once for each of a request's
-sequences."""
+"""Maximum length of `allowed_token_ids`, which is checked once for each of a request's sequences."""
 
 MAX_BAD_SEQUENCES: Final = 256
-"""Maximum number of sequences of tokens that an answer may not have: two for each word, with and without a space before
-it."""
+"""Maximum number of token sequences in `bad_words`: each word takes two, with and without a space before it."""
 
 MAX_BAD_SEQUENCE: Final = 16
-"""Longest of these, in tokens. With each emitted token, up to this many lengths are looked up."""
+"""Maximum length of such a sequence, in tokens. With each emitted token, up to this many lengths are looked up."""
 
 MAX_STOP_TOKENS: Final = 128
 """Maximum number of tokens that end one request's sequence, in addition to the model's."""
 
 LEAST_DEPTH: Final = 1e-30
-"""The depth of a min_p of 1, which keeps only the highest logits: 0 would keep all."""
+"""The depth for a min_p of 1, which keeps only the highest logits. A depth of 0 would keep all."""
 
 MAX_PRIORITY: Final = 2**31 - 1
-"""Highest priority of a request, and lowest when negated."""
+"""Largest absolute value of a request's priority."""
 
 MAX_REQUEST_ID_CHARACTERS: Final = 256
 """Longest id of a request. Ids are logged, audited and returned, so they must not fill disks."""
@@ -84,17 +82,18 @@ class SamplingParameters:
 
     Attributes:
         temperature: Divides the logits: MIN_TEMPERATURE to MAX_TEMPERATURE, or 0 for the highest logit (greedy).
-        top_p: Keeps the fewest tokens that together have this probability: above 0, and 1 keeps all.
+        top_p: Keeps the smallest set of tokens that together have this probability, above 0; 1 keeps all.
         top_k: Keeps this many of the highest logits; 0 keeps all.
         seed: The seed of the random numbers, an unsigned integer of 64 bits.
         min_p: Keeps tokens with at least this share of the likeliest one's probability, 0 to 1; 0 keeps all.
-        repetition_penalty: Divides the logits above 0 of tokens that the sequence has, and multiplies the others.
-        presence_penalty: Subtracted from the logit of each emitted token.
-        frequency_penalty: Subtracted from it as often as it was emitted.
-        logit_bias: Tokens, each with what is added to its logit before the penalties.
+        repetition_penalty: For each token that the sequence contains: its logit is divided by the penalty if it is
+            above 0, and otherwise multiplied by it.
+        presence_penalty: Subtracted once from the logit of each token that was emitted.
+        frequency_penalty: Subtracted from a token's logit once for each time that the token was emitted.
+        logit_bias: Pairs of a token and the number that is added to its logit before the penalties.
         allowed_token_ids: The only tokens that can be chosen, also to end the sequence; () for all.
         bad_words: Sequences of tokens that are not emitted: the last token of each can't be chosen after the others.
-        min_tokens: Tokens that are emitted before one that ends the sequence can be chosen.
+        min_tokens: Number of tokens that must be emitted before a token that ends the sequence can be chosen.
         stop_token_ids: Further tokens that end the sequence.
         ignores_end: Whether the model's end tokens do not end the sequence.
         grammar: The grammar that the emitted tokens follow up to the end of the sequence (text/grammar.py); "" for any
@@ -165,18 +164,18 @@ class SamplingParameters:
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice of a token depends on those before it, other than by the logits."""
+        """Whether penalties make the choice of a token depend on earlier tokens."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return penalties != (1.0, 0.0, 0.0)
 
     @property
     def changes_logits(self) -> bool:
-        """Whether tokens are chosen from other logits than the model's."""
+        """Whether the model's logits are changed before a token is chosen."""
         return self.penalises or bool(self.logit_bias) or self.min_tokens > 0 or self.filters_tokens
 
     @property
     def depth(self) -> float:
-        """How far below the highest logit min_p lets a token be, as in a row's record; 0 for any distance."""
+        """How far below the highest logit min_p lets a token be, in the form of a row's record; 0 for any distance."""
         # At temperature T, a token that is d below the highest one has e^(-d / T) of its probability.
         if not self.min_p:
             return 0.0
@@ -184,7 +183,7 @@ class SamplingParameters:
 
     @property
     def inverse_temperature(self) -> float:
-        """The reciprocal of the temperature, as in a row's record; 0 for greedy sampling."""
+        """The reciprocal of the temperature, in the form of a row's record; 0 for greedy sampling."""
         # The kernel multiplies by it, and 0 selects the greedy choice.
         return 1 / self.temperature if self.temperature else 0.0
 
@@ -195,7 +194,7 @@ class TenantConfig:
 
     Attributes:
         id: The tenant's name.
-        max_concurrent: Maximum number of live sequences at a time.
+        max_concurrent: Maximum number of sequences that may be live at the same time.
         max_blocks: Maximum number of blocks of its region, of PAGE positions each.
         weight: Its share of the engine while other tenants also wait.
         max_waiting: Maximum number of requests that wait for admission; a further one is refused at once.
@@ -222,12 +221,12 @@ class TenantConfig:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Tokens that the operator shares with all tenants: prompts that begin with them begin after computed blocks.
+    """Tokens that the operator shares with all tenants: for prompts that begin with them, blocks are computed already.
 
-    Only full blocks are shared. Raises ValueError for tokens that fill none.
+    Only full blocks are shared. Raises ValueError for too few tokens to fill one block.
 
     Attributes:
-        name: Its name, which no other one of the decoder has.
+        name: Its name, unique in the decoder.
         token_ids: The tokens.
     """
 
@@ -252,20 +251,20 @@ class PromptRequest:
 
     Attributes:
         tenant_id: Its tenant.
-        request_id: Its id, which no other live or waiting request has.
+        request_id: Its id, unique among live and waiting requests.
         token_ids: The prompt, one token at least.
         sampling: How tokens are chosen.
         max_emitted_tokens: Maximum number of tokens to emit, 1 or more.
-        wait_s: Seconds for which it may wait for its admission; 0: it is refused if it is not admitted at once.
+        wait_s: Seconds for which it may wait for its admission; if 0, it is refused unless it is admitted at once.
         continues: The caller's id of the request that this one replays; "" if a caller sent it.
         attempt: The number of this replay, from 1; 0 if a caller sent it.
-        replayed_tokens: How many of `token_ids`, at their end, earlier attempts emitted.
-        priority: Its place among the tenant's requests that wait: lower ones are admitted first.
+        replayed_tokens: How many tokens at the end of `token_ids` were emitted by earlier attempts.
+        priority: The tenant's waiting requests with a lower number are admitted first.
         ranks: How many of the likeliest tokens are reported with each token, MAX_RANKS at most.
         scores_prompt: Whether the prompt's tokens are reported with their probabilities.
-        pooling: How the prompt's rows become a vector; None if none is wanted. One token is emitted then, too.
-        cache_salt: It shares blocks only with requests that have the same one.
-        guide: Changes the logits; None if tokens are chosen from the model's. Replays continue with the same one.
+        pooling: How the prompt's rows become a vector; None for no vector. A request with a pooling also emits a token.
+        cache_salt: The request shares blocks only with requests that have the same salt.
+        guide: Changes the logits; None to choose from the model's own logits. Replays continue with the same guide.
     """
 
     tenant_id: str
@@ -302,27 +301,27 @@ class PromptRequest:
 
     @property
     def has_guidance(self) -> bool:
-        """Whether its rows need a guided step: a grammar, ranked logits or scores of the prompt."""
+        """Whether its rows need a guided step: it has a guide, or asks for ranked logits or scores of the prompt."""
         return self.guide is not None or self.ranks > 0 or self.scores_prompt
 
     @property
     def positions(self) -> int:
-        """The most positions that the sequence can take. The last emitted token is never computed, so it takes none."""
+        """Maximum number of positions of the sequence. The last emitted token is never computed, so it has none."""
         return len(self.token_ids) + self.max_emitted_tokens - 1
 
     @property
     def blocks(self) -> int:
-        """The most blocks that it can need: those of all its `positions`, PAGE in each."""
+        """Maximum number of blocks that it can need, with PAGE positions in each."""
         return -(-self.positions // PAGE)
 
     @property
     def prompt_blocks(self) -> int:
-        """The blocks that it needs at its admission: those of its prompt and of the first token after that."""
+        """Number of blocks that it needs at its admission: for its prompt and for the first emitted token."""
         return min(len(self.token_ids), self.positions - 1) // PAGE + 1
 
     @property
     def reusable_blocks(self) -> int:
-        """The most blocks of its prompt that need not be computed: the row of the last token yields the next one."""
+        """Maximum number of its prompt's blocks that can be reused. The last token's row is always computed."""
         needs_all = self.scores_prompt or self.pooling is Pooling.MEAN
         return 0 if needs_all else (len(self.token_ids) - 1) // PAGE
 
@@ -354,7 +353,7 @@ class SchedulerEvent:
             request: The request.
             reason: Why it ended.
             continued_by: The id of the request that replays it, and already waits; "" if it is not replayed.
-            kept_out_by: If it waited too long, the obstacle at the end; otherwise None.
+            kept_out_by: If it waited too long, the obstacle at the end of its wait; otherwise None.
             detail: The obstacle as a sentence, with advice; otherwise "".
         """
 
@@ -385,7 +384,7 @@ class SchedulerEvent:
 class StepTokens:
     """The tokens that a step emitted, as columns. Iterating makes a `SchedulerEvent.Token` of each.
 
-    A step may have a thousand tokens: an object for each would cost the host more than all else that is done for it.
+    A step may have a thousand tokens: an object for each would take longer than all other work for the step.
 
     Attributes:
         requests: The request of each token.
@@ -408,7 +407,7 @@ class StepTokens:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The changes that the results of a step have caused.
+    """The tokens and ends that follow from a step's results.
 
     Attributes:
         tokens: The tokens that it emitted.

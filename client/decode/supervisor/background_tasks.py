@@ -1,4 +1,4 @@
-"""Background tasks that their owner starts, and cancels together when it ends."""
+"""Background tasks that an owner starts, and cancels all together when it ends."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BackgroundTasks:
-    """The background tasks of one owner. It must await `stop` before it ends, or tasks would outlive it."""
+    """The background tasks of one owner. The owner must await `stop`, or tasks would outlive it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

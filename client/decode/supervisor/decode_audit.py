@@ -1,10 +1,11 @@
-"""Records of a decoder's requests in the daemon's audit log: their contents, and the task that writes them.
+"""Records of a decoder's requests in the daemon's audit log: the records' contents, and the task that writes them.
 
     audit = await DecodeAudit.of(checkpoint)
     async with Decoder.open(checkpoint, observers=[audit]) as decoder, audit.writing(lambda: decoder.engine.lease):
         ...
 
-A record has digests and no text. With the prompt, `gpulease audit recompute` computes the output again and compares.
+A record has digests and no text. `gpulease audit recompute` takes a record and its prompt, computes the output again,
+and compares the digests.
 """
 
 import asyncio
@@ -38,22 +39,22 @@ MAX_PENDING: Final = 16_384
 the server run out of memory."""
 
 AT_ONCE: Final = 64
-"""Maximum number of records in flight together, which wait for the disk once. A lease's renewal waits for them."""
+"""Maximum number of records in one write, which waits for the disk once. A renewal of the lease waits for it."""
 
 RETRY_S: Final = 1.0
-"""Seconds between two tries to write a record that the daemon did not take."""
+"""Seconds between two tries to write a record that the daemon did not accept."""
 
 LAST_WRITES_S: Final = 10.0
-"""Seconds to write the remaining records when the server stops. A daemon that hangs must not delay the stop further."""
+"""Seconds to write the remaining records when the server stops. A daemon that hangs must not delay the stop longer."""
 
 MAX_NAME_CHARACTERS: Final = 128
 """Maximum number of characters of a name in a record, so that the record stays below the size limit of a note."""
 
 SERVER_BYTES: Final = 8
-"""Random bytes of a server's name in its records, enough that no two servers of one log have the same name."""
+"""Number of random bytes in a server's name in its records: enough that no two servers in one log share a name."""
 
 _FLOATS: Final = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Floats of the sampling that a record has if they are set."""
+"""Sampling parameters that are floats, and that a record contains only if they differ from their defaults."""
 
 EVENT: Final = "decode"
 START_EVENT: Final = "decode_start"
@@ -63,14 +64,14 @@ _log: Final = logging.getLogger("gpulease.decode")
 
 @dataclass(frozen=True, slots=True)
 class TokenDigest:
-    """A list of tokens as a record has it: their number, and the SHA-256 of them as little-endian u32s."""
+    """A list of tokens in a record: their number, and the SHA-256 of the tokens as little-endian u32s."""
 
     count: int
     sha256: str
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Self:
-        # A fixed byte order, so that the digest is the same on every host.
+        # Use a fixed byte order, so that the digest is the same on every host.
         words = array("I", tokens)
         if byteorder == "big":
             words.byteswap()
@@ -91,7 +92,7 @@ class ComputedBy:
         model: The model's name: the last part of its path; on a server of many models, its name in requests.
         model_sha256: Digest of its files (`Checkpoint.sha256`).
         kernels_sha256: Digest of the kernels.
-        packed: Whether quantised weights stay packed.
+        packed: Whether quantized weights stay packed.
     """
 
     model: str
@@ -111,7 +112,7 @@ class ComputedBy:
 
 
 def note_of(finished: FinishedRequest, computed_by: ComputedBy, server: str, number: int) -> dict[str, Any]:
-    """Return the record of a request. It has no floats: those of the sampling are written as their shortest texts.
+    """Return the record of a request. It has no floats: sampling parameters are written as their shortest texts.
 
     `server` and `number` identify the record, which may be in the log twice if a connection broke during the write.
     """
@@ -129,7 +130,7 @@ def note_of(finished: FinishedRequest, computed_by: ComputedBy, server: str, num
             "temperature": repr(float(sampling.temperature)),
             "top_p": repr(float(sampling.top_p)),
             "top_k": sampling.top_k,
-            # A seed may be larger than the integers that a record holds.
+            # A seed may be larger than the largest integer of a record.
             "seed": str(sampling.seed),
             **_changes_of(sampling),
         },
@@ -149,7 +150,7 @@ class DecodeRecord:
 
     Attributes:
         digests: The digests of parameters that `sampling` does not have, as `digests_of` returns them.
-        grammar_by: The library that computed the grammar's masks; "" without one.
+        grammar_by: The library that computed the grammar's masks; "" without a grammar.
     """
 
     prompt: TokenDigest
@@ -162,30 +163,30 @@ class DecodeRecord:
     @classmethod
     def read(cls, note: Mapping[str, Any]) -> Self:
         """Parse a note. Raises ValueError if it is not the record of a request."""
-        # Other notes of the same lease, such as the server's start.
+        # The same lease has other notes, such as the one about the server's start.
         if note.get("event") != EVENT:
             raise ValueError("it describes no request")
         try:
             sampling_note, model = note["sampling"], note["model"]
             # The texts of floats and of the seed are parsed back exactly, because they are their shortest
             # representations.
-            usual = SamplingParameters()
+            defaults = SamplingParameters()
             sampling = SamplingParameters(
                 float(sampling_note["temperature"]),
                 float(sampling_note["top_p"]),
                 int(sampling_note["top_k"]),
                 int(sampling_note["seed"]),
-                float(sampling_note.get("min_p", usual.min_p)),
-                float(sampling_note.get("repetition_penalty", usual.repetition_penalty)),
-                float(sampling_note.get("presence_penalty", usual.presence_penalty)),
-                float(sampling_note.get("frequency_penalty", usual.frequency_penalty)),
+                float(sampling_note.get("min_p", defaults.min_p)),
+                float(sampling_note.get("repetition_penalty", defaults.repetition_penalty)),
+                float(sampling_note.get("presence_penalty", defaults.presence_penalty)),
+                float(sampling_note.get("frequency_penalty", defaults.frequency_penalty)),
                 min_tokens=int(sampling_note.get("min_tokens", 0)),
                 stop_token_ids=tuple(sampling_note.get("stop_token_ids", ())),
                 ignores_end=bool(sampling_note.get("ignores_end", False)),
             )
             computed_by = ComputedBy(model["name"], model["sha256"], note["kernels_sha256"], bool(model["packed"]))
             grammar = sampling_note.get("grammar", {"sha256": "", "by": ""})
-            digests = {name: str(sampling_note.get(name, "")) for name in digests_of(usual)} | {
+            digests = {name: str(sampling_note.get(name, "")) for name in digests_of(defaults)} | {
                 "grammar": str(grammar["sha256"])
             }
             prompt, output = TokenDigest(**note["prompt"]), TokenDigest(**note["output"])
@@ -195,10 +196,10 @@ class DecodeRecord:
 
 
 def digests_of(sampling: SamplingParameters) -> dict[str, str]:
-    """Return the SHA-256 of each part of a sampling that may be longer than a record, by its name; "" if it has none.
+    """Return the SHA-256 of each parameter that may be too long for a record, by its name; "" if it is not set.
 
-    Lists are digested in ascending order, because their order changes nothing. Each item is a line: a bias is its token
-    and its shortest text, a sequence of tokens has spaces between them.
+    Lists are digested in ascending order, because their order has no effect. Each item is a line: for a bias, the token
+    and the bias's shortest text; for a sequence, its tokens with spaces between them.
     """
     lists = {
         "logit_bias": [f"{token} {float(bias)!r}" for token, bias in sorted(sampling.logit_bias)],
@@ -213,10 +214,10 @@ def digests_of(sampling: SamplingParameters) -> dict[str, str]:
 
 
 def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
-    """Return the record's members for other parameters that change the choice of tokens; only those that are set."""
-    usual = SamplingParameters()
+    """Return the record's members for further parameters that affect the choice of tokens; only those that are set."""
+    defaults = SamplingParameters()
     changes: dict[str, Any] = {
-        name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(usual, name)
+        name: repr(float(value)) for name in _FLOATS if (value := getattr(sampling, name)) != getattr(defaults, name)
     }
     digests = digests_of(sampling)
     changes |= {name: digest for name, digest in digests.items() if digest and name != "grammar"}
@@ -224,7 +225,7 @@ def _changes_of(sampling: SamplingParameters) -> dict[str, Any]:
         changes["min_tokens"] = sampling.min_tokens
         changes["stop_token_ids"] = list(sampling.stop_token_ids)
     if sampling.grammar:
-        # The masks are the library's, so tokens depend on its version, too.
+        # The library computes the masks, so tokens depend on its version, too.
         changes["grammar"] = {"sha256": digests["grammar"], "by": grammar_library()}
     if sampling.ignores_end:
         changes["ignores_end"] = True
@@ -235,9 +236,9 @@ class DecodeAudit(DecoderObserver):
     """Writes a record of every request that ended, in a task. The server's log reports each record that is lost.
 
     Attributes:
-        server: A random name, in all of its records.
-        written: Records that are in the audit log.
-        lost: Records that will never be written, because the queue was full or the daemon refused them permanently.
+        server: A random name, which all of its records contain.
+        written: Number of records that are in the audit log.
+        lost: Number of records that will never be written: the queue was full, or the daemon refused them permanently.
     """
 
     def __init__(self, by: ComputedBy) -> None:
@@ -250,13 +251,16 @@ class DecodeAudit(DecoderObserver):
 
     @classmethod
     async def of(cls, checkpoint: Checkpoint, *, packed: bool = True) -> Self:
-        """Make one for a model. Reads all of the model's files, to compute their digest. Raises ModelRejected."""
+        """Return an observer for a model. Reads all of the model's files to compute their digest.
+
+        Raises ModelRejected.
+        """
         return cls(await ComputedBy.of(checkpoint, packed=packed))
 
     def on_finished(self, report: FinishedRequest) -> None:
         """Queue the record of a request. A lost record uses up a number, too, so the audit log shows a gap."""
         self._finished += 1
-        # Losing the newest records keeps the order of the others intact.
+        # Drop the newest record, so that the others stay in order.
         if len(self._pending) >= MAX_PENDING:
             self._count_lost(1, f"{MAX_PENDING} wait already")
             return
@@ -272,16 +276,16 @@ class DecodeAudit(DecoderObserver):
     async def writing(self, lease: Callable[[], GpuLease]) -> AsyncIterator[None]:
         """Write records until the block ends, and then the remaining ones. `lease` returns the decoder's current lease.
 
-        Raises Unsupported if the daemon keeps no audit log, and any error that refuses the first record.
+        Raises Unsupported if the daemon keeps no audit log, and any other error of writing the first record.
         """
-        # The first record shows at the start that the daemon takes notes, and which model this server computes.
+        # The first record checks that the daemon accepts notes, and tells readers of the log which model is served.
         await lease().note({"event": START_EVENT, "server": self.server, **self.by.note()})
         task = asyncio.create_task(self._write(lease))
         try:
             yield
         finally:
-            # The server stops: give the writer a limited time for the rest, then count the records that it has not
-            # written as lost.
+            # The server is stopping: give the writer a limited time for the remaining records, then count the unwritten
+            # ones as lost.
             last = time.monotonic() + LAST_WRITES_S
             while self._pending and not task.done() and time.monotonic() < last:
                 await asyncio.wait([task], timeout=0.01)
@@ -302,14 +306,14 @@ class DecodeAudit(DecoderObserver):
                 undone = await self._undone(batch, lease)
                 for _ in batch:
                     self._pending.popleft()
-                # Failed ones go back to the front, in their order, so that numbers ascend in the log.
+                # Put failed records back to the front in their order, so that numbers ascend in the log.
                 self._pending.extendleft(reversed(undone))
                 if undone:
                     await asyncio.sleep(RETRY_S)
             await self._wake.wait()
 
     async def _undone(self, batch: Sequence[dict[str, Any]], lease: Callable[[], GpuLease]) -> list[dict[str, Any]]:
-        """Write records together. Returns those that need another try."""
+        """Write records in one call. Returns those that must be written again."""
         outcomes: Sequence[GpuLeaseError | None]
         try:
             outcomes = await lease().notes(batch)
@@ -318,8 +322,8 @@ class DecodeAudit(DecoderObserver):
             outcomes = [error] * len(batch)
         undone = []
         for note, failure in zip(batch, outcomes, strict=True):
-            # The daemon will always refuse this record. Subclasses of InvalidRequest mean that the lease ended: then
-            # the decoder acquires another one, and the record is written over that.
+            # The daemon will always refuse this record. Subclasses of InvalidRequest mean that the lease has ended:
+            # then the decoder acquires another lease, which the record is written with.
             if type(failure) is InvalidRequest:
                 self._count_lost(1, str(failure))
             elif failure is None:
@@ -339,5 +343,5 @@ class DecodeAudit(DecoderObserver):
 
 
 def _text(name: str) -> str:
-    """Return a name as a record holds it: truncated, and without unpaired surrogates."""
+    """Return a name in the form that records use: truncated, and without unpaired surrogates."""
     return encodable(name[:MAX_NAME_CHARACTERS])

@@ -60,8 +60,8 @@ class Isolating(Generic[EngineT]):
     Attributes:
         engine: The engine.
         since: When it took over, in monotonic seconds.
-        cleared_at: For each suspect, how many tokens it must have emitted to be cleared. That is beyond the position of
-            the loss by as many tokens as steps may have been in progress.
+        cleared_at: For each suspect, how many tokens it must have emitted to be cleared: those emitted at the loss, and
+            one for each step that may have been in progress.
         pending_loss: The engine's loss, if it was reported and the step loop has not handled it yet.
     """
 
@@ -73,7 +73,7 @@ class Isolating(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True)
 class Lost(Generic[EngineT]):
-    """The engine was lost, and another one is requested.
+    """The engine was lost, and another one has been requested.
 
     Attributes:
         engine: The lost engine.
@@ -81,7 +81,7 @@ class Lost(Generic[EngineT]):
         at: When it was lost, in monotonic seconds.
         outage_began: When the last engine that computed anything was lost, in monotonic seconds.
         number: The loss's number, unique in the decoder.
-        cleared_at: `Isolating.cleared_at` if the engine computed a group of suspects, else empty.
+        cleared_at: `Isolating.cleared_at` if the engine was computing a group of suspects, else empty.
         tries: How many requests for another engine were refused.
         refusal: The kind of the last refusal; None if there was none.
     """
@@ -103,7 +103,7 @@ class Adopting(Generic[EngineT]):
 
     Attributes:
         successor: The engine that is ready.
-        before: The phase that continues until the successor takes over. Its engine may be lost during that time.
+        before: The phase that continues until the successor takes over. Its engine may be lost before that.
     """
 
     successor: EngineT
@@ -126,8 +126,8 @@ class Closed(Generic[EngineT]):
 
     Attributes:
         engine: The last engine.
-        error: Why it ended: it was closed, or a fault of its own ended it.
-        is_lost: Whether the engine was lost before.
+        error: Why it ended: it was closed, or an internal error ended it.
+        is_lost: Whether the engine had been lost before.
     """
 
     engine: EngineT
@@ -162,7 +162,7 @@ class AbortSteps:
 
 @dataclass(frozen=True, slots=True)
 class EndSequences:
-    """End every tenant's sequences; their replays wait for `wait_s` seconds at least."""
+    """End every tenant's sequences. Their replays may wait for at least `wait_s` seconds."""
 
     reason: CompletionReason
     wait_s: float
@@ -201,14 +201,14 @@ class RestartSequences:
 
 @dataclass(frozen=True, slots=True)
 class Isolate:
-    """Let the scheduler admit only these requests; None ends the isolation, and all are admitted."""
+    """Let the scheduler admit only these requests. None ends the isolation: all requests are admitted."""
 
     group: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Write a line: the failure `error`, or a warning or an information without one."""
+    """Write a log line: about `error` if there is one, otherwise a warning or an information."""
 
     event: str
     fields: Mapping[str, Any]
@@ -232,7 +232,7 @@ Effect = (
 
 
 class RequestsInProgress(Protocol):
-    """The part of the requests' state that fault isolation needs, by their callers' ids."""
+    """The state of requests that fault isolation needs. Requests have the ids that their callers know."""
 
     def is_in_progress(self, request_id: str) -> bool:
         """Return whether the request has not ended."""
@@ -241,9 +241,9 @@ class RequestsInProgress(Protocol):
         """Return the number of tokens that it has emitted; 0 if it has ended."""
 
     def is_computable(self, request_id: str) -> bool:
-        """Return whether it gets rows once it is admitted.
+        """Return whether it would get rows after its admission.
 
-        A suspended tenant's request does not, and a group that waited for it would hold up all others.
+        A suspended tenant's request would not, and a group that waited for it would hold up all others.
         """
 
 
@@ -255,14 +255,14 @@ class EngineLifecycle(Generic[EngineT]):
 
     Attributes:
         phase: The phase.
-        isolation: The suspects of engines' losses.
+        isolation: The requests that may have caused losses of engines.
     """
 
     def __init__(self, engine: EngineT, now: float, requests: RequestsInProgress) -> None:
         self.phase: Phase[EngineT] = Serving(engine, now)
         self.isolation = FaultIsolation()
         self._requests = requests
-        # History that outlives a phase: it decides pauses, deadlines and the numbers of losses.
+        # This history outlives a phase. It decides pauses, deadlines and the numbers of losses.
         self._losses_in_a_row = self._losses = 0
         self._steps_at_loss = 0
         self._outage_began = now
@@ -276,7 +276,7 @@ class EngineLifecycle(Generic[EngineT]):
 
     @property
     def loss(self) -> Lost[EngineT] | None:
-        """The loss that no engine has ended yet; None while there is an engine, and once the decoder has ended."""
+        """The loss after which no engine serves yet; None while there is an engine, and once the decoder has ended."""
         phase = self._serving_phase
         return phase if isinstance(phase, Lost) else None
 
@@ -295,18 +295,19 @@ class EngineLifecycle(Generic[EngineT]):
         return self.has_engine and self.phase.engine is engine
 
     def is_wanted(self, loss_number: int) -> bool:
-        """Return whether the loss with this number still waits for an engine. A move may have brought one."""
+        """Return whether the loss with this number still needs an engine. A move may have provided one."""
         return self.loss is not None and self.loss.number == loss_number
 
     def is_change_due(self) -> bool:
         """Return whether the steps in flight must end before the next one starts, so that the phase can change."""
         phase = self.phase
         if type(phase) is Serving:
-            # Suspects that could not be computed before, because their tenant was suspended, may be computable now.
+            # Suspects that could not be computed while their tenant was suspended may be computable now.
             isolation = self.isolation
             return bool(isolation) and isolation.has_next(self._requests.is_computable)
         if type(phase) is Isolating:
-            # The group is done when each member has passed the place of the loss, ended, or can't be computed now.
+            # The group is done when each member has passed the position of the loss, has ended, or can't be computed
+            # now.
             is_computable = self._requests.is_computable
             return not any(self._is_in_doubt(name) and is_computable(name) for name in self.isolation.current)
         return type(phase) is Adopting
@@ -317,7 +318,7 @@ class EngineLifecycle(Generic[EngineT]):
         return self.phase.before if isinstance(self.phase, Adopting) else self.phase
 
     def _is_in_doubt(self, request_id: str) -> bool:
-        """Return whether a member of the current group is not past the place of the loss yet."""
+        """Return whether a member of the current group has not passed the position of the loss yet."""
         assert isinstance(self.phase, Isolating)
         requests = self._requests
         return (
@@ -328,8 +329,8 @@ class EngineLifecycle(Generic[EngineT]):
     # --- an engine is lost ---
 
     def report_loss(self, engine: EngineT, error: Exception) -> list[Effect[EngineT]]:
-        """Process the report of an engine's loss from outside a step. Reports on other engines change nothing."""
-        # A late report of an engine that was lost or replaced before.
+        """Process the report, which no step made, of an engine's loss. Reports on other engines change nothing."""
+        # Ignore a late report on an engine that was lost or replaced before.
         if not self.is_engaged(engine):
             return []
         pending = self.phase.pending_loss
@@ -341,7 +342,7 @@ class EngineLifecycle(Generic[EngineT]):
         pending = self.phase.pending_loss
         if not self.is_engaged(engine) or (pending is not None and pending.is_aborting):
             return []
-        # The loop is cancelled in its wait, and takes this loss instead of the step's results.
+        # The step loop is cancelled while it waits, and handles this loss instead of the step's results.
         self._set_pending_loss(PendingLoss(error, is_aborting=True))
         return [AbortSteps()]
 
@@ -360,11 +361,11 @@ class EngineLifecycle(Generic[EngineT]):
         Args:
             error: What ended it.
             now: The monotonic clock.
-            steps: Steps that the decoder has computed in all.
+            steps: Number of steps that the decoder has computed so far, on all engines.
             under_way: The requests with rows in the steps in flight, each with the number of tokens it has emitted.
         """
-        # Step 1: count losses in a row, which decide the pause. Losses without a step in between are one outage, unless
-        # the engine had been there for long.
+        # Step 1: count losses in a row, which decide the pause. Losses without a computed step in between are one
+        # outage, unless the engine had served for a long time.
         before = self._serving_phase
         assert isinstance(before, Serving | Isolating)
         if steps != self._steps_at_loss:
@@ -378,15 +379,15 @@ class EngineLifecycle(Generic[EngineT]):
             "losses": self._losses_in_a_row,
             "under_way": len(under_way),
         }
-        # Step 2: end all sequences. Replays wait from the first loss of the outage on, so further losses do not extend
-        # their deadline.
+        # Step 2: end all sequences. The deadline of their replays counts from the first loss of the outage, so that
+        # further losses do not extend it.
         wait_s = max(0.0, self._outage_began + engine_losses.REPLAY_WAIT_S - now)
         effects: list[Effect[EngineT]] = [
             Log("engine_lost", fields, error),
             EndSequences(CompletionReason.ENGINE_ERROR, wait_s),
         ]
-        # Step 3: if the computation may be the cause, the requests with rows are suspects. One that was computed alone
-        # is given up. The next engine does not compute it, so it is opened without a pause.
+        # Step 3: if the computation may be the cause, the requests with rows are suspects. A request that was computed
+        # alone is given up. The next engine does not compute it, so open that engine without a pause.
         suspected = list(under_way) if engine_losses.is_fault(error) else []
         if engine_losses.is_kill(error):
             suspected = self.isolation.killed(under_way, MAX_UNANSWERED_STEPS)
@@ -424,7 +425,7 @@ class EngineLifecycle(Generic[EngineT]):
         if isinstance(phase, Closed):
             raise phase.error
         assert not isinstance(phase, Adopting)
-        # The phase before continues inside, so a loss can still be reported until the hand-over.
+        # The current phase continues inside Adopting, so that a loss can still be reported until the hand-over.
         self.phase = Adopting(engine, phase)
         return [Wake()]
 
@@ -442,7 +443,7 @@ class EngineLifecycle(Generic[EngineT]):
         # The sequences of a lost engine have ended already.
         if not isinstance(before, Lost):
             effects.append(EndSequences(CompletionReason.PREEMPTED, engine_losses.REPLAY_WAIT_S))
-        # A successor continues the isolation that a move or a loss interrupted, with the same marks of progress.
+        # A successor continues the isolation that a move or a loss interrupted, with the same `cleared_at`.
         if isinstance(before, Serving) or not before.cleared_at:
             self.phase = Serving(engine, now)
         else:
@@ -458,8 +459,8 @@ class EngineLifecycle(Generic[EngineT]):
         """
         phase, isolation, requests = self.phase, self.isolation, self._requests
         assert isinstance(phase, Serving | Isolating)
-        # Step 1: members of the current group that are still in doubt, because they can't be computed now, get another
-        # turn later. All others are cleared.
+        # Step 1: defer members of the current group that are still in doubt, because they can't be computed now. All
+        # other members are cleared.
         isolation.defer(name for name in isolation.current if self._is_in_doubt(name))
         # Step 2: find the next group with a request that has not ended.
         group = isolation.next(requests.is_computable)
@@ -467,8 +468,8 @@ class EngineLifecycle(Generic[EngineT]):
             group = isolation.next(requests.is_computable)
         effects: list[Effect[EngineT]] = []
         if group:
-            # Step 3: the place of the loss may be as many tokens ahead as steps were in progress; only after those is a
-            # suspect cleared.
+            # Step 3: each step in progress may have reached one token further. A suspect is cleared only when it has
+            # emitted that many more.
             cleared_at = {name: requests.emitted_tokens(name) + MAX_UNANSWERED_STEPS for name in group}
             self.phase = Isolating(phase.engine, phase.since, cleared_at, phase.pending_loss)
             fields = {"group": len(group), "suspects": isolation.count}
@@ -482,7 +483,7 @@ class EngineLifecycle(Generic[EngineT]):
     # --- the end ---
 
     def close(self, error: GpuLeaseError) -> None:
-        """Enter Closed. If the decoder has already ended, its first error remains."""
+        """Enter the phase Closed. If the decoder has already ended, its first error remains."""
         before, pending = self._serving_phase, self.phase.pending_loss
         if not isinstance(before, Closed):
             is_lost = isinstance(before, Lost) or (pending is not None and pending.is_aborting)

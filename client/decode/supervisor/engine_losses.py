@@ -1,10 +1,10 @@
-"""Losses of a whole engine: which errors mean one, its possible causes, when to request the next engine. Pure.
+"""Losses of a whole engine: which errors mean a loss, its possible causes, and when to request the next engine. Pure.
 
 The decoder requests another engine for as long as it is open, whatever the refusal: a daemon that is down comes back,
-and an operator can grant what a daemon denies. Only the pauses grow, up to a limit.
+and an operator may permit what the daemon has refused. Only the pauses grow, up to a limit.
 
-An error of an unknown kind counts as a loss, too. A fault of the context may be caused by a request;
-`fault_isolation` finds out which.
+An error of an unknown kind counts as a loss, too. A request may have caused a fault of the context; `fault_isolation`
+finds out which.
 """
 
 from typing import Final
@@ -14,7 +14,7 @@ from gpulease.client.errors import GpuLeaseError, GpuSessionFailed, SyncFailed, 
 from gpulease.protocol.back_off import back_off_s
 
 LEASE_ENDS: Final = tuple(error_class(status) for status in LEASE_OVER)
-"""Errors that mean that the lease is over. The computation is not the cause."""
+"""Errors that mean that the lease has ended. The computation is not the cause."""
 
 CONTEXT_FAULTS: Final = (GpuSessionFailed, SyncFailed)
 """Errors that mean that the context is lost. The computation may be the cause."""
@@ -32,17 +32,17 @@ LASTED_S: Final = 60.0
 """Seconds after which an engine counts as working even if it has not computed a step."""
 
 TRIES_LOGGED: Final = 8
-"""Number of attempts to open an engine that are logged one by one: the first ones."""
+"""The first attempts to open an engine, up to this number, are all logged."""
 
-TRIES_A_LINE: Final = 12
-"""After the first TRIES_LOGGED attempts, one in TRIES_A_LINE is logged: at MAX_PAUSE_S, one a minute."""
+TRIES_PER_LINE: Final = 12
+"""After those, one attempt in TRIES_PER_LINE is logged: with pauses of MAX_PAUSE_S, one per minute."""
 
 REPLAY_WAIT_S: Final = 300.0
-"""Seconds for which requests that lost their engine wait for another: callers must not wait forever."""
+"""Seconds for which requests wait for another engine after a loss. Callers must not wait forever."""
 
 
 def is_known(error: BaseException) -> bool:
-    """Return whether an error is of a kind that means that the engine is lost."""
+    """Return whether an error's class shows that the engine is lost."""
     return isinstance(error, LEASE_ENDS + CONTEXT_FAULTS)
 
 
@@ -53,7 +53,7 @@ def is_kill(error: BaseException) -> bool:
 
 def is_fault(error: BaseException) -> bool:
     """Return whether the computation may be the cause of a loss."""
-    # An unknown error counts as a fault: suspecting an innocent request costs a replay, missing a guilty one an engine.
+    # An unknown error counts as a fault: to suspect an innocent request costs a replay, to miss a guilty one an engine.
     return not isinstance(error, LEASE_ENDS) and not is_kill(error)
 
 
@@ -71,4 +71,4 @@ def pause_before_engine_s(losses: int) -> float:
 def is_logged(tries: int) -> bool:
     """Return whether this attempt in a row, counted from 1, to open an engine or a region is logged."""
     # The first attempts show how the recovery goes; after that, one line a minute shows that it continues.
-    return tries <= TRIES_LOGGED or tries % TRIES_A_LINE == 0
+    return tries <= TRIES_LOGGED or tries % TRIES_PER_LINE == 0

@@ -1,4 +1,4 @@
-"""Supervises a decoder's engine: opens the first and the next ones, moves the load, and isolates faults.
+"""Supervises a decoder's engine: opens the first engine and its successors, moves the load, and isolates faults.
 
 `engine_lifecycle` decides, and this module carries out its effects with the daemon, the scheduler and the clock.
 Between two steps, the step loop checks whether a change is due. It also reports the losses that it finds.
@@ -31,11 +31,11 @@ ABANDON_S: Final = 2.0
 """Seconds that closing a lost engine may take before the next one is requested."""
 
 ANSWER_S: Final = 2.0
-"""Seconds in which steps of a lost engine may still end by themselves; those of a dead host never do."""
+"""Seconds in which steps of a lost engine may still end by themselves. Steps on a dead host never end."""
 
 
 class SupervisedSteps(Protocol):
-    """The step loop, as the supervisor uses it."""
+    """The part of the step loop that the supervisor uses."""
 
     @property
     def computed(self) -> int: ...
@@ -53,16 +53,16 @@ class SupervisedSteps(Protocol):
         """Return whether a tenant waits for `resume`."""
 
     def release_waiters(self) -> None:
-        """Wake the tasks that wait for a step's answer, because none will come."""
+        """Wake the tasks that wait for a step's answer, because no answer will come."""
 
 
 class EngineSupervisor:
-    """Owns the engine of one decoder, which is a new one after each loss and each move.
+    """Owns the engine of one decoder. Each loss and each move replaces the engine.
 
     Attributes:
-        scheduler: The scheduler, as its engines' regions ask it for limits.
-        log: Where losses and recoveries are written.
-        reopened: Regions that were opened in the place of others that had ended.
+        scheduler: The scheduler, from which the regions of each engine read limits.
+        log: Logs losses and recoveries.
+        reopened: Number of regions that were opened in place of regions that had ended.
     """
 
     _life: EngineLifecycle[ServingEngine]
@@ -80,18 +80,18 @@ class EngineSupervisor:
         """Prepare it; `open` opens the first engine.
 
         Args:
-            spec: What each engine is opened with.
+            spec: The specification of each engine.
             address: The daemon's or the fleet's address.
             scheduler: Is notified of losses, and of the regions that tenants get.
             ledger: Passes the resulting events on to callers and observers.
-            log: Where losses and recoveries are written.
+            log: Logs losses and recoveries.
             clock: Monotonic seconds, those of the event loop.
         """
         self.scheduler, self.log = scheduler, log
         self.reopened = 0
         self._spec, self._address = spec, address
         self._ledger, self._clock = ledger, clock
-        # By the name of a prefix: its last region that was reported.
+        # The region of each prefix that was reported last, by the prefix's name.
         self._prefix_regions: dict[str, int] = {}
         self._hand_over: asyncio.Future[None] | None = None
         # Held during a change of engines: a recovery, a move or a departure from a node.
@@ -103,7 +103,7 @@ class EngineSupervisor:
         """Open the first engine. Raises the errors of `ServingEngine.open`."""
         self._steps = steps
         serving = await ServingEngine.open(self._spec, self, self._address, progress)
-        # The lifecycle asks this object about requests (RequestsInProgress), and knows the engine only as a value.
+        # The lifecycle asks this object about requests (RequestsInProgress). It never calls the engine.
         self._life = EngineLifecycle(serving, self._clock(), self)
         self._share_prefixes()
 
@@ -119,12 +119,12 @@ class EngineSupervisor:
 
     @property
     def serving(self) -> ServingEngine:
-        """The engine with its lease and regions; while it is lost, the lost one."""
+        """The engine with its lease and regions. After a loss, this is the lost engine until another one serves."""
         return self._life.phase.engine
 
     @property
     def prefixes(self) -> "list[PrefixState]":
-        """The shared prefixes of the engine, whether their regions have ended or not."""
+        """The shared prefixes of the engine, including those with a region that has ended."""
         pools, scheduler = self.serving.regions.prefixes, self.scheduler
         return [
             PrefixState(
@@ -142,7 +142,7 @@ class EngineSupervisor:
 
     @property
     def outage(self) -> "Outage | None":
-        """The time without an engine; None while there is one, and once the decoder has ended."""
+        """The current period without an engine; None while there is an engine, and once the decoder has ended."""
         loss = self._life.loss
         return None if loss is None else Outage(loss.outage_began, type(loss.error), loss.tries, loss.refusal)
 
@@ -156,7 +156,7 @@ class EngineSupervisor:
         return 0 if generation is None else len(generation.tokens)
 
     def is_computable(self, request_id: str) -> bool:
-        """Return whether the request gets rows once it is admitted: its tenant is not suspended."""
+        """Return whether the request would get rows after its admission: its tenant is not suspended."""
         generation = self._ledger.find(request_id)
         return generation is None or not self._steps.is_suspended(generation.request.tenant_id)
 
@@ -164,14 +164,14 @@ class EngineSupervisor:
 
     def lose(self, error: Exception) -> None:
         """Process the loss of the engine: the step loop found this error, or it was pending."""
-        # Drop the steps in flight first: their results will not come, and their requests may be suspects.
+        # Drop the steps in flight first: their results will never come, and their requests may be suspects.
         under_way = {name: self.emitted_tokens(name) for name in self._steps.drop()}
         self._apply(self._life.lose(error, self._clock(), steps=self._steps.computed, under_way=under_way))
 
     def change(self) -> None:
         """Make the change that is due: another engine takes over, or the next suspects are computed.
 
-        No step is in progress.
+        No step may be in progress.
         """
         phase, now = self._life.phase, self._clock()
         # Only isolation makes a change on the same engine.
@@ -180,7 +180,7 @@ class EngineSupervisor:
             return
         # The successor takes over. `adopt` also completes the future that `_take_over` awaits.
         self._apply(self._life.adopt(now))
-        # Regions that were bound may have ended requests, so the suspects are chosen after that.
+        # Choose the suspects only now, because binding regions may have ended requests.
         self._apply(self._life.isolate_next())
         # Report the change: after a loss with its cause, otherwise as a planned move.
         loss = phase.before if isinstance(phase.before, lifecycle.Lost) else None
@@ -189,7 +189,7 @@ class EngineSupervisor:
         self.log.info(
             "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
         )
-        # Without a loss, only this change was without an engine; after a loss, the time counts from the loss.
+        # In a planned move only this change was without an engine; after a loss, the time counts from the loss.
         is_known = loss is None or engine_losses.is_known(loss.error)
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
@@ -206,11 +206,11 @@ class EngineSupervisor:
             self._steps.wake()
 
     def engine_failed(self, serving: ServingEngine, error: Exception) -> None:
-        """Process the report, from outside a step, that a lease is lost or is about to be."""
+        """Process the report, which no step made, that a lease is lost or is about to be."""
         if not self._life.is_engaged(serving):
             return
-        # A drain ends the lease only later. In a fleet `lease_warned` moves the load in time; on a single daemon only
-        # the operator knows another node.
+        # A drain ends the lease only later. In a fleet `lease_warned` moves the load in time. On a single daemon only
+        # the operator knows where to move it.
         if isinstance(error, Drained) and serving.lease.is_alive:
             if not serving.is_of_fleet:
                 self.log.warning(
@@ -224,13 +224,13 @@ class EngineSupervisor:
         # Ignore warnings of old leases, and while a change is in progress.
         if serving is self.serving and self._life.is_serving and not self._changing.locked():
             self.log.warning("engine_leaves", cause=cause_of(warning))
-            # `_changing` is not held here, so a failed attempt is repeated with the next warning.
+            # If this attempt fails, the next warning starts another one.
             self._tasks.start(self._leave_node(serving, warning))
 
     # --- effects ---
 
     def _apply(self, effects: Iterable[Effect[ServingEngine]]) -> None:
-        """Carry out effects in their order. All of them are synchronous; those that wait start a task."""
+        """Carry out effects in their order, without waiting: effects that take time start a task."""
         for effect in effects:
             match effect:
                 case lifecycle.Log():
@@ -268,29 +268,29 @@ class EngineSupervisor:
             self.log.info(line.event, **line.fields)
 
     def _end_sequences(self, reason: CompletionReason, wait_s: float) -> None:
-        """End every tenant's sequences, which are replayed on this engine or the next one. No step is in progress."""
+        """End every tenant's sequences, to replay them on this engine or the next one. No step may be in progress."""
         self._ledger.deliver(self.scheduler.engine_lost(self._clock(), reason, wait_s), is_engine_scoped=True)
 
     def _bind_regions(self) -> None:
         """Share the engine's prefixes, and give every tenant its region of the engine.
 
-        A tenant that has lost too many regions recently gets it later.
+        A tenant that has lost too many regions recently gets its region later.
         """
         self._share_prefixes()
         now, regions = self._clock(), self.serving.regions
         # Iterate over a copy, because replacing a region removes it from `pools`.
         for tenant_id, pool in list(regions.pools.items()):
-            # The limiter outlives engines, so that a new engine does not renew a tenant's permits.
+            # The limiter outlives engines, so that a new engine does not reset a tenant's limit.
             if self.scheduler.rebind_delay_s(tenant_id, now):
                 regions.replace(tenant_id)
             else:
                 self._ledger.deliver(self.scheduler.rebound(tenant_id, pool.blocks, now))
 
     def _share_prefixes(self) -> None:
-        """Let prompts use the engine's shared prefixes, in those regions that have not ended."""
+        """Let prompts use the engine's shared prefixes with a region that has not ended."""
         for name, (prefix, pool) in self.serving.regions.prefixes.items():
             self.scheduler.share(prefix)
-            # If the same engine shares them again, after its sequences were restarted, nothing was computed.
+            # Do not report a region twice: after a restart of sequences, the same engine shares its prefixes again.
             if self._prefix_regions.get(name) != pool.region.lease_id:
                 self._report_prefix(prefix, pool)
 
@@ -313,16 +313,16 @@ class EngineSupervisor:
             self._ledger.deliver(self.scheduler.cancel(generation.request.request_id, CompletionReason.ENGINE_ERROR))
 
     async def _await_answers(self, serving: ServingEngine, error: Exception) -> None:
-        """Give an engine's steps ANSWER_S to end, then report them overdue: those of a dead host never end."""
+        """Give an engine's steps ANSWER_S to end, then report them overdue: steps on a dead host never end."""
         await asyncio.sleep(ANSWER_S)
         self._apply(self._life.answers_overdue(serving, error))
 
     # --- other engines ---
 
     async def _recover(self, lost: ServingEngine, loss_number: int, pause_s: float) -> None:
-        """Open another engine in place of a lost one, retrying after pauses until one takes over or none is wanted."""
-        # A healthy daemon frees the lost lease's memory first, which the next lease may need. A daemon that does not
-        # answer must not delay it.
+        """Open another engine in place of a lost one, retrying after pauses until one takes over or none is needed."""
+        # First close the lost engine, because the next lease may need its memory. A daemon that does not answer must
+        # not delay the next lease.
         closing = self._tasks.start(lost.abandon())
         await asyncio.wait((closing,), timeout=ABANDON_S)
         while True:
@@ -334,8 +334,7 @@ class EngineSupervisor:
                 try:
                     await self._take_over(await ServingEngine.open(self._spec, self, self._address))
                     return
-                # Whatever refuses the engine, even a fault of ours, is logged and tried again: callers still wait for
-                # it.
+                # Log every error, even an internal one, and try again, because callers wait for the engine.
                 except Exception as error:
                     if self._life.failure is not None:
                         return
@@ -343,11 +342,11 @@ class EngineSupervisor:
                     self._apply(effects)
 
     async def move(self, address: str | None = None, spec: EngineSpec | None = None) -> None:
-        """Open an engine on another lease while this one serves; then move the whole load there between two steps.
+        """Open an engine on another lease while this one serves, then move all sequences there between two steps.
 
-        `Decoder.move` says more. Further engines are opened with `spec`, too, if one is given.
+        `Decoder.move` says more. If `spec` is given, this engine and all later ones are opened with it.
         """
-        # Run it in a separate task, so that a cancelled caller can still wait until it is undone.
+        # Use a separate task, so that a cancelled caller can still wait until the move is undone.
         task = self._tasks.start(self._move(address, spec))
         try:
             await asyncio.shield(task)
@@ -367,8 +366,7 @@ class EngineSupervisor:
             try:
                 await self._take_over(successor)
             finally:
-                # Do this even if the caller was cancelled at the moment of the hand-over: the old lease must not be
-                # kept.
+                # Do this even if the caller was cancelled during the hand-over, so that the old lease is freed.
                 if self.serving is successor:
                     self._address, self._spec = address, spec
                     await old.abandon()
@@ -376,14 +374,14 @@ class EngineSupervisor:
     async def _leave_node(self, engine: ServingEngine, warning: GpuLeaseError) -> None:
         """Move the load from an engine to another node of its fleet, unless it was lost or replaced meanwhile."""
         async with self._changing:
-            # Another change, which held the lock, has made this one unnecessary.
+            # While this task waited for the lock, another change may have made this one unnecessary.
             if engine is not self.serving or not self._life.is_serving:
                 return
             successor = None
             try:
                 successor = await ServingEngine.open(self._spec, self, self._address)
                 if isinstance(warning, Disconnected):
-                    # If the host is well, its steps continue without the daemon. If not, they never end.
+                    # If the host is alive, its steps continue without the daemon. Otherwise they never end.
                     self._tasks.start(self._await_answers(engine, warning))
                 await self._take_over(successor)
             # No other node has room now. The engine keeps serving, and the next warning tries again.
@@ -392,7 +390,7 @@ class EngineSupervisor:
                 return
             finally:
                 if successor is not None and self.serving is successor:
-                    # Do not wait for this: the daemon may be away.
+                    # Do not wait for this, because the daemon may be down.
                     self._tasks.start(engine.abandon())
 
     async def _take_over(self, successor: ServingEngine) -> None:
@@ -402,13 +400,13 @@ class EngineSupervisor:
         """
         try:
             effects = self._life.offer(successor)
-            # Set up before the effects wake the loop, which may adopt the engine at once.
+            # Create the future before the effects wake the loop, which may adopt the engine at once.
             self._hand_over = asyncio.get_running_loop().create_future()
             self._apply(effects)
             await self._hand_over
         except BaseException:
             if self.serving is not successor:
-                # It was not adopted, because the decoder ended or the caller was cancelled.
+                # The successor was not adopted, because the decoder ended or the caller was cancelled.
                 self._life.withdraw(successor)
                 await successor.abandon()
             raise
@@ -421,11 +419,11 @@ class EngineSupervisor:
             raise error
 
     async def wait_ended(self) -> None:
-        """Wait until the decoder has ended, whether by `stop` or by a fault. Raises nothing."""
+        """Wait until the decoder has ended, whether by `stop` or by an error. Raises nothing."""
         await self._ended.wait()
 
     def fail(self, error: GpuLeaseError) -> None:
-        """End the decoder and every request: the decoder is broken, or closed. The first error counts."""
+        """End the decoder and every request. If the decoder has already ended, its first error remains."""
         self._life.close(error)
         failure = self._life.failure
         assert failure is not None
@@ -435,12 +433,12 @@ class EngineSupervisor:
         self._steps.release_waiters()
         if self._hand_over is not None and not self._hand_over.done():
             self._hand_over.set_exception(failure)
-            # Mark it as retrieved. If no task awaits it, asyncio would otherwise log it, and keep its frames alive.
+            # Mark the exception as retrieved: otherwise asyncio would log it if no task awaits the future.
             self._hand_over.exception()
         self._steps.wake()
 
     def close(self) -> None:
-        """Enter Closed, so that nothing new begins. `stop` does the rest once the step loop has ended."""
+        """Enter the phase Closed, so that nothing new begins. Call `stop` once the step loop has ended."""
         self._life.close(decoder_closed())
 
     async def stop(self) -> None:
@@ -449,7 +447,7 @@ class EngineSupervisor:
         self.fail(decoder_closed())
 
     async def close_engine(self) -> None:
-        """Close the last engine and give its lease back. Raises what that raises, unless the engine was lost."""
+        """Close the last engine and free its lease. Raises the errors of that, unless the engine was lost."""
         phase = self._life.phase
         is_lost = isinstance(phase, lifecycle.Closed) and phase.is_lost
         await (self.serving.abandon() if is_lost else self.serving.close())
@@ -461,10 +459,10 @@ class PrefixState:
 
     Attributes:
         name: Its name.
-        tokens: The tokens of its full blocks.
-        region_bytes: Memory of its region; 0 if that has ended, or while no engine runs.
-        requests: Requests that began with some of its blocks.
-        reused_tokens: Tokens of prompts that were not computed because it has their blocks.
+        tokens: Number of tokens in its full blocks.
+        region_bytes: Size of its region; 0 if the region has ended, or while no engine runs.
+        requests: Number of requests that began with some of its blocks.
+        reused_tokens: Number of prompt tokens that were not computed because the prefix has their blocks.
     """
 
     name: str
@@ -476,12 +474,12 @@ class PrefixState:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """An outage: a time in which the decoder has no engine.
+    """A period in which the decoder has no engine.
 
     Attributes:
         since: When the last engine that computed anything was lost, in monotonic seconds.
         cause: The kind of the error that ended the last engine.
-        tries: How often another one was refused since then.
+        tries: How often another engine was refused since then.
         refusal: The kind of the last refusal; None if there was none.
     """
 
@@ -491,10 +489,10 @@ class Outage:
     refusal: type[Exception] | None
 
     def report(self, now: float, unix_s: float) -> dict[str, Any]:
-        """Return the outage for a health report at `now`, in monotonic seconds, which is `unix_s` in Unix time.
+        """Return the outage for a health report. `now` (monotonic) and `unix_s` (Unix time) are the same moment.
 
-        Errors are named by class only. Their texts are in the log, because they may name paths that callers must not
-        see.
+        The report has only the classes of errors. Their texts are in the log, because they may contain paths that
+        callers must not see.
         """
         outage_s = now - self.since
         return {

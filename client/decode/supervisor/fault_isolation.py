@@ -1,4 +1,4 @@
-"""Finds the request that ends engines: suspects are computed in groups, which are halved with each further loss.
+"""Finds a request that ends engines: suspects are computed in groups, which are halved with each further loss.
 
 After a fault of the context, the requests with rows in the steps in flight are suspects. They are computed again in
 halves: a half that ends an engine is halved again, and a request that ends an engine alone is given up. If a worker was
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class FaultIsolation:
-    """The suspects, as groups of request ids (those that callers know) that are computed one group at a time.
+    """The suspects, in groups that are computed one after another. Request ids are those that callers know.
 
     Attributes:
         current: The group that is now computed without other requests; empty if there is none.
@@ -31,7 +31,7 @@ class FaultIsolation:
     def fault(self, under_way: Iterable[str]) -> str:
         """Record a loss that one of the requests with rows in progress may have caused.
 
-        Returns the request to give up, because it was computed alone; "" if none was.
+        Returns the request to give up, because it was computed alone; "" if no request was.
         """
         current, self.current = self.current, ()
         blamed = list(under_way)
@@ -45,10 +45,10 @@ class FaultIsolation:
             if len(blamed) == len(current) == 1:
                 return blamed[0]
         else:
-            # All requests were computed, so the suspects are those with rows. Earlier suspects keep their places.
+            # All requests were computed, so all with rows are suspects. Earlier suspects stay in their groups.
             suspected = {name for group in self._groups for name in group}
             blamed = [name for name in blamed if name not in suspected]
-        # Halve the rest. Both halves come first, so that one guilty request is found in log2(n) losses.
+        # Halve the group. Both halves come before other groups, so that one guilty request is found in log2(n) losses.
         middle = -(-len(blamed) // 2)
         self._groups.extendleft(filter(None, (tuple(blamed[middle:]), tuple(blamed[:middle]))))
         return ""
@@ -74,9 +74,9 @@ class FaultIsolation:
         return any(is_ready(name) for group in self._groups for name in group)
 
     def next(self, is_ready: Callable[[str], bool] = bool) -> tuple[str, ...]:
-        """Make the ready members of the first group that has any the current group, and return them; () if none has.
+        """Find the first group with ready members, and make these the current group. Returns them, or () for none.
 
-        The group's other members keep its place.
+        The group's other members stay in its place.
         """
         self.current = ()
         for place, group in enumerate(self._groups):

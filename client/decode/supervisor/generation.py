@@ -38,7 +38,7 @@ class Emitted:
 
 
 EmittedParts = tuple[int, int, float, int, tuple[tuple[int, float], ...]]
-"""An Emitted's attributes in their order. A tuple is made in a fifth of the time."""
+"""The attributes of an `Emitted` in their order. Making a tuple takes a fifth of the time."""
 
 
 class Generation:
@@ -46,16 +46,17 @@ class Generation:
 
     Attributes:
         request_id: Its id.
-        request: The request; that of its last replay if it was replayed.
+        request: The request; after a replay, the request of the last replay.
         reason: Why it ended; None while it is in progress.
-        error: What the iterator raises after the last token; None while in progress, or if it ends without an error.
-        failure: Why it must end with an error although the engine did not fail; usually None.
+        error: The error that the iterator raises after the last token; None while it is in progress, and if it ended
+            without an error.
+        failure: An error with which the request must end although the engine did not fail; usually None.
         replays: How often it was replayed, because its tenant's region or the engine was lost.
         tokens: All tokens that it has emitted.
         reused_tokens: Number of the prompt's tokens for which keys and values were reused and not computed.
-        pooled: The prompt's rows, if its request has a pooling: complete before the first emitted token.
-        prompt_scores: The prompt's tokens from its second on, if they are scored: complete before the first emitted
-            token.
+        pooled: The prompt's rows, if the request has a pooling. Complete before the first token is emitted.
+        prompt_scores: The prompt's tokens from its second on, if the request asks for scores. Complete before the first
+            token is emitted.
     """
 
     # Every step reads and changes these attributes of a thousand generations, so keep them close together in memory.
@@ -98,13 +99,14 @@ class Generation:
     async def __anext__(self) -> Emitted:
         """Wait for the next token.
 
-        Raises AdmissionRefused if the request or its replay finds no room, and WaitedTooLong if it found none
-        in time; EngineDecodeFailed if the engine is lost permanently, and RequestBreaksEngine if this request is the
-        cause; SequenceEnded if it was ended and is not replayed; NoModelLoaded if the decoder is closed;
-        RequestRejected if another task already iterates. A generation that its caller cancelled ends without an error.
+        Raises AdmissionRefused if the request or its replay is refused, WaitedTooLong if it was not admitted in time,
+        EngineDecodeFailed if the engine was lost and no other one came in time, RequestBreaksEngine if this request
+        ended an engine, SequenceEnded if the sequence was ended and is not replayed, NoModelLoaded if the decoder is
+        closed, RequestRejected if another task already iterates. If the caller has cancelled the generation, the
+        iterator ends without an error.
         """
         while not self._emitted:
-            # Tokens that were emitted before the end are yielded first, so the end is checked only when none is left.
+            # Check for the end only here, because tokens that were emitted before the end are yielded first.
             if self.error is not None:
                 raise self.error
             if self.reason is not None:
@@ -117,13 +119,13 @@ class Generation:
         return Emitted(*self._emitted.popleft())
 
     def cancel(self) -> None:
-        """End it. From the next step on, other sequences can have its rows."""
+        """End the generation. From the next step on, other sequences can use its rows."""
         self._cancel(self)
 
     # --- for a caller that serves many generations, without a task for each ---
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` whenever there is something to take, instead of waking an iterator; at once if there is."""
+        """Call `on_change` whenever tokens or the end have come; at once if some have come already."""
         self._on_change = on_change
         if self._emitted or self.is_ended:
             on_change()
@@ -156,7 +158,7 @@ class Generation:
         self.pooled.add(position, rows)
 
     def score(self, scored: Emitted) -> None:
-        """Add the score of a token of the prompt, unless an earlier attempt had it."""
+        """Add the score of a token of the prompt, unless an earlier attempt has added it."""
         if scored.position == len(self.prompt_scores) + 1:
             self.prompt_scores.append(scored)
 
@@ -167,7 +169,7 @@ class Generation:
         self.replays += 1
 
     def end(self, reason: CompletionReason, error: Exception | None = None) -> None:
-        """End it: after the last token the iterator stops, or raises `error`."""
+        """End the generation: after the last token its iterator stops, or raises `error`."""
         self.reason, self.error = reason, error
         self._wake()
 

@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 STREAM_WAIT_S: Final = 600.0
-"""Longest wait of a stream for its model. Its caller gets comments meanwhile, so only the server limits it."""
+"""Longest time in seconds that a stream waits for its model. Comments keep its connection alive meanwhile, so only the
+server limits the wait."""
 
 PARK_TRIES: Final = 50
 PARK_RETRY_S: Final = 0.02
-"""The number of tries to park an engine that the daemon still counts as returning or busy, and the pause, in seconds,
-between two tries."""
+"""Number of tries to park an engine that the daemon still considers returning or busy; seconds between two tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class ModelSpec:
 
     Attributes:
         path: Its files.
-        tenants: The tenants that may use it. Each gets a region of it.
+        tenants: The tenants that may use it. Each gets a region.
         settings: Its decoder's settings.
         wait_s: Seconds that a request may wait for its admission, once the model is on the card.
-        chat_tokens: Default tokens of a chat's answer.
+        chat_tokens: Default maximum number of tokens of a chat's answer.
         prefixes: The prefixes that all of its tenants share.
         aliases: Its additional names in requests, which no other model has.
         is_preloaded: Whether it is loaded at the start.
@@ -87,7 +87,7 @@ class ModelSpec:
 
 
 class ModelUse:
-    """One request's use of a model: it is not parked or unloaded until the block and the sequences have ended.
+    """One request's use of a model, which is not parked or unloaded until the block and all held sequences have ended.
 
     Attributes:
         model: The model's name.
@@ -102,7 +102,7 @@ class ModelUse:
         self.is_finished = False
 
     def hold(self, generations: Iterable[Generation]) -> None:
-        """Keep the model until these have ended, however slowly their callers read."""
+        """Keep the model until these sequences have ended, however slowly their callers read."""
         self.held |= {generation.request_id for generation in generations if not generation.is_ended}
 
 
@@ -124,7 +124,7 @@ class _PoolFeed(DecoderObserver):
         self._pool, self._model, self._opened = pool, model, opened
 
     def on_finished(self, report: FinishedRequest) -> None:
-        """Release the uses that were kept only for this sequence."""
+        """Release a use if this sequence was the last one that it held."""
         for ticket, use in list(self._opened.uses.items()):
             use.held.discard(report.request_id)
             if use.is_finished and not use.held:
@@ -138,10 +138,10 @@ class ModelPool:
     """The models of one server.
 
     Attributes:
-        log: Where loads, parks and failures are written.
-        residency: The decisions: where each model is. Only the pool changes it.
-        counts: How often each of "load", "load_failed", "return", "park" and "unload" happened, by model and event.
-        seconds: The seconds that each model's last load took.
+        log: Logs loads, parks and failures.
+        residency: Decides where each model's memory is. Only the pool changes it.
+        counts: By model and event ("load", "load_failed", "return", "park" or "unload"), how often it happened.
+        seconds: How many seconds each model's last load took.
     """
 
     def __init__(
@@ -170,21 +170,19 @@ class ModelPool:
         self._specs, self._limits, self._address = dict(specs), limits, address
         self._observers, self._is_audited, self._clock = observers, is_audited, clock
         self._opened: dict[str, _Opened] = {}
-        # By ticket: the tenant of a request that waits for its model, and its outcome.
+        # By ticket: the tenant of a request that waits for its model, and the future of its admission or refusal.
         self._waiting: dict[int, tuple[str, asyncio.Future[Refuse | None]]] = {}
         self._tickets = count(1)
-        # By model, with the state of its files and settings then.
+        # Caches by model or path. Each value is valid while the state beside it, of files and settings, is the same.
         self._computed_by: dict[str, tuple[object, ComputedBy]] = {}
-        # By path, likewise.
         self._tokenizers: dict[Path, tuple[object, Tokenizer]] = {}
-        # By model, with the state of its files and settings then.
         self._shared: dict[str, tuple[object, tuple[SharedPrefix, ...]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks, self._loads = BackgroundTasks(), BackgroundTasks()
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["ModelPool"]:
-        """Measure the models, begin to load the preloaded ones, and close all of them with the block.
+        """Measure the models and begin to load the preloaded ones. The end of the block closes all of them.
 
         Raises InvalidRequest for a model that is larger than the card's memory for models.
         """
@@ -201,7 +199,7 @@ class ModelPool:
         self.drain()
         if self._timer is not None:
             self._timer.cancel()
-        # A park or a return must not meet a closed decoder; then the decoders close, in parallel.
+        # First stop parks and returns, which need open decoders. Then the decoders close, in parallel.
         await self._tasks.stop()
         for opened in self._opened.values():
             opened.stopping.set()
@@ -215,7 +213,7 @@ class ModelPool:
 
     @property
     def specs(self) -> Mapping[str, ModelSpec]:
-        """The models by their names, as of the last reload."""
+        """The models by their names, since the last reload."""
         return self._specs
 
     @property
@@ -240,12 +238,12 @@ class ModelPool:
         return ModelState.UNLOADED if resident is None else resident.state
 
     def report(self, model: str) -> dict[str, Any]:
-        """Return what everybody may know of a model's state, as a JSON object."""
+        """Return the public part of a model's state, as a JSON object."""
         resident, decoder = self.residency.models.get(model), self.decoders.get(model)
         if resident is None:
             return {"state": ModelState.UNLOADED}
         fields: dict[str, Any] = {"state": resident.state, "memory_bytes": resident.terms.size_bytes}
-        # Errors are named by class only. Their texts are in the log, because they may name paths.
+        # Report only the class of an error. Its text is in the log, because it may contain paths.
         if resident.state is ModelState.FAILED:
             fields["reason"] = resident.reason
         if decoder is not None and resident.state is ModelState.LOADED and (outage := decoder.outage):
@@ -253,7 +251,7 @@ class ModelPool:
         return fields
 
     def request_counts(self, model: str, tenant: str | None) -> dict[str, int]:
-        """Return how many requests of a tenant wait for a model and use it; of all tenants for None."""
+        """Return how many requests of a tenant, or of all tenants for None, wait for a model and how many use it."""
         resident, opened = self.residency.models.get(model), self._opened.get(model)
         if resident is None:
             return {"waiting": 0, "in_use": 0}
@@ -280,10 +278,10 @@ class ModelPool:
         Args:
             model: The model's name.
             tenant: The tenant, which must be one of the model's.
-            wait_s: Seconds to wait at most.
-            on_wait: Called if the model is not there.
+            wait_s: Maximum number of seconds to wait.
+            on_wait: Called if the request has to wait for the model.
 
-        Raises UnknownModel, and ModelUnavailable if it can't be brought there in time.
+        Raises UnknownModel, and ModelUnavailable if the model does not get onto the card in time.
         """
         if not self.is_permitted(tenant, model):
             raise unknown_model(model)
@@ -321,7 +319,7 @@ class ModelPool:
         self._apply(self.residency.release(ticket, self._clock()))
 
     def engine_reopened(self, model: str) -> None:
-        """A model's decoder has another engine, which is on the card even if the last one was parked."""
+        """Process that a model's decoder has opened another engine, which is on the card even if the old was parked."""
         self._apply(self.residency.engine_reopened(model, self._clock()))
 
     # --- the operator ---
@@ -350,17 +348,17 @@ class ModelPool:
         size = 0
         try:
             checkpoint = open_model(spec.path)
-            # Counted before the texts are read: with a mistake in those, its load reports that instead of the size.
+            # Compute the size before reading tokenizer and prefixes, so that a mistake in those does not hide the size.
             size = engine_bytes(checkpoint, spec.tenants, spec.settings)
             self._load_tokenizer(spec.path, checkpoint)
             if prefixes := self._shared_of(name, checkpoint, spec):
                 size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
         except GpuLeaseError as error:
-            # The others are served. Its own requests get the error of the load.
+            # The other models are served. Requests for this one get the error of its load.
             self.log.failure("model_not_measured", error, model=name)
-        # While a region with a fixed life is moved, which happens without requests, too, a session can't stay parked.
+        # Regions with a fixed life are moved even without requests, so their session can't stay parked.
         is_parkable = spec.settings.region_life_s is None
-        # Another order of tenants or prefixes changes nothing that is loaded.
+        # The order of tenants and prefixes does not matter, so a changed order must not reload the model.
         tenants_and_prefixes = frozenset(spec.tenants), frozenset(spec.prefixes)
         version = spec.path, *tenants_and_prefixes, spec.settings, spec.wait_s, spec.chat_tokens
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
@@ -368,12 +366,13 @@ class ModelPool:
     def _load_tokenizer(self, path: Path, checkpoint: Checkpoint) -> None:
         """Load a model's tokenizer before the server serves, or again if its files have changed.
 
-        While a large vocabulary is read, for a second or more, no other Python code of this process runs, even if a
-        thread reads it: done by the first request, it would stop the steps of all other models. Raises ModelRejected.
+        Reading a large vocabulary takes a second or more, in which no other Python code of this process runs, even if
+        a thread reads it. The first request must not cause this, because it would stop the steps of all other models.
+        Raises ModelRejected.
         """
         if (state := _state_of(path)) != self._tokenizers.get(path, (None,))[0]:
             tokenizer = checkpoint.tokenizer()
-            # The processes for texts take as long to load their part of it.
+            # Compute these values now, too: they take about as long, and the text processes need them.
             tokenizer.values()
             self._tokenizers[path] = state, tokenizer
 
@@ -416,7 +415,7 @@ class ModelPool:
 
     def _settle(self, ticket: int, refusal: Refuse | None) -> None:
         _, admitted = self._waiting.pop(ticket, ("", None))
-        # Without one, the caller is gone, and `use` has released the ticket or is about to.
+        # If there is no entry, the caller has given up, and `use` has released the ticket or is about to.
         if admitted is not None and not admitted.done():
             admitted.set_result(refusal)
 
@@ -437,7 +436,7 @@ class ModelPool:
         try:
             async with AsyncExitStack() as stack:
                 checkpoint = await asyncio.to_thread(open_model, spec.path)
-                # At the unload, rather than when the garbage collector finds the decoder.
+                # Close the checkpoint at the unload, rather than when the garbage collector finds the decoder.
                 stack.callback(checkpoint.close)
                 prefixes = await asyncio.to_thread(self._shared_of, model, checkpoint, spec)
                 size = await asyncio.to_thread(engine_bytes, checkpoint, spec.tenants, spec.settings, prefixes)
@@ -461,7 +460,7 @@ class ModelPool:
                 )
                 if audit is not None:
                     await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
-                # Before the first request comes, which should not have to start them.
+                # Start the text processes now, so that the first request does not wait for them.
                 await decoder.prompts.start()
                 opened.decoder, is_loaded = decoder, True
                 self.seconds[model] = self._clock() - began
@@ -470,7 +469,7 @@ class ModelPool:
                 self._apply(self.residency.loaded(model, self._clock()))
                 await first_ended(opened.stopping.wait(), decoder.wait_ended())
                 if not opened.stopping.is_set():
-                    # A fault of its own: its requests have the error already.
+                    # An internal error has ended the decoder. Its requests have raised it already.
                     self._apply(self.residency.ended(model, "EngineDecodeFailed", self._clock()))
         except Exception as error:
             if not is_loaded:
@@ -481,7 +480,7 @@ class ModelPool:
                 name = type(error).__name__
                 self._apply(self.residency.load_failed(model, name, self._clock(), is_for_room=is_for_room))
                 return
-            # Errors of its end are ignored: its lease ends in any case, at its deadline at the latest.
+            # Only log errors of closing the decoder: its lease ends in any case, at its deadline at the latest.
             self.log.failure("model_not_closed", error, model=model)
         self._opened.pop(model, None)
         self.counts[model, "unload"] += 1
@@ -496,7 +495,7 @@ class ModelPool:
             raise ModelRejected(text, "Reload the server's settings: send it SIGHUP")
 
     async def _by(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> ComputedBy:
-        # All of the model's files are read for it, so not at each load, but if they or the settings have changed.
+        # This reads all of the model's files, so do it only if the files or the settings have changed.
         state = spec.path, spec.settings.packed, _state_of(spec.path, has_weights=True)
         cached = self._computed_by.get(model)
         if cached is None or cached[0] != state:
@@ -513,7 +512,7 @@ class ModelPool:
                     await decoder.park()
                     break
                 except Busy:
-                    # The daemon may not have noticed yet that the last use is over.
+                    # The daemon may not have noticed yet that the last use has ended.
                     if tries == PARK_TRIES - 1:
                         raise
                     await asyncio.sleep(PARK_RETRY_S)
@@ -541,8 +540,8 @@ class ModelPool:
 
 
 def _state_of(path: Path, *, has_weights: bool = False) -> object:
-    """Return names, times and sizes of a model's files, which change if its tokenizer or its weights change."""
-    # A GGUF file has the tokenizer in it; in a folder, all of its files but the weights are JSON or templates.
+    """Return the names, times and sizes of a model's files: they change if its tokenizer (or its weights) change."""
+    # A GGUF file contains the tokenizer. In a folder, all files but the weights are JSON or templates.
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     if not has_weights:
         files = [file for file in files if file.suffix != ".safetensors"]
@@ -559,7 +558,7 @@ def _refusing_large_models() -> Iterator[None]:
 
 
 def unknown_model(model: str) -> UnknownModel:
-    """Return the error of a request for a model that its tenant may not use: the same as for one that is unknown."""
+    """Return the error for a model that is unknown, or that the tenant may not use: the error must not tell which."""
     return UnknownModel(f"Model {model!r} is not served here; GET /v1/models lists those that are.")
 
 

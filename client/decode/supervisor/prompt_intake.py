@@ -1,8 +1,7 @@
-"""Prompts before they reach the scheduler: each tenant's are counted before any work is done for them.
+"""Handles prompts before they reach the scheduler. Each is counted as its tenant's before any work is done for it.
 
 A text costs the host CPU time before its request is admitted: it is read, put into a template, and tokenized. A request
-in this stage counts against the tenant's `max_waiting`, and the work is done in separate processes
-(text/text_processes.py).
+in this stage counts against the tenant's `max_waiting`, and separate processes do the work (text/text_processes.py).
 """
 
 import asyncio
@@ -33,11 +32,11 @@ SMALLEST_CHAT: Final = [{"role": "user", "content": "hi"}]
 
 
 class PromptIntake:
-    """Reads prompts for a decoder. The first text starts the processes, or `start` does; `stop` ends them.
+    """Reads prompts for a decoder. `start` or the first text starts the processes; `stop` ends them.
 
     Attributes:
-        coming: By tenant, the number of requests that are in this stage: neither submitted nor refused.
-        limits: Limits of reading one text. To change them, set them before the first text.
+        coming: By tenant, the number of requests in this stage, which are neither submitted nor refused yet.
+        limits: Limits of reading one text. They may be changed only before the first text.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class PromptIntake:
         """Prepare it; no process starts yet.
 
         Args:
-            scheduler: Has the tenants and their limits.
+            scheduler: Knows the tenants and their limits.
             tokenizer: Returns the model's tokenizer.
-            processes: How many processes read texts.
+            processes: Number of processes that read texts.
             report: Called with a report of each request that is refused here.
-            log: Where texts are logged that ended the process that read them.
+            log: Logs texts that ended the process that read them.
         """
         self.coming: Counter[str] = Counter()
         self._scheduler, self._tokenizer, self._count = scheduler, tokenizer, processes
@@ -68,17 +67,17 @@ class PromptIntake:
 
     @contextmanager
     def place(self, tenant_id: str) -> Iterator[None]:
-        """Count a request as its tenant's, from before its body is read until it is submitted within the block.
+        """Count a request as its tenant's during the block: from before its body is read until it is submitted.
 
-        A tenant has places for the sequences that may live and the requests that may wait.
+        A tenant has `max_concurrent` + `max_waiting` places.
 
-        Raises AdmissionRefused if all places are taken, RequestRejected if the tenant does not exist.
+        Raises AdmissionRefused if no place is free, RequestRejected if the tenant does not exist.
         """
         tenant = self._scheduler.tenants.get(tenant_id)
         if tenant is None:
             raise RequestRejected(f"the decoder has no tenant {tenant_id!r}")
         config, count = tenant.config, len(tenant.live) + len(tenant.waiting)
-        # Live, waiting and coming requests share the same places, so a request never loses its place on the way.
+        # Live, waiting and coming requests use the same places, so a request never loses its place when it moves on.
         if count + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
             full = f"{config.max_waiting} of its requests wait"
             if not config.max_waiting:
@@ -94,7 +93,7 @@ class PromptIntake:
             self.coming[tenant_id] -= 1
 
     async def read_text(self, tenant_id: str, text: str) -> tuple[int, ...]:
-        """Tokenize a text, with the begin token first. To be called within `place`. Raises the errors of `do`."""
+        """Tokenize a text, with the begin token first. Call it within `place`. Raises the errors of `do`."""
         answer = await self.do(tenant_id, read_text, {"text": text})
         return unpacked_tokens(answer["tokens"])
 
@@ -103,7 +102,7 @@ class PromptIntake:
     ) -> tuple[int, ...]:
         """Put a chat into the model's template and tokenize it.
 
-        To be called within `place`. Raises the errors of `do`.
+        Call it within `place`. Raises the errors of `do`.
         """
         arguments = {"messages": list(messages), "variables": dict(variables)}
         answer = await self.do(tenant_id, read_chat, arguments, is_chat=True)
@@ -112,19 +111,19 @@ class PromptIntake:
     async def do(
         self, tenant_id: str, job: Job, arguments: Mapping[str, Any], *, is_chat: bool = False
     ) -> dict[str, Any]:
-        """Have a process do a job for a tenant's prompt. Raises the errors of `TextProcesses.do`.
+        """Run a job for a tenant's prompt in a process.
 
-        Raises ModelRejected for a model without a tokenizer, and for a chat template that exceeds a limit whatever the
-        messages are.
+        Raises the errors of `TextProcesses.do`, and ModelRejected for a model without a tokenizer, or with a chat
+        template that exceeds a limit for any messages.
         """
         processes = await self._started()
-        # The template is known to be at fault, so do not spend a process on it again.
+        # The template is known to be at fault, so do not run it again.
         if is_chat and self._is_template_sound is False:
             raise _broken_template()
         try:
             return await processes.do(tenant_id, job, arguments)
         except TextNotRead as error:
-            # Before the tenant gets the blame, find out whether the template fails for the smallest chat, too.
+            # Before blaming the tenant, find out whether the template also fails for the smallest chat.
             if is_chat and not await self._is_sound(processes, tenant_id):
                 raise _broken_template() from error
             self._report(tenant_id, error)
@@ -139,7 +138,7 @@ class PromptIntake:
         return 0 if self._processes is None else self._processes.replaced
 
     async def start(self) -> None:
-        """Start the processes, if they are not there yet. Raises ModelRejected, or TextProcessesFailed."""
+        """Start the processes, if they are not running yet. Raises ModelRejected, or TextProcessesFailed."""
         await self._started()
 
     async def stop(self) -> None:
@@ -147,14 +146,14 @@ class PromptIntake:
         self._is_stopped = True
         if self._starting is None:
             return
-        # A cancelled start ends its own processes; a completed start leaves them to `stop` below.
+        # A start that is cancelled ends its own processes. After a completed start, end them here.
         self._starting.cancel()
         await asyncio.gather(self._starting, return_exceptions=True)
         if self._processes is not None:
             await self._processes.stop()
 
     def _report(self, tenant_id: str, error: RequestRejected) -> None:
-        # Metrics count refusals by a small set of reasons.
+        # Report one of a small set of reasons, by which metrics count refusals.
         reason = error.reason if isinstance(error, AdmissionRefused) else type(error).__name__
         self._on_refused(PromptRefused(tenant_id, reason, str(error)))
 
@@ -165,19 +164,19 @@ class PromptIntake:
         starting = self._starting
         if starting is None or (starting.done() and starting.exception() is not None):
             starting = self._starting = asyncio.create_task(self._start())
-        # One caller may give up while the others continue; the end of the intake ends all of them.
+        # `wait` does not cancel the start if this caller is cancelled, because others may wait for it.
         await asyncio.wait((starting,))
         if self._is_stopped:
             raise decoder_closed()
         return starting.result()
 
     async def _start(self) -> "TextProcesses":
-        # Imported late: it needs the extra `decode`, like the tokenizer.
         tokenizer = await self._tokenizer()
+        # Import this late, because it needs the extra `decode`, like the tokenizer.
         from gpulease.client.decode.text.text_processes import TextProcesses
 
         context = self._scheduler.settings.context
-        # Every process gets the same tokenizer and limits, and knows the context for its own early refusals.
+        # Each process gets the tokenizer and the limits, and the context with which it refuses long texts early.
         self._processes = await TextProcesses.of(tokenizer, context, self._count, self.limits, self._log)
         return self._processes
 
@@ -192,7 +191,7 @@ class PromptIntake:
                 self._log.error("chat_template_refused", cause=cause_of(error))
                 self._is_template_sound = False
             except AdmissionRefused:
-                return True  # Not known yet: no process was free for it.
+                return True  # It is not known yet, because no process was free for the check.
             except RequestRejected:
                 self._is_template_sound = True
         return self._is_template_sound

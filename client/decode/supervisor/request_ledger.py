@@ -1,4 +1,4 @@
-"""The callers' requests of a decoder, from `submit` to their ends, and the reports about them.
+"""The requests of a decoder's callers, from `submit` to their ends, and the reports about them.
 
 To the scheduler each replay is a new request. Here a request and all of its replays are one generation.
 """
@@ -39,7 +39,7 @@ class _Loss:
     Attributes:
         request_id: The scheduler's id of the request that ended.
         reason: Why it ended.
-        is_engine_scoped: Whether the whole engine was lost, at this end or at a later one of the same outage.
+        is_engine_scoped: Whether the whole engine was lost, at this end or at a later one before the next token.
         at: The time of the end, in monotonic seconds.
     """
 
@@ -80,14 +80,14 @@ class _Ranks:
 class RequestLedger:
     """Requests in progress. Passes the scheduler's events on to generations and observers, each end exactly once.
 
-    Recoveries after the loss of a region or engine, and replays that are given up, are logged as well.
+    Also logs recoveries after the loss of a region or engine, and replays that are given up.
     """
 
     def __init__(self, observers: Sequence[DecoderObserver] = (), log: DecodeLog | None = None) -> None:
         self.observers = tuple(observers)
         self._log = log or DecodeLog()
-        # By the scheduler's id, which changes with each replay; `_generations` has them by the caller's id, which
-        # stays.
+        # Keyed by the scheduler's id, which changes with each replay. `_generations` is keyed by the caller's id, which
+        # does not change.
         self._entries: dict[str, _Entry] = {}
         self._generations: dict[str, Generation] = {}
 
@@ -95,7 +95,7 @@ class RequestLedger:
         return len(self._entries)
 
     def find(self, request_id: str) -> Generation | None:
-        """Return the generation in progress with this id, the one its caller knows; None if there is none."""
+        """Return the generation in progress with this caller's id; None if there is none."""
         return self._generations.get(request_id)
 
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
@@ -141,10 +141,9 @@ class RequestLedger:
     ) -> None:
         """Pass a computed step's tokens and ends on, and report the step.
 
-        `ranked` are a guided step's, `normed` a pooled one's (`DecodeEngine`).
+        `ranked` and `normed` are those of `DecodeEngine`, if the step was guided or pooled.
         """
-        # Prompts that are not complete yet emit no token, but the step computed rows of theirs. The last row of the
-        # others is counted with their token.
+        # Count the time of prompts' rows. The last row of a complete prompt is counted below, with its token.
         row_s = took_s / max(1, len(step))
         for sequence, _, count in step.chunks:
             if (entry := self._entries.get(sequence.request.request_id)) is None:
@@ -154,7 +153,7 @@ class RequestLedger:
                 entry.gpu_s += row_s * count
             else:
                 entry.gpu_s += row_s * (count - 1)
-        # For all rows at once, because a numpy call per token would be slow.
+        # Compute the logarithms for all rows at once, because a numpy call per token would be slow.
         logs = log_probabilities(results).tolist()
         entries, now = self._entries, time.monotonic()
         ranks = None if ranked is None else _Ranks(results, ranked)
@@ -167,9 +166,9 @@ class RequestLedger:
                     rows = normed[first_row : first_row + count]
                     entry.generation.pool(int(step.positions[first_row]), rows)
         tokens = outcome.tokens
-        its_logs = map(logs.__getitem__, tokens.rows)
+        token_logs = map(logs.__getitem__, tokens.rows)
         for request, token, position, row, log in zip(
-            tokens.requests, tokens.tokens, tokens.positions, tokens.rows, its_logs, strict=True
+            tokens.requests, tokens.tokens, tokens.positions, tokens.rows, token_logs, strict=True
         ):
             if (entry := entries.get(request.request_id)) is None:
                 continue
@@ -188,14 +187,14 @@ class RequestLedger:
         self.deliver(outcome.ends)
 
     def _score(self, step: StepPlan, logs: Sequence[float], ranks: "_Ranks") -> None:
-        """Pass on the scores of prompts' tokens. The row of a position scores the token after it."""
+        """Pass on the scores of prompts' tokens. The row of a position scores the token at the next position."""
         for sequence, first_row, count in step.chunks:
             request = sequence.request
             entry = self._entries.get(request.request_id) if request.scores_prompt else None
             if entry is None:
                 continue
             begin = int(step.positions[first_row])
-            # Tokens that an earlier attempt emitted are behind the caller's prompt, and were passed on.
+            # Stop at the end of the caller's prompt. A replay's prompt continues with tokens that are known already.
             for place in range(begin + 1, min(begin + count + 1, len(entry.prompt))):
                 row = first_row + place - begin - 1
                 scores = ranks.of(row, request.ranks)
@@ -212,16 +211,16 @@ class RequestLedger:
         for event in events:
             entry = self._entries.pop(event.request.request_id, None)
             assert not isinstance(event, SchedulerEvent.Token)
-            # Its generation has ended already, so its caller has the outcome.
+            # The generation has ended already, so the caller knows the outcome.
             if entry is None:
                 continue
             if isinstance(event, SchedulerEvent.AdmissionRejected):
-                # Refused at its admission, or as a replay. The iterator raises the refusal.
+                # The request or its replay was refused. The generation's iterator raises the refusal.
                 refusal = AdmissionRefused(event.reason, event.detail, event.retry_after_s)
                 self._log_lost(entry, event.reason)
                 self._end(entry, CompletionReason.CANCELLED, refusal, event.reason, event.detail, now)
-            # It is replayed: the entry and its generation continue under the scheduler's new id. If several losses come
-            # before a token, the first one counts for the latency.
+            # The request is replayed: its entry and generation continue under the scheduler's new id. If several losses
+            # happen before the next token, the latency counts from the first.
             elif event.continued_by:
                 self._entries[event.continued_by] = entry
                 entry.generation.replay(event.continued_by)
@@ -229,7 +228,8 @@ class RequestLedger:
                     entry.loss = _Loss(event.request.request_id, event.reason, is_engine_scoped, now)
                 entry.loss.is_engine_scoped |= is_engine_scoped
             else:
-                # It ended permanently. A replay that found no engine in time failed by the loss, not by a lack of room.
+                # The request ended permanently. If a replay found no engine in time, the cause is the loss and not a
+                # lack of room.
                 reason, failure = event.reason, entry.generation.failure or error_of(event)
                 if entry.loss is not None and reason is CompletionReason.DEADLINE_EXCEEDED:
                     self._log_lost(entry, reason)
@@ -240,7 +240,7 @@ class RequestLedger:
     def end_all(self, error: GpuLeaseError) -> None:
         """End every request: the decoder has ended."""
         now = time.monotonic()
-        # Detached first, so that a callback can't end an entry twice.
+        # Detach the entries first, so that a callback can't end one twice.
         entries, self._entries = self._entries, {}
         for entry in entries.values():
             self._end(entry, CompletionReason.ENGINE_ERROR, error, CompletionReason.ENGINE_ERROR, str(error), now)
@@ -256,7 +256,7 @@ class RequestLedger:
     ) -> None:
         generation = entry.generation
         self._generations.pop(generation.request_id, None)
-        # Recorded before observers are called, so that none of them can keep it from the caller.
+        # End the generation before observers are called, so that no observer can prevent it.
         generation.end(reason, error)
         if not self.observers:
             return
@@ -302,7 +302,7 @@ class RequestLedger:
         self.report(lambda observer: observer.on_rebind(report))
 
     def _log_lost(self, entry: _Entry, reason: CompletionReason | AdmissionReason) -> None:
-        """Log that a replay is given up, if the request ends while it waits to recover from a loss."""
+        """Log that a replay is given up, if the request has not recovered from a loss."""
         if entry.loss is not None:
             request = entry.generation.request
             lost = "engine" if entry.loss.is_engine_scoped else "region"

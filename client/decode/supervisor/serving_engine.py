@@ -1,6 +1,6 @@
 """A lease, the engine on it and the tenants' regions in it, which open and close together.
 
-A decoder has one serving engine. While its load moves to another node, or after a loss, it opens another one with the
+A decoder has one serving engine. To move its load to another node, and after a loss, it opens another engine with the
 same specification. The lease is watched, so that an idle decoder notices a loss and opens the next engine before the
 next request, and so that in a fleet the load can leave its node in time.
 """
@@ -28,22 +28,23 @@ from gpulease.client.errors import Busy, Disconnected, Drained, GpuLeaseError, L
 from gpulease.protocol import Phase
 
 LEASE_S: Final = 120.0
-"""Seconds of the lease, which is renewed for as long as the engine is open."""
+"""Duration of the lease in seconds. It is renewed for as long as the engine is open."""
 
 PARKABLE_WAIT_S: Final = 5.0
 """Seconds for which a parkable lease may wait for room: another model has just left the card, or is about to."""
 
 FLEET_LEASE_S: Final = 40.0
-"""Seconds of a fleet's lease. If they pass without a renewal, the host counts as dead and another node is used."""
+"""Duration of a fleet's lease in seconds. If the lease ends without a renewal, the host is considered dead and the
+decoder uses another node."""
 
 DAEMON_RESTART_S: Final = 10.0
-"""Seconds for which a fleet's daemon may be away before the load leaves it; a restart takes less."""
+"""Seconds for which a daemon of a fleet may be down before the load leaves its node. A restart takes less."""
 
 POLL_S: Final = 0.5
-"""Pause between two checks of the lease, each of them one load from shared memory."""
+"""Seconds between two checks of the lease, each of which is one load from shared memory."""
 
 WATCH_PAUSE_S: Final = 5.0
-"""Pause before a lease's events are requested again, and therefore between two attempts to move the load away."""
+"""Seconds before a lease's events are requested again, and therefore between two attempts to move the load away."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +53,12 @@ class EngineSpec:
 
     Attributes:
         checkpoint: The model.
-        limits: Rows, sequences and positions to make room for.
-        packed: Whether quantised weights stay packed.
-        size_bytes: Memory of the lease.
+        limits: Number of rows, sequences and positions to make room for.
+        packed: Whether quantized weights stay packed.
+        size_bytes: Size of the lease.
         tenants: The tenants, each with a region.
         prefixes: The shared prefixes, each with a region.
-        region_life_s: Seconds of a region; None: regions are renewed.
+        region_life_s: Duration of a region in seconds; None: regions are renewed.
         is_latency: Whether the lease is of the latency class.
         is_parkable: Whether the lease can be parked.
     """
@@ -78,20 +79,23 @@ class EngineUser(Protocol):
 
     Attributes:
         scheduler: Read for the limits of rebinds, and never changed.
-        log: Where refusals are written.
+        log: Logs refusals.
     """
 
     scheduler: ContinuousBatchScheduler
     log: DecodeLog
 
     def region_opened(self, serving: "ServingEngine", tenant: TenantConfig, pool: BlockPool) -> None:
-        """Called with a region that replaces one that ended."""
+        """Process a region that replaces an ended one."""
 
     def engine_failed(self, serving: "ServingEngine", error: Exception) -> None:
-        """Called outside of any step when the lease is lost or is about to be."""
+        """Process that the lease is lost or is about to be. No step made this report."""
 
     def lease_warned(self, serving: "ServingEngine", warning: GpuLeaseError) -> None:
-        """Called repeatedly before a fleet's lease ends: with Drained, or with Disconnected if the daemon is down."""
+        """Process a warning that a fleet's lease will end: Drained, or Disconnected if the daemon is down.
+
+        The engine repeats the call until the lease has ended.
+        """
 
 
 class ServingEngine:
@@ -135,10 +139,10 @@ class ServingEngine:
         address: str | None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """Acquire a lease of a daemon or a fleet, load the model, open every tenant's region.
+        """Acquire a lease of a daemon or a fleet, load the model, and open every tenant's region.
 
-        Raises ModelRejected, CapacityExceeded if no card has the room, and the errors of `GpuBuilder.acquire`. Nothing
-        stays open then.
+        Raises ModelRejected, CapacityExceeded if no card has room, and the errors of `GpuBuilder.acquire`. In all of
+        these cases nothing stays open.
         """
         serving: Self | None = None
 
@@ -156,22 +160,22 @@ class ServingEngine:
             if spec.is_latency:
                 builder.latency()
             if spec.is_parkable:
-                # For the return of a parked engine, too, which finds the card full for a moment.
+                # The timeout also applies when a parked engine returns, while the card may be full for a moment.
                 builder.parkable().timeout(PARKABLE_WAIT_S)
             lease = await stack.enter_async_context(builder.acquire())
-            # Renewed from the start, because loading a large model may take longer than the lease.
+            # Renew the lease from the start, because loading a large model may take longer than it lasts.
             stack.push_async_callback(stop_renewal, lease.keep_alive(lose))
             engine = await DecodeEngine.open(lease, spec.checkpoint, spec.limits, packed=spec.packed, progress=progress)
             stack.push_async_callback(engine.close)
             opened = cls(lease, engine, user, stack, spec.region_life_s, is_of_fleet=is_of_fleet)
             stack.push_async_callback(opened.regions.close)
-            # All regions before the first step, so that a lease that is too small fails here.
+            # Open all regions before the first step, so that a lease that is too small fails here.
             for tenant in spec.tenants:
                 await opened.regions.open(tenant)
             for prefix in spec.prefixes:
                 await opened.regions.open_prefix(prefix)
-            # On the daemon's host the end of the lease is a word in shared memory; otherwise, and for a fleet's
-            # warnings, it is an event over a connection.
+            # On the daemon's host, a word in shared memory shows the end of the lease. On other hosts, and for a
+            # fleet's warnings, the daemon sends events over a connection.
             watch = BackgroundTasks()
             stack.push_async_callback(watch.stop)
             if engine.session.shares_memory:
@@ -180,7 +184,7 @@ class ServingEngine:
                 watch.start(opened._follow_regions())
             if is_of_fleet or not engine.session.shares_memory:
                 watch.start(opened._watch(user))
-            # Nothing can fail from here on: hand the cleanup over to `close`, and let reports of a loss through.
+            # Nothing can fail from here on: `close` now owns the cleanup, and `lose` reports losses to the user.
             opened._stack = stack.pop_all()
             serving = opened
         return opened
@@ -192,29 +196,29 @@ class ServingEngine:
         await self._report_end(user)
 
     async def _follow_regions(self) -> None:
-        """Have regions' ends recorded as the daemon reports them: no shared memory shows them."""
+        """Record the ends of regions as the daemon reports them, because there is no shared memory that shows them."""
         while self.lease.is_alive:
             with suppress(GpuLeaseError):
                 await drive(follow_regions(state_of(self.lease)))
             await asyncio.sleep(WATCH_PAUSE_S)
 
     async def _report_end(self, user: EngineUser) -> None:
-        """Report how the lease has ended, if it has: the daemon's refusal of a renewal has the reason."""
+        """Report why the lease has ended, if it has ended: the daemon's refusal of a renewal contains the reason."""
         try:
             await self.lease.renew(LEASE_S)
         except GpuLeaseError as error:
             user.engine_failed(self, error)
 
     async def _watch(self, user: EngineUser) -> None:
-        """Report the lease's end: by the daemon's event, or when its time is over without a renewal.
+        """Report the lease's end, when the daemon sends the event or when the lease's time has run out.
 
-        In a fleet, also report that it is about to end.
+        In a fleet, also report warnings that the lease will end.
         """
         unreachable_since: float | None = None
         while self.lease.is_alive:
             warning: GpuLeaseError | None
             try:
-                # If the host is silent, the lease's time ends this wait; the renewal's own timeout is longer.
+                # If the host does not respond, this wait ends with the lease; a renewal would time out later.
                 async with asyncio.timeout(self.lease.remaining_s):
                     warning = await _warning_of(self.lease)
                 if warning is None:
@@ -225,8 +229,8 @@ class ServingEngine:
             except TimeoutError:
                 continue
             except Disconnected as error:
-                # The daemon is down. A restart is over within DAEMON_RESTART_S; after that, leave the node. Keep
-                # the error without its traceback: its frames would keep this engine alive.
+                # The daemon is down. A restart takes less than DAEMON_RESTART_S, so leave the node only after that.
+                # Drop the error's traceback, because its frames would keep this engine alive.
                 now = time.monotonic()
                 unreachable_since = now if unreachable_since is None else unreachable_since
                 warning = error.with_traceback(None) if now - unreachable_since >= DAEMON_RESTART_S else None
@@ -240,15 +244,15 @@ class ServingEngine:
             if warning is not None and self.is_of_fleet:
                 user.lease_warned(self, warning)
             await asyncio.sleep(WATCH_PAUSE_S)
-        # The lease's own time is over, so the engine counts as lost even if its host is silent.
+        # The lease has expired, so the engine is lost even if its host does not respond.
         user.engine_failed(self, LeaseExpired("the lease's time ran out before it was renewed"))
 
     async def close(self) -> None:
-        """Close the regions, the engine's session and the watches, and give the lease back."""
+        """Close the regions, the engine's session and the watches, and free the lease."""
         await self._stack.aclose()
 
     async def abandon(self) -> None:
-        """Close an engine that is lost or no longer wanted. Errors are ignored: most of it may be gone already."""
+        """Close an engine that is lost or no longer needed. Errors are ignored, because parts of it may have ended."""
         with suppress(GpuLeaseError):
             await self.close()
 

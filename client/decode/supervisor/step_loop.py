@@ -1,7 +1,7 @@
-"""Drives the engine: plans steps, starts them, takes their results, and handles the ends of tenants' regions.
+"""Drives the engine: plans steps, starts them, processes their results, and handles the ends of tenants' regions.
 
-One task runs the loop. Up to two steps are in progress, so that the next one is planned while one is computed. A change
-of engines waits until no step is in progress.
+One task runs the loop. Up to two steps are in progress, so that the loop plans the next step while the card computes
+one. A change of engines waits until no step is in progress.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class StepLoop:
 
     Attributes:
         scheduler: Decides which rows a step has.
-        log: Where regions that end or move are written.
+        log: Logs regions that end or move.
         computed: Number of steps that were computed.
         moves: The moves of tenants' sequences from region to region.
     """
@@ -73,17 +73,17 @@ class StepLoop:
         """Prepare it; `start` runs the loop.
 
         Args:
-            tables: Sequences that the engine has room for.
+            tables: Number of sequences that the engine has room for.
             scheduler: Decides which rows a step has.
             ledger: Passes tokens and ends on to callers.
-            supervisor: Has the engine.
-            log: Where regions that end or move are written.
+            supervisor: Owns the engine.
+            log: Logs regions that end or move.
             clock: Monotonic seconds, those of the event loop.
         """
         self.scheduler, self.log = scheduler, log
         self.computed = 0
         self._ledger, self._supervisor, self._clock = ledger, supervisor, clock
-        # By block table: the fields of a sequence's rows that are the same in every step, copied into each step's rows.
+        # For each row of the block tables, the fields that are the same in all rows of its sequence.
         self._constants = np.zeros(tables, ROW)
         self._pending: deque[StepPlan] = deque()
         self._starting: StepPlan | None = None
@@ -93,7 +93,7 @@ class StepLoop:
         self.moves = TenantMoves(self)
 
     def start(self) -> None:
-        """Run the loop in a task; the supervisor's engine is open."""
+        """Run the loop in a task. The supervisor's engine must be open."""
         self._life = self._supervisor.life
         self._task = asyncio.create_task(self._run())
 
@@ -126,23 +126,23 @@ class StepLoop:
         supervisor, life = self._supervisor, self._life
         try:
             while type(life.phase) is not Closed:
-                # Cleared before the work: a request that arrives during it wakes the next turn.
+                # Clear this before the work, so that a request that arrives during it wakes the next turn.
                 self._wake.clear()
                 try:
                     await self._advance()
                 except asyncio.CancelledError:
-                    # Two causes: the decoder is closed, or the supervisor has aborted steps that do not end (`abort`).
+                    # Either the decoder is being closed, or the supervisor has aborted steps that do not end (`abort`).
                     pending = life.phase.pending_loss
                     if pending is None or not pending.is_aborting:
                         raise
-                    # The cancellation has served its purpose: it interrupted a wait that would never have ended.
+                    # The cancellation was only meant to interrupt the wait for the steps, so undo it.
                     self._task.uncancel()
                     supervisor.lose(pending.error)
                 except Exception as error:
                     if isinstance(life.phase, Closed):
                         return  # The decoder was closed during a step.
                     if not life.has_engine:
-                        raise  # Without an engine, the fault is the loop's own.
+                        raise  # There is no engine, so the error is internal.
                     supervisor.lose(error)
                 self.moves.step_answered()
         except Exception as error:
@@ -155,7 +155,7 @@ class StepLoop:
         life = self._life
         if (pending := life.phase.pending_loss) is not None:
             raise pending.error
-        # A region's end and a change of engines are handled when no step is in flight, so none is started before that.
+        # A region's end and a change of engines are handled when no step is in flight, so start none before that.
         if self._refusal is None and not life.is_change_due():
             await self._start_steps()
         if self._pending:
@@ -176,11 +176,11 @@ class StepLoop:
         while self.scheduler.unanswered_steps < engine.max_steps:
             now = self._clock()
             plan = self.scheduler.plan(now)
-            # Requests that expired or were preempted during the planning.
+            # Deliver the ends of requests that expired or were preempted during the planning.
             self._ledger.deliver(plan.events)
             if not plan.sequences:
                 return
-            # From here on a loss makes its requests suspects, even if the start has not returned (`drop`).
+            # From here on `drop` reports the plan's requests, even if the step's start has not returned.
             self._starting = plan
             # The step names exactly these regions. If one has ended, the whole step is refused.
             pools = [serving.regions.pools[tenant.config.id] for tenant in plan.tenant_rows]
@@ -189,7 +189,7 @@ class StepLoop:
                 pools += [serving.regions.prefixes[name][1] for name in names]
             try:
                 guidance = _guidance_of(plan, engine.vocabulary) if plan.is_guided else None
-                # Prompts that begin after computed blocks: no row of theirs writes those blocks' table entries.
+                # For prompts that begin after computed blocks, no row writes the table entries of these blocks.
                 prefixes = [
                     (joined.table, joined.blocks[: joined.reused // PAGE]) for joined in plan.joined if joined.reused
                 ]
@@ -198,13 +198,13 @@ class StepLoop:
                 rows, chosen = self._rows_of(plan), plan.sampled_rows if plan.chunks else None
                 await engine.start(rows, pools, guidance, prefixes, chosen=chosen, is_pooled=is_pooled)
             except RegionFailed as error:
-                # The plan is undone. The sequences end only when the steps in flight have ended, because the refusal
-                # may be one of those steps' own.
+                # Undo the plan. The sequences end only when the steps in flight have ended, because the refusal may be
+                # about one of those steps.
                 self._starting = None
                 self._on_region_lost(error)
                 self._ledger.deliver(self.scheduler.failed(plan, None, CompletionReason.REVOKED, self._clock()))
                 return
-            # The card was idle, so this step's time counts from its start; else from the end of the step before.
+            # If the card was idle, this step's time counts from its start, otherwise from the end of the step before.
             if not self._pending:
                 self._step_started_at = now
             self._pending.append(plan)
@@ -217,8 +217,8 @@ class StepLoop:
         try:
             results = await engine.finish()
         except RegionFailed as error:
-            # A region that the step names has ended: this step and the one behind it did not begin. Both are planned
-            # again, without the tenant.
+            # A region that the step names has ended, so neither this step nor the next one began. Plan both again,
+            # without the tenant.
             self._pending.clear()
             self._on_region_lost(error)
             self._refusal = None
@@ -229,10 +229,10 @@ class StepLoop:
         self.computed += 1
         started_at, self._step_started_at = self._step_started_at, self._clock()
         took_s = self._step_started_at - started_at
-        # The scheduler decides which results are tokens, and which sequences end with them.
+        # The scheduler decides which results are tokens of sequences, and which sequences end.
         outcome = self.scheduler.take_results(plan, results["token"], took_s)
         if plan.is_guided:
-            # Before the next plan: a guide's row waits until the guide has its sequence's last token.
+            # Do this before the next plan, because a guided row waits until the guide has its sequence's last token.
             ended_ids = {end.request.request_id for end in outcome.ends}
             for event in outcome.tokens:
                 guide = event.request.guide
@@ -258,7 +258,7 @@ class StepLoop:
 
     def _rows_of(self, plan: StepPlan) -> Rows:
         """Return a plan's rows as the engine's records."""
-        # A sequence's first row: write the fields that stay the same until it ends or moves to another region.
+        # With a sequence's first row, write the fields that stay the same until it ends or moves to another region.
         for sequence in plan.joined:
             sampling = sequence.request.sampling
             constants = self._use_pool(sequence, self.regions.pools[sequence.tenant.config.id])
@@ -269,8 +269,8 @@ class StepLoop:
                 _, shared = self.regions.prefixes[sequence.prefix]
                 constants["shared"] = shared.region.address // SHARED_ALIGNMENT
                 constants["shared_blocks"] = shared.blocks
-        # An indexed copy gives each row its sequence's constant fields; the others are this step's.
-        # `take` copies whole records; an index with an array copies them field by field, in twenty times the time.
+        # Copy its sequence's constant fields into each row, then set the other fields. `take` copies whole records;
+        # indexing with an array would copy them field by field, which takes twenty times as long.
         rows: Rows = self._constants.take(plan.tables)
         rows["token"], rows["source"], rows["position"] = plan.tokens, plan.sources, plan.positions
         rows["table"], rows["block"] = plan.tables, plan.blocks
@@ -318,7 +318,7 @@ class StepLoop:
 
     def abort_tenant(self, tenant_id: str, error: BaseException) -> None:
         """End a tenant's sequences after the loss of their region. Their replays wait for a new region."""
-        # The log and the report of the rebind have this reason; to the caller, the request continues.
+        # The reason appears in the log and in the report of the rebind. For the caller the request continues.
         reason = _REASONS.get(type(error), CompletionReason.REVOKED)
         pool = self.regions.pools.get(tenant_id)
         region = 0 if pool is None else pool.region.lease_id
@@ -338,7 +338,7 @@ class StepLoop:
 
     def moved(self, tenant_id: str, pool: BlockPool) -> None:
         """Use this pool in the rows of the tenant's sequences from now on."""
-        # Called with the tenant held and no step in flight, so all of its later rows use the new addresses.
+        # The tenant is held and no step has rows of it, so all of its later rows use the new addresses.
         for sequence in self.scheduler.tenants[tenant_id].live.values():
             self._use_pool(sequence, pool)
         self.log.info("region_moved", tenant=tenant_id, region=lease_text(pool.region.lease_id))
@@ -346,20 +346,20 @@ class StepLoop:
     # --- calls of the supervisor ---
 
     def abort(self) -> None:
-        """Stop waiting for the steps in flight; the pending loss is taken next."""
+        """Stop waiting for the steps in flight; the pending loss is handled next."""
         self._task.cancel()
 
     def drop(self) -> Iterable[str]:
         """Forget the steps in flight. Returns the requests with rows in them, by their callers' ids."""
         plans = [*self._pending, *([self._starting] if self._starting is not None else [])]
         self._pending.clear()
-        # The steps in flight are lost; `engine_lost` voids their plans.
+        # `ContinuousBatchScheduler.engine_lost` will void the plans of these steps.
         self._starting = self._refusal = None
         sequences = dict.fromkeys(sequence for plan in plans for sequence in plan.sequences if not sequence.is_ended)
         return [sequence.request.continues or sequence.request.request_id for sequence in sequences]
 
     def release_waiters(self) -> None:
-        """Wake the tasks that wait for a step's answer, because none will come."""
+        """Wake the tasks that wait for a step's answer, because no answer will come."""
         self.moves.step_answered()
 
     def is_suspended(self, tenant_id: str) -> bool:
@@ -379,14 +379,14 @@ def _guidance_of(plan: StepPlan, vocabulary: int) -> StepGuidance:
         record["ranks"] = request.ranks
         if (guide := request.guide) is None:
             continue
-        its = guide.entries
-        record["first"], record["count"] = first, len(its)
-        entries.append(its)
-        first += len(its)
+        changes = guide.entries
+        record["first"], record["count"] = first, len(changes)
+        entries.append(changes)
+        first += len(changes)
         if guide.masks is not None:
             record["mask"] = len(masks)
             masks.append(guide.masks.mask)
-    # Rows of scored prompts: each reports the token after it. The last one's is not known: that row chooses it.
+    # Each row of a scored prompt scores the prompt's next token. The prompt's last row has none: it chooses a token.
     for sequence, first_row, count in plan.chunks:
         request = sequence.request
         if request.scores_prompt:

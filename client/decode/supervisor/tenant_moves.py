@@ -25,7 +25,7 @@ POLL_S: Final = 1.0
 """Longest pause in seconds between two checks of the regions' ends."""
 
 MIN_POLL_S: Final = 0.02
-"""Shortest such pause: a failed move must not be retried without one."""
+"""Shortest such pause in seconds: a failed move must not be retried without a pause."""
 
 
 class MovesUser(Protocol):
@@ -33,7 +33,7 @@ class MovesUser(Protocol):
 
     Attributes:
         scheduler: Holds and resumes tenants.
-        log: Where moves that fail are written.
+        log: Logs moves that fail.
     """
 
     scheduler: ContinuousBatchScheduler
@@ -66,7 +66,7 @@ class _Saved:
     """A copy of a tenant's blocks in the host's memory.
 
     Attributes:
-        regions: The regions of the engine that computed the blocks; another engine can't use them.
+        regions: The regions of the engine that computed the blocks; another engine can't use the blocks.
         blocks: The blocks' numbers within the tenant's region.
         contents: [blocks, bytes of a block].
     """
@@ -81,7 +81,7 @@ class TenantMoves:
 
     Attributes:
         count: How often a tenant's sequences moved to another region.
-        is_paused: Whether `watch` leaves regions alone, because the engine is parked: any copy would bring it back.
+        is_paused: Whether `watch` does nothing, because the engine is parked: any copy would bring it back.
     """
 
     def __init__(self, user: MovesUser) -> None:
@@ -89,13 +89,13 @@ class TenantMoves:
         self.is_paused = False
         self._user = user
         self._saved: dict[str, _Saved] = {}
-        # One move at a time: each copies at the card's full speed, and needs room for a second region.
+        # Only one move may run: each copies at the card's full speed, and needs room for a second region.
         self._one_at_a_time = asyncio.Lock()
         self._answered = asyncio.Event()
 
     @property
     def suspended(self) -> dict[str, int]:
-        """By the id of each suspended tenant, the bytes that its blocks take in the host's memory."""
+        """How many bytes each suspended tenant's blocks take in the host's memory, by the tenant's id."""
         return {tenant_id: saved.contents.nbytes for tenant_id, saved in self._saved.items()}
 
     def is_suspended(self, tenant_id: str) -> bool:
@@ -103,25 +103,27 @@ class TenantMoves:
         return tenant_id in self._saved
 
     def step_answered(self) -> None:
-        """Called when a step was answered, or when there will be no answer."""
+        """Process that a step was answered, or that no answer will come."""
         self._answered.set()
 
     async def suspend(self, tenant_id: str) -> None:
         """Copy a tenant's keys and values to the host's memory, and close its region.
 
-        Its requests wait until `resume`. Raises RequestRejected if it has no region, RegionFailed if that ends first.
+        Its requests wait until `resume`. Raises RequestRejected if the tenant has no region, RegionFailed if the region
+        ends before it is copied.
         """
         async with self._one_at_a_time:
             pool = self._pool_of(tenant_id)
             async with self._held(tenant_id):
-                # In `_saved` before the hold ends, so that `_held` leaves the tenant held.
+                # Store the copy in `_saved` before this block ends, so that `_held` leaves the tenant held.
                 saved = self._saved[tenant_id] = await self._save(tenant_id, pool)
             await saved.regions.release(tenant_id)
 
     async def resume(self, tenant_id: str) -> None:
         """Open a region for a suspended tenant, and continue its sequences where they were.
 
-        Raises RequestRejected if it is not suspended, CapacityExceeded while the lease has no room: it stays suspended.
+        Raises RequestRejected if the tenant is not suspended, CapacityExceeded while the lease has no room: the tenant
+        then stays suspended.
         """
         async with self._one_at_a_time:
             self._user.check_alive()
@@ -129,8 +131,8 @@ class TenantMoves:
             if saved is None:
                 raise RequestRejected(f"Tenant {tenant_id} is not suspended")
             if not self._is_current(tenant_id, saved):
-                # The saved blocks are useless: the engine was lost, or the region was. The sequences are replayed. If
-                # another engine took over, they already have a region there.
+                # The saved blocks are useless, because the engine or the region was lost. The sequences are replayed.
+                # If another engine took over, the tenant already has a region there.
                 del self._saved[tenant_id]
                 if saved.regions is self._user.regions:
                     saved.regions.replace(tenant_id)
@@ -144,8 +146,8 @@ class TenantMoves:
     async def move(self, tenant_id: str) -> None:
         """Move a tenant's sequences into a new region, and end the old one.
 
-        The new one is opened first, if the lease has room for both. Otherwise the old one ends as soon as it is saved.
-        Raises RequestRejected if the tenant has no region, RegionFailed if it ends first.
+        The new region is opened first if the lease has room for both. Otherwise the old one ends as soon as it is
+        saved. Raises RequestRejected if the tenant has no region, RegionFailed if the region ends before it is copied.
         """
         async with self._one_at_a_time:
             old, regions = self._pool_of(tenant_id), self._user.regions
@@ -161,11 +163,11 @@ class TenantMoves:
                     saved = await self._save(tenant_id, old)
                     await self._user.engine.load_pool(pool, saved.blocks, saved.contents)
                     self._check_current(tenant_id, saved)
-                    # From here on the tenant's rows use the new region; the old one is closed in the background.
+                    # From here on the tenant's rows use the new region. Close the old one in the background.
                     regions.exchange(tenant_id, pool)
                     self._moved(tenant_id, pool)
             except BaseException:
-                # The tenant keeps the old region, or has lost it; either way the new one is not needed.
+                # Whether the tenant still has the old region or has lost it, the new region is not needed.
                 regions.discard(pool)
                 raise
 
@@ -185,16 +187,16 @@ class TenantMoves:
         await self._resume(tenant_id, pool, saved)
 
     async def watch(self) -> None:
-        """Until cancelled, move tenants before their regions end, and replace the ended regions of idle tenants."""
+        """Move tenants before their regions end, and replace ended regions of idle tenants. Runs until cancelled."""
         while True:
             regions = self._user.regions
             left_s = [pool.region.remaining_s for pool in regions.pools.values()]
-            # Sleep until the first region is due to be left, but look at ended ones every POLL_S.
+            # Sleep until the first tenant must leave its region, but check for ended regions every POLL_S.
             pause_s = min(left_s, default=POLL_S) - regions.move_margin_s
             await asyncio.sleep(min(max(pause_s, MIN_POLL_S), POLL_S))
             if self.is_paused:
                 continue
-            # Renewals failed, or regions have a fixed life: leave before the end, while a copy is still possible.
+            # A region is expiring if its renewals failed or if it has a fixed life. Leave it while a copy is possible.
             for tenant_id in regions.expiring():
                 try:
                     await self.move(tenant_id)
@@ -208,7 +210,7 @@ class TenantMoves:
             self._drop_ended_prefixes()
 
     def _drop_ended_prefixes(self) -> None:
-        """Stop sharing prefixes that have ended and that no sequence uses; the next step reports those in use."""
+        """Stop sharing unused prefixes with a region that has ended. For a prefix in use, the next step reports it."""
         scheduler = self._user.scheduler
         if scheduler.unanswered_steps:
             return
@@ -240,7 +242,7 @@ class TenantMoves:
         return pool
 
     def _is_current(self, tenant_id: str, saved: _Saved) -> bool:
-        """Return whether the saved sequences still live on this engine: neither it nor their region was lost."""
+        """Return whether neither the engine nor the tenant's region was lost since the blocks were saved."""
         user = self._user
         return user.regions is saved.regions and bool(user.scheduler.tenants[tenant_id].region_blocks)
 
@@ -252,14 +254,14 @@ class TenantMoves:
     async def _held(self, tenant_id: str) -> AsyncIterator[None]:
         """Hold a tenant during the block; a tenant that the block suspends stays held.
 
-        If its region ends meanwhile, its sequences are ended and replayed.
+        If the region ends during the block, the tenant's sequences are ended and replayed.
         """
         scheduler, regions = self._user.scheduler, self._user.regions
         scheduler.hold(tenant_id)
         try:
             yield
         except RegionFailed as error:
-            # Only if the region that failed is still this tenant's: another task may have replaced it.
+            # Another task may have replaced the failed region, so check that it is still this tenant's.
             if self._user.regions is regions and regions.tenant_of(error.lease_id) == tenant_id:
                 self._user.abort_tenant(tenant_id, error)
             raise
@@ -271,7 +273,7 @@ class TenantMoves:
     async def _save(self, tenant_id: str, pool: BlockPool, blocks: list[int] | None = None) -> _Saved:
         """Wait until no step of a held tenant is in progress, then copy `blocks`; None means all written blocks."""
         user, regions = self._user, self._user.regions
-        # Steps that were planned before the hold still write the tenant's blocks.
+        # Steps that were planned before the hold may still write the tenant's blocks.
         while user.scheduler.is_under_way(tenant_id):
             self._answered.clear()
             await self._answered.wait()
@@ -302,6 +304,6 @@ class TenantMoves:
         self.count += 1
 
     def _abort(self, tenant_id: str, saved: _Saved, error: BaseException) -> None:
-        """End the sequences of a move that failed after the old region was given up; they are replayed."""
+        """End a tenant's sequences after a move failed without an old region to return to. They are replayed."""
         if self._is_current(tenant_id, saved):
             self._user.abort_tenant(tenant_id, error)

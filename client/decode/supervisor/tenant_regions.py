@@ -1,4 +1,5 @@
-"""The regions of one engine: tenants', opened, renewed, and replaced when they end, and those of shared prefixes."""
+"""The regions of one engine, for tenants and for shared prefixes: opens and renews them, and replaces tenants' regions
+when they end."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,17 +19,17 @@ from gpulease.client.errors import CapacityExceeded, Drained, GpuLeaseError
 from gpulease.protocol.lease_ids import lease_text
 
 REGION_TTL_S: Final = 120.0
-"""Seconds of a region, which is renewed for as long as it serves."""
+"""Duration of a region in seconds. It is renewed for as long as it is in use."""
 
 MOVE_MARGIN_S: Final = 5.0
-"""Seconds before a region's end at which its tenant moves away. A renewal that is granted comes long before that."""
+"""Seconds before a region's end at which its tenant moves to another region. Renewals come long before that."""
 
 REGION_RETRY_S: Final = 0.1
-"""Seconds between two tries to open a region that the lease has no room for; its tenant's requests wait meanwhile."""
+"""Seconds between two tries to open a region that the lease has no room for. Its tenant's requests wait meanwhile."""
 
 NO_ROOM_TRIES: Final = 50
-"""Number of tries every REGION_RETRY_S without room, because the daemon soon frees the bytes of the region before. A
-lack of room that lasts longer is treated as any other refusal: the pauses grow, and it is logged."""
+"""Number of tries at intervals of REGION_RETRY_S if there is no room, because the daemon soon frees the bytes of the
+lost region. After that, a lack of room is handled like any other refusal: pauses grow, and attempts are logged."""
 
 
 async def stop_renewal(renewal: KeepAlive) -> None:
@@ -41,10 +42,10 @@ class TenantRegions:
     """The regions of one engine.
 
     Attributes:
-        pools: The tenants' blocks by the tenants' ids. A tenant that is suspended, or waits for its next region, is not
-            in it.
-        prefixes: The shared prefixes with a region that has not ended, by name, each with its blocks.
-        move_margin_s: Seconds before a region's end at which its tenant is to move away.
+        pools: The tenants' regions by the tenants' ids. A tenant that is suspended, or waits for its next region, has
+            no entry.
+        prefixes: The shared prefixes with a region that has not been dropped, by name, each with its region.
+        move_margin_s: Seconds before a region's end at which its tenant must move to another region.
     """
 
     def __init__(
@@ -59,19 +60,19 @@ class TenantRegions:
         """Prepare it; the decoder then calls `open` for each tenant.
 
         Args:
-            engine: The engine; its lease has the regions.
+            engine: The engine; the regions are parts of its lease.
             scheduler: Read for limits, and never changed.
-            log: Where refused renewals and regions are written.
+            log: Logs refused renewals and refused regions.
             on_opened: Called when a region replaces a lost one.
             on_failure: Called when no region can be opened any more, because the engine is lost.
-            life_s: Seconds of a region that is not renewed; None: regions are renewed for as long as they serve.
+            life_s: Duration in seconds of regions that are not renewed; None: regions are renewed.
         """
         self.pools: dict[str, BlockPool] = {}
         self.prefixes: dict[str, tuple[SharedPrefix, BlockPool]] = {}
         self._engine, self._scheduler, self._log = engine, scheduler, log
         self._on_opened, self._on_failure = on_opened, on_failure
         self._life_s = life_s
-        # With very short lives, leave in the last quarter.
+        # If regions are very short, leave in the last quarter.
         self.move_margin_s = min(MOVE_MARGIN_S, (life_s or REGION_TTL_S) / 4)
         self._renewals: dict[str, KeepAlive] = {}
         self._prefix_renewals: dict[str, KeepAlive] = {}
@@ -108,11 +109,11 @@ class TenantRegions:
         self._rebinding.start(self._end(pool, self._prefix_renewals.pop(name)))
 
     def prefix_of(self, lease_id: int | None) -> str | None:
-        """Return the shared prefix of the region with this id; None if there is none."""
+        """Return the name of the shared prefix in the region with this id; None if there is none."""
         return next((name for name, (_, pool) in self.prefixes.items() if pool.region.lease_id == lease_id), None)
 
     def ended_prefixes(self) -> list[str]:
-        """Return the shared prefixes with regions that have ended; [] if the lease has."""
+        """Return the shared prefixes with regions that have ended; [] if the whole lease has ended."""
         if not self.prefixes or self._engine.lease.revoked:
             return []
         return [name for name, (_, pool) in self.prefixes.items() if pool.region.revoked]
@@ -128,7 +129,7 @@ class TenantRegions:
         self._rebinding.start(self._end(old, renewal))
 
     def discard(self, pool: BlockPool) -> None:
-        """End, in the background, a region from `open_replacement` that no tenant was given."""
+        """End, in the background, a region from `open_replacement` that no tenant uses."""
         self._rebinding.start(self._end(pool, None))
 
     async def release(self, tenant_id: str) -> None:
@@ -143,9 +144,9 @@ class TenantRegions:
         return [name for name, pool in self.pools.items() if 0 < pool.region.remaining_s <= self.move_margin_s]
 
     def ended(self) -> list[str]:
-        """Return the tenants with regions that have ended; [] if the lease has.
+        """Return the tenants with regions that have ended; [] if the whole lease has ended.
 
-        Costs one load from shared memory each.
+        Costs one load from shared memory for each tenant.
         """
         if self._engine.lease.revoked:
             return []
@@ -176,11 +177,11 @@ class TenantRegions:
         await self._engine.close_pool(pool)
 
     def tenant_of(self, lease_id: int | None) -> str | None:
-        """Return the tenant of the region with this id; None if there is none."""
+        """Return the id of the tenant that uses the region with this id; None if there is none."""
         return next((name for name, pool in self.pools.items() if pool.region.lease_id == lease_id), None)
 
     def replace(self, tenant_id: str) -> None:
-        """Close a tenant's lost region, and open another in the background as soon as limiter and lease allow it."""
+        """Close a tenant's lost region and open another, in the background, when the limiter and the lease allow it."""
         self._rebinding.start(self._rebind(tenant_id, self.pools.pop(tenant_id, None)))
 
     async def _rebind(self, tenant_id: str, lost: BlockPool | None) -> None:
@@ -189,7 +190,7 @@ class TenantRegions:
             # Step 1: release the lost region's addresses and bytes, which the next one may need.
             if lost is not None:
                 await self._close(lost, self._renewals.pop(tenant_id, None))
-            # Step 2: wait for the limiter. Its permit is taken only by `rebound`, once there is a region.
+            # Step 2: wait for the limiter. `ContinuousBatchScheduler.rebound` takes the permit when there is a region.
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, now))
             # Step 3: open the region, retrying until it is granted.
@@ -202,7 +203,7 @@ class TenantRegions:
     async def _reopened(self, tenant: TenantConfig) -> BlockPool:
         """Open a region, retrying until it is granted. Raises the error if the lease or its session is lost.
 
-        A refusal that concerns only this tenant does not stop the others, so opening its region is tried without limit.
+        There is no limit on tries, because a refusal of this tenant's region does not affect other tenants.
         """
         for tries in count(1):
             try:
@@ -213,7 +214,7 @@ class TenantRegions:
                 # The lease itself is lost: `_rebind` reports it, and the supervisor opens another engine.
                 if engine_losses.is_known(error) and not is_drain:
                     raise
-                # A lack of room right after a loss is expected, so it is retried quickly and silently at first.
+                # A lack of room right after a loss is expected, so at first retry quickly and log nothing.
                 refusals = tries - NO_ROOM_TRIES if isinstance(error, CapacityExceeded) else tries
                 if refusals < 1:
                     pause_s = REGION_RETRY_S
