@@ -1,5 +1,4 @@
-"""The regions of one engine, for tenants and for shared prefixes: opens and renews them, and replaces tenants' regions
-when they end."""
+"""The regions of one engine, for tenants and for shared prefixes: opens, renews and replaces them."""
 
 import asyncio
 from collections.abc import Callable

@@ -17,8 +17,8 @@ class GatewayBounds:
     """Limits of one gateway.
 
     Attributes:
-        max_in_flight: Requests served at the same time, each on its own lease.
-        max_queue: Further requests that may wait. They hold no lease and no reservation.
+        max_in_flight: Maximum number of requests that are served at the same time, each on its own lease.
+        max_queue: Maximum number of further requests that wait. They hold no lease and no reservation.
         queue_s: Seconds that a request may wait, here and in the daemon's queue together.
         body_s: Seconds in which a request's body must arrive.
         join_s: Seconds that a request waits for another attempt at the same request.
@@ -37,8 +37,8 @@ class GatewayAdmission:
     """The places of one gateway, in one event loop.
 
     Attributes:
-        taken: Places taken by requests that are served or wait.
-        in_flight: Requests being served.
+        taken: Number of places that are taken by requests being served or waiting.
+        in_flight: Number of requests being served.
     """
 
     def __init__(self, bounds: GatewayBounds) -> None:
@@ -55,7 +55,7 @@ class GatewayAdmission:
         Take it before reading the body. Raises Overloaded.
         """
         max_places = self._bounds.max_in_flight + self._bounds.max_queue
-        # No await between the check and the increment, so requests of one loop can't both take the last place.
+        # There is no await between the check and the increment, so two requests can't both take the last place.
         if self.taken >= max_places:
             raise Overloaded(
                 f"{max_places} requests are served or wait, the most there may be", RETRY_S, is_queue_full=True
@@ -68,9 +68,9 @@ class GatewayAdmission:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[float]:
-        """Wait for a slot and hold it during the block. Yields the seconds of waiting left. Raises Overloaded."""
+        """Wait for a slot and hold it during the block. Yields the rest of `queue_s` in seconds. Raises Overloaded."""
         loop = asyncio.get_running_loop()
-        # One limit applies to both queues: time spent here is subtracted from the wait in the daemon's.
+        # One limit applies to both queues: time spent here is subtracted from the wait in the daemon's queue.
         deadline_s = loop.time() + self._bounds.queue_s
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -83,7 +83,6 @@ class GatewayAdmission:
             ) from None
         self.in_flight += 1
         try:
-            # The rest of `queue_s` may be spent in the daemon's queue.
             yield max(0.0, deadline_s - loop.time())
         finally:
             self.in_flight -= 1

@@ -1,20 +1,20 @@
-"""An attempt at a request, on its own lease, with one effect even if the request is sent repeatedly.
+"""An attempt to serve a request on its own lease. The effect happens once, even if the request is sent repeatedly.
 
 The order of the steps, and the reasons:
 
-1. Reserve the request in the store. If it was done, the store returns its outcome. If another attempt is in progress,
-   wait for it, then refuse.
+1. Reserve the request in the store. If it was served before, the store returns its outcome. If another attempt is in
+   progress, wait for it; if it does not end in time, refuse.
 2. Acquire the lease, issue a grant of exactly SUBMISSION, and validate it, all before any work on the card.
 3. As the lease's owner, copy the input in. The grant permits no copies, so only the owner has access to the memory.
 4. With the grant, load the module. Then record in the store, under the reservation's epoch, that the effect may begin.
    If another attempt has replaced this one, the store refuses, and this attempt stops. Then launch and wait.
-5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE: one connection at a time. Owner and grant
-   alternate, and no third connection can come in between.)
+5. As the owner again, read the output. (The lease is SESSION_EXCLUSIVE, so it has only one connection at any time:
+   the owner's and the grant's alternate, and no third connection can come in between.)
 6. Record the outcome, free the lease with all of its memory, and reply.
 
 Before the launch, any failure releases the reservation: nothing was done, and the request may be retried. From the
-launch on, a failure is the outcome, and every later request of that id gets it. If this process dies, the daemon ends
-the lease at its deadline. The claim expires CLAIM_MARGIN_S later, so when another attempt takes the request over,
+launch on, a failure is the outcome, and every later request with the same id gets it. If this process dies, the daemon
+ends the lease at its deadline. The claim expires CLAIM_MARGIN_S later, so when another attempt takes over the request,
 nothing of the earlier one can still be running.
 """
 
@@ -54,11 +54,11 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.capabilities import Permission, names_of
 
 SUBMISSION: Final = Permission.LEASE_QUERY | Permission.TASKLET_SUBMIT
-"""The exact permissions of a request's grant. Its holder can load and launch. It can neither read the lease's memory
+"""The exact permissions of a request's grant. Its holder can load and launch, but can neither read the lease's memory
 through the session nor renew, free or revoke the lease."""
 
 MAX_TOKEN_S: Final = 300.0
-"""Longest life of a token in seconds, which the protocol sets."""
+"""Longest life of a token in seconds, a limit of the protocol."""
 
 
 class Authority(Protocol):
@@ -74,15 +74,15 @@ class Authority(Protocol):
 
 
 class NodeAuthority:
-    """The lease's node as the authority: it signs the grant, and validates it before any work is done."""
+    """Uses the lease's node as the authority: the node signs the grant, and validates it before any work is done."""
 
     def issue(self, lease: GpuLease, audience: bytes | None, ttl_s: float, nonce: int) -> Grant:
         return lease.issue(SUBMISSION, audience, min(ttl_s, MAX_TOKEN_S), nonce)
 
     def check(self, grant: Grant, lease: GpuLease, now_unix_s: float) -> None:
-        """Compare the grant, as the lease's node reads it, with what it must permit. Raises CapabilityRefused."""
+        """Let the lease's node read the grant, and compare its permissions. Raises CapabilityRefused."""
         try:
-            # The node checks signature and end of the token, and returns what it really permits.
+            # The node checks the token's signature and expiry, and returns the permissions that it really has.
             report = lease.inspect_token(grant)
         except Denied as error:
             raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
@@ -114,7 +114,7 @@ class Effects(Protocol):
     join_s: float
 
     def monotonic_s(self) -> float:
-        """Return the clock that measures waits, in seconds."""
+        """Return the time of the clock that measures waits, in seconds."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -139,11 +139,11 @@ COPYING: Final = Permission.MEM_READ | Permission.MEM_WRITE
 
 
 class DaemonEffects:
-    """The real effects, with a store and the daemon at `address` (None: the one that `GpuBuilder` finds).
+    """The real effects, with a store and the daemon at `address` (None: the daemon that `GpuBuilder` finds).
 
     With `by_token`, the owner opens each of its sessions with a new grant of COPYING to itself, because a token opens
-    only one session. Daemons with `require_token = ["attach"]` need that. With `spare`, a request's lease uses the
-    control connection of an earlier one that was freed.
+    only one session. Daemons with `require_token = ["attach"]` require such grants. With `spare`, a request's lease
+    uses the control connection of an earlier lease that was freed.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class DaemonEffects:
         time.sleep(seconds)
 
     def acquire(self, min_vram_bytes: int, ttl_s: float) -> GpuLease:
-        # `timeout` is the time in the daemon's queue, which admission has left over.
+        # `timeout` limits the time in the daemon's queue: the part of the request's waiting time that is left.
         builder = GpuBuilder(self._address).min_vram(min_vram_bytes).lease_secs(ttl_s).timeout(self.wait_s)
         # Block instead of spinning: all requests share one interpreter, and a spinning thread would delay the others.
         builder = builder.exclusivity(Exclusivity.SESSION_EXCLUSIVE).waiting(Waiting.BLOCK)
@@ -181,19 +181,17 @@ class DaemonEffects:
         return self._session(lease, grant)
 
     def _session(self, lease: GpuLease, grant: Grant | None) -> GpuSession:
-        # Without shared memory: a request opens three sessions of a few operations each, and making and mapping a
-        # session's memory costs both sides more than its frames save, for inputs and outputs of any size.
+        # Use no shared memory: a request opens three sessions with a few operations each, and to make and map shared
+        # memory costs both sides more time than it saves, for inputs and outputs of any size.
         return GpuSession(lease, grant=grant, shared_memory=False)
 
 
 CLAIM_MARGIN_S: Final = 15.0
-"""Seconds after the end of its lease in which an attempt may still record its outcome, before its claim expires."""
+"""Seconds from the end of an attempt's lease until its claim expires. The attempt may still record its outcome then."""
 
 END_MARGIN_S: Final = 0.5
-"""Seconds.
-
-A grant that ends this shortly before its lease ended with it: clocks are adjusted, and a host may be slow.
-"""
+"""If a grant expires at most this many seconds before its lease, the lease's end counts as the cause: clocks are
+adjusted, and a host may be slow."""
 
 _JOIN_PAUSE_S: Final = 0.02
 _LONGEST_JOIN_PAUSE_S: Final = 0.25
@@ -206,11 +204,11 @@ def serve_inference_request(
     module_bytes: bytes,
     kernel: InferenceKernel,
 ) -> InferenceResponse:
-    """Serve the request, or return the outcome if it was served before.
+    """Serve the request, or return its outcome if it was served before.
 
     Raises:
         InvalidRequest: The request is invalid, or its input or output is too large.
-        OperationConflict: Its id was used for another operation.
+        OperationConflict: The request's id was used for another operation.
         OperationInProgress: Another attempt did not end within `effects.join_s`.
         CapabilityRefused: The grant does not permit the submission. Nothing was done on the card.
         OperationFailed: The request was attempted and failed, now or earlier. It is not executed again.
@@ -219,9 +217,9 @@ def serve_inference_request(
         StoreUnavailable: The store does not answer.
         CapacityExceeded, LoadFailed and other GpuLeaseErrors: Nothing was launched; the request may be retried.
     """
-    # Refuse what no model could serve before the store has an entry for it.
+    # Refuse a request that no model could serve before the store makes an entry for it.
     request.check()
-    # Step 1 of the module's docstring. A request that was done before needs no lease.
+    # Step 1 of the module's docstring. A request that was served before needs no lease.
     reservation = _reserve(effects, request)
     if isinstance(reservation, InferenceResponse):
         return reservation
@@ -251,7 +249,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
         match effects.store.reserve(key, operation, claim_ttl_s):
             case Reservation() as reservation:
                 return reservation
-            # A recorded failure is raised here again, so that every repetition gets the same answer.
+            # `outcome_to_response` raises a recorded failure again, so that every repetition gets the same reply.
             case OperationCompleted(outcome=outcome):
                 return outcome_to_response(request.request_id, outcome)
             case UnknownOutcome():
@@ -288,28 +286,28 @@ def _serve_on_lease(
         # A module that can't be loaded is not an effect, so the request may be retried with the same id.
         module = guest.module_load(module_bytes)
         args = _arguments(kernel, request, memory)
-        # The point of no return: durable in the store before the launch. From here on any failure is the outcome.
+        # The point of no return is durable in the store before the launch. From here on any failure is the outcome.
         effects.store.start(reservation)
         with _recorded_on_failure(effects, reservation):
-            # The effect. Its failure is recorded by the enclosing context, so that a repetition gets the same error.
             _run(guest, lease, module, kernel, args, request.output_len)
     with _recorded_on_failure(effects, reservation):
-        # Step 5, and the record of step 6.
+        # Step 5, and the recording of step 6.
         output = _copy_out(effects, request, lease, memory)
         return _complete(effects, request, reservation, lease, grant, output)
 
 
 _ALIGNMENT_BYTES: Final = 256
-"""The alignment of every allocation (CUDA C++ Programming Guide, "Device Memory Accesses"), also of the output here."""
+"""The alignment of the output in the buffer, the same as of every allocation (CUDA C++ Programming Guide, "Device
+Memory Accesses")."""
 
 
 class _Memory(NamedTuple):
     """A request's memory, one kept buffer: the input, then the output, unless the kernel works in place.
 
     Attributes:
-        handle: The buffer's address, which is the input's.
+        handle: The address of the buffer, and so of the input.
         size_bytes: The buffer's size.
-        output_at: Where the output begins in it.
+        output_at: The offset of the output in the buffer.
     """
 
     handle: int
@@ -319,20 +317,20 @@ class _Memory(NamedTuple):
 
 def _copy_in(effects: Effects, request: InferenceRequest, kernel: InferenceKernel, lease: GpuLease) -> _Memory:
     """Allocate a request's memory, and copy the input in."""
-    # At least 1 byte of input, because a kernel gets an address even for an empty one.
+    # Allocate at least 1 byte for the input, because a kernel gets an address even for an empty input.
     input_bytes = max(1, len(request.input))
     output_at = 0 if kernel.is_in_place else -(-input_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     size_bytes = max(input_bytes, output_at + request.output_len)
     with effects.open(lease) as owner:
-        # New memory is zeroed by the daemon, so the output never shows another tenant's bytes. One buffer for both,
-        # because each is allocated and kept in a round trip of its own.
+        # The daemon zeroes new memory, so the output never shows another tenant's bytes. Use one buffer for input and
+        # output, because allocating and keeping each buffer takes round trips.
         memory = owner.mem_alloc(size_bytes)
         if request.input:
             owner.mem_write(memory, 0, request.input)
         if owner.owns_memory:
             # Memory ends with its session unless it is kept, and the grant's session needs it next.
             owner.keep(memory, "request")
-        # The next session must see the copies, so wait for them before this one ends.
+        # The next session must see the copies, so wait for them before this session ends.
         owner.sync()
         return _Memory(memory.handle, size_bytes, output_at)
 
@@ -356,7 +354,7 @@ def _run(
     try:
         guest.sync()
     except Denied as error:
-        # The grant ends together with the lease, and either end may be noticed first. Report the lease's end.
+        # The grant expires together with the lease, and either may be noticed first. Report the lease's end.
         if lease.remaining_s > END_MARGIN_S:
             raise
         raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
@@ -364,7 +362,7 @@ def _run(
 
 def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memory: _Memory) -> bytes:
     with effects.open(lease) as owner:
-        # The buffer is the one that `_copy_in` kept for the later sessions.
+        # `_copy_in` has kept this buffer for the later sessions.
         buffer = owner.buffer(memory.handle, memory.size_bytes)
         return bytes(owner.mem_read(buffer, memory.output_at, request.output_len))
 
@@ -372,7 +370,7 @@ def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memo
 def _complete(
     effects: Effects, request: InferenceRequest, reservation: Reservation, lease: GpuLease, grant: Grant, output: bytes
 ) -> InferenceResponse:
-    # The same bytes answer this request and, from the store, every repetition.
+    # This request and, from the store, every repetition of it get the same bytes.
     response = InferenceResponse(request.request_id, lease.lease_id, grant.expires_at_unix_secs, output)
     effects.store.complete(reservation, response_to_outcome(response))
     return response

@@ -84,7 +84,7 @@ FORGET_EVERY_S: Final = 600.0
 _log: Final = logging.getLogger("gpulease.gateway")
 
 MakeEffects = Callable[[float, float], Effects]
-"""Makes Effects from two limits in seconds: of the wait for a lease, and of the wait for another attempt."""
+"""Makes Effects from the longest wait for a lease and the longest wait for another attempt, both in seconds."""
 
 
 class Gateway:
@@ -103,7 +103,7 @@ class Gateway:
         self._admission = GatewayAdmission(bounds)
         self._metrics = GatewayMetrics(self._admission)
         self._threads: anyio.CapacityLimiter | None = None
-        # Requests being served here, by their ids; each event wakes repetitions of its request.
+        # For the id of each request that is being served here, an event that wakes waiting repetitions of it.
         self._running_by_id: dict[str, asyncio.Event] = {}
 
     def app(self) -> Starlette:
@@ -117,7 +117,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        # An attempt blocks, so each has a thread. Made here because it needs the running loop.
+        # An attempt blocks, so each has a thread. The limiter needs the running loop.
         self._threads = anyio.CapacityLimiter(self._bounds.max_in_flight)
         forgetting = asyncio.create_task(self._forget_old_outcomes())
         try:
@@ -131,28 +131,27 @@ class Gateway:
         while True:
             try:
                 await anyio.to_thread.run_sync(self._store.forget, self._bounds.keep_s)
-            # Not urgent: the next round removes them.
+            # This is not urgent: the next round removes them.
             except StoreUnavailable as error:
                 _log.warning("outcomes are kept for longer: %s", error)
             await asyncio.sleep(FORGET_EVERY_S)
 
     async def _infer(self, request: Request) -> Response:
-        # The id stays "" until the header was checked, so that replies never repeat an invalid one.
+        # The id stays "" until the header is checked, so that replies never contain an invalid id.
         began_s, request_id = time.monotonic(), ""
-        # Only served models become labels of metrics, so that callers can't create series.
+        # Only served models become labels of metrics, so that callers can't create new series.
         model_id = request.path_params["model"] if request.path_params["model"] in self._models else ""
         try:
             # Take a place before any other check, so that an overloaded gateway spends nothing on the request.
             with self._admission.place():
                 if not model_id:
                     raise RequestRefused(Problem(404, "no_such_model", "This gateway serves no such model."))
-                # Headers are checked before the body is read, so that a wrong request costs no memory.
+                # Check the headers before reading the body, so that a wrong request takes no memory.
                 request_id = idempotency_key(request.headers.getlist("Idempotency-Key"))
                 body_type = checked_media_type(request.headers.get("Content-Type", ""))
                 max_bytes = MAX_JSON_BYTES if body_type == JSON else MAX_INPUT_BYTES
                 body = await read_body(request, max_bytes, self._bounds.body_s, "The body")
                 parsed = parse_body(body, body_type, request.query_params.get("output_len", ""))
-                # Only now are a slot and a lease needed.
                 response = await self._serve(request_id, model_id, parsed)
             outcome = "replayed" if response.is_replayed else "done"
             self._metrics.count_bytes(model_id, len(parsed.input), len(response.output))
@@ -173,7 +172,7 @@ class Gateway:
 
     async def _serve(self, request_id: str, model_id: str, parsed: "ParsedBody") -> InferenceResponse:
         model = self._models[model_id]
-        # The model's own limit, which may be lower than the gateway's.
+        # A model's limit may be lower than the gateway's.
         if parsed.output_len > model.max_output_bytes:
             text = f"Model {model_id} gives at most {model.max_output_bytes} bytes of output."
             raise RequestRefused(Problem(400, "invalid_request", text))
@@ -190,11 +189,10 @@ class Gateway:
                 token_nonce=0,
                 now_secs=time.time(),
             )
-            # The time that remains of both waits limits the waits in the daemon's queue and for attempts of other
-            # gateways.
+            # The rest of the two waits may be spent in the daemon's queue and on attempts in other gateways.
             effects = self._effects(left_s, join_s)
-            # Not abandoned on cancellation: a client that disconnects must not end an attempt between launch and
-            # record.
+            # The thread continues if this task is cancelled: a client that disconnects must not interrupt an attempt
+            # between the launch and the record of its outcome.
             return await anyio.to_thread.run_sync(
                 serve_inference_request,
                 effects,
@@ -231,7 +229,7 @@ class Gateway:
         return {name: {"max_output_bytes": model.max_output_bytes} for name, model in self._models.items()}
 
     def _health(self) -> dict[str, Any]:
-        # Places that are taken without a slot.
+        # Requests that have taken a place and wait for a slot.
         waiting = self._admission.taken - self._admission.in_flight
         return {"in_flight": self._admission.in_flight, "queued": waiting}
 
@@ -249,10 +247,10 @@ def _problem_response(problem: Problem, request_id: str) -> Response:
 RETRY_S: Final = 1.0
 """Seconds of Retry-After for a failure that is usually short."""
 LONGEST_RETRY_S: Final = 5.0
-"""Longest Retry-After in seconds: another attempt usually ends long before its claim expires."""
+"""Longest Retry-After in seconds, because another attempt usually ends long before its claim expires."""
 
 _BY_KIND: Final[tuple[tuple[type[Exception], int, str, float | None], ...]] = (
-    # The first class that matches counts, so subclasses come before their bases.
+    # The first matching class is used, so subclasses come before their base classes.
     (OperationConflict, 422, "key_conflict", None),
     (StaleEpoch, 409, "in_progress", RETRY_S),
     (OutcomeUnknown, 500, "outcome_unknown", None),
@@ -280,7 +278,7 @@ def problem_of(error: BaseException) -> Problem:
     match error:
         case RequestRefused(problem=problem):
             return problem
-        # The claim's end is an upper limit, so ask the client to come back earlier.
+        # The attempt's claim expires later than the attempt usually ends, so ask the client to retry earlier.
         case OperationInProgress(retry_after_s=seconds):
             return Problem(409, "in_progress", text, kind, min(seconds, LONGEST_RETRY_S))
         case Overloaded(retry_after_s=seconds, is_queue_full=is_full):
@@ -359,7 +357,7 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body must be JSON: {error}") from None
-    # Exactly these members: an ignored one could be a misspelt limit.
+    # Refuse unknown members: one could be a misspelt limit.
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise InvalidRequest(f"the body is an object of {' and '.join(sorted(_FIELDS))}")
     text, length = value["input_base64"], value["output_len"]
@@ -382,7 +380,7 @@ def answer_of(response: InferenceResponse) -> dict[str, Any]:
 
 
 def headers_of(response: InferenceResponse) -> dict[str, str]:
-    """Return the headers of a binary reply, which have what JSON has as members."""
+    """Return the headers of a binary reply. They contain the values that a JSON reply has as members."""
     return {
         "Gpulease-Lease-Id": str(response.lease_id),
         "Gpulease-Token-Expires-At": str(response.token_expires_at_unix_secs),
@@ -391,8 +389,8 @@ def headers_of(response: InferenceResponse) -> dict[str, str]:
 
 
 BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Upper bounds in seconds. A request with a warm context takes tens of milliseconds, with a new one hundreds; the
-larger ones are for waiting."""
+"""Upper bounds in seconds. A request takes tens of milliseconds with a warm context, and hundreds with a new one; the
+larger bounds are for requests that wait."""
 
 
 class GatewayMetrics(ServerMetrics):
@@ -401,7 +399,7 @@ class GatewayMetrics(ServerMetrics):
         gpulease_gateway_requests_total{model, outcome}   requests answered; outcome: done, replayed, or a problem's
         code
         gpulease_gateway_request_seconds{model}           histogram: from a request's head to its answer
-        gpulease_gateway_in_flight                        requests being served, each on a lease of its own
+        gpulease_gateway_in_flight                        requests being served, each on a separate lease
         gpulease_gateway_queued                           requests waiting for a slot
         gpulease_gateway_input_bytes_total{model}         bytes of input received
         gpulease_gateway_output_bytes_total{model}        bytes of output sent

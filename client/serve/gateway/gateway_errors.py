@@ -53,11 +53,11 @@ class OperationFailed(GatewayError):
 
 
 class OutcomeUnknown(OperationFailed):
-    """An attempt began its effect and died before it recorded the outcome. The operation is not retried."""
+    """An attempt may have begun the effect, and died before it recorded the outcome. The operation is not retried."""
 
 
 class StaleEpoch(GatewayError):
-    """The reservation is over: its claim expired, and another attempt has replaced this one."""
+    """The reservation has ended: its claim expired, and another attempt has replaced this one."""
 
     default_hint = "Repeat the request with the same id to get the other attempt's outcome"
 

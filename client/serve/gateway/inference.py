@@ -1,4 +1,4 @@
-"""An inference request, its response, the kernel that computes it, and the encoded outcome in a store."""
+"""An inference request, its response, the kernel that computes it, and its outcome as stored bytes."""
 
 import json
 import math
@@ -18,7 +18,7 @@ MAX_OUTPUT_BYTES: Final = 16 << 20
 """Largest output, which the idempotency store also keeps."""
 
 MAX_LEASE_S: Final = 300.0
-"""Longest lease of one request in seconds: the longest life of its grant, which must last as long."""
+"""Longest lease of one request in seconds: as long as a grant may last, because the grant must last as long."""
 
 MAX_THREADS: Final = 1024
 """Maximum number of threads in a block (CUDA C++ Programming Guide, compute capabilities)."""
@@ -34,18 +34,18 @@ _HEAD_BYTES: Final = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """An inference request. The first four attributes are what to compute; the others are how.
+    """An inference request. The first four attributes say what to compute; the others say how.
 
     Attributes:
         request_id: Two requests with the same id are the same request.
         model_id: The model.
         input: The model's input.
-        output_len: Bytes of output.
+        output_len: Number of bytes of output.
         min_vram: Bytes of device memory that its lease needs.
-        lease_ttl_secs: Seconds of its lease. At its end the computation is ended, too.
+        lease_ttl_secs: Duration of its lease in seconds. The end of the lease also ends the computation.
         audience: The audience of the grant, as `my_audience()` returns it; None for this program's own user.
-        token_nonce: A number of 128 bits that no grant of the lease has had; 0: the daemon chooses one.
-        now_secs: The caller's date in seconds since 1970; a grant that ends before it is refused.
+        token_nonce: A number of 128 bits that no other grant of the lease has; 0: the daemon chooses one.
+        now_secs: The caller's date in seconds since 1970. A grant that expires before this date is refused.
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class InferenceRequest:
 
     def check(self) -> None:
         """Raise InvalidRequest if no model could serve the request."""
-        # The ids become keys of the store and parts of the hash.
+        # The ids become parts of the store's key and of the hash.
         checked_id(self.request_id, "request id")
         checked_id(self.model_id, "model id")
         if len(self.input) > MAX_INPUT_BYTES:
@@ -160,7 +160,7 @@ def response_to_outcome(response: InferenceResponse) -> bytes:
 
 def failure_to_outcome(error: Exception) -> bytes:
     """Encode, as an outcome, a failure after the gateway had recorded that it would launch the kernel."""
-    # The class's name is enough to answer later requests the same way; the traceback is not kept.
+    # Later requests raise the same error, for which its class and its text are enough.
     head = {"kind": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
     return _outcome({"version": 1, "failed": head}, b"")
 

@@ -1,20 +1,21 @@
-"""The rules of the idempotency store. Pure: an entry and a request in, the next entry out; no I/O, no clock.
+"""The rules of the idempotency store. Pure: they take an entry and a request, and return the next entry.
 
     (no entry) --reserve--> RESERVED --start--> STARTED --complete--> COMPLETED
                                |  ^                |
-                        release|  |reserve         |claim over, reserve
+                        release|  |reserve         |claim expired, reserve
                                v  |                v
                              RELEASED            UNKNOWN
 
-An entry is RESERVED while an attempt prepares: if that attempt fails, it has had no effect. It is STARTED from just
-before the effect may begin. If an attempt dies, its claim expires. If the entry was RESERVED then, the next attempt to
-reserve takes it over with a higher epoch, which the store requires for every later step. If the earlier attempt was
-only slow, it can begin nothing after that. If the entry was STARTED, it is unknown whether the effect happened: the
-entry stays UNKNOWN forever, and the operation is not executed again.
+An entry is RESERVED while an attempt prepares: if that attempt fails, it has had no effect. The entry becomes STARTED
+just before the effect may begin. If an attempt dies, its claim expires. If the entry is RESERVED at that time, the next
+attempt takes it over with a higher epoch, which the store requires for every later step: if the earlier attempt was
+only slow, it can't begin its effect any more. If the entry is STARTED, it is unknown whether the effect happened: the
+entry becomes UNKNOWN forever, and the operation is not executed again.
 
-Every rule is idempotent for the same claim id, because a store may repeat a transaction with an unknown outcome.
+Every rule is idempotent for the same claim id, because a store may repeat a transaction if it does not know whether it
+was committed.
 
-The key of an operation is `inference:` and the request's id. Its hash identifies it: SHA-256 (FIPS 180-4) over
+The key of an operation is `inference:` and the request's id. A hash identifies the operation: SHA-256 (FIPS 180-4) over
 five fields in this order, each preceded by its length in bytes as a big-endian u32:
 
     logical resource name   "gpu"
@@ -23,7 +24,7 @@ five fields in this order, each preceded by its length in bytes as a big-endian 
     schema id               "gpulease.inference.v1"
     payload
 
-and the payload is
+The payload is
 
     request id (UTF-8) 0x00 model id (UTF-8) 0x00 output length in bytes (u64, big-endian) input (the rest)
 
@@ -63,7 +64,7 @@ def operation_hash(request_id: str, model_id: str, output_len: int, input_bytes:
     """Return the hash, 32 bytes, that identifies this operation. Raises InvalidRequest."""
     payload = operation_payload(request_id, model_id, output_len, input_bytes)
     digest = hashlib.sha256()
-    # Each field after its length, so that no two lists of fields hash to the same bytes.
+    # Prefix each field with its length, so that no two lists of fields give the same bytes.
     for field in (RESOURCE.encode(), KIND.encode(), VERB.encode(), SCHEMA_ID.encode(), payload):
         digest.update(_LENGTH.pack(len(field)))
         digest.update(field)
@@ -81,7 +82,7 @@ def operation_payload(request_id: str, model_id: str, output_len: int, input_byt
 def checked_id(text: str, label: str) -> str:
     """Return an id of 1 to MAX_ID_BYTES bytes of printable UTF-8. Raises InvalidRequest."""
     try:
-        # Unpaired surrogates can't be encoded, and a value that is not a text has no `encode`.
+        # Unpaired surrogates can't be encoded, and a value that is not a string has no `encode`.
         size = len(text.encode())
     except (UnicodeEncodeError, AttributeError):
         size = 0
@@ -131,13 +132,13 @@ class Entry:
     """The record of one operation.
 
     Attributes:
-        request_hash: The operation that the key stands for.
+        request_hash: The hash of the operation that the key was first used for.
         epoch: The fencing token, which increases with each reservation, and when the entry becomes UNKNOWN.
         claim_id: 16 random bytes of the attempt that reserved it.
         phase: The operation's progress.
         clock_id: The clock of `claim_until_s`.
-        claim_until_s: The time until which its attempt is presumed alive.
-        outcome: The outcome, once COMPLETED.
+        claim_until_s: The time until which the attempt is presumed alive.
+        outcome: The outcome, if the phase is COMPLETED.
     """
 
     request_hash: bytes
@@ -191,13 +192,13 @@ def reserve(
     """Return the entry to store and the answer. Raises OperationConflict if the key was used for another operation."""
     if entry is not None and entry.request_hash != request_hash:
         raise OperationConflict(f"{key} was used for another operation, with another model, input or output length")
-    # This very call reserved it before, in a transaction with an outcome that the store did not learn.
+    # This same call has reserved it, in a transaction of which the store did not know whether it was committed.
     if entry is not None and entry.claim_id == claim_id and entry.phase is OperationPhase.RESERVED:
         return entry, Reservation(key, request_hash, entry.epoch, claim_id)
-    # Done before: the outcome is the answer to every repetition.
+    # It was executed before: every repetition gets the same outcome.
     if entry is not None and entry.phase is OperationPhase.COMPLETED:
         return entry, OperationCompleted(entry.epoch, entry.outcome)
-    # Given up permanently: executing it now could be a second time.
+    # It is given up permanently, because it may have been executed.
     if entry is not None and entry.phase is OperationPhase.UNKNOWN:
         return entry, UnknownOutcome(entry.epoch)
     if entry is not None and entry.phase is not OperationPhase.RELEASED:
@@ -206,10 +207,10 @@ def reserve(
         # The other attempt counts as alive until its claim expires.
         if remaining_s > 0:
             return entry, InFlight(entry.epoch, remaining_s)
-        # Its attempt died after the effect may have begun. The higher epoch also stops that attempt, if it only slept.
+        # Its attempt died when the effect might have begun. If that attempt is only slow, the higher epoch stops it.
         if entry.phase is OperationPhase.STARTED:
             return replace(entry, epoch=entry.epoch + 1, phase=OperationPhase.UNKNOWN), UnknownOutcome(entry.epoch + 1)
-    # New, released, or abandoned before its effect: this attempt takes it.
+    # The operation is new, released, or abandoned before its effect, so this attempt reserves it.
     epoch = 1 if entry is None else entry.epoch + 1
     created = Entry(request_hash, epoch, claim_id, OperationPhase.RESERVED, at.clock_id, at.now_s + claim_ttl_s)
     return created, Reservation(key, request_hash, epoch, claim_id)
@@ -244,7 +245,7 @@ def _advanced(
     if is_held and entry is not None:
         if entry.phase in from_phases:
             return replace(entry, phase=to)
-        # Advanced already: a repeated transaction.
+        # This transaction is a repetition: the entry has advanced already.
         if entry.phase is to and entry.outcome == outcome:
             return entry
     problem = "is gone" if entry is None else f"has epoch {entry.epoch} and is {entry.phase.name.lower()}"

@@ -1,21 +1,22 @@
 """The idempotency store in PostgreSQL, for gateways on several hosts. Needs `pip install '.[postgres]'`.
 
-Every method is one transaction, at READ COMMITTED. It inserts its key's row if that does not exist, and locks it before
-it reads: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1 and
-13.3.2). So of two gateways that reserve the same operation, the second one sees the first one's reservation.
+Every method is one transaction, at READ COMMITTED. It inserts its key's row if that does not exist, and locks the row
+before reading it: `INSERT ... ON CONFLICT DO NOTHING`, then `SELECT ... FOR UPDATE` (PostgreSQL documentation, 13.2.1
+and 13.3.2). So if two gateways reserve the same operation, the second one sees the first one's reservation.
 
 If the server disconnects during a transaction, it is unknown whether the transaction was committed. The store then
-repeats it from the start, on a new connection, for up to `patience_s`. By the claim id, drawn once for each call, the
-rules recognise the row as this call's own. A standby is not written to: `target_session_attrs` finds the primary among
-the hosts of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is gone.
+repeats it from the start, on a new connection, for up to `patience_s`. The claim id is drawn once for each call, so the
+rules recognise a row that the same call has written. The store never writes to a standby: `target_session_attrs` finds
+the primary among the hosts of the connection string (libpq, 34.1.2), and TCP notices within seconds that a host is
+unreachable.
 
 A commit must be on the disk before it is reported, so `synchronous_commit` is turned on if the server's setting is
 lower. Operations survive the loss of the primary only if `synchronous_standby_names` is set there. Each commit then
-waits until a standby also has it on its disk, so a promoted standby has every claim that was returned to a caller. If a
-server gives up that wait, it commits nevertheless, and only sends a warning (documentation, 27.2.8.2; syncrep.c); the
-commit would be lost with the primary. So the store does not trust a transaction with a warning, and repeats it. The
-store also gives up after `commit_s`: while no standby is available, no attempt begins. A primary that still runs next
-to the promoted one can't complete any commit, because no standby follows it.
+waits until a standby also has it on its disk, so a promoted standby has every claim that was returned to a caller. If
+the server stops waiting for the standby, it commits nevertheless, and only sends a warning (documentation, 27.2.8.2;
+syncrep.c); if the primary is then lost, so is the commit. So the store does not trust a transaction with a warning, and
+repeats it. The store also gives up after `commit_s`: while no standby is available, no attempt begins. A former primary
+that still runs after another server was promoted can't complete any commit, because no standby follows it.
 
 Claims expire by the primary's clock, which all gateways share. If the clock is set, attempts are presumed dead too
 early or too late, but an effect never happens twice.
@@ -51,12 +52,17 @@ WatchedConnection = TypeVar("WatchedConnection", bound=Hashable)
 class CommitWatch(Generic[WatchedConnection]):
     """Cancels commits that take too long, because a server waits for a standby without a limit.
 
-    One thread watches all commits of a store, and sleeps while there are none. Only the first commit after that wakes
-    it. It then sleeps until the limit of the oldest commit; newer ones have later limits.
+    One thread watches all commits of a store. While there are none, it sleeps, and the next commit wakes it. Otherwise
+    it sleeps until the limit of the oldest commit, because newer commits have later limits.
     """
 
     def __init__(self, limit_s: float, abandon: Callable[[WatchedConnection], object]) -> None:
-        """Args: limit_s: Longest commit in seconds. give_up: Cancels a commit at the server, and must not raise."""
+        """Watch commits.
+
+        Args:
+            limit_s: Longest time for a commit, in seconds.
+            abandon: Cancels a commit at the server. Must not raise.
+        """
         self._limit_s, self._abandon = limit_s, abandon
         self._deadlines: dict[WatchedConnection, float] = {}
         self._abandoned: WatchedConnection | None = None
@@ -75,9 +81,9 @@ class CommitWatch(Generic[WatchedConnection]):
                 self._changed.notify_all()
 
     def ended(self, connection: WatchedConnection) -> None:
-        """Stop watching a commit that ended or never began.
+        """Stop watching a commit that has ended or never began.
 
-        Waits for a cancellation in progress, which would otherwise cancel the connection's next statement.
+        Waits for a cancellation in progress, which could otherwise cancel the connection's next statement.
         """
         with self._changed:
             self._deadlines.pop(connection, None)
@@ -93,7 +99,7 @@ class CommitWatch(Generic[WatchedConnection]):
 
     def _run(self) -> None:
         while (connection := self._next()) is not None:
-            # Without the lock, because it talks to the server; `_abandoned` holds `ended` back meanwhile.
+            # Do this without the lock, because it waits for the server. Meanwhile `_abandoned` makes `ended` wait.
             self._abandon(connection)
             with self._changed:
                 self._abandoned = None
@@ -103,7 +109,7 @@ class CommitWatch(Generic[WatchedConnection]):
         """Wait for a commit that takes too long. Returns None when the watch is closed and no commit is in progress."""
         with self._changed:
             while self._deadlines or not self._is_closed:
-                # A dict keeps the order of insertion. All have the same limit, so the oldest one ends first.
+                # A dict keeps the order of insertion. All commits have the same limit, so the oldest reaches it first.
                 first = next(iter(self._deadlines), None)
                 left_s = None if first is None else self._deadlines[first] - time.monotonic()
                 if first is not None and left_s is not None and left_s <= 0:
@@ -127,12 +133,12 @@ CONNECT_S: Final = 5
 """Longest time, in seconds, for one attempt to connect, a whole number as libpq requires."""
 
 STATEMENT_MS: Final = 10_000
-"""Milliseconds for one statement, including the wait for the row's lock, so that one hung gateway does not block the
-others."""
+"""Longest time for one statement, in milliseconds, including the wait for the row's lock, so that a gateway that hangs
+does not block the others."""
 
 COMMIT_S: Final = 4.0
-"""Longest time, in seconds, for one commit, including the wait for a standby's disk, which the server itself does not
-limit. Without a limit, requests would wait forever for a standby that is gone."""
+"""Longest time for one commit, in seconds, including the wait for a standby's disk, which the server itself does not
+limit. Without a limit, requests would wait forever for a standby that is down."""
 
 CANCEL_S: Final = 2.0
 """Longest time, in seconds, for the request that cancels a commit at the server."""
@@ -144,9 +150,9 @@ _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 0.5
 
 _NAME: Final = "gpulease-gateway"
-_HAS_GONE: Final = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
-"""Limits after which a silent host counts as lost (libpq, 34.1.2), in seconds, the last one in milliseconds. Without
-them, a request to a host that lost its power would wait for hours."""
+_KEEPALIVE: Final = {"keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 3, "tcp_user_timeout": 5000}
+"""Limits after which a silent host is considered lost (libpq, 34.1.2): times in seconds, but `tcp_user_timeout` in
+milliseconds. Without them, a request to a host without power would wait for hours."""
 _OPTIONS: Final = f"-c statement_timeout={STATEMENT_MS} -c default_transaction_isolation=read\\ committed"
 
 _TABLES: Final = (
@@ -165,10 +171,8 @@ _TABLES: Final = (
     "CREATE INDEX IF NOT EXISTS gpulease_operation_changed ON gpulease_operation (changed_s)",
 )
 _TABLE_LOCK: Final = 0x6770756C65617365
-"""Key of pg_advisory_xact_lock.
-
-If two stores created the table at the same time, both would fail despite IF NOT EXISTS.
-"""
+"""Key of the pg_advisory_xact_lock that is held while the table is created: if two stores created it at the same time,
+both would fail despite IF NOT EXISTS."""
 
 _DURABILITY: Final = """
 SELECT current_setting('synchronous_commit'), current_setting('synchronous_standby_names'),
@@ -193,9 +197,9 @@ class _NotTrusted(Exception):
     """The server committed with a warning, so a standby may not have the commit."""
 
 
-_AGAIN: Final = (
+_RETRIED: Final = (
     psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialization failure
-    psycopg.InterfaceError,  # the connection was closed before
+    psycopg.InterfaceError,  # the connection was closed earlier
     sql_errors.ReadOnlySqlTransaction,  # the primary has become a standby
     _NotTrusted,
 )
@@ -217,7 +221,7 @@ class PostgresStore:
         Args:
             conninfo: A libpq connection string of the primary, or of several hosts one of which is the primary.
             patience_s: Seconds for which a transaction is repeated.
-            commit_s: Longest commit in seconds.
+            commit_s: Longest time for a commit, in seconds.
             now_s: Replaces the primary's clock.
         """
         self._conninfo, self._patience_s, self._now_s = conninfo, patience_s, now_s
@@ -228,7 +232,7 @@ class PostgresStore:
         self._lock = threading.Lock()
         self._is_closed = False
         try:
-            # Also shows at the start that the server can be reached and written to.
+            # This also checks at the start that the server can be reached and written to.
             self._transact(_create_tables)
         except BaseException:
             self._watch.close()
@@ -239,18 +243,17 @@ class PostgresStore:
         claim_id = secrets.token_bytes(16)
 
         def job(connection: Connection) -> ReserveResult:
-            # The primary's clock, read in the same transaction, is the one that all gateways share.
+            # Use the primary's clock, which all gateways share.
             now_s = self._now(connection)
-            # The entry for a new operation. It is also computed for the INSERT that finds out whether the operation is
-            # new.
+            # Make the entry of a new operation, because the INSERT finds out whether the operation is new.
             fresh, answer = ledger.reserve(None, key, request_hash, claim_id, Moment("", now_s), claim_ttl_s)
             assert fresh is not None
-            # The common case is a new operation: one INSERT, no read. A conflict means that the row exists.
+            # Usually the operation is new, and one INSERT is enough. A conflict means that the row exists.
             while connection.execute(_INSERT, (key, *_columns(fresh), now_s)).rowcount == 0:
                 before = _load(connection, key)
                 if before is None:
                     continue  # the row was deleted in between, so insert again
-                # Read the time again after the wait for the row's lock: the earlier claim may have expired.
+                # Read the clock again after waiting for the row's lock: the earlier claim may have expired meanwhile.
                 at = Moment("", self._now(connection))
                 after, answer = ledger.reserve(before, key, request_hash, claim_id, at, claim_ttl_s)
                 _save(connection, key, before, after, at.now_s)
@@ -286,7 +289,7 @@ class PostgresStore:
 
     def _move(self, reservation: Reservation, rule: Callable[[Entry | None], Entry]) -> None:
         def job(connection: Connection) -> None:
-            # FOR UPDATE: the row stays locked until the commit, so no other gateway can change it in between.
+            # `_load` locks the row until the commit, so no other gateway can change it in between.
             before = _load(connection, reservation.key)
             _save(connection, reservation.key, before, rule(before), self._now(connection))
 
@@ -308,7 +311,7 @@ class PostgresStore:
             try:
                 with self._places:
                     return self._try(job)
-            except _AGAIN as error:
+            except _RETRIED as error:
                 self._drop_idle()
                 if time.monotonic() + pause_s > deadline_s:
                     raise StoreUnavailable(f"PostgreSQL: {_sentence(error)}") from None
@@ -323,14 +326,14 @@ class PostgresStore:
                 raise StoreUnavailable("the store is closed")
             connection = self._idle.pop() if self._idle else None
         if connection is None:
-            # Connect outside of the lock, because it may take seconds.
+            # Connect without the lock, because it may take seconds.
             connection = self._connect()
         try:
             with _trusted(connection):
                 try:
                     with connection.transaction():
                         result = job(connection)
-                        # From here on only the commit is left, and its wait for a standby must be limited.
+                        # Only the commit is left. Its wait for a standby must be limited.
                         self._watch.begins(connection)
                 finally:
                     self._watch.ended(connection)
@@ -341,17 +344,17 @@ class PostgresStore:
         return result
 
     def _connect(self) -> Connection:
-        # The store's defaults, which the connection string may override, except for the options.
-        own_options: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _HAS_GONE
+        # The connection string may override these defaults, except for the options.
+        own_options: dict[str, Any] = {"connect_timeout": CONNECT_S, "target_session_attrs": "read-write"} | _KEEPALIVE
         parameters = conninfo_to_dict(self._conninfo)
-        # The operator's options come first, because the last one counts if a setting occurs twice.
+        # The operator's options come first: if a setting occurs twice, the last value is used.
         options = f"{parameters.get('options') or ''} {_OPTIONS}"
         merged = own_options | {"application_name": _NAME} | parameters | {"options": options}
         connection = psycopg.connect(make_conninfo(**merged), autocommit=True)
         # Ask once per connection how durable a commit is on this server.
         row = connection.execute(_DURABILITY).fetchone()
         assert row is not None
-        # With less, a crash could lose a commit that was reported.
+        # With a lower setting, a crash could lose a commit that was reported.
         if row[0] in ("off", "local", "remote_write"):
             connection.execute("SET synchronous_commit TO on")
         # Several hosts suggest a failover, but without synchronous standbys it may lose operations.
@@ -366,7 +369,7 @@ class PostgresStore:
     _has_warned = False
 
     def _drop_idle(self) -> None:
-        """Close the idle connections, because the event that broke one has probably broken all."""
+        """Close the idle connections, because whatever broke one connection has probably broken all of them."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -395,7 +398,7 @@ def _trusted(connection: Connection) -> Iterator[None]:
     warnings: list[str] = []
 
     def on_notice(notice: psycopg.errors.Diagnostic) -> None:
-        # The non-localised severity, because servers translate the other.
+        # Use the non-localized severity, because servers translate the other.
         if notice.severity_nonlocalized == "WARNING":
             warnings.append(notice.message_primary or "a warning")
 
@@ -410,7 +413,7 @@ def _trusted(connection: Connection) -> Iterator[None]:
 
 
 def _create_tables(connection: Connection) -> None:
-    # The lock ends with the transaction.
+    # The end of the transaction releases the lock.
     connection.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLE_LOCK,))
     for statement in _TABLES:
         connection.execute(statement)

@@ -20,7 +20,7 @@ from gpulease.protocol.limits import MAX_PAYLOAD_BYTES
 from gpulease.protocol.settings_reader import Setting, must_be
 
 MAX_VRAM_BYTES: Final = 2**63
-"""Limit of `min_vram_bytes`, which is more than any card has, to find typing mistakes."""
+"""Limit of `min_vram_bytes`, more than any card has, to detect typing errors."""
 
 EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 """The example: y = 2 x + 1 of 32-bit floats."""
@@ -28,13 +28,13 @@ EXAMPLE: Final = Path(__file__).with_name("example") / "models.toml"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, and the size and time of its requests' leases.
+    """A model, and the size and duration of its requests' leases.
 
     Attributes:
         image: PTX or a cubin.
         kernel: The kernel in the image, and how it is launched.
         min_vram_bytes: Device memory of the lease.
-        lease_s: Seconds that the lease lasts.
+        lease_s: Duration of the lease in seconds.
         max_output_bytes: Largest output that a request may have.
     """
 
@@ -53,7 +53,7 @@ def _read_arguments(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """The table `[models.NAME]` of one model, as it is declared in the file."""
+    """The declaration of the table `[models.NAME]`, which describes one model."""
 
     ptx: Annotated[
         str,
@@ -98,14 +98,14 @@ def _model(path: Path, name: str, table: Any) -> Model:
     settings = settings_of(path, ModelTable, table, "models", name)
     where = f"{path}: models.{name}"
     try:
-        # Read once, at the start: a file that is replaced later does not change running requests.
+        # Read the file only at the start, so that a file that is replaced later does not affect requests.
         image = (path.parent / settings.ptx).read_bytes()
     except OSError as error:
         raise InvalidRequest(f"{where}.ptx: {settings.ptx!r}: {error.strerror}") from None
     if not 0 < len(image) <= MAX_PAYLOAD_BYTES:
         raise InvalidRequest(f"{where}.ptx must have 1 to {MAX_PAYLOAD_BYTES} bytes, not {len(image)}")
     try:
-        # The kernel's own checks apply; their errors get the place in the file.
+        # Add the place in the file to the errors of the kernel's own checks.
         kernel = InferenceKernel(
             settings.kernel, settings.threads_per_block, settings.bytes_per_thread, settings.arguments
         )

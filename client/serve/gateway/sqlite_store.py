@@ -1,14 +1,14 @@
 """The idempotency store in one SQLite file, for gateways of one host.
 
-A caller commits its change itself, together with all changes that wait at that moment, so that many callers share one
-sync of the disk ("group commit"), and a caller alone waits for no other thread. With the write-ahead log and
+A caller commits its own change together with all changes that wait at that moment, so that many callers share one sync
+of the disk ("group commit"), and a single caller does not wait for another thread. With the write-ahead log and
 `synchronous=FULL` (sqlite.org/pragma.html), committed changes survive a crash of the host. Other processes may use the
 same file: `BEGIN IMMEDIATE` makes each transaction the only writer before it reads. The file must not be on a network
 file system, where SQLite's locks do not work.
 
-A transaction of reservations alone is committed with `synchronous=NORMAL`: it survives a crash of its process, but the
-host's may undo it. That crash also ends every attempt, expires every claim, and comes before the effect: `start` syncs
-the log, and with it the reservation.
+A transaction with nothing but reservations is committed with `synchronous=NORMAL`: it survives a crash of its process,
+but a crash of the host may undo it. That is safe: such a crash also ends every attempt and expires every claim, and it
+comes before the effect, because `start` syncs the log with the reservation in it.
 
 Claims expire by CLOCK_BOOTTIME (clock_gettime(2)). All processes of a host share that clock, it can't be set, and it
 continues while the host sleeps. A claim from before the host's last boot has expired.
@@ -40,10 +40,10 @@ from gpulease.client.serve.gateway.ledger import (
 T = TypeVar("T")
 
 GROUP_MAX: Final = 64
-"""Maximum number of changes in one transaction. Limits the wait of the first caller for the others."""
+"""Maximum number of changes in one transaction. It limits how long the first caller waits for the others' changes."""
 
 BUSY_S: Final = 5.0
-"""Seconds that another process may lock the file before StoreUnavailable is raised."""
+"""Seconds for which another process may lock the file before StoreUnavailable is raised."""
 
 FORMAT: Final = 1
 """The format of the tables, stored as the file's `user_version`."""
@@ -78,7 +78,7 @@ def host_clock() -> Moment:
 
 @cache
 def _boot_id() -> str:
-    # Read once, because no process outlives the boot of its host.
+    # Read it once, because it changes only when the host boots.
     return _BOOT_ID.read_text().strip()
 
 
@@ -88,7 +88,7 @@ class _Change:
     Attributes:
         job: Makes the change in a transaction, and returns the caller's answer or raises GatewayError.
         is_synced: Whether its transaction must survive a crash of the host.
-        answer: The caller's answer, or the error to raise. Set once the transaction has ended.
+        answer: The caller's answer, or the error to raise. Set when the transaction has ended.
         is_done: Whether the transaction has ended.
     """
 
@@ -101,7 +101,7 @@ class _Change:
         self.is_done = False
 
     def set_answer(self, answer: Any) -> None:
-        # In this order: another thread may read the answer as soon as the change is done.
+        # The order matters: another thread may read the answer as soon as `is_done` is true.
         self.answer = answer
         self.is_done = True
 
@@ -124,11 +124,11 @@ class SqliteStore:
             unix_s: The clock by which old operations are deleted, in seconds since 1970.
         """
         self._path, self._clock, self._unix_s = Path(path), clock, unix_s
-        # `_changing` guards the queue and the end; `_committing` the connection, and is held during a commit.
+        # `_changing` guards the queue and `_is_closed`. `_committing` guards the connection, and is held in a commit.
         self._changing, self._committing = threading.Lock(), threading.Lock()
         self._waiting: deque[_Change] = deque()
         self._is_closed = False
-        # Whether the connection's next transaction is synced, as `_open` leaves it; None while that is being changed.
+        # Whether the connection is set to sync its next transaction. None while the setting is being changed.
         self._is_synced: bool | None = True
         try:
             self._connection = _open(self._path)
@@ -160,7 +160,7 @@ class SqliteStore:
 
     def forget(self, older_than_s: float) -> int:
         """Implement `ReplicatedIdempotencyStore.forget`."""
-        # By the wall clock: an age of hours must survive reboots, which reset the clock of claims.
+        # Use the wall clock, because ages of hours must survive reboots, which reset the clock of claims.
         before_unix_s = self._unix_s() - older_than_s
         return self._do(lambda connection: connection.execute(_FORGET, (before_unix_s,)).rowcount)
 
@@ -169,7 +169,7 @@ class SqliteStore:
         with self._changing:
             self._is_closed = True
         with self._committing:
-            # Their callers wait for the lock, and find their changes done.
+            # The callers of these changes wait for the lock, and will find them done.
             while group := self._next_group():
                 self._commit(group)
             self._connection.close()
@@ -186,10 +186,10 @@ class SqliteStore:
         with self._changing:
             if self._is_closed:
                 raise StoreUnavailable(f"the store {self._path} is closed")
-            # Under the lock, so that no change comes after `close` has committed the last one.
+            # Append under the lock, so that no change is queued after `close` has committed the last ones.
             self._waiting.append(change)
         with self._committing:
-            # While this caller waited for the lock, another one may have committed its change with its own.
+            # While this caller waited for the lock, another caller may have committed this change with its own.
             while not change.is_done:
                 if not (group := self._next_group()):
                     raise StoreUnavailable(f"the store {self._path}: a caller was interrupted in the transaction")
@@ -207,17 +207,17 @@ class SqliteStore:
             connection.execute(_UPSERT, (key, *row, after.claim_until_s, after.outcome, self._unix_s()))
 
     def _next_group(self) -> list[_Change]:
-        """Take all changes that wait, at most GROUP_MAX."""
+        """Remove and return the changes that wait, at most GROUP_MAX."""
         with self._changing:
             return [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP_MAX))]
 
     def _commit(self, group: list[_Change]) -> None:
-        """Commit the changes in one transaction, and answer each caller only when it is on the disk."""
+        """Commit the changes in one transaction, and answer their callers only after the commit."""
         connection, answers = self._connection, list[Any]()
         is_synced = any(change.is_synced for change in group)
         try:
             if is_synced is not self._is_synced:
-                # After an interrupt it is unknown, and a transaction that must be synced would set it first.
+                # If this is interrupted, the setting is unknown: None makes the next transaction set it again.
                 self._is_synced = None
                 connection.execute(f"PRAGMA synchronous = {'FULL' if is_synced else 'NORMAL'}")
                 self._is_synced = is_synced
@@ -225,36 +225,36 @@ class SqliteStore:
             for change in group:
                 try:
                     answers.append(change.job(connection))
-                except GatewayError as refused:  # the rule refused it, without any change
+                except GatewayError as refused:  # the rule refused the change
                     answers.append(refused)
             connection.execute("COMMIT")
         except BaseException as error:
             # The rollback fails if the transaction never began.
             with suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
-            # The whole transaction failed, also for callers with a rule that had succeeded.
+            # The whole transaction failed, also for callers with changes that had succeeded.
             for change in group:
                 change.set_answer(_unavailable(self._path, error))
-            # An interrupt of this caller, or a bug, is raised here; the other callers' changes were not made either.
+            # An interrupt of this caller, or a bug, is also raised here.
             if not isinstance(error, OSError | sqlite3.Error):
                 raise
             return
-        # Only after the commit: a caller must not act on a reservation that a crash could lose.
+        # Answer only after the commit: a caller must not act on a reservation that is not committed.
         for change, answer in zip(group, answers, strict=True):
             change.set_answer(answer)
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    # Create it with this mode, because it holds outputs of requests. SQLite gives its other files the same mode.
+    # Only the owner may read the file, because it contains outputs of requests. SQLite's other files get this mode.
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
-        # WAL, so that a commit syncs one file, and readers do not block the writer.
+        # With WAL a commit syncs one file, and readers do not block the writer.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("BEGIN IMMEDIATE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        # 0 is a new file. Any other format may have been written by a newer version, so it is left alone.
+        # 0 means a new file. Refuse any other format, because a newer version may have written it.
         if version not in (0, FORMAT):
             raise StoreUnavailable(f"{path} is a store of format {version}; this program knows {FORMAT}")
         connection.execute(_TABLES)

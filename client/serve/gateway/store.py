@@ -1,8 +1,8 @@
-"""The idempotency store: which operations were begun, and their outcomes.
+"""The idempotency store: which operations have begun, and their outcomes.
 
-A store outlives the processes that use it, and several may use it at the same time. Its rules are in `ledger`. A store
-makes each rule one durable transaction: when a method returns, its effect survives a crash. The one exception is a
-reservation in a store of one host, which a crash of the host may undo, because the attempt ends with it.
+A store outlives the processes that use it, and several processes may use it at the same time. Its rules are in
+`ledger`. A store makes each rule one durable transaction: when a method returns, its effect survives a crash. The only
+exception is a reservation in a store of one host: a crash of the host may undo it, because it also ends the attempt.
 """
 
 from typing import Final, Protocol
@@ -33,7 +33,7 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def start(self, reservation: Reservation) -> None:
-        """Record that the effect may begin, before it does. If this raises StaleEpoch, it must not begin."""
+        """Record that the effect may begin, before it begins. If this raises StaleEpoch, the effect must not begin."""
         ...
 
     def complete(self, reservation: Reservation, outcome: bytes) -> None:
@@ -45,7 +45,7 @@ class ReplicatedIdempotencyStore(Protocol):
         ...
 
     def forget(self, older_than_s: float) -> int:
-        """Delete operations that have not changed for that long, which may then run again. Returns their number."""
+        """Delete operations that have not changed for `older_than_s`; they may then run again. Returns their number."""
         ...
 
     def close(self) -> None:

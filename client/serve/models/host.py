@@ -16,7 +16,7 @@ from gpulease.client.serve.rpc import Outcome
 from gpulease.protocol.rpc import CallError, CallErrorCode
 
 STOP_LIMIT_S: Final = 20.0
-"""Longest time, in seconds, for all models to compute waiting requests and to free their leases, before they are
+"""Longest time in seconds for all models to compute waiting requests and to free their leases. After that they are
 cancelled."""
 
 _log: Final = logging.getLogger("gpulease.models")
@@ -40,7 +40,7 @@ class ModelHost:
 
     async def __aenter__(self) -> Self:
         for name, model in self.models.items():
-            # A model without room hands its queue to the smaller variant, which may hand it on.
+            # A model without room passes its requests to the smaller variant, which may pass them on.
             pass_on = partial(self._pass_on, model.smaller) if model.smaller else None
             self._instances[name] = Instance(model, self._address, ModelMetrics(self._metrics, name), pass_on)
         # Each model has its own task, so that one that waits for a lease does not delay the others.
@@ -51,16 +51,16 @@ class ModelHost:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for instance in self._instances.values():
-            # All begin to stop before any is awaited, so that they stop in parallel.
+            # Let all begin to stop before waiting for any, so that they stop in parallel.
             instance.stop()
-        # First let them end by themselves, then cancel those that did not.
+        # Let them end by themselves, then cancel those that did not.
         await asyncio.wait(self._tasks, timeout=STOP_LIMIT_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
 
     def submit(self, name: str, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Have a model compute some items, or its smaller variant while it has no room. See Instance.submit."""
+        """Submit items to a model, or to its smaller variant while the model has no room. See Instance.submit."""
         return self._instances[self._with_room(name)].submit(payload, deadline_s)
 
     def call(self, method_id: int, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
@@ -68,7 +68,7 @@ class ModelHost:
         name = self._names.get(method_id)
         if name is not None:
             return self.submit(name, payload, deadline_s)
-        # An error is a result, too: the handler of an RpcServer must always return a future.
+        # The handler of an RpcServer must always return a future, also for an error.
         refused: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         refused.set_result(CallError(CallErrorCode.NO_SUCH_METHOD, f"no model has number {method_id}"))
         return refused
@@ -97,7 +97,7 @@ class ModelHost:
         }
 
     def count_lease_time(self) -> None:
-        """Add the time that leases were held since the last call to the metrics."""
+        """Add to the metrics how long leases were held since the last call."""
         for instance in self._instances.values():
             instance.count_lease_time()
 

@@ -1,4 +1,4 @@
-"""A served model: `Instance` acquires a lease, serves, and acquires again; `BatchRunner` computes batches."""
+"""A served model: `Instance` acquires one lease after another and serves on them; `BatchRunner` computes batches."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 
 
 class BatchRunner:
-    """Computes batches in one session, one after the other. `open` makes it.
+    """Computes batches in one session, one after the other. `open` makes a runner.
 
     Inputs and outputs are in memory that the session's worker shares (`session.empty`), so a batch is assembled where
     the card reads it.
@@ -40,7 +40,7 @@ class BatchRunner:
 
     def __init__(self, session: GpuSession, settings: ModelSettings, module: Module, buffers: list[Buffer]) -> None:
         self._session, self._settings, self._module = session, settings, module
-        # Three buffers on the card, for the life of the session; the arrays below are the host's side of two of them.
+        # These three buffers are on the card, for the life of the session. The arrays below are in the host's memory.
         self._weights, self._input, self._output = buffers
         self._input_memory = session.empty(settings.max_batch * settings.input_bytes, np.uint8)
         self._output_memory = session.empty(settings.max_batch * settings.output_bytes, np.uint8)
@@ -58,7 +58,7 @@ class BatchRunner:
             settings.max_batch * settings.input_bytes,
             settings.max_batch * settings.output_bytes,
         )
-        # Allocated once, for the largest batch; smaller batches use the beginning.
+        # Allocate them once, for the largest batch; smaller batches use the beginning.
         buffers = [await session.mem_alloc(size) for size in sizes]
         if settings.weights:
             await session.mem_write(buffers[0], 0, settings.weights)
@@ -80,7 +80,7 @@ class BatchRunner:
         grid, block = [items * settings.blocks_per_item], [settings.threads_per_block]
         await self._session.launch(self._module, settings.kernel, grid, block, self._args_for(items))
         await self._session.mem_read(self._output, 0, size, into=self._output_memory[:size])
-        # Step 3: cut the outputs apart, and copy them, because the next batch overwrites the array.
+        # Step 3: cut the outputs apart. Copy them, because the next batch overwrites the array.
         outputs, at = [], 0
         for payload in payloads:
             part = len(payload) // settings.input_bytes * settings.output_bytes
@@ -106,10 +106,10 @@ class BatchRunner:
 
 
 CLOSE_LIMIT_S: Final = 5.0
-"""Longest time, in seconds, for freeing a lease, which otherwise ends at its deadline."""
+"""Longest time for freeing a lease, in seconds. A lease that is not freed ends at its deadline."""
 
 WAIT_FOR_ROOM_S: Final = 2.0
-"""Seconds to wait in the daemon's queue for room without a smaller variant, so that others do not overtake."""
+"""Seconds to wait in the daemon's queue for room, so that others do not overtake, if there is no smaller variant."""
 
 _log: Final = logging.getLogger("gpulease.models")
 
@@ -117,7 +117,7 @@ _STOPS: Final = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
 _CUT_OFF: Final = CallError(CallErrorCode.LEASE_LOST, "the server stops")
 
 Ended = asyncio.Future[GpuLeaseError]
-"""Done when the lease has ended, with the error that ended it."""
+"""Completed when the lease has ended, with the error that ended it."""
 
 
 class Instance:
@@ -127,7 +127,7 @@ class Instance:
         settings: The model.
         address: The daemon's address; None for the default one.
         metrics: The model's metrics.
-        pass_on: Passes waiting requests to a smaller variant when this model has no room; None without a variant.
+        pass_on: Passes waiting requests to the smaller variant when this model has no room; None without a variant.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Instance:
         return self._intake.queue.items
 
     def submit(self, payload: bytes, deadline_s: float | None = None) -> "asyncio.Future[Outcome]":
-        """Queue some items. They are refused at once if they can't be computed, or not within `deadline_s`."""
-        # Admission must know how long the lease can still compute; without a lease, the next one has its full time.
+        """Queue some items. They are refused at once if they can't be computed, or can't be within `deadline_s`."""
+        # Admission must know how long the lease lasts. If there is none, the next lease will have its full duration.
         left_s = None if self._lease is None else self._lease.remaining_s
         return self._intake.submit(payload, deadline_s, left_s or None)
 
@@ -179,7 +179,7 @@ class Instance:
         self._intake.adopt(requests)
 
     def count_lease_time(self) -> None:
-        """Add the time that the lease was held since the last call to the metrics."""
+        """Add to the metrics how long the lease was held since the last call."""
         if self._leased_since is not None:
             now = self._loop.time()
             self._metrics.lease_seconds.inc(now - self._leased_since)
@@ -191,7 +191,7 @@ class Instance:
         """Acquire a lease, serve, and acquire again, until the instance is stopped."""
         intake = self._intake
         while not intake.is_stopping:
-            # Leased on demand: wait for the first request before acquiring.
+            # A model with `idle_secs` is leased on demand: wait for the first request.
             if self.settings.idle_secs and not intake.queue:
                 intake.trouble = None
                 await self._wait_for_change(None)
@@ -200,7 +200,7 @@ class Instance:
                 async with self._leased() as (lease, runner, ended):
                     await self._serve(lease, runner, ended)
             except GpuLeaseError as error:
-                # Without its traceback, because its frames would keep the lease and its arrays alive.
+                # Drop the error's traceback, because its frames would keep the lease and its arrays alive.
                 await self._recover(error.with_traceback(None))
         intake.dismiss(_STOPS)
 
@@ -221,15 +221,14 @@ class Instance:
         try:
             async with GpuSession(lease) as session:
                 runner = await BatchRunner.open(session, settings)
-                # Set by whichever notices the lease's end first: the event stream or a refused renewal.
+                # The event stream and the renewal both watch for the lease's end. The first to notice it sets this.
                 ended: Ended = self._loop.create_future()
                 async with (
                     self._watching(lease, ended),
                     lease.keep_alive(lambda error: self._on_renewal_failed(error, ended)),
                 ):
                     self._intake.starts.add(self._loop.time() - began, self._loop.time())
-                    # The model serves from here on. Admission predicts the cost of a new lease from the duration so
-                    # far.
+                    # The model serves from here on.
                     self._lease, self._intake.trouble, self._no_room_until = lease, None, 0.0
                     _log.info("%s: serves on lease %s", settings.name, lease.lease_id_text)
                     try:
@@ -239,7 +238,7 @@ class Instance:
         finally:
             with suppress(GpuLeaseError, TimeoutError):
                 async with asyncio.timeout(CLOSE_LIMIT_S):
-                    # Also after an error: a lease that is not freed would hold the card until its deadline.
+                    # Free the lease also after an error: otherwise it would keep the card's memory until its deadline.
                     await lease.free()
             self.count_lease_time()
             self._leased_since = None
@@ -257,14 +256,14 @@ class Instance:
         """Watch the lease's events, so that its end is noticed at once and not at the next batch or renewal.
 
         A lost event stream proves nothing, because a lease and its session can survive a restart of the daemon. So
-        `_serve` checks the session between two batches; a check during a batch could receive the batch's own failure.
+        `_serve` then checks the session between two batches. A check during a batch could raise the batch's failure.
         """
         pause = RestartPause()
         while lease.remaining_s > 0:
             try:
                 async with lease.events() as events:
                     async for event in events:
-                        # Events before the end, such as warnings of a drain, do not stop the service.
+                        # Other events, such as warnings of a drain, do not stop the service.
                         if (error := lease_end_of(event)) is not None:
                             self._set_ended(ended, error)
                             return
@@ -278,32 +277,31 @@ class Instance:
                 return
 
     def _on_renewal_failed(self, error: GpuLeaseError, ended: Ended) -> None:
-        # On a drained node the lease is valid until its end; admission takes the remaining time into account.
+        # On a drained node the lease is valid until it expires. Admission takes the remaining time into account.
         if not isinstance(error, Drained):
             self._set_ended(ended, error.with_traceback(None))
 
     def _set_ended(self, ended: Ended, error: GpuLeaseError) -> None:
-        # The first reason counts: a revoked lease's renewal is also refused, with a less exact error.
+        # Keep the first reason: after a revocation, renewals are also refused, with a less exact error.
         if not ended.done():
             ended.set_result(error)
         self._intake.changed_event.set()
 
     async def _serve(self, lease: GpuLease, runner: BatchRunner, ended: Ended) -> None:
-        """Compute batch after batch until stopped, or idle for `idle_secs`. Raises the error that ended the lease."""
+        """Compute batches until the model is stopped or idle for `idle_secs`. Raises the error that ended the lease."""
         intake, idle_s, idle_from = self._intake, self.settings.idle_secs, self._loop.time()
         while True:
             if ended.done():
                 raise ended.result()
             if lease.remaining_s <= 0:
-                # This process was suspended for a while. Queued requests are not lost: the next lease computes them.
+                # This process was suspended for a while. Queued requests are computed on the next lease.
                 raise LeaseExpired("the lease's time ran out before it was renewed")
             if self._must_check_session:
                 self._must_check_session = False
-                # Between batches: raises if the session ended while the event stream was lost.
+                # This raises if the session has ended while the event stream was lost.
                 await runner.check()
-            # Three cases: an empty queue, a batch that may still grow, and a batch that is due.
             due, now = intake.queue.due_at(self.settings.max_delay_ms / 1000), self._loop.time()
-            # Nothing waits: stop if asked to, free the lease if idle for long, otherwise sleep.
+            # The queue is empty: return if the model is stopping or was idle for long, otherwise sleep.
             if due is None:
                 if intake.is_stopping or (idle_s and now >= idle_from + idle_s):
                     return
@@ -314,7 +312,7 @@ class Instance:
             else:
                 batch = intake.queue.next_batch()
                 intake.changed()
-                # Computing a request that will be late would only make the next ones late, too.
+                # Drop requests that would be late, because computing them would only delay the next ones.
                 if in_time := intake.drop_late(batch, lease.remaining_s):
                     await self._compute(runner, in_time)
                 idle_from = self._loop.time()
@@ -327,11 +325,11 @@ class Instance:
                 await self._intake.changed_event.wait()
 
     async def _compute(self, runner: BatchRunner, batch: list[WaitingRequest]) -> None:
-        # Attempts are counted before the launch: a request that kills this process's lease was attempted.
+        # Count the attempts before the launch, so that a request that ends the lease counts as attempted.
         intake, began, was_warm = self._intake, self._loop.time(), runner.is_warm
         for request in batch:
             request.attempts += 1
-        # Requests that arrive now wait for one more batch, which admission takes into account.
+        # Admission takes into account that requests that arrive from now on wait for this batch, too.
         intake.is_running = True
         self._metrics.launches.inc()
         self._metrics.batch_items.observe(sum(request.items for request in batch))
@@ -351,7 +349,7 @@ class Instance:
         finally:
             intake.is_running = False
         now = self._loop.time()
-        # The first batch is slower than the others, so it does not count for the estimate.
+        # The first batch is slower than the others, so leave it out of the estimate.
         if was_warm:
             intake.batches.add(now - began, now)
         # A batch that succeeded proves that the lease works, so the next failure starts with a short pause again.
@@ -363,28 +361,28 @@ class Instance:
 
     def _on_batch_failed(self, batch: list[WaitingRequest], error: GpuLeaseError) -> None:
         """Put the requests that can safely be computed again back into the queue, and answer the others."""
-        # Only these may have been caused by a request of the batch.
-        is_kernels = isinstance(error, GpuSessionFailed | OperationFailed)
+        # Only these errors may have been caused by a request of the batch.
+        is_kernel_error = isinstance(error, GpuSessionFailed | OperationFailed)
         retried = []
         for request in batch:
-            # Compute again after a lost daemon, or if another request of the batch may be at fault: then each in its
-            # own batch. A revoked lease is an operator's decision, and is reported to the caller.
-            is_cured = isinstance(error, Disconnected) or (is_kernels and len(batch) > 1)
-            if self.settings.is_pure and is_cured and request.attempts < MAX_ATTEMPTS and not request.answer.done():
-                request.is_alone = is_kernels
+            # Compute a request again after the daemon was lost, or, in a separate batch, if another request of the
+            # batch may be at fault. A revoked lease is an operator's decision, and is reported to the caller.
+            may_succeed = isinstance(error, Disconnected) or (is_kernel_error and len(batch) > 1)
+            if self.settings.is_pure and may_succeed and request.attempts < MAX_ATTEMPTS and not request.answer.done():
+                request.is_alone = is_kernel_error
                 retried.append(request)
             else:
                 request.settle(CallError(code_of(error), f"{type(error).__name__}: {text_for_callers(error)}"))
         self._intake.put_back(retried)
 
     async def _recover(self, error: GpuLeaseError) -> None:
-        """Pause after the lease ended or was refused, so that repeated failures do not take time from others."""
+        """Pause after the lease has ended or was refused, so that repeated failures do not load the daemon."""
         intake = self._intake
-        # Requests that reach their deadlines meanwhile get this error as the reason.
+        # Requests that reach their deadlines during the pause get this error as the reason.
         intake.trouble, pause_s = error, self._pause.after(error)
         _log.warning("%s: has no lease, retries in %.2f s: %s", self.settings.name, pause_s, error)
         if isinstance(error, CapacityExceeded):
-            # No room: for about two attempts, requests go to the smaller variant, also those that wait already.
+            # There is no room: for about two attempts, the smaller variant gets all requests, also the waiting ones.
             self._no_room_until = self._loop.time() + 2 * pause_s
             if self._pass_on is not None:
                 self._pass_on(intake.queue.take_all())
@@ -394,6 +392,6 @@ class Instance:
             text = f"{self.settings.name} can't be served: {text_for_callers(error)}"
             intake.dismiss(CallError(CallErrorCode.UNAVAILABLE, text))
         deadline_s = self._loop.time() + pause_s
-        # Changes of the queue wake this wait, but do not shorten the pause; only a stop does.
+        # Changes of the queue wake this wait, but only a stop shortens the pause.
         while not intake.is_stopping and self._loop.time() < deadline_s:
             await self._wait_for_change(deadline_s)

@@ -1,13 +1,13 @@
 """`ModelServer`: models over HTTP, and at the same time over shared memory. `http.application` has the routes.
 
-A body of application/octet-stream has the items' inputs one after the other; the reply has their outputs.
-A body of application/json is `{"input_base64": "..."}`, and the reply `{"model": "...", "output_base64": "..."}`. If
+A body of application/octet-stream has the items' inputs one after the other; the reply has their outputs. A body of
+application/json is `{"input_base64": "..."}`, and the reply `{"model": "...", "output_base64": "..."}`. If
 the model's settings name the type of its numbers, the body may be `{"input": [...]}` with the numbers of one item, or
 an array for each of several items. The reply is then `{"model": "...", "output": [...]}` in the shape of the input (see
 `json_numbers`).
 
 The header `Gpulease-Deadline-Ms` is the number of milliseconds that the request may take. The reply's header
-`Gpulease-Model` names the model that computed it, which may be a smaller variant.
+`Gpulease-Model` names the model that computed the reply, which may be a smaller variant.
 
 A request that fails gets a problem reply (RFC 9457). Its code is one of `protocol.rpc.CallErrorCode`, or:
 too_large (413), body_too_slow (408), unsupported_media_type (415), not_finite (500: JSON has no number for the output),
@@ -55,11 +55,11 @@ from gpulease.protocol.rpc import CallError, CallErrorCode
 MAX_DEADLINE_MS: Final = 3_600_000
 
 _JSON_ROOM: Final = 256
-"""Bytes of a JSON body around the base64 or the numbers."""
+"""Maximum number of bytes of a JSON body in addition to the base64 text or the numbers."""
 
 
 class _Form(Enum):
-    """The form of a request's body, which the reply also has."""
+    """The form of a request's body, and of its reply."""
 
     BYTES = "bytes"
     BASE64 = "base64"
@@ -78,7 +78,7 @@ _STATUS: Final = {
     CallErrorCode.KERNEL_FAILED: 500,
 }
 _RETRYABLE: Final = {CallErrorCode.QUEUE_FULL, CallErrorCode.TOO_LATE, CallErrorCode.UNAVAILABLE}
-"""Codes of requests that were not begun, so a retry is safe and useful."""
+"""Codes of requests that were not computed, so that a retry is safe and useful."""
 
 
 class ModelServer:
@@ -110,7 +110,7 @@ class ModelServer:
             server = RpcServer(self._rpc, self._host.call, self._host.describe) if self._rpc is not None else None
             if server is not None:
                 await stack.enter_async_context(server)
-            # The host ends first, so that it can still answer the RPC callers' waiting requests.
+            # Enter the host last, so that it ends first and can still answer waiting requests of RPC callers.
             await stack.enter_async_context(self._host)
             try:
                 yield
@@ -122,13 +122,12 @@ class ModelServer:
     async def _infer(self, request: Request) -> Response:
         try:
             name = request.path_params["model"]
-            # An unknown model is refused before its body is read.
+            # Refuse a request for an unknown model before reading its body.
             model = self._host.models.get(name)
             if model is None:
                 raise RequestRefused(Problem(404, "no_such_method", "This server has no such model."))
             body_type = media_type_of(request.headers.get("Content-Type", ""))
             form, payload = await _payload(request, body_type, model)
-            # The outcome is an answer or an error; both come from the model that computed or refused it.
             outcome = await self._host.submit(name, payload, _deadline_s(request))
             return self._answer(outcome, form)
         except ClientDisconnect:
@@ -138,12 +137,12 @@ class ModelServer:
 
     def _answer(self, outcome: Outcome, form: _Form) -> Response:
         if isinstance(outcome, CallError):
-            # Retry-After is in whole seconds, so the queue's estimate is rounded up to at least one.
+            # Retry-After must be at least one second.
             retry_s = max(1.0, outcome.retry_after_ms / 1000) if outcome.code in _RETRYABLE else None
-            # The same codes as over shared memory, so that programs can switch between the two.
+            # Use the same codes as over shared memory, so that programs can switch between the two.
             code = outcome.code.name.lower()
             return _problem_response(Problem(_STATUS[outcome.code], code, outcome.text, retry_after_s=retry_s))
-        # The model that computed it, which may be a smaller variant of the one that was named.
+        # This may be a smaller variant of the model that the request named.
         name = self._host.name_of(outcome.method_id)
         if form is _Form.BASE64:
             return JSONResponse({"model": name, "output_base64": base64.b64encode(outcome.payload).decode()})
@@ -160,7 +159,7 @@ class ModelServer:
             raise RequestRefused(Problem(500, "not_finite", str(error))) from None
 
     def _metrics_text(self) -> bytes:
-        # Leases that are held now are counted up to this scrape.
+        # Count the time of current leases up to this scrape.
         self._host.count_lease_time()
         return self._metrics.text()
 
@@ -188,7 +187,7 @@ async def _payload(request: Request, body_type: str, model: ModelSettings) -> tu
         return _Form.BYTES, await read_body(request, most_bytes, BODY_LIMIT_S, "It")
     if body_type != JSON:
         raise RequestRefused(Problem(415, "unsupported_media_type", f"The body is {BINARY} or {JSON}."))
-    # The form is only known after reading, so allow the larger of both.
+    # The form is known only after reading, so allow the larger of both sizes.
     room = max(4 * (-(-most_bytes // 3)), _numbers_room(model))
     body = await read_body(request, room + _JSON_ROOM, BODY_LIMIT_S, "It")
     try:
@@ -212,7 +211,7 @@ def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
     # The reply has the shape of the request: one array, or an array of arrays.
     form = _Form.ITEMS if value and isinstance(value[0], list) else _Form.ITEM
     payload = pack(value, model.input_type, numbers)
-    # Refuse before computing: a small input may have a huge output.
+    # Refuse this before computing, because a small input may have a huge output.
     answered = len(payload) // model.input_bytes * model.output_bytes // size_of(model.output_type)
     if answered > MAX_NUMBERS:
         raise NumbersRefused(f"Its answer would have {answered} numbers, more than {MAX_NUMBERS}: use base64.")
@@ -221,8 +220,8 @@ def _from_numbers(body: bytes, model: ModelSettings) -> tuple[_Form, bytes]:
 
 def _from_base64(body: bytes) -> bytes:
     try:
-        # An object with one string has neither commas nor arrays. Others are not parsed, because they may grow in
-        # memory.
+        # An object with one string has neither commas nor arrays. Do not parse other bodies, because they may take much
+        # more memory as objects.
         document = None if b"," in body or b"[" in body else json.loads(body)
         if not isinstance(document, dict) or document.keys() != {"input_base64"}:
             raise ValueError("it must be an object with input_base64")

@@ -10,7 +10,7 @@ from gpulease.protocol.failures import lease_end
 from gpulease.protocol.rpc import CallErrorCode
 
 FIRST_PAUSE_S: Final = 0.05
-"""Seconds before a lease is requested again, which double with each failure until a batch succeeds."""
+"""First pause in seconds before a lease is requested again. It doubles with each failure until a batch succeeds."""
 
 MAX_PAUSE_S: Final = 5.0
 
@@ -37,9 +37,9 @@ class RestartPause:
         has_no_room = isinstance(error, errors.CapacityExceeded)
         least_s = PRESSURE_PAUSE_S if has_no_room or is_broken(error) else 0.0
         pause_s = back_off_s(self._failures, FIRST_PAUSE_S, MAX_PAUSE_S)
-        # Counted until a batch succeeds, not until a lease is granted: a model may fail on every lease.
+        # Only a batch that succeeds resets this, and not a granted lease, because a model may fail on every lease.
         self._failures += 1
-        # Half of it is random, so that models that failed together do not all retry together.
+        # Half of the pause is random, so that models that failed together do not all retry together.
         return max(least_s, pause_s * (0.5 + self._uniform() / 2))
 
     def succeeded(self) -> None:

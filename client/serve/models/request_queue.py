@@ -1,4 +1,4 @@
-"""`RequestIntake`: the bounded queue of one model, its admission by predicted times, and its deadlines."""
+"""`RequestIntake`: the bounded queue of one model, admission by predicted durations, and deadlines."""
 
 import asyncio
 import math
@@ -27,11 +27,11 @@ class WaitingRequest:
     Attributes:
         payload: The inputs of its items.
         items: The number of items.
-        at: When it arrived, in monotonic seconds.
-        deadline: The time after which it must not be begun.
-        answer: Gets the outcome. Cancelled if the caller disconnected.
-        attempts: How often it was begun.
-        is_alone: True after a batch with it failed: it is then computed in a separate batch.
+        at: The time at which it arrived, in monotonic seconds.
+        deadline: The time after which its computation must not begin.
+        answer: The future of its outcome, which is cancelled if the caller disconnects.
+        attempts: How many batches with it have begun.
+        is_alone: Whether it must be computed in a separate batch, because a batch with it has failed.
         timer: Refuses it at its deadline.
     """
 
@@ -46,7 +46,6 @@ class WaitingRequest:
 
     def settle(self, outcome: Outcome) -> None:
         """Answer the request, unless it was answered before."""
-        # The deadline's timer must not answer a request a second time.
         if self.timer is not None:
             self.timer.cancel()
         if not self.answer.done():
@@ -82,8 +81,8 @@ class BatchQueue:
         return True
 
     def put_first(self, requests: Iterable[WaitingRequest]) -> None:
-        """Put begun requests back at the front, in their order. This may exceed `max_items`."""
-        # In reverse, because each goes to the front.
+        """Put requests of a failed batch back at the front, in their order. This may exceed `max_items`."""
+        # Reverse the list, because each request goes to the front.
         for request in reversed(list(requests)):
             self._waiting.appendleft(request)
             self.items += request.items
@@ -98,10 +97,10 @@ class BatchQueue:
         return True
 
     def due_at(self, max_delay_s: float) -> float | None:
-        """Return when to begin the next batch: 0 (at once) if it is full, None if the queue is empty."""
+        """Return the time at which to begin the next batch: 0 (now) if it is full, None if the queue is empty."""
         if not self._waiting:
             return None
-        # A batch is due when it is full, when its oldest request has waited long enough, or when that is to be alone.
+        # A batch is due if it is full, if its oldest request must be computed alone, or when that has waited enough.
         first = self._waiting[0]
         return 0.0 if self.items >= self.max_batch or first.is_alone else first.at + max_delay_s
 
@@ -116,7 +115,7 @@ class BatchQueue:
         while self._waiting:
             request = self._waiting[0]
             is_wanted = not request.answer.done()
-            # The next request does not fit, or must be computed alone: leave it for the next batch.
+            # Leave a request that does not fit, or that must be computed alone, for the next batch.
             if is_wanted and batch and (request.is_alone or items + request.items > self.max_batch):
                 break
             self._waiting.popleft()
@@ -140,7 +139,7 @@ class RequestIntake:
 
     Attributes:
         queue: Requests that wait.
-        batches, starts: Estimates of the durations of a batch, and of acquiring a lease.
+        batches, starts: Estimates of how long a batch takes, and of how long it takes to acquire a lease and load.
         is_running: Whether a batch is being computed.
         is_stopping: Whether no more requests are admitted.
         lease_left_s: Seconds left of the lease at the last arrival; None without a lease.
@@ -152,7 +151,7 @@ class RequestIntake:
         self.settings, self._metrics = settings, metrics
         self._loop = asyncio.get_running_loop()
         self.queue = BatchQueue(settings.max_queue, settings.max_batch)
-        # Both are measured while serving; at first they are 0, so that nothing is refused for lack of data.
+        # Both are 0 until something was measured, so that nothing is refused for lack of data.
         self.batches, self.starts = Estimate(), Estimate()
         self.is_running = self.is_stopping = False
         self.lease_left_s: float | None = None
@@ -164,13 +163,13 @@ class RequestIntake:
         now, settings = self._loop.time(), self.settings
         self.lease_left_s = lease_left_s
         answer: asyncio.Future[Outcome] = self._loop.create_future()
-        # Without the caller's deadline, the model's applies.
+        # If the caller sets no deadline, use the model's.
         left_s = settings.deadline_ms / 1000 if deadline_s is None else deadline_s
         items = len(payload) // settings.input_bytes
         request = WaitingRequest(payload, items, now, now + left_s, answer)
-        # Added before a refusal, so that refused requests are counted, too.
+        # Add this before a refusal, so that refused requests are counted, too.
         answer.add_done_callback(lambda _: self._on_answered(request))
-        # Refused at once: a caller learns early that its request would be late, and does not load the queue.
+        # Refuse at once a request that would be late, so that it does not fill the queue.
         if refusal := self._refusal(request, left_s):
             answer.set_result(refusal)
         else:
@@ -186,17 +185,17 @@ class RequestIntake:
                 continue
             if not self.queue.add(request):
                 text = f"{self.settings.max_queue} items wait already"
-                # Also for requests that another model passes on, so its queue can't make this one grow.
+                # This limit also applies to requests that another model passes on.
                 request.settle(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))
                 continue
             if request.timer is not None:
                 request.timer.cancel()
-            # At its deadline a request is answered even if the model has no lease.
+            # The timer answers a request at its deadline even if the model has no lease.
             request.timer = self._loop.call_at(request.deadline, self._on_deadline, request)
         self.changed()
 
     def put_back(self, requests: list[WaitingRequest]) -> None:
-        """Put begun requests back at the front of the queue, and refuse those that are past their deadline."""
+        """Put requests of a failed batch back at the front of the queue, and refuse those past their deadline."""
         self.queue.put_first(requests)
         for request in requests:
             if request.deadline <= self._loop.time():
@@ -206,7 +205,7 @@ class RequestIntake:
     def drop_late(self, batch: list[WaitingRequest], lease_left_s: float) -> list[WaitingRequest]:
         """Return the requests that can still meet their deadlines, and refuse the others.
 
-        Earlier batches may have taken longer than predicted.
+        Requests may have become late because earlier batches took longer than predicted.
         """
         now = self._loop.time()
         # These requests are next, so nothing is ahead of them and the lease exists.
@@ -227,7 +226,7 @@ class RequestIntake:
 
     def changed(self) -> None:
         """Publish the queue's new depth and wake the model's task."""
-        # Every change of the queue ends here, so that the gauge is never stale.
+        # Every change of the queue calls this, so that the gauge is never stale.
         self._metrics.queue_depth.set(self.queue.items)
         self.changed_event.set()
 
@@ -246,7 +245,7 @@ class RequestIntake:
             return CallError(CallErrorCode.UNAVAILABLE, text)
         if self.queue.items + request.items > settings.max_queue:
             return CallError(CallErrorCode.QUEUE_FULL, f"{self.queue.items} items wait already", self._retry_ms())
-        # Last, because it is an estimate: the checks before it are certain.
+        # Check this last, because it is an estimate; the other checks are certain.
         if text := self._forecast(request.at).refusal(request.items, left_s):
             return CallError(CallErrorCode.TOO_LATE, text, self._retry_ms())
         return None
@@ -257,7 +256,7 @@ class RequestIntake:
             self.settings.max_batch,
             self.is_running,
             self.batches.seconds(now),
-            # Without a lease, acquiring one and loading the model come first.
+            # If there is no lease, the model must first acquire one and load.
             0.0 if self.lease_left_s is not None else self.starts.seconds(now),
             self.lease_left_s,
         )
@@ -282,7 +281,7 @@ class RequestIntake:
                 self.changed()
             self._metrics.answered("cancelled")
             return
-        # Every end of a request passes here, so the metrics count each exactly once.
+        # This is called at every end of a request, so the metrics count each request exactly once.
         outcome = request.answer.result()
         if isinstance(outcome, Answer):
             self._metrics.bytes_out.inc(len(outcome.payload))
@@ -293,11 +292,11 @@ class RequestIntake:
 MEAN_PART: Final = 1 / 8
 DEVIATION_PART: Final = 1 / 4
 DEVIATIONS: Final = 4
-"""Durations are predicted like round-trip times in RFC 6298, 2: the mean plus four deviations."""
+"""Durations are predicted like retransmission timeouts in RFC 6298, 2: the mean plus four deviations."""
 
 HALF_LIFE_S: Final = 1.0
-"""Seconds in which an estimate halves while nothing is measured. Otherwise, after one slow batch, every request could
-be refused, and none would be computed that would correct the estimate."""
+"""Seconds in which an estimate halves while nothing is measured. Otherwise, after one slow batch, all requests could be
+refused, and no measurement would ever correct the estimate."""
 
 
 class Estimate:
@@ -308,7 +307,7 @@ class Estimate:
         self._measured_at: float | None = None
 
     def add(self, took_s: float, now: float) -> None:
-        """Include a measured duration, as of the time `now`."""
+        """Include a duration that was measured at the time `now`."""
         if self._measured_at is None:
             self._mean_s, self._deviation_s = took_s, took_s / 2
         else:
@@ -331,7 +330,7 @@ class Forecast:
     """The load that a request finds on its arrival.
 
     Attributes:
-        items_ahead: Items that wait before it.
+        items_ahead: Number of items that wait before it.
         max_batch: Maximum number of items in a batch.
         is_running: Whether a batch is being computed.
         batch_s: Expected seconds of a batch.
@@ -348,13 +347,13 @@ class Forecast:
 
     def expected_s(self, items: int) -> float:
         """Return the expected seconds until `items` further items are done."""
-        # Whole batches: those that wait, with these items in the last one, after the one that is running.
+        # Count the running batch, and the batches of all waiting items with these items at their end. The duration of
+        # a batch does not depend on its size here, so the estimate is rather too high than too low.
         batches = math.ceil((self.items_ahead + items) / self.max_batch) + self.is_running
-        # Every batch counts as a full one, so the estimate is rather too high than too low.
         return self.start_s + batches * self.batch_s
 
     def refusal(self, items: int, left_s: float) -> str:
-        """Return why the items can't be done in `left_s`; "" if they can, according to the prediction."""
+        """Return why the items will probably not be done in `left_s`; "" if they will."""
         expected_s = self.expected_s(items)
         if expected_s > left_s:
             return f"it would take {expected_s:.3f} s, and has {left_s:.3f} s"

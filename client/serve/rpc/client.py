@@ -1,4 +1,4 @@
-"""The caller's side of calls through shared memory, blocking.
+"""The caller's side of calls through shared memory. It blocks.
 
 Threads may share a client, but its calls run one after the other. For parallel calls, use several clients.
 """
@@ -58,24 +58,23 @@ class CallTimedOut(Disconnected):
 
 
 SPIN_NS: Final = 200_000
-"""Nanoseconds that a caller polls for its reply before it sleeps, if the host has enough cores."""
+"""Nanoseconds for which a caller polls for its reply before it sleeps, if the host has enough cores."""
 
 POLLS_PER_CLOCK: Final = 16
 """Number of polls between two readings of the clock, each of which takes as long as a poll on some hosts."""
 
 FIRST_BACKOFF_S: Final = 0.02
-"""Seconds before the second attempt to connect. They double with each further attempt, and half is random."""
+"""Seconds before the second attempt at a call. The pause doubles with each attempt, and half of it is random."""
 
 MAX_BACKOFF_S: Final = 1.0
 
 ANSWER_ROOM_S: Final = 0.5
-"""Seconds after its deadline that a call without a timeout is waited for, in which the server's TOO_LATE arrives."""
+"""A call with a deadline but no timeout waits this many seconds longer than the deadline, so that the server's TOO_LATE
+can arrive."""
 
 MAX_DESCRIPTORS: Final = 4
-"""Most descriptors received with the greeting.
-
-One is correct. With room for more, wrong ones are noticed and closed.
-"""
+"""Maximum number of descriptors received with the greeting. One is correct; room for more allows the client to notice
+and close wrong ones."""
 
 _MAX_ID: Final = 2**64 - 1
 _BELLS_BYTES: Final = 4096
@@ -86,9 +85,9 @@ class RpcClient:
 
     Args:
         address: The server's socket, `unix:/path`.
-        timeout_s: Longest call in seconds, for calls without a timeout.
+        timeout_s: Default timeout of calls, in seconds.
         spin_ns: Nanoseconds to poll for a reply before sleeping. None: 200 us if the host has at least four cores.
-            Not used on processors where polls are not ordered; see `protocol.rpc`.
+            Ignored on processors that may reorder loads; see `protocol.rpc`.
     """
 
     def __init__(self, address: str, timeout_s: float = 30.0, spin_ns: int | None = None) -> None:
@@ -103,7 +102,7 @@ class RpcClient:
                 "Use HTTP",
             )
         self._path, self._timeout_s = endpoint.path, timeout_s
-        # Spinning only pays if the server can run on another core at the same time.
+        # Spinning is useful only if the server can run on another core at the same time.
         policy_ns = spin_policy_of(None, SPIN_NS).spin_ns if spin_ns is None else spin_ns
         self._spin_ns = policy_ns if LOADS_ARE_ORDERED else 0
         self._connection: _Connection | None = None
@@ -139,14 +138,14 @@ class RpcClient:
             CallTimedOut: No reply came in time.
             Disconnected: The server ended, or violated the protocol.
         """
-        # A copy, so that the caller's buffer may change while the call waits for its turn.
+        # Copy the payload, so that the caller's buffer may change while the call waits for its turn.
         data = bytes(memoryview(payload))
         if len(data) > MAX_PAYLOAD_BYTES:
             raise InvalidRequest(f"rpc: {len(data)} bytes; a call takes {MAX_PAYLOAD_BYTES}", "Use HTTP for more")
         if deadline_s is not None and not 0 < deadline_s < math.inf:
             raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {deadline_s}")
         span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
-        # One call at a time: the shared memory has room for one request and one reply.
+        # Calls take turns, because the shared memory has room for one request and one reply.
         if not self._lock.acquire(timeout=min(span.send_timeout_s(), threading.TIMEOUT_MAX)):
             raise _too_late("other threads' calls took all of its time")
         try:
@@ -182,9 +181,9 @@ class RpcClient:
             try:
                 return self._try(method_id, data, span)
             except _NotReceived as error:
-                # The server can't have received it, so a retry is safe. An earlier attempt that may have been executed
-                # matters more to the caller, so its error is raised.
-                # One that ran out of time says less about the server than an attempt before it.
+                # The server can't have received the call, so a retry is safe. Choose the error to raise in the end:
+                # that of an earlier attempt that may have been executed matters most. The error of an attempt that ran
+                # out of time says less about the server than that of an attempt before it.
                 cause = uncertain or (cause if cause is not None and error.has_no_time else error.cause)
             # The reply may still come, so this connection can't be used for another call.
             except CallTimedOut:
@@ -208,13 +207,12 @@ class RpcClient:
         # Connect with the first call, and again after each connection that was lost.
         if self._connection is None:
             self._connection = _connected(self._path, span.until)
-        # A new id for each attempt, so that a late reply to an earlier one is recognised.
+        # Use a new id for each attempt, so that a late reply to an earlier one is recognised.
         self._last_id = self._last_id + 1 & _MAX_ID
         connection = self._connection
         left_ms = span.left_ms()
         try:
-            # Two stages with different meanings: before the bell a failure is harmless, after it the call may be
-            # executed.
+            # Until the bell is sent a failure is harmless; after that the call may be executed.
             connection.ask(self._last_id, method_id, data, left_ms)
         except OSError as error:
             # The connection was closed before the bell was sent, and the server reads no request without a bell.
@@ -233,7 +231,12 @@ class RpcClient:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The limits of a call in monotonic seconds: when the wait ends, and when the call must have begun, if set."""
+    """The limits of a call in monotonic seconds.
+
+    Attributes:
+        until: The time until which the caller waits.
+        deadline: The time before which the call must begin; None without a deadline.
+    """
 
     until: float
     deadline: float | None
@@ -248,7 +251,7 @@ class _Span:
         return cls(now + (deadline_s or 0.0) + ANSWER_ROOM_S, deadline)
 
     def send_timeout_s(self) -> float:
-        """Return the seconds left for sending the call; 0 if the time is over."""
+        """Return the seconds left for sending the call; 0 if none are left."""
         deadline = self.until if self.deadline is None else min(self.until, self.deadline)
         return max(0.0, deadline - time.monotonic())
 
@@ -271,7 +274,7 @@ class _NotReceived(Exception):
 
     Attributes:
         cause: The error for the caller.
-        has_no_time: True if the call's time was over before the server answered the connect.
+        has_no_time: Whether the call's time ran out before the server accepted the connection.
     """
 
     def __init__(self, cause: GpuLeaseError, *, has_no_time: bool = False) -> None:
@@ -289,27 +292,26 @@ class _Connection:
 
     def ask(self, request_id: int, method_id: int, data: bytes, left_ms: int) -> None:
         """Write the request and ring the bell. Raises OSError if the server has closed the connection."""
-        # Order matters: the reply's region is emptied first, and the request's status is written last, by `put`.
+        # The order matters: empty the reply's region first; `put` writes the request's status last.
         self._shared.reply.status = CallStatus.EMPTY
         self._shared.write_time_left(request_id, left_ms)
         self._shared.request.put(request_id, method_id, data, CallStatus.REQUEST_READY)
         with suppress(BlockingIOError):
-            # A full socket means that the server has bells to read, so one more is not needed.
+            # A full socket means that the server has unread bells, so one more is not needed.
             self._sock.send(b"\0", socket.MSG_NOSIGNAL)
 
     def answer(self, request_id: int, deadline_s: float, spin_ns: int) -> Answer:
         """Wait for the reply and return it. Raises CallFailed, CallTimedOut, Disconnected, OSError."""
-        # Poll the memory first: a fast model answers before a sleep and a wake-up would be over.
+        # Poll the memory first: a fast model answers in less time than a sleep and a wake-up take.
         if not self._spin(spin_ns):
             self._sleep(deadline_s)
         reply = self._shared.reply
-        # The server's memory is not trusted: check id, size and status of one copy of the header.
+        # The server may change the memory at any time: copy the header once, and check its id, size and status.
         header = reply.header()
         if header.request_id != request_id or not header.fits or header.status not in _FINAL_STATUSES:
             raise Disconnected("rpc: the server's reply can't be followed")
-        # Copied before the region is given back to the server.
+        # Copy the payload before giving the region back to the server.
         payload = reply.payload(header.payload_len)
-        # Gives the region back to the server.
         reply.status = CallStatus.EMPTY
         if header.status == CallStatus.RESPONSE_READY:
             return Answer(header.method_id, payload)
@@ -325,7 +327,7 @@ class _Connection:
     def _spin(self, spin_ns: int) -> bool:
         if not spin_ns:
             return False
-        # The status byte is the only thing that is polled; the rest is read after it has changed.
+        # Poll only the status byte. The rest is read after the status has changed.
         reply, deadline = self._shared.reply, time.monotonic_ns() + spin_ns
         while time.monotonic_ns() < deadline:
             for _ in range(POLLS_PER_CLOCK):
@@ -343,7 +345,7 @@ class _Connection:
             has_ended = not self._sock.recv(_BELLS_BYTES)
             if self._shared.reply.status:
                 return
-            # Checked after the reply: a server that stops answers first and then closes.
+            # Check this after the reply, because a server that stops first replies and then closes.
             if has_ended:
                 raise Disconnected("rpc: the server closed the connection; the call may have been done")
 

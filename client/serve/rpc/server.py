@@ -1,11 +1,12 @@
 """The server's side of calls through shared memory: callers on a Unix socket, each with separate memory.
 
 `protocol.rpc` has the layout. The server runs in an event loop and never spins: it sleeps until a caller rings its
-bell, and then reads only that caller's memory. A spinning thread would keep the interpreter from the threads that do
-the work.
+bell, and then reads only that caller's memory. A spinning thread would hold the interpreter's lock, which the threads
+that do the work need.
 
-Callers can't reach each other. A caller that dies in any state is a closed socket. One that writes invalid requests
-gets an error or is disconnected, and so is one that repeatedly rings without a request.
+Callers can't affect each other. If a caller dies in any state, the server only sees a closed socket. A caller that
+writes invalid requests gets an error or is disconnected. A caller that repeatedly rings without a request is
+disconnected, too.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from gpulease.protocol.rpc import (
 
 MAX_CALLERS: Final = 256
 """Maximum number of connections at the same time; a further one is closed at once. Each takes two descriptors and 64
-KiB."""
+KiB of memory."""
 
 MAX_FALSE_BELLS: Final = 64
 """Maximum number of bells in a row without a request, so that a caller can't take the server's time by only ringing."""
@@ -56,10 +57,10 @@ class Answer:
 
 Outcome = Answer | CallError
 Handler = Callable[[int, bytes, float | None], "asyncio.Future[Outcome]"]
-"""Begins a call of (method, payload, seconds within which it must begin; None if the caller set no deadline).
+"""Begins a call. The arguments are the method, the payload, and the seconds within which the call must begin, or None.
 
 A call that can't begin in that time must be answered TOO_LATE. The future is cancelled if the caller disconnects. An
-exception in it is a fault of the server."""
+exception in the future is an internal error of the server."""
 
 
 class RpcServer:
@@ -83,7 +84,7 @@ class RpcServer:
         self._loop = asyncio.get_running_loop()
         self._sock.setblocking(False)
         self._loop.add_reader(self._sock, self._accept)
-        # Cleaning up a folder may remove the socket's file, so its path is watched.
+        # A clean-up of the folder may remove the socket's file, so watch its path.
         self._keeping = self._loop.create_task(keep_path(self._sock, self._replace))
         return self
 
@@ -113,7 +114,7 @@ class RpcServer:
         self._loop.remove_reader(self._sock)
         if self._replacement is not None:
             self._replacement.close()
-        # The original socket is not closed: it belongs to the caller of this class.
+        # Do not close the original socket, because it belongs to the user of this class.
         self._sock = self._replacement = sock
         self._loop.add_reader(sock, self._accept)
 
@@ -125,15 +126,15 @@ class RpcServer:
         except OSError as error:
             _log.warning("no caller is admitted for %g s: %s", ACCEPT_PAUSE_S, error)
             self._loop.remove_reader(self._sock)
-            # The backlog keeps the callers meanwhile.
+            # Callers wait in the socket's backlog meanwhile.
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting)
             return
-        # Accepted and closed, rather than left in the backlog, so that the caller notices at once.
+        # Close the connection rather than leave it in the backlog, so that the caller notices at once.
         if len(self._callers) >= MAX_CALLERS:
             peer.close()
             return
         try:
-            # It greets the peer, so it may fail if descriptors or memory run out.
+            # This allocates memory and greets the peer, so it may fail if descriptors or memory run out.
             caller = _Caller(peer, self._loop, self._begin, self._callers.discard)
         except OSError as error:
             _log.warning("a caller was not let in: %s", error)
@@ -155,7 +156,7 @@ class RpcServer:
 
 
 class _Caller:
-    """A connection of one caller, with the memory shared with it. It has at most one call at a time."""
+    """A connection of one caller, with the memory shared with it. At most one call is in progress."""
 
     def __init__(
         self,
@@ -191,13 +192,13 @@ class _Caller:
         self._sock.close()
         self._shared.close()
         if self._call is not None:
-            # Do not compute for a caller that is gone.
+            # Do not compute for a caller that has disconnected.
             self._call.cancel()
         self._on_disconnect(self)
 
     def _on_bell(self) -> None:
         try:
-            # The bytes have no meaning; an empty read is the end of the connection.
+            # The bytes have no meaning. An empty read means that the connection has ended.
             bells = self._sock.recv(BELLS_BYTES)
         except BlockingIOError:
             return
@@ -218,7 +219,7 @@ class _Caller:
     def _begin_call(self) -> None:
         request = self._shared.request
         header = request.header()
-        # The header was copied before: from here on, the caller's changes to the region have no effect.
+        # The header is a copy, so later changes to the region have no effect on it.
         request.status = CallStatus.PROCESSING
         if not header.fits:
             text = f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {header.payload_len}"
@@ -252,10 +253,10 @@ class _Caller:
         self._answer(header, outcome)
 
     def _answer(self, header: CallHeader, outcome: Outcome) -> None:
-        # The caller must get an answer, and this one does not fit.
+        # An answer that does not fit becomes an error, because the caller must get a reply.
         if isinstance(outcome, Answer) and len(outcome.payload) > MAX_PAYLOAD_BYTES:
             outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: ask for less")
-        # Empty the request's region before the reply: on the reply, the caller may write its next request at once.
+        # Empty the request's region before replying: after the reply, the caller may write its next request at once.
         self._shared.request.status = CallStatus.EMPTY
         reply = self._shared.reply
         if isinstance(outcome, Answer):

@@ -1,13 +1,13 @@
 """The memory that one caller shares with its server: allocation, mapping, reads and writes.
 
-**Which memory.** The server allocates 64 KiB for each connection and passes its descriptor. It must not be part of a
-session's arena, which the lease's worker shares with the server. A descriptor gives access to all of its memory, so
-each caller could read the requests of all others, and change them while the worker uses them. A copy of at most 32 KiB
-between the two takes a microsecond or two. The server's batches are in the arena (`session.empty`), so nothing is
-copied a third time before the card reads it.
+**Which memory.** The server allocates 64 KiB for each connection and passes its descriptor. This memory must not be
+part of a session's arena, which the lease's worker shares with the server: a descriptor gives access to all of the
+arena, so each caller could read the requests of all others, and change them while the worker uses them. Copying at most
+32 KiB from one memory to the other takes a microsecond or two. The server's batches are in the arena (`session.empty`),
+so no further copy is needed before the card reads them.
 
-If the memory could shrink, SIGBUS would end a process that touches it. So it is sealed (memfd_create(2), F_ADD_SEALS of
-fcntl(2)), and the receiver checks the seals.
+If the memory could shrink, SIGBUS would end a process that accesses it. So it is sealed (memfd_create(2), F_ADD_SEALS
+of fcntl(2)), and the receiver checks the seals.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ from gpulease.protocol.rpc import (
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 LOADS_ARE_ORDERED: Final = platform.machine() == "x86_64"
-"""Whether a change that is seen by polling, without the bell, is reliable; see `protocol.rpc`."""
+"""Whether the rest of a reply can be read as soon as polling shows its status, without a bell; see `protocol.rpc`."""
 
 
 class CallRegion:
@@ -46,8 +46,8 @@ class CallRegion:
 
     @property
     def status(self) -> int:
-        """The current status byte, which may have any value, since the peer can write it."""
-        # One byte, so a read is never torn.
+        """The current status byte. It may have any value, because the peer can write it."""
+        # A read of one byte is never torn.
         return self._memory[STATUS_AT]
 
     @status.setter
@@ -69,7 +69,7 @@ class CallRegion:
             raise ValueError(f"{size} bytes do not fit in a region, which takes {MAX_PAYLOAD_BYTES}")
         memory = self._memory
         memory[HEADER_BYTES : HEADER_BYTES + size] = payload
-        # The old status stays until everything else is written. The protocol forbids the peer to write it meanwhile.
+        # Keep the old status until everything else is written. The protocol forbids the peer to change it meanwhile.
         HEADER_FAST.pack_into(memory, 0, request_id, method_id, memory[STATUS_AT], size)
         memory[STATUS_AT] = status
 
@@ -87,7 +87,7 @@ class MappedCall:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the memory and close the descriptor. Raises OSError or ValueError if it has another size or no seals."""
+        """Map the memory and close the descriptor. Raises OSError, or ValueError for a wrong size or missing seals."""
         try:
             # Check size and seals before mapping: only sealed memory is safe to touch.
             if os.fstat(fd).st_size != SHARED_BYTES or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
@@ -95,7 +95,7 @@ class MappedCall:
             self._map = mmap.mmap(fd, SHARED_BYTES)
         finally:
             os.close(fd)
-        # Slices keep the map alive; the whole view is not needed after that.
+        # The slices keep the map alive, so release the view of the whole.
         memory = memoryview(self._map)
         self.request, self.reply = CallRegion(memory, REQUEST_AT), CallRegion(memory, REPLY_AT)
         self._time_left = memory[TIME_LEFT_AT : TIME_LEFT_AT + TIME_LEFT_BYTES]
@@ -107,7 +107,7 @@ class MappedCall:
         fd = os.memfd_create("gpulease-rpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, SHARED_BYTES)
-            # Sealed before the descriptor is passed on, and F_SEAL_SEAL makes that final.
+            # Seal it before the descriptor is passed on. F_SEAL_SEAL forbids further changes of the seals.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(os.dup(fd)), fd
         except BaseException:
@@ -119,11 +119,11 @@ class MappedCall:
         self._time_left[:] = TimeLeft(request_id, left_ms).to_bytes()
 
     def time_left_ms(self, request_id: int) -> int | None:
-        """Return the milliseconds that were written for that request; None if none were. Call it before replying."""
+        """Return the milliseconds that the caller wrote for this request, or None. Call it before replying."""
         return TimeLeft.from_bytes(bytes(self._time_left)).of_call(request_id)
 
     def close(self) -> None:
-        """Unmap the memory. A view that is still in use delays that until it is released."""
+        """Unmap the memory. If a view is still in use, the memory is unmapped when that view is released."""
         self._time_left.release()
         self.request.release()
         self.reply.release()
