@@ -93,7 +93,8 @@ CERTIFICATES_S: Final = 5.0
 expire."""
 
 ETCD_PART: Final = 15
-"""One request to etcd may take this part of the membership deadline's length, so that several are tried before it."""
+"""One request to etcd may take 1 / ETCD_PART of the horizon, so that several can be tried before the membership
+deadline."""
 
 STORE_PART: Final = 0.8
 """Fraction of etcd's quota above which the operator is warned. Without compaction, a busy fleet then has hours left."""
@@ -265,7 +266,7 @@ class FleetFrontend:
             " (history_s of [fleet]), run `etcdctl defrag` at each member, or raise --quota-backend-bytes"
         )
 
-    def _weigh(self, store: StoreSize) -> None:
+    def _note_store_size(self, store: StoreSize) -> None:
         """Record the size of etcd's largest database; log it once when it approaches its quota."""
         # Compare with the previous size, so that one line is logged each time the threshold is crossed.
         warned = bool(self._store_warning())
@@ -304,18 +305,22 @@ class FleetFrontend:
         denied = f"the name {request.name!r} can't be claimed"
         waiting = _PendingClaim(on_answer, request.tenant, ClaimDropped, self._placements, denied)
         lease, until_ns = f"{request.lease_id:032x}", boot_ns() + request.wait_ms * NS_PER_MS
-        return self._ask(waiting, lambda number: ClaimWanted(number, request.name, lease, request.tenant, until_ns))
+        return self._send_claim(
+            waiting, lambda number: ClaimWanted(number, request.name, lease, request.tenant, until_ns)
+        )
 
     def claim_quota(self, request: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, in the way of `claim_name`."""
         denied = f"tenant {request.tenant!r} has a quota in the fleet, which can't be asked"
         waiting = _PendingClaim(on_answer, request.tenant, QuotaDropped, self._quota_claims, denied)
         lease, until_ns = f"{request.lease_id:032x}", boot_ns() + request.wait_ms * NS_PER_MS
-        return self._ask(
+        return self._send_claim(
             waiting, lambda number: QuotaWanted(number, request.tenant, request.size_bytes, lease, until_ns)
         )
 
-    def _ask(self, waiting: _PendingClaim, request: Callable[[int], ClaimWanted | QuotaWanted]) -> Callable[[], None]:
+    def _send_claim(
+        self, waiting: _PendingClaim, request: Callable[[int], ClaimWanted | QuotaWanted]
+    ) -> Callable[[], None]:
         # Refuse a claim beyond the bounds without asking. Answer in the loop's next turn, because callers expect no
         # answer before this method returns.
         if (excess := self._excess(waiting.tenant)) is not None:
@@ -345,7 +350,7 @@ class FleetFrontend:
 
     def release(self, name: str, epoch: int) -> None:
         """Report that the lease with that claim has ended and its memory is proved free."""
-        # If this can't be sent, the next process is sent all live claims when it starts.
+        # If this can't be sent, no process runs; the next one gets all live claims when it starts.
         self._send(ClaimEnded(name, epoch))
         self._send_all_ended()
 
@@ -457,15 +462,15 @@ class FleetFrontend:
     def _send_all_ended(self) -> None:
         """After the claims were lost, report once that no claimed lease is left, so that the node may join again.
 
-        A fenced lease counts as gone here, because a fence can last for days.
+        A fenced lease counts as ended here, because a fence can last for days.
         """
         if self._is_lost and not self._table.has_claimed_lease:
-            # An empty list says that none is alive, so the process deletes every claim of this node.
+            # An empty list says that no claimed lease is alive, so the process deletes every claim of this node.
             self._is_lost = False
             self._send_live_claims(LiveClaims())
 
     async def _send_record(self) -> None:
-        # Send it only if it has changed, because each record makes the next heartbeat a write of its size.
+        # Send the record only if it has changed, because the next heartbeat then writes the whole record to etcd.
         record = self._record()
         if record != self._sent_record and self._send(record):
             self._sent_record = record
@@ -530,9 +535,9 @@ class FleetFrontend:
             case Stopped():
                 self._stop(has_left=message.has_left)
             case StoreMeasured():
-                self._weigh(message.store)
+                self._note_store_size(message.store)
             case EndClaimed():
-                self._lose(message.text)
+                self._on_membership_lost(message.text)
             case ClaimGiven():
                 if not self._answer(message.request, NameGranted(message.epoch), "given"):
                     # The claim was cancelled while the answer was on its way.
@@ -614,7 +619,7 @@ class FleetFrontend:
         self._send(HorizonSet())
         self._update_page(self.membership())
 
-    def _lose(self, reason: str) -> None:
+    def _on_membership_lost(self, reason: str) -> None:
         log_event(LogEvent.FLEET_FENCED, reason=reason)
         self._fenced += 1
         # A process that starts before the last claimed lease has ended must not continue with this membership.

@@ -506,7 +506,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
         log_event(LogEvent.CARDS_PRETENDED, source.warning, reason=source.warning)
     unknown = [fact for fact in facts if fact.uuid not in journal.cards]
     # The bytes of a worker that was reaped just before may not be free yet.
-    is_beside_others = bool(workers.found_workers())
+    has_other_contexts = bool(workers.found_workers())
     # Cards that were measured in this boot keep their figures: with leases on them they can't be measured.
     overheads = {uuid: row.overhead_bytes for uuid, row in journal.cards.items()}
     overheads |= zip([fact.uuid for fact in unknown], await measure_overhead(source, workers, unknown), strict=True)
@@ -526,7 +526,7 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
             overhead_bytes=overhead,
         )
     # Do not keep figures that were measured next to other contexts for the rest of the boot.
-    if unknown and is_beside_others:
+    if unknown and has_other_contexts:
         log_event(LogEvent.CARD_CROWDED)
     elif unknown:
         measured = [

@@ -33,7 +33,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 def prctl(option: int, *arguments: int | bytes) -> int:
     """Change or query this process's attributes (prctl(2)). Raises OSError."""
-    # Each argument with its type: ctypes would pass a plain int as 32 bits, and the upper half would be undefined.
+    # Give each argument its type: ctypes would pass a plain int as 32 bits, and the upper half would be undefined.
     # prctl(2) demands zeros for the arguments that an option does not use.
     values = (
         ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
@@ -51,7 +51,7 @@ def die_with_parent(parent_pid: int) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before the call, and then no signal comes.
     if os.getppid() != parent_pid:
-        # Not sys.exit: nothing of the parent's may be flushed or cleaned up here.
+        # Do not use sys.exit: nothing that belongs to the parent may be flushed or cleaned up here.
         os._exit(1)
 
 
@@ -183,8 +183,8 @@ def survive_stderr() -> None:
 
 
 POOL_THREADS: Final = 32
-"""Threads for calls that block: reading cards and files. So many readers share one listing of a card's processes; a
-listing that hangs occupies one thread."""
+"""Number of threads for calls that block: reading cards and files. Concurrent readers share one listing of a card's
+processes, so a listing that hangs occupies one thread."""
 
 STACK_BYTES: Final = 1 << 20
 """Stack of each thread: 32 MiB in total. With the usual 8 MiB, a host that does not overcommit would count 256 MiB."""

@@ -4,8 +4,8 @@
    is handled once that has returned. It is checked again then. Only a move can begin while the session is parked.
 2. The request may come when its tenant already knows that the session is back and this table does not: the worker
    answers the operation and reports the return to the broker at the same time.
-3. The wait has the bound of an operation that waits for the return. If the session can't return, the request is refused
-   with the same reason.
+3. The wait is as long as that of an operation that waits for the return. If the session can't return, the request is
+   refused with the same reason.
 4. Requests that would be denied anyway, or that come from others than those who may make them, bring nothing back.
 """
 
@@ -30,7 +30,7 @@ class DeferredRequests:
 
     Args:
         store: The table's state.
-        await_return: Returns a parked session, or queues it for room.
+        await_return: Brings a parked session back, or queues it for room.
     """
 
     def __init__(self, store: LeaseStore, await_return: Callable[[Lease, ParkState, int, list[Effect]], None]) -> None:

@@ -3,8 +3,8 @@
 1. The session is parked in place: its work has ended, and its bytes stay on its card. Nothing is copied to the host.
 2. Its worker sends the image with descriptors of its pages, and is set aside, as in a worker upgrade. Both cards are
    charged for the session until the move is over.
-3. The new worker copies the bytes from the pages, and answers that the session is whole. Only then is the former worker
-   ended, and its bytes are proved free like those of any other worker.
+3. The new worker copies the bytes from the pages, and reports that the session is complete. Only then is the former
+   worker ended, and its bytes are proved free like those of any other worker.
 4. If anything fails before that, the former worker continues the session on its own card. The request is refused with
    the reason, and the session's next move goes through the host's memory.
 
@@ -32,7 +32,7 @@ def why_through_host(store: LeaseStore, lease: Lease, state: ParkState, account:
         return "its bytes were not on its card"
     if state.direct_failure:
         return f"its last direct move failed: {state.direct_failure}"
-    # A session that waits for room would hold its bytes on its own card meanwhile.
+    # A session that waits for room would hold its bytes on its own card during the wait.
     is_held = account.card.uuid in store.queue.held_cards()
     if is_held or account.charge_bytes(lease.terms) > account.free_bytes:
         return "the other card had no room for it yet"

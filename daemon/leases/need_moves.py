@@ -68,8 +68,8 @@ def plan_moves(
 
 def may_take(account: CardAccount, lease: Lease) -> bool:
     """Return whether a lease may come to a card once there is room."""
-    is_large = account.charge_bytes(lease.terms) <= account.card.capacity_bytes
-    is_able = is_large and account.has_parkable_room(lease.terms) and not account.exclusive_leases
+    is_large_enough = account.charge_bytes(lease.terms) <= account.card.capacity_bytes
+    is_able = is_large_enough and account.has_parkable_room(lease.terms) and not account.exclusive_leases
     is_able = is_able and account.drain_ns is None
     return is_able and bool(devices.suitable([account], lease.terms.exclusivity))
 

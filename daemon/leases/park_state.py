@@ -11,7 +11,7 @@ class ParkPhase(Enum):
     """Where the bytes of a parkable lease's session are. The values are in reports, the audit log and metrics.
 
     RESIDENT on the card; PARKING while the worker copies them to the host; PROVING until the card shows them free;
-    PARKED; RETURNING from when the card is charged for them again until the session is whole.
+    PARKED; RETURNING from when the card is charged for them again until the session is complete.
     """
 
     __hash__ = object.__hash__
@@ -118,7 +118,7 @@ class ParkState:
     Attributes:
         number: Number of the last order to the worker; answers to an earlier one are ignored.
         ordered_ns: Time of that order.
-        due_ns: Time until which requests for the park wait for its end; None while nothing is awaited.
+        due_ns: Time until which requests for the park wait for its end; None while there is nothing to wait for.
         used_ns: Time at which the session was last seen in use. To make room for others, the least recently used is
           parked first.
         idle_retry_ns: Time before which idleness does not park it, because its last park was refused.
@@ -135,9 +135,10 @@ class ParkState:
         move: The move that is in progress; None without one.
         need_move_ns: Time before which it is not moved again for others' need.
         is_on_warm: Whether the worker that was ordered for its return is a warm context.
-        misfit: `is_on_warm` of the worker that it did not fit in this return; None without such a worker.
-        misfit_reason: Why it did not fit that worker.
-        held_id: The id of its former worker, held as a warm context, while it may go back to that; 0 without one.
+        misfit: `is_on_warm` of the worker that could not adopt it in this return; None without such a worker.
+        misfit_reason: Why that worker could not adopt it.
+        held_id: The id of its former worker, which is set aside as a warm context while the session may return to it; 0
+            without one.
         code_bytes: Bytes of the slice that its last worker kept on the card while it was parked, such as code.
         is_in_place: Whether it is parked for a direct move, with its bytes in its worker, or in the one set aside.
         direct_failure: Why its last direct move failed; "" if none has, or if it has moved since then.

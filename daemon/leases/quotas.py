@@ -443,7 +443,7 @@ class CoreLimits:
                 raise ValueError(f"grace_ms.{cause.value} must be from 0 to {MAX_GRACE_MS}, not {grace_ms}")
 
     def max_leases_of(self, tenant: str) -> int:
-        """Return the number of leases that a tenant may have or await."""
+        """Return the maximum number of leases that a tenant may have or wait for."""
         own = self.tenants.of(tenant).max_leases
         return self.max_leases_per_tenant if own is None else own
 

@@ -219,7 +219,7 @@ class Teardown:
         """Release the bytes. A proof from before the reap is not valid, and a fence is never lifted by a proof."""
         if lease.state is not LeaseState.DRAINING or not lease.is_worker_gone:
             return
-        # The submit's bytes are part of the lease's, so a submit that can't be proved gone fences the lease.
+        # The submit's bytes are part of the lease's, so the lease is fenced if they can't be proved free.
         if self.submits.is_stuck(lease):
             self.on_reclaim_failed(lease, "the memory of a submit was not shown free", now_ns, effects)
             return
@@ -237,7 +237,7 @@ class Teardown:
         self._report(lease, ended, RevokeOutcome.TORN_DOWN, effects)
 
     def condemn(self, lease: Lease, cause: Cause, reason: str, now_ns: int, effects: list[Effect]) -> None:
-        """End an active lease because its session broke a rule, unless its time was over before that."""
+        """End an active lease because its session broke a rule, unless its deadline has passed already."""
         self.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.ACTIVE:
             self.begin(lease, cause, reason, now_ns, effects)

@@ -11,8 +11,8 @@ it is not. So the account is exact if all sessions were busy throughout, if all 
 interval per sample. If a tenant's sessions may hide how they overlap (`RoundTimes.may_hide`), several samples are taken
 in each round of shares.
 
-A worker's figures may be lies. The account accepts no busy time that goes back or grows faster than the clock. A worker
-that claims too much busy time is charged for it, and takes at most a share of the time of the others' intervals.
+A worker's figures may be false. The account accepts no busy time that goes back or grows faster than the clock. A
+worker that claims too much busy time is charged for it, and takes at most a share of the time of the others' intervals.
 """
 
 from collections import Counter

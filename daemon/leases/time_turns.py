@@ -26,8 +26,8 @@ notice."""
 
 MIN_PERIOD_NS: Final = 20 * NS_PER_MS
 MAX_PERIOD_NS: Final = 100 * NS_PER_MS
-"""Bounds of the time from a session's turn to its next one, for which the others' work waits, in addition to queued
-work."""
+"""Bounds of the time from one turn of a session to its next turn. A session's work may have to wait for this time, in
+addition to the time of queued work."""
 
 MIN_TURN_NS: Final = 5 * NS_PER_MS
 """Shortest length of a turn, as long as the period can still be made longer."""
@@ -57,9 +57,9 @@ wakes late, or a gap of its client. With less, sessions that saturate the card w
 
 _MIN_BAR_NS: Final = 200 * NS_PER_MS
 _MAX_BAR_NS: Final = 2 * NS_PER_S
-"""How long a session gets no turns after it has left too much of them unused. It begins with the first value and is
-doubled each further time, up to the second value; once the session's patience is full again, it is reset. Without
-turns, a session's time is only as exact as the account."""
+"""How long a session gets no turns after it has left too much of them unused: at first for the first value, then for
+twice as long each time, up to the second value. Once the session's patience is full again, the next time is the first
+value. Without turns, a session's time is only as exact as the account."""
 
 _FORGET_NS: Final = 2 * _MAX_BAR_NS
 """Time after its last turn at which the record of a session's use is dropped."""

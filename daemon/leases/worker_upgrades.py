@@ -3,8 +3,9 @@
 1. An upgrade is a move to the session's own card. The session is parked, its worker sends its image, and another worker
    adopts the image.
 2. Unlike in other moves, the former worker does not end: it is set aside until the new one has restored the whole
-   session. It takes the session back if that does not fit the new version, if the image can't be read, if no worker can
-   be started, or if both contexts do not fit in time. So an upgrade that fails costs its tenant only a pause.
+   session. It takes the session back if the session does not fit the new version, if the image can't be read, if no
+   worker can be started, or if both contexts do not fit in time. So an upgrade that fails costs its tenant only a
+   pause.
 3. During the upgrade the card is charged for both workers.
 4. A session that was parked is parked again.
 5. A table that restores a lease in the middle of its upgrade continues with the former worker, unless the new one may
@@ -45,7 +46,7 @@ class WorkerUpgrades:
     Args:
         store: The table's state.
         held_workers: Keeps the workers that are set aside.
-        await_return: Returns a parked session, or queues it for room.
+        await_return: Brings a parked session back, or queues it for room.
         park: Parks a resident session for an operator; returns the denial if it can't be parked now.
     """
 

@@ -117,8 +117,8 @@ MAX_LINE_BYTES: Final = 4000
 """Maximum number of bytes of one line with its newline and a syslog prefix: less than PIPE_BUF on Linux, 4,096."""
 
 TEXT_LIMITS: Final = (1000, 200, 40)
-"""Characters of a text that a line shows: the first of these that makes the line short enough. Stops a tenant from
-filling a record."""
+"""Maximum number of characters of a text in a line: the first of these numbers that makes the line short enough. Stops
+a tenant from filling a record."""
 
 MAX_TRACEBACK_CHARS: Final = 2000
 """Maximum number of characters of a traceback, from its end, where the error is."""
@@ -145,9 +145,9 @@ class Shape(Protocol):
         """Return a record's line, with its newline."""
 
     def plain_line(self, event: LogEvent, fields: dict[str, Value], level: int) -> bytes:
-        """Return the line of an event's record if that can be made without the record; else nothing.
+        """Return the line of an event's record if it can be made without the record; otherwise b"".
 
-        Only for a process that does not fork: its id may be remembered.
+        Use this only in a process that does not fork, because its id may be remembered.
         """
 
 
@@ -182,7 +182,7 @@ class JsonShape:
         return _joined(*constant, time.time_ns() // NS_PER_US, fields)
 
     def _plain_line(self, record: logging.LogRecord, event: str, fields: dict[str, Value]) -> bytes:
-        """Return the line if no text of it is to be cut or escaped, as of most records; else nothing."""
+        """Return the line if none of its texts has to be cut or escaped, as in most records; otherwise b""."""
         message = record.getMessage()
         if len(message) > TEXT_LIMITS[0]:
             return b""
@@ -216,7 +216,7 @@ class JsonShape:
 
 
 def _joined(prefix: bytes, constant: bytes, created_us: int, fields: dict[str, Value]) -> bytes:
-    """Return a line with these members and fields if no text of it is to be cut or escaped; else nothing."""
+    """Return a line with these members and fields if none of its texts has to be cut or escaped; otherwise b""."""
     try:
         members = _encode_plain(fields)
         # Fields without a value are left out. Looking for one in the result is faster than looking at each field.
@@ -356,7 +356,7 @@ MAX_WAITING_BYTES: Final = 4 << 20
 memory."""
 
 WRITE_BYTES: Final = 4096
-"""Bytes of one write at most: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
+"""Maximum number of bytes of one write: PIPE_BUF (pipe(7)), so that lines of several processes never mix in a pipe."""
 
 GATHER_S: Final = 0.005
 """How long the thread lets lines gather between two writes, in seconds. A request logs several lines, and to wake the
@@ -392,7 +392,8 @@ class QueueingHandler(logging.Handler):
         self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="gpul-log", daemon=True)
         start_thread(self._thread)
-        # Last: the interpreter's end closes every handler that is registered here, even a half-made one.
+        # Call this last: at its end, the interpreter closes every handler that is registered here, even a half-made
+        # one.
         super().__init__()
 
     def createLock(self) -> None:
@@ -405,7 +406,7 @@ class QueueingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Implement `logging.Handler.emit`. Never waits and raises nothing."""
         try:
-            # The format, too, because lines are in the order of their times.
+            # Hold the lock while formatting, too, so that lines are in the order of their times.
             with self._lock:
                 self._queue(self._shape.line(record))
         except Exception:
@@ -464,10 +465,10 @@ class QueueingHandler(logging.Handler):
             if written:
                 self._is_torn = data[written - 1 : written] != b"\n"
             if written < len(data):
-                self._lose(lines, max(0, written - len(end_of_torn)))
+                self._count_lost(lines, max(0, written - len(end_of_torn)))
 
     def _write(self, data: bytes) -> int:
-        """Return how many bytes were written: not all if the reader is gone or the disk is full. No log can say so."""
+        """Return how many bytes were written: fewer if the reader is gone or the disk is full (no log can say so)."""
         written = 0
         # A write may take a part of the data, for example at a signal: continue with the rest.
         with contextlib.suppress(OSError):
@@ -475,7 +476,7 @@ class QueueingHandler(logging.Handler):
                 written += os.write(self._fd, data[written:])
         return written
 
-    def _lose(self, lines: bytes, written: int) -> None:
+    def _count_lost(self, lines: bytes, written: int) -> None:
         with self._changed:
             # Count whole lines that were not written: the newlines after the last written byte.
             self._dropped += lines.count(b"\n", written)
@@ -492,7 +493,7 @@ class QueueingHandler(logging.Handler):
             while not self._lines and not self._is_closed:
                 self._await_line()
             if not self._lines:
-                # The thread takes the lock no more, so that who holds it may join the thread.
+                # From now on the thread does not take the lock, so a caller that holds the lock may join the thread.
                 self._has_ended = True
                 self._changed.notify_all()
                 return None
@@ -540,10 +541,10 @@ class NonblockingHandler(logging.Handler):
         try:
             line = self._shape.line(record)
             count_line = self._shape.line(_dropped_record(self._dropped)) if self._dropped else b""
-            # Too long for one piece, so the count goes first, alone.
+            # Together they are too long for one write, so write the count first.
             if len(count_line) + len(line) > WRITE_BYTES and self._end.write(count_line):
                 count_line, self._dropped = b"", 0
-            # In one write: a pipe may have room for one, however short.
+            # Use one write: a pipe may have room for only one more, however short.
             if self._end.write(count_line + line):
                 self._dropped = 0
             else:
@@ -559,9 +560,9 @@ class NonblockingHandler(logging.Handler):
 class NonblockingWriter:
     """Writes to a file, pipe, socket or terminal without waiting.
 
-    O_NONBLOCK would hold for every process that shares the descriptor, such as a shell. So a pipe or a terminal is
-    opened again (proc(5), /proc/PID/fd), where that is allowed and `reopens`. Else poll(2) shows whether there is
-    room, which another writer may take first.
+    O_NONBLOCK would apply to every process that shares the descriptor, such as a shell. So a pipe or a terminal is
+    opened again (proc(5), /proc/PID/fd), where that is allowed and `reopens`. Else poll(2) shows whether there is room,
+    which another writer may take first.
     """
 
     def __init__(self, fd: int, *, reopens: bool = True) -> None:
@@ -636,7 +637,7 @@ class LogStyle:
 
     def shape(self, process: str) -> Shape:
         """Return the shape of this process's lines on standard error."""
-        # Decided for each process: a helper's standard error may lead elsewhere than the broker's.
+        # Decide this for each process: a helper's standard error may lead elsewhere than the broker's.
         for_journal = is_journal(2)
         is_terminal = os.isatty(2)
         if self.form == "json" or (self.form == "auto" and not is_terminal):
@@ -726,7 +727,7 @@ def _log_uncaught() -> None:
 def _log_fault(operation: str, error: BaseException | None) -> None:
     try:
         if error is not None:
-            # Raised again, because the traceback of a line is that of the exception being handled.
+            # Raise it again, because the traceback in a line is that of the exception being handled.
             raise error
     except BaseException:
         log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=operation)

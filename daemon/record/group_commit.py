@@ -33,7 +33,7 @@ STOP_TIMEOUT_S: Final = 5.0
 """Time for the last group when the daemon stops. Stops a hung disk from keeping the daemon."""
 
 MAX_WAIT_S: Final = float(RECORD_LIMIT_S)
-"""Time until a reply is given up. A tenant that waits longer is better served elsewhere."""
+"""Longest time for which a reply is held. A tenant that would have to wait longer is better served elsewhere."""
 
 Item = TypeVar("Item")
 
@@ -106,7 +106,7 @@ class CommitTarget(ABC, Generic[Item]):
         thread_name: Name of the committer's thread.
         work: One commit, in words: "a commit".
         doing: The thread's work, in words, for the log: "writing the journal".
-        max_group: Items in one commit: bounds how long those in it wait for each other.
+        max_group: Maximum number of items in one commit, which bounds how long these items wait for each other.
         idle_s: Time between two calls of `on_idle` while nothing is queued; None for no such calls.
         expected: Exceptions that mean a broken disk. Any other is a bug, and is logged as one.
     """
@@ -127,7 +127,7 @@ class CommitTarget(ABC, Generic[Item]):
 
     @abstractmethod
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
-        """Handle a failed commit. `is_first`: the previous one had not failed."""
+        """Handle a failed commit. `is_first`: whether the previous commit succeeded."""
 
     @abstractmethod
     def on_recovery(self) -> None: ...
@@ -158,7 +158,7 @@ class GroupCommitter(Generic[Item]):
         self._failure = ""
         self._busy_since_ns = 0
         self._on_change: Callable[[], None] = lambda: None
-        # A daemon thread: a disk that hangs in fsync must not keep the process from exiting.
+        # Use a daemon thread: a disk that hangs in fsync must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name=target.thread_name, daemon=True)
 
     @property
@@ -190,7 +190,7 @@ class GroupCommitter(Generic[Item]):
     def stop(self) -> bool:
         """Commit the queued items, close the target, and return whether all of them reached the disk in time.
 
-        A committer that was never started owes nothing: the daemon did not start, and nothing was reported to any
+        If the committer was never started, this returns True: the daemon did not start, and nothing was reported to any
         client.
         """
         self._queue.close()
@@ -203,7 +203,7 @@ class GroupCommitter(Generic[Item]):
 
     def problem(self) -> str:
         """Return why nothing can be written now, as a clause; "" if it can."""
-        # The committer's thread writes this field and the broker's reads it: one copy, so that both uses agree.
+        # Read this field only once, because the committer's thread may change it between two reads.
         since_ns = self._busy_since_ns
         if since_ns and time.monotonic_ns() - since_ns > STALLED_AFTER_S * NS_PER_S:
             return f"{self._target.work} has lasted for more than {STALLED_AFTER_S:g} s"
@@ -217,7 +217,7 @@ class GroupCommitter(Generic[Item]):
             # After a failure, pause before the next try. A daemon that stops does not wait for the pause.
             if self._failure:
                 queue.wait_for_close(RETRY_S)
-            # Read before the queue is emptied: an item that was put before the close is then certainly taken.
+            # Read this before the queue is emptied: then every item that was put before the close is taken.
             is_last = queue.is_closed
             # A group that failed stays unchanged and is filled up: its items keep their order and go first.
             if len(self._group) < target.max_group:
@@ -238,7 +238,8 @@ class GroupCommitter(Generic[Item]):
                 self._target.on_idle()
         except Exception as error:
             if not isinstance(error, self._target.expected):
-                # A bug. Without this thread nothing would be granted any more, and no log line would explain it.
+                # This is a bug of ours. Without this thread nothing would be granted any more, and no log line would
+                # explain it.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=self._target.doing)
             self._fail(error)
         finally:
@@ -248,7 +249,7 @@ class GroupCommitter(Generic[Item]):
         self._busy_since_ns = time.monotonic_ns()
         # From here until `_busy_since_ns` changes, `problem` counts how long the disk takes.
         self._target.commit(self._group)
-        # The disk works again. The operator learns of it before any reply that was held is sent.
+        # The disk works again. Notify the operator of that before any reply that was held is sent.
         if self._failure:
             self._target.on_recovery()
             self._failure = ""

@@ -225,14 +225,14 @@ class FactKind(Enum):
         audit=RecordKind.COLD,
         counts=(families.LEASES_COLD,),
     )
-    """The worker of a parked session is ended."""
+    """A parked session has left its worker, which is ended."""
     MOVED = FactRow(
         sources=(LeaseMoved,),
         logs=(LogEvent.LEASE_MOVED,),
         audit=RecordKind.MOVE,
         counts=(families.LEASES_MOVED,),
     )
-    """A session is whole on another card."""
+    """A session is complete on another card."""
     UPGRADED = FactRow(
         sources=(WorkerReplaced,),
         logs=(LogEvent.LEASE_UPGRADED,),

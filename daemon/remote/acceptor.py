@@ -229,7 +229,8 @@ class TlsAcceptor:
             self._on_broker_message(*receive_message(self._channel))
         elif fd in self._orphans:
             del self._orphans[fd]
-            # A relay just forked may have a copy still, for which epoll would report the number's next owner.
+            # A relay that was just forked may still have a copy, so unregister the descriptor: its number may be used
+            # again.
             self._epoll.unregister(fd)
             os.close(fd)
 
@@ -437,12 +438,12 @@ class TlsAcceptor:
         return SpareRelay(pid, report, inner)
 
     def _keep_spares(self) -> None:
-        """Fork the relays of the next connections, once no present connection is kept waiting for that."""
+        """Fork relays for the next connections, unless a present connection would have to wait for that."""
         if not self._wants_spare_relays or self._ready or self._identity is None:
             return
-        # One that fails at once is not made again before a connection needs it.
+        # If a spare relay fails at once, do not fork another one before a connection needs it.
         self._wants_spare_relays = False
-        with contextlib.suppress(OSError):  # a connection finds out, and says so
+        with contextlib.suppress(OSError):  # the next connection gets the same error, and logs it
             while len(self._spare_relays) < min(SPARE_RELAYS, self._max_relays):
                 self._spare_relays.append(self._fork_relay(self._identity))
 
@@ -452,7 +453,7 @@ class TlsAcceptor:
             spare.close()
 
     def _drop_spares(self) -> None:
-        """Have the relays end that wait for a connection: they have the identity of files that have changed."""
+        """End the relays that wait for a connection: they have an identity from files that have changed."""
         while self._spare_relays:
             self._spare_relays.pop().close()
         self._wants_spare_relays = True
@@ -468,7 +469,7 @@ class TlsAcceptor:
             self._identity = None
             status = run_relay(inner, report, identity)
         except BaseException:
-            # A bug. No frame of the acceptor's may run on in this process.
+            # This is a bug of ours. No code of the acceptor may continue in this process.
             traceback.print_exc(file=sys.stderr)
         finally:
             with contextlib.suppress(OSError):
@@ -481,12 +482,12 @@ class TlsAcceptor:
         except ChannelClosed:
             self._forget(handshake)
             return
-        # A report has no descriptors. Those of a hijacked relay are closed unseen.
+        # A report has no descriptors. Close those that a hijacked relay may have sent.
         close_all(fds)
         try:
             message: FromRelay = expect_message(FROM_RELAY, received)
         except MalformedMessage:
-            # A hijacked relay sends anything.
+            # A hijacked relay may send anything.
             self._abort(handshake, "its relay sent an invalid message")
             return
         match message:

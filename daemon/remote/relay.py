@@ -40,8 +40,8 @@ HANDSHAKE_S: Final = 5.0
 begins and does not continue."""
 
 STOPPED_S: Final = 0.5
-"""A step of the handshake that takes so much longer than it may, in seconds, means that this process was stopped (a
-frozen container), or that its host is overloaded. Then the step's time does not count against the peer."""
+"""If a step of the handshake exceeds its time by more than this, in seconds, then this process was stopped (a frozen
+container), or its host is overloaded. The time of the step then does not count against the peer."""
 
 MAX_STOPS: Final = 3
 """Maximum number of such steps of one handshake that do not count. Stops a peer from holding a relay of an overloaded
@@ -51,7 +51,8 @@ WAIT_S: Final = 1.0
 """Longest single wait for the peer, in seconds, so that a stop during it is noticed."""
 
 ALERT_LINGER_S: Final = 1.0
-"""Linger after a failed handshake, so that the peer reads the alert."""
+"""Time, in seconds, for which the connection stays open after a failed handshake, so that the peer can read the
+alert."""
 
 KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -89,7 +90,7 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     Args:
         inner: The relay's end of the inner socket.
         report: The channel to the acceptor: it brings the connection, and takes the report about its peer.
-        identity: The node's identity. The acceptor sends no connection once the files of it have changed.
+        identity: The node's identity. The acceptor sends no connection once the identity's files have changed.
     """
     # Step 1: give up everything before any byte of a peer arrives.
     confine((inner.fileno(), report.fileno()))
@@ -97,7 +98,7 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = identity.wrap(incoming, outgoing)
     with contextlib.suppress(ssl.SSLWantReadError):
-        tls.do_handshake()  # what it makes first needs no byte of the peer's
+        tls.do_handshake()  # the first step needs no bytes from the peer
     # Step 3: wait, perhaps for hours, until the acceptor passes a connection on.
     net = _wait_for_connection(report)
     if net is None:
@@ -117,7 +118,8 @@ def run_relay(inner: socket.socket, report: socket.socket, identity: Identity) -
     # no secret of the node in it.
     identity.forget_key(stream.tls)
     gc.collect()
-    # The key is gone. From here on the process has one tenant's bytes alone, and two overwrites a batch cost time.
+    # From here on the process has the bytes of one tenant only, so it need not overwrite the memory that it frees: that
+    # would cost two overwrites for each batch.
     stop_wiping()
     try:
         # Step 6: report the peer. The acceptor passes the inner socket's far end on to the broker.
@@ -165,7 +167,7 @@ class HandshakeTime:
         self._stops = 0
 
     def count(self, at_most_s: float = 0.0) -> bool:
-        """Count the time since the last call, which should be `at_most_s`. Returns whether any is left."""
+        """Count the time since the last call, which should be at most `at_most_s`. Returns whether any is left."""
         now_s = time.monotonic()
         took_s, self._counted_until_s = now_s - self._counted_until_s, now_s
         if took_s > at_most_s + STOPPED_S and self._stops < MAX_STOPS:
@@ -200,7 +202,7 @@ def _shake_hands(stream: RelayedTls) -> None:
             raise HandshakeFailed(_reason(error)) from None
         else:
             is_done = True
-        # Also when it is done: the last flight is still in the buffer.
+        # Send also when the handshake is done: the last messages are still in the buffer.
         _send_all(stream, time_left)
         if is_done:
             return
@@ -251,7 +253,7 @@ def _certificate_of(tls: ssl.SSLObject) -> tuple[PeerVerified, float]:
     certificate = tls.getpeercert()
     if not certificate:
         raise HandshakeFailed("the peer sent no certificate")
-    # Only names that may be a tenant's; the subject is ignored (see node_identity).
+    # Use only the names that can identify a tenant; ignore the subject (see node_identity).
     names = [f"{kind}:{value}" for kind, value in _pairs(certificate.get("subjectAltName", ()))]
     if not are_bounded(names):
         raise HandshakeFailed(f"the certificate has more than {MAX_NAMES} names, or one of over {MAX_NAME_BYTES} bytes")
@@ -273,14 +275,14 @@ def _reason(error: Exception) -> str:
 
 
 BUFFER_BYTES: Final = 256 << 10
-"""Bytes held in each direction, and taken from a socket at a time. With room for fewer than 16 records, waking up costs
-more than copying."""
+"""Maximum number of bytes that are held in each direction, and that one recv takes. With room for fewer than 16
+records, waking up would cost more than copying."""
 
 RECORD_BYTES: Final = 16 << 10
 """The most bytes that a record holds (RFC 8446, 5.1)."""
 
 LINGER_S: Final = 5.0
-"""Linger before the connection is cut, so that the tenant reads the final reply."""
+"""Time, in seconds, for which the connection stays open at the end, so that the tenant can read the final reply."""
 
 SPIN_NS: Final = 50_000
 """The time for which a relay with enough cores polls for the next bytes before it sleeps. A reply that comes in time
@@ -334,7 +336,7 @@ class Pump:
         self._spin_ns = SPIN_NS if has_cores_to_poll() else 0
 
     def run(self) -> None:
-        """Copy until both directions have ended, an end is gone, or the time is over."""
+        """Copy until both directions have ended, one end has disconnected, or the connection's time has expired."""
         try:
             # A close with unread bytes discards the last bytes sent, so read until the tenant ends its direction.
             while not (self._net_ended and self._inner_closed and self._net_closed):
@@ -366,7 +368,7 @@ class Pump:
 
     @property
     def _is_reading_paused(self) -> bool:
-        """True if the tenant must read before its bytes are read. TLS itself answers some messages (KeyUpdate)."""
+        """Whether the tenant must first read what it is owed: TLS answers some of its messages (KeyUpdate)."""
         return self._outgoing.pending > BUFFER_BYTES
 
     def _receive(self) -> None:
@@ -559,7 +561,7 @@ def confine(descriptors: tuple[int, ...]) -> None:
     keep_only(descriptors)
     set_name(SPARE_NAME)
     gain_no_privileges()
-    # Groups first: a process without root could not drop them.
+    # Drop the groups first: a process without root could not.
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -568,7 +570,7 @@ def confine(descriptors: tuple[int, ...]) -> None:
     never_dump()
     for limit, most in _LIMITS:
         resource.setrlimit(limit, (most, most))
-    # No further descriptor but the connection's, and Landlock's own, which is closed again.
+    # Allow two more descriptors: the connection's, and Landlock's own, which is closed again.
     most_fds = max(descriptors) + 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_fds, most_fds))
     _restrict()

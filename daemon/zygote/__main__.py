@@ -66,7 +66,8 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S
 
 ALONE_S: Final = 60.0
-"""Time for which a zygote without workers waits for a broker. Stops one from staying forever when none returns."""
+"""Time for which a zygote without workers waits for a broker. Stops a zygote from staying forever if no broker
+comes."""
 
 HANDOVER_TIMEOUT_S: Final = 30.0
 """Longest time for a new broker to read one message. Stops one that hangs from preventing the ends of leases."""
@@ -90,7 +91,8 @@ def main(driver_name: str, channel_fd: int, parent_pid: int, sandbox: str, liste
     if listener is None:
         die_with_parent(parent_pid)
     else:
-        # The broker has called it, too. But a client gets the process that called it last (unix(7), SO_PEERCRED).
+        # The broker has called listen as well, but the next broker must find this process at the socket: the peer's
+        # credentials name the process that called listen last (unix(7), SO_PEERCRED).
         listener.listen()
         listener.setblocking(False)
     listener_path = "" if listener is None else str(listener.getsockname())
@@ -123,7 +125,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
     if len(os.listdir("/proc/self/task")) != 1:
         send_message(channel, HelperBroken("a thread was started before the fork", "").to_map())
         return None
-    # Without a listener no other broker learns of this process.
+    # Without a listener no other broker ever compares the build.
     build = own_build() if listener is not None else ""
     # Every worker shares the objects alive now: the collector must not touch their pages, which would copy them.
     gc.freeze()
@@ -215,7 +217,8 @@ class Zygote:
                 return
             now_ns = time.monotonic_ns()
             self._restore_listener(now_ns)
-            # Step 2: end leases. With a broker only those that it should have ended long ago, else all that are over.
+            # Step 2: end leases. While there is a broker, end only those that it should have ended long ago; otherwise
+            # all that are due.
             has_broker = self._channel is not None
             due_ns = self._workers.end_overdue(now_ns) if has_broker else self._end_due(now_ns)
             # Step 3: compute the next wake-up. A time in the past means that this process must end.
@@ -229,14 +232,14 @@ class Zygote:
                 timeout_ms = min(MAX_POLL_MS if timeout_ms is None else timeout_ms, int(CHECK_INTERVAL_S * 1000))
 
     def _on_ready(self, fds: set[int]) -> None:
-        # Output before the reap, which forgets to which lease a worker's last output belongs.
+        # Read output before reaping, which forgets to which lease a worker's last output belongs.
         for fd in fds:
             if fd in self._output:
                 self._output.on_readable(fd)
         if self._wakeup.fileno() in fds:
             self._drain_wakeup()
             self._reap()
-        # The broker's messages before a new broker is accepted: they may be its last.
+        # Read the broker's messages before accepting a new broker: they may be its last.
         if self._channel is not None and self._channel.fileno() in fds:
             self._flush()
             self._serve_broker()
@@ -244,7 +247,7 @@ class Zygote:
             self._accept_broker(self._listener)
 
     def _is_over(self) -> bool:
-        """Return whether the broker is gone with which this process ends, or the last worker of a retired zygote."""
+        """Return whether this process must end: without a broker and a listener, or retired and without workers."""
         if self._channel is None and self._listener is None:
             return True
         return self._is_retired and self._workers.is_empty()
@@ -340,7 +343,7 @@ class Zygote:
         try:
             self._outbox.flush()
         except ChannelClosed:
-            # `_serve_broker` finds it gone, too, after its last messages.
+            # After the broker's last messages, `_serve_broker` also finds that it has exited.
             self._outbox.close()
         if not self._outbox:
             self._poll.modify(self._channel, select.POLLIN)
@@ -412,7 +415,8 @@ class Zygote:
         close_all([channel_fd, worker_output_fd])
         self._output.add(output_fd, pid)
         try:
-            # Before any wait for this child, so that the kernel can't have given its number to another process.
+            # Open the pidfd before any wait for this child, so that the kernel can't have given its number to another
+            # process.
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             os.kill(pid, signal.SIGKILL)
@@ -447,7 +451,7 @@ class Zygote:
 
     def _run_worker(self, spec: WorkerSpec, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
         try:
-            # Before the sandbox: only the owner of the page's file can change its mode.
+            # Do this before entering the sandbox: only the owner of the page's file can change its mode.
             page_fds = for_worker(page_fds)
             self._plan.enter((channel.fileno(), *page_fds), self._pid)
         except (OSError, SandboxBroken) as error:

@@ -52,19 +52,20 @@ class WorkerEntry:
     Attributes:
         serial: The worker's number in this zygote; never used again.
         forked_for: The lease, or warm context, for which the worker was made.
-        spec: The worker's present lease: one that was made ahead of its lease has taken one since.
+        spec: The specification of the worker's present lease. A warm worker gets its lease after the fork.
         page_fds: The worker's control pages.
         channel_fd: The broker's end of the worker's channel; -1 if the zygote dies with its broker.
         reason: How the worker ended; None while it lives.
         last_page: The state of the lease's page when the worker was reaped.
-        last_transfer: What the worker had said about its session by then.
+        last_transfer: What the worker had claimed about its session by then.
         deadline_ns: When the lease ends, as the last broker wrote it. Set while no broker runs.
         kill_due_ns: When the zygote kills the worker; None while nothing has ended its lease.
         is_killed: Whether the zygote has killed it.
-        overran: The kernel for which the zygote ended the lease, in words; "" if it did not.
+        overran: The kernel because of which the zygote ended the lease, in words; "" for none.
         poll_ns: When the worker can be overdue at the earliest, by the last reading of its page.
         is_overdue: Whether the zygote killed the worker although there was a broker.
-        left_gone_by_ns: When the worker had to be gone by the page that the earlier broker left.
+        left_gone_by_ns: The time by which the worker had to have exited, according to the page that the earlier broker
+            left.
     """
 
     serial: int
@@ -290,9 +291,9 @@ def _horizon_ns(page: PageState, now_ns: int) -> int:
 
 
 def _gone_by_ns(worker: WorkerEntry, page: PageState) -> int:
-    """Return when a worker must be gone according to its lease's page; `NEVER_NS` if the page does not say."""
+    """Return when a worker must have exited, according to its lease's page; `NEVER_NS` if the page does not say."""
     unrefused_ns, refused_ns = gone_by(worker.page_fds.lease)
-    # A broker that ended the lease wrote when the worker must be gone.
+    # A broker that ended the lease has written when the worker must have exited.
     if page.word is not None and refused_ns:
         return refused_ns
     # An older broker moves only the deadline. A submit may be over before that, by the timeout that this broker wrote.
@@ -344,7 +345,7 @@ def _end_if_due(worker: WorkerEntry, now_ns: int) -> Iterator[int]:
     if worker.kill_due_ns is None:
         yield worker.deadline_ns
         if (horizon_ns := _horizon_ns(state_of(worker.page_fds.lease), now_ns)) != NEVER_NS:
-            # The host may sleep meanwhile, which the clock of this wait does not count.
+            # The host may sleep during this wait, and the clock of the wait does not count that.
             yield min(horizon_ns, now_ns + PAGE_POLL_NS)
         if bound_ns := worker.spec.max_kernel_ms * NS_PER_MS:
             yield now_ns + max(MIN_POLL_NS, min(bound_ns // POLLS_PER_BOUND, MAX_POLL_NS))

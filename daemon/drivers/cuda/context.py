@@ -71,8 +71,8 @@ MAX_AHEAD_OF_COPY: Final = 512
 """Maximum number of launches that may be queued when a copy is put after them without a wait."""
 
 MAX_VARIABLE_BYTES: Final = 32 << 20
-"""Maximum number of bytes of modules' variables of a session that leaves its process: they travel in its image, without
-the speed of pinned memory."""
+"""Maximum number of bytes of modules' variables of a session that leaves its process: their bytes are part of its
+image, and are copied without the speed of pinned memory."""
 
 MAX_SLEEP_S: Final = 1e-3
 """Longest sleep between two polls of card and lease."""
@@ -84,7 +84,7 @@ class CudaContext:
     """A `gpulease.daemon.drivers.interface.Context` on a CUDA card.
 
     Attributes:
-        compiled: The machine code of its images, which may outlive it.
+        compiled: The machine code of its images, which may outlive the context.
     """
 
     page_bytes = PAGE_BYTES
@@ -107,14 +107,15 @@ class CudaContext:
         self._blocks = Blocks()
         self._pages = MappedPages(api, self.failure, self._await)
         self._regions = CudaRegions(self._pages, self._await)
-        # The allocations of a parkable session; all others' are cuMemAlloc's.
+        # The allocations of a parkable session; any other session uses cuMemAlloc.
         self._slice: SlicePages | None = None
         self._streams = CudaStreams(stream)
         # The selected stream, looked up only when the selection changes, not for each launch.
         self._stream = self._streams[0]
-        # Only stream 0 exists.
+        # Whether only stream 0 exists.
         self._has_one_stream = True
-        # All memory given to `pin` is pinned, so copies may continue after their call has returned.
+        # Whether all memory that was passed to `pin` is pinned, so that copies may continue after their call has
+        # returned.
         self._can_begin_copies = True
         # Whether a loaded module had kernels that may have left data where a scrub can't reach it.
         self._leaves_traces = False
@@ -151,8 +152,8 @@ class CudaContext:
             cuda.init()
             device = cuda.Device(0)
             context = device.make_context()
-            # Step 2: set limits before any module is loaded: the first that needs these buffers makes the driver take
-            # them.
+            # Step 2: set limits before any module is loaded: the first module that needs these buffers makes the driver
+            # allocate them.
             cuda.Context.set_limit(cuda.limit.MALLOC_HEAP_SIZE, HEAP_BYTES)
             cuda.Context.set_limit(cuda.limit.PRINTF_FIFO_SIZE, PRINT_BYTES)
             # Step 3: compute what local memory will cost, from figures that never change for this card.
@@ -355,7 +356,7 @@ class CudaContext:
         self._await_copy(len(data), poll)
 
     def begin_write(self, address: int, data: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """Queue it after what is queued in its stream."""
+        """Queue the copy after what is queued in the selected stream."""
         if self._can_begin_copies:
             self._make_room(poll)
             self._call(cuda.memcpy_htod_async, address, data, self._stream)
@@ -364,7 +365,7 @@ class CudaContext:
         return self._ticket()
 
     def begin_read(self, address: int, into: memoryview, poll: Poll = keep_waiting) -> Ticket:
-        """Queue it after what is queued in its stream."""
+        """Queue the copy after what is queued in the selected stream."""
         if self._can_begin_copies:
             self._make_room(poll)
             self._call(cuda.memcpy_dtoh_async, into, address, self._stream)
@@ -373,7 +374,7 @@ class CudaContext:
         return self._ticket()
 
     def _make_room(self, poll: Poll) -> None:
-        """Wait for a full stream: beyond about 1,000 calls the driver blocks, and that wait can't be ended."""
+        """Empty a full stream first: beyond about 1,000 calls the driver blocks, and that wait can't be ended."""
         if self._streams.is_full or (self._has_one_stream and self._launcher.queued > MAX_AHEAD_OF_COPY):
             self._empty(poll)
         self._streams.count_copy()
@@ -455,7 +456,10 @@ class CudaContext:
             raise self._torn(error) from None
 
     def unpark(self, poll: Poll = keep_waiting) -> PageMove:
-        """Take new pages for the bytes (mapped_pages.py), as often as the driver refuses what the card shows."""
+        """Take new pages for the bytes (mapped_pages.py).
+
+        Try again while the driver refuses memory that the card shows free.
+        """
         pages, began_ns = self._pages, time.monotonic_ns()
         try:
             take_once_given(pages.take_again, pages.held_bytes, pages.free_bytes, poll)
@@ -552,7 +556,7 @@ class CudaContext:
         self._contents = []
 
     def _torn(self, error: DriverError) -> DriverError:
-        """Return the error of a move of the pages; the fault that ends the context if it left them half mapped."""
+        """Return the error of a failed move of the pages: the fault that ends the context if some are unmapped."""
         return self._lost(f"parking failed: {error}") if self._pages.is_broken else error
 
     def free_bytes(self) -> int:
@@ -766,7 +770,7 @@ class CudaContext:
         return self._launcher.progress(self._make_marks)
 
     def _make_marks(self) -> None:
-        # Without times, which would make each record slower.
+        # Make events without timing, which would make each record slower.
         while len(self._marks) < MAX_MARKS:
             error, event = api.cuEventCreate(api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
             if error:
@@ -779,7 +783,7 @@ class CudaContext:
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CudaGraph:
         admit(device_bytes_of(steps))
-        # Graphs that were closed may have left bytes that queued replays read: after a wait nothing reads them.
+        # Closed graphs may have left bytes that queued replays still read. After a wait, nothing reads them.
         if self._retired:
             self.sync(poll)
             while self._retired:
@@ -790,7 +794,7 @@ class CudaContext:
         if self._has_one_stream:
             self._empty(poll)
             return
-        # Streams one by one, because a synchronisation of the whole context could not be interrupted.
+        # Wait for one stream after another, because a synchronisation of the whole context could not be interrupted.
         for number in range(len(self._streams)):
             self.stream_sync(number, poll)
         self._launcher.ended()
@@ -859,7 +863,7 @@ class CudaContext:
     def fault(self) -> KernelFault | None:
         """Return the fault that an earlier call found.
 
-        Asking the card takes microseconds; the next call finds it anyway.
+        This does not query the card, which takes microseconds: the next call finds a new fault anyway.
         """
         return self._fault
 
@@ -884,7 +888,7 @@ class CudaContext:
 
     def _lost(self, error: Exception | str) -> KernelFault:
         """Return the fault that ended the context, with the launch as precisely as CUDA permits."""
-        # The first report is kept: later errors only repeat it.
+        # Keep the first report: later errors only repeat it.
         if self._fault is None:
             reason = str(error).rpartition("failed: ")[2]
             launches = self._launcher.state.launches
@@ -912,24 +916,24 @@ def _address_of(memory: memoryview) -> int:
 
 # --- scrubbing the driver's buffers ---
 # Copies of memory that is not pinned go through buffers of the driver in this process's memory. Kernels' parameters and
-# small copies go to the card with the commands, in another buffer. The bytes stay in all of these until others come,
-# and kernels can read both. None of this is documented. On an H100 (driver 580.159) the copies below left nothing of
-# either; they did not reach what came with modules of less than about 100 KB.
+# small copies go to the card with the commands, in another buffer. The bytes stay in these buffers until they are
+# overwritten, and kernels can read them. None of this is documented. On an H100 (driver 580.159) the copies below left
+# nothing of either kind; they did not reach the bytes of modules of less than about 100 KB.
 
 STAGING_BYTES: Final = 2 << 20
 """Size of the driver's buffers for copies to the card, and of those from it: 2 MiB each were found."""
 
 SMALL_SIZES: Final = (*range(64, 1025, 64), 2048, 4096)
-"""Sizes of copies from the card that take another path, each from the start of a buffer: those of up to 256 bytes
-were found to, those of 1024 not."""
+"""Sizes of copies from the card that take another path, each from the start of a buffer. Copies of up to 256 bytes were
+found to do so, copies of 1024 bytes not."""
 
 INLINE_BYTES: Final = 64 << 10
 """Largest copy to the card that goes with the commands (CUDA driver API, "API synchronization behavior")."""
 
 INLINE_COPIES: Final = 96
-"""Copies that fill half as much again as the driver writes commands to in turn: 4 MiB were found."""
+"""Number of copies that fill the driver's ring of command buffers one and a half times: 4 MiB were found."""
 
-# Made once: a process that overwrites what it frees takes a millisecond to make so much memory for each scrub.
+# Make these once: a process that overwrites what it frees would take a millisecond for them at each scrub.
 _ZEROS: Final = memoryview(bytes(STAGING_BYTES))
 _SINK: Final = memoryview(bytearray(STAGING_BYTES))
 

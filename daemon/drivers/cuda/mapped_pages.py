@@ -32,8 +32,9 @@ OWN_STREAM: Final = 0
 (streams.py). It exists anyway: another stream would take memory of the card."""
 
 LENT_BYTES: Final = 32 << 20
-"""Size in bytes from which a piece is made so that it can be exported. To make a piece of 2 MiB so takes 0.18 ms, not
-0.06, and to export and import it 0.3 ms, in which the host's memory takes six of them (H200, driver 580)."""
+"""Minimum size in bytes of a piece that is made exportable. To make an exportable piece of 2 MiB takes 0.18 ms, not
+0.06 ms, and to export and import it takes 0.3 ms. In that time, six such pieces can be copied to host memory (H200,
+driver 580)."""
 
 STEPS_AHEAD: Final = 4
 """Maximum number of steps of a copy in flight: enough that the bus never waits for the host, and few enough that a copy
@@ -96,7 +97,7 @@ class MappedPages:
         self._properties, self._lendable = _card_memory(api), _card_memory(api)
         self._lent_kind = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._lendable.requestedHandleTypes = self._lent_kind
-        self._access = [_both_ways(api)]
+        self._access = [_full_access(api)]
         self.held_bytes = 0
         self.is_broken = self.is_lent = False
 
@@ -125,7 +126,7 @@ class MappedPages:
         return int(self.check(self._api.cuMemAddressReserve(size_bytes, PAGE_BYTES, at, 0)))
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
-        """Give reserved addresses back, in which nothing is mapped."""
+        """Free reserved addresses. Nothing may be mapped there."""
         self.check(self._api.cuMemAddressFree(address, size_bytes))
 
     def take(self, size_bytes: int) -> Piece:
@@ -153,7 +154,7 @@ class MappedPages:
         self.check(self._api.cuMemSetAccess(address, size_bytes, self._access, 1))
 
     def begin_zeroing(self, piece: Piece, address: int, size_bytes: int) -> None:
-        """Begin to zero mapped bytes. `piece`: the piece that is mapped at `address`."""
+        """Begin to zero mapped bytes. `piece` is the piece that is mapped at `address`."""
         if self._host is not None:
             self._wipe(piece, min(size_bytes, piece.size_bytes))
             return
@@ -220,7 +221,7 @@ class MappedPages:
         return PageMove(self.held_bytes, copied_ns - began_ns, time.monotonic_ns() - copied_ns)
 
     def can_lend(self) -> bool:
-        # Memory at no address is that of a region with an end that failed.
+        # If a piece is mapped nowhere, it belongs to a region with an end that failed.
         return all(piece.mappings for piece in self._pieces)
 
     def lend(self, most: int, host: memoryview, ready: Callable[[int], None], poll: Poll) -> list[int]:
@@ -246,14 +247,20 @@ class MappedPages:
         return fds
 
     def adopt(self, host: memoryview, lent_fds: Sequence[int] = ()) -> None:
-        """Be parked, with the bytes of another process's pieces in `host`; `adopt_piece` enters each.
+        """Enter the parked state, with the bytes of another process's pieces in `host`.
 
-        `lent_fds`: What `lend` returned there, if it has lent its pieces; `assign_lent` is called after the last piece.
+        Then call `adopt_piece` for each.
+
+        `lent_fds`: What `lend` returned there, if that process has lent its pieces; call `assign_lent` after the last
+        piece.
         """
         self._host, self._lent_fds = host, list(lent_fds)
 
     def assign_lent(self) -> None:
-        """Give adopted pieces the lent ones that have their bytes. Raises ImageMismatch if there are too few pieces."""
+        """Assign to adopted pieces the lent ones that have their bytes.
+
+        Raises ImageMismatch if there are too few pieces.
+        """
         lent = self._lent_pieces(len(self._lent_fds))
         if len(lent) != len(self._lent_fds):
             raise ImageMismatch(
@@ -268,14 +275,14 @@ class MappedPages:
             raise ImageMismatch("its host memory is too small")
 
     def _lent_pieces(self, most: int) -> list[Piece]:
-        """Return the pieces that are lent if at most so many can be, in their order: the largest ones."""
+        """Return the pieces to lend, in their order, if at most `most` can be lent: the largest ones."""
         able = [piece for piece in self._pieces if piece.size_bytes >= LENT_BYTES]
         return sorted(sorted(able, key=_largest_first)[:most], key=_saved_at)
 
     def adopt_piece(self, size_bytes: int, saved_at: int) -> Piece:
         """Enter a parked piece of another process, to be mapped. Raises ImageMismatch if its bytes are not in `host`.
 
-        `saved_at`: Where they are there.
+        `saved_at`: The position of the bytes in `host`.
         """
         is_within = self._host is not None and saved_at <= len(self._host) - size_bytes
         if size_bytes <= 0 or saved_at < 0 or not (is_within or self._lent_fds):
@@ -296,7 +303,7 @@ class MappedPages:
             for address, size_bytes in self._runs():
                 self._allow(address, size_bytes)
         except BaseException:
-            self._leave_again()
+            self._undo_take()
             raise
 
     def copy_back(self, poll: Poll, *, is_pinned: bool = True) -> None:
@@ -308,7 +315,7 @@ class MappedPages:
         if host is None:
             return
         try:
-            # What was lent is not in the host memory.
+            # The bytes of lent pieces are not in the host memory.
             saved = [piece for piece in self._pieces if piece.lent_fd < 0]
             if len(saved) < len(self._pieces):
                 self._copy_lent(poll)
@@ -316,13 +323,13 @@ class MappedPages:
             if saved and (is_pinned or not copy_staged(parts, self._pin, self._begin_copy, self._await, poll)):
                 self._copy(saved, self._api.cuMemcpyHtoDAsync, _start_of(host), lambda end: None, poll, is_out=False)
         except BaseException:
-            self._leave_again()
+            self._undo_take()
             raise
         self._host = None
         self._returning.clear()
 
     def _copy_lent(self, poll: Poll) -> None:
-        """Copy the bytes from the lent pieces, which lie on another card, and give those back."""
+        """Copy the bytes from the lent pieces, which are on another card, and then release these."""
         kind = self._lent_kind
         lent = [piece for piece in self._pieces if piece.lent_fd >= 0]
         total_bytes = max(piece.saved_at + piece.size_bytes for piece in lent)
@@ -337,7 +344,7 @@ class MappedPages:
                 self.check(self._api.cuMemMap(start + piece.saved_at, piece.size_bytes, 0, handle, 0))
                 mapped[-1] = (start + piece.saved_at, piece.size_bytes, handle)
                 self._allow(start + piece.saved_at, piece.size_bytes)
-            # Step 2: copy. What was zeroed meanwhile, for regions that ended, is zeroed here.
+            # Step 2: copy. Also zero the bytes of regions that ended in the meantime.
             self._copy(lent, self._api.cuMemcpyDtoDAsync, start, lambda end: None, poll, is_out=False)
             for piece in lent:
                 if piece.zeroed_bytes:
@@ -375,8 +382,8 @@ class MappedPages:
         self.check(self._api.cuMemcpyHtoDAsync(target, source, size_bytes, OWN_STREAM))
         return self._record()
 
-    def _leave_again(self) -> None:
-        """Release the memory that `take_again` took; the session stays parked."""
+    def _undo_take(self) -> None:
+        """Undo `take_again`: release the memory that it took. The session stays parked."""
         self.is_broken = True
         while self._returning:
             self.check(self._api.cuMemUnmap(*self._returning[-1]))
@@ -423,7 +430,7 @@ class MappedPages:
                 while done < piece.size_bytes:
                     at = piece.saved_at + done
                     end = min(piece.saved_at + piece.size_bytes, (at // PARK_STEP_BYTES + 1) * PARK_STEP_BYTES)
-                    # The host prepares the next step while the card copies those before.
+                    # The host prepares this step while the card copies the previous ones.
                     ready(end)
                     source, target = (start + at, address + done) if is_out else (address + done, start + at)
                     self.check(copy(source, target, end - at, OWN_STREAM))
@@ -432,7 +439,7 @@ class MappedPages:
                     if len(in_flight) == STEPS_AHEAD:
                         self._await(in_flight.popleft(), poll)
         finally:
-            # Also when it is given up: nothing may be written to the host memory any more.
+            # Wait even if the copy is given up: nothing may be written to the host memory after this call.
             while in_flight:
                 self._await(in_flight.popleft(), lambda: None)
 
@@ -446,7 +453,7 @@ class MappedPages:
         self._events.append(event)
 
     def _wipe(self, piece: Piece, size_bytes: int) -> None:
-        """Zero the beginning of a parked piece's bytes; those of a lent one, once they are copied."""
+        """Zero the beginning of a parked piece's bytes. Those of a lent piece are zeroed once they are copied."""
         if piece.lent_fd >= 0:
             piece.zeroed_bytes = max(piece.zeroed_bytes, size_bytes)
         elif self._host is not None:
@@ -478,7 +485,7 @@ def _card_memory(api: Any) -> Any:
     return memory
 
 
-def _both_ways(api: Any) -> Any:
+def _full_access(api: Any) -> Any:
     """Describe the card's access to such memory, for reading and writing."""
     access = api.CUmemAccessDesc()
     access.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

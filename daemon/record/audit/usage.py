@@ -18,9 +18,9 @@ The rules:
 - If records of ends were dropped (`gap`), a lease without a later record counts until the first was dropped
   (`data.since_us`).
 - Open leases count to the last record, or to the head's `alive_us` if that is given.
-- GPU time is what records say of a lease so far (`gpu_us` of `use`, `move`, `end` and `fence`): each counts what is
-  more than in all of the lease's records before. The GPU time that a `move` adds was used on the card that the lease
-  left.
+- Records state the GPU time of a lease so far (`gpu_us` of `use`, `move`, `end` and `fence`). Each record counts the
+  amount by which it exceeds all earlier records of the lease. The GPU time that a `move` adds was used on the card that
+  the lease left.
 
 Only the monotonic clock counts, and only differences inside one boot: the wall clock may step. It says only which day a
 time belongs to (UTC): by the wall clock of the lease's grant, and for GPU time, of the record. So GPU time of up to ten
@@ -244,7 +244,7 @@ class UsageSum:
             if RecordKind.RETURN in dropped and opened.is_parked:
                 self._count_part(opened, since_us)
                 opened.is_parked = False
-            # Some end may be, too. A later record about a lease clears the doubt.
+            # The record of its end may be among them, too. A later record about the lease clears the doubt.
             if opened.doubt_us is None and dropped.keys() & ENDS:
                 opened.doubt_us = since_us
 
@@ -258,8 +258,8 @@ class UsageSum:
             # Its end may have been dropped in a gap: it counts to the gap, or to a later record of its own.
             if opened.doubt_us is not None:
                 end_us = max(opened.seen_us, min(end_us, opened.doubt_us))
-            if (twice := self._left.pop(lease, None)) is not None:
-                self._count(twice.opened, twice.end_us)
+            if (earlier := self._left.pop(lease, None)) is not None:
+                self._count(earlier.opened, earlier.end_us)
             self._left[lease] = _Left(opened, end_us)
         self._open.clear()
 
@@ -287,9 +287,9 @@ class UsageSum:
             of_day.byte_us += span_us * size_bytes
 
     def _add_gpu(self, lease: str, record: AuditRecord) -> None:
-        """Count the GPU time that a lease has used since its last record about that."""
+        """Count the GPU time that a lease has used since the last record that states its GPU time."""
         data = record.data
-        # Never less than before, or the difference would count twice.
+        # Never less than before, or the difference would count earlier.
         before_us = self._gpu_us.get(lease, 0)
         self._gpu_us[lease] = so_far_us = max(before_us, _count(data, "gpu_us"))
         tenant, card = _text(data, "tenant"), _text(data, "from_card" if record.kind == RecordKind.MOVE else "card")

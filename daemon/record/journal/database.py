@@ -46,7 +46,7 @@ class JournalBroken(CannotStart):
 
 
 def not_whole(path: object, reason: str) -> JournalBroken:
-    """Make the error for files that lack something written, or have more."""
+    """Return the error for files that lack something that was written, or that have more than that."""
     return JournalBroken(f"the journal {path} is broken: {reason}", MOVE_ASIDE, os.EX_DATAERR)
 
 
@@ -109,7 +109,7 @@ def sync(folder: Path) -> None:
 
 
 class HeadFile:
-    """The file with the number of commits that the journal has had, as its last daemon knew.
+    """The file with the number of the journal's commits, as far as its last daemon knew.
 
     Attributes:
         commits: The number; None if the file does not exist.
@@ -137,8 +137,8 @@ class HeadFile:
 
     def make(self) -> None:
         """Make the file durable with 0 commits. Raises OSError."""
-        # A temporary name first: a crash must not leave an empty head, which would count as a broken journal. The order
-        # is content, sync, rename, sync of the folder.
+        # Use a temporary name first: a crash must not leave an empty head, which would count as a broken journal. The
+        # order is content, sync, rename, sync of the folder.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         new = self._path.with_name(f"{HEAD_NAME}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -263,7 +263,7 @@ class Store:
         # Digests of rows that this connection has committed.
         self._known = RowDigests()
         try:
-            # The head first: without the number of commits, nothing in the database can be judged.
+            # Read the head first: without the number of commits, the database can't be checked.
             self._head = HeadFile(folder)
             if self._is_new(self._head):
                 self._make(folder, self._head)
@@ -293,7 +293,8 @@ class Store:
     def apply(self, changes: Iterable[Change]) -> None:
         """Commit changes, all or none. They are durable when this returns.
 
-        Raises sqlite3.Error, OSError or ValueError. Then call again with the same changes, and those after them.
+        Raises sqlite3.Error, OSError or ValueError. After that, call again with the same changes, followed by later
+        ones.
         """
         if self._head is None:
             raise OSError("the journal is closed")
@@ -352,7 +353,7 @@ class Store:
         return not exists
 
     def _make(self, folder: Path, head: HeadFile) -> None:
-        # The head before the database: a crash between the two leaves a head with 0 commits and no database, which
+        # Make the head before the database: a crash between the two leaves a head with 0 commits and no database, which
         # counts as new.
         if head.commits is None:
             head.make()

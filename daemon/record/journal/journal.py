@@ -96,7 +96,7 @@ Changes = Sequence[Change]
 
 
 class Journal:
-    """The journal of a daemon that keeps none: remembers nothing, holds nothing back.
+    """The journal of a daemon that keeps none: it remembers nothing, and delays no reply.
 
     Attributes:
         kept: Leases that an earlier daemon left, for `LeaseRestored`.
@@ -196,7 +196,7 @@ class FileJournal(Journal):
             contents.next_region_tombstone,
             contents.epochs,
         )
-        # By the time of expiry, so that each new token can remove the oldest ones (`_keep_token`).
+        # A heap by time of expiry, so that each new token can remove the oldest ones (`_keep_token`).
         key_sets = ((RowKind.SPENT, contents.spent), (RowKind.REVOKED_TOKEN, contents.revoked_tokens))
         self._token_ends = [
             (ends_ms, kind, spent_key(tenant, nonce)) for kind, rows in key_sets for tenant, nonce, ends_ms in rows
@@ -206,18 +206,18 @@ class FileJournal(Journal):
         self._table: LeaseTable | None = None
         self._pid_of: Callable[[int], int] = lambda _: 0
 
-    # --- what happens ---
+    # --- events and facts to keep ---
 
     def observe(self, table: LeaseTable, pid_of: Callable[[int], int], post: Callable[[Event], None]) -> None:
         """Begin to follow a table, and start the thread that commits. Raises NoThread."""
-        # The table first: the thread may report a commit as soon as it runs.
+        # Set the table first: the thread may report a commit as soon as it runs.
         self._table, self._pid_of = table, pid_of
         self._replies.attach(post)
         self._committer.start(self._replies.on_change)
 
     def on_event(self, event: Event, effects: Sequence[Effect]) -> None:
         """Record an event. After a bug here effects are still executed, but nothing is granted again."""
-        # Restored leases are posted after `observe`. Before it, nothing happens that the journal does not have.
+        # Before `observe`, nothing happens that is not in the journal already; restored leases are posted after it.
         if self._table is None:
             return
         try:
@@ -246,8 +246,8 @@ class FileJournal(Journal):
         # Each new token removes up to two that have expired, so that the file does not grow.
         now_ms = time.monotonic_ns() // NS_PER_MS
         while self._token_ends and self._token_ends[0][0] < now_ms and len(changes) < 3:
-            _, over_kind, over_key = heapq.heappop(self._token_ends)
-            changes.insert(0, Change(over_kind, over_key, None))
+            _, expired_kind, expired_key = heapq.heappop(self._token_ends)
+            changes.insert(0, Change(expired_kind, expired_key, None))
         heapq.heappush(self._token_ends, (expires_ms, kind, key))
         self._committer.put(changes)
         # The reply waits for this token's row: after a crash, no token may be accepted a second time.
@@ -272,11 +272,11 @@ class FileJournal(Journal):
 
     async def stop(self) -> None:
         """Write the rest and close. The lease table is at rest by now."""
-        # In a thread, because the last commit waits for the disk and other tasks still run.
+        # Stop it in a thread, because the last commit waits for the disk and other tasks still run.
         is_whole = await asyncio.to_thread(self._committer.stop)
         if not is_whole:
             log_event(LogEvent.JOURNAL_SHORT, reason=self.problem() or "the disk is too slow")
-        # The lock last: the next daemon must not open the files while this one writes.
+        # Release the lock last: the next daemon must not open the files while this one writes.
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -356,9 +356,10 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
     The folder is locked until `stop`, or the end of this process.
 
     Args:
-        folder: Made with mode 0700 if its parent exists.
-        boot_id: The host's (random(4)). Leases of another boot have ended with it; their fences stay. A membership of a
-          fleet from another boot, or from a journal in another folder, is forgotten: this may be a copy of it.
+        folder: The folder. It is made, with mode 0700, if only its parent exists.
+        boot_id: The id of the host's boot (random(4)). Leases of another boot ended with that boot; their fences stay.
+          A membership of a fleet from another boot, or from a journal in another folder, is forgotten: this may be a
+          copy of it.
 
     Raises:
         JournalBroken: It can't be used.
@@ -377,7 +378,7 @@ def open_journal(folder: Path, boot_id: str) -> FileJournal:
             changes = contents.forget_membership()
         else:
             changes = []
-        # Step 4: the first commit, which proves that the disk can be written before any lease is granted.
+        # Step 4: make the first commit, which proves that the disk can be written before any lease is granted.
         store.begin(changes)
     except BaseException:
         os.close(lock_fd)
@@ -392,12 +393,12 @@ def _folder_of(fd: int) -> str:
 
 
 KEPT_TOMBSTONES: Final = 8192
-"""Number of leases, those that ended last, of which the tenants get the reason after a restart too. Bounds the file and
-the time to read it at the start; the table itself remembers more."""
+"""Number of ended leases, the most recent ones, for which tenants get the reason even after a restart. Bounds the file
+and the time to read it at the start; the table itself remembers more."""
 
 KEPT_REGION_TOMBSTONES: Final = 2048
-"""Like KEPT_TOMBSTONES, for regions. They have numbers of their own, so that a tenant that cycles regions displaces no
-lease."""
+"""Like KEPT_TOMBSTONES, for regions. They are numbered separately, so that a tenant that opens regions in a loop
+displaces no lease."""
 
 _CHANGING: Final = frozenset(
     {
@@ -430,7 +431,7 @@ _REGION_EVENTS: Final = (RegionEnded, RegionProved, RegionReleased, RegionRefuse
 
 
 class JournalProjector:
-    """Turns events and effects into changes of rows. Knows which leases have rows; no I/O.
+    """Turns events and effects into changes of rows. It knows which leases have rows, and does no I/O.
 
     Args:
         rows: Leases that have a row already.
@@ -494,13 +495,13 @@ class JournalProjector:
                 self._update(lease_id, table, changes)
                 self._update_region(region_id, table, changes)
             case AdoptSession(lease_id=lease_id) | StaySession(lease_id=lease_id):
-                # Which of two workers may serve the session, if its former one is held.
+                # The row says which of two workers may serve the session, if the former one is set aside.
                 self._update(lease_id, table, changes)
             case RestartWorker(lease_id=lease_id) | ReturnSession(lease_id=lease_id):
-                # The card, which may be another one now, is charged for the session before its worker knows.
+                # The card, which may be another one now, is charged for the session before the worker gets the order.
                 self._update(lease_id, table, changes)
             case ResizeSlice(lease_id=lease_id):
-                # A slice that grows is charged before its worker knows.
+                # A slice that grows is charged before the worker gets the order.
                 self._update(lease_id, table, changes)
             case SetRegion(region_id=region_id):
                 self._update_region(region_id, table, changes)
@@ -527,19 +528,19 @@ class JournalProjector:
             case LeaseEnded(lease=lease) if lease.parent_id:
                 self._update_region(lease.lease_id, table, changes)
                 if lease.state is not LeaseState.FENCED:
-                    self._bury_region(lease, changes)
+                    self._add_region_tombstone(lease, changes)
             case LeaseEnded(lease=lease) if lease.state is LeaseState.FENCED:
-                # A lease can be fenced before it was granted. Its bytes are missing then too, so it gets a row without
-                # a worker.
+                # A lease can be fenced before it was granted. Its bytes are missing in that case, too, so it gets a row
+                # without a worker.
                 self._pids.setdefault(lease.lease_id, 0)
                 self._update(lease.lease_id, table, changes)
             case LeaseEnded(lease=lease):
-                self._bury(lease.lease_id, lease, changes)
+                self._add_tombstone(lease.lease_id, lease, changes)
             case SlicesCleared(lease_ids=lease_ids, warm_ids=warm_ids):
                 # An operator vouched for the bytes: fences become tombstones, and their ids are kept as cleared.
                 for lease_id in lease_ids:
                     self._update_region(lease_id, table, changes)
-                    self._bury(lease_id, table.get(lease_id), changes)
+                    self._add_tombstone(lease_id, table.get(lease_id), changes)
                     changes.append(Change(RowKind.CLEARED, number_key(mark_of(lease_id)), 1))
                 changes += [Change(RowKind.WARM, warm_key(warm_id), None) for warm_id in warm_ids]
             case WarmEnded(warm_id=warm_id, is_fenced=True):
@@ -555,7 +556,7 @@ class JournalProjector:
         if worker_pid is not None and (row := table.lease_row(lease_id, worker_pid)) is not None:
             changes.append(Change(RowKind.LEASE, lease_key(lease_id), row))
 
-    def _bury(self, lease_id: int, lease: LeaseSnapshot | None, changes: list[Change]) -> None:
+    def _add_tombstone(self, lease_id: int, lease: LeaseSnapshot | None, changes: list[Change]) -> None:
         """Remove the row of a lease that is torn down, and keep a tombstone if it was a tenant's."""
         # No row: the lease was never granted, so the next daemon need not know it.
         if self._pids.pop(lease_id, None) is None:
@@ -585,7 +586,7 @@ class JournalProjector:
             with_rows.discard(region_id)
             changes.append(Change(RowKind.REGION, lease_key(region_id), None))
 
-    def _bury_region(self, region: LeaseSnapshot, changes: list[Change]) -> None:
+    def _add_region_tombstone(self, region: LeaseSnapshot, changes: list[Change]) -> None:
         changes.append(Change(RowKind.REGION_TOMBSTONE, number_key(self._next_region_tombstone), region))
         if self._next_region_tombstone >= KEPT_REGION_TOMBSTONES:
             oldest = number_key(self._next_region_tombstone - KEPT_REGION_TOMBSTONES)

@@ -106,7 +106,7 @@ class MembershipRow:
         generation: Text of the store's generation key.
         revision: A revision that the store had reached.
         epoch_base: A claim's epoch is the sum of this and its revision.
-        is_restored: The store was found to be an earlier state of itself.
+        is_restored: Whether the store was found to have been restored to an earlier state.
         beat: Number of the last heartbeat that was sent.
         run: Instance of the process that sent it.
         entered: Nonce of the record with which that process continued.
@@ -183,7 +183,7 @@ def spent_key(lease_id: int, nonce: bytes) -> bytes:
 
 def digest_of(kind: int, key: bytes, value: bytes) -> int:
     """Return a row's part of the sum over all rows (mod 2^128), which reveals a row changed, lost or forged."""
-    # With the key's length, so that no byte can move from the key to the value.
+    # Include the key's length, so that no byte can move from the key to the value.
     data = b"%d %d %b%b" % (kind, len(key), key, value)
     return int.from_bytes(blake2b(data, digest_size=16).digest(), "big")
 
@@ -199,7 +199,7 @@ def _text(text: str) -> str:
 
 
 def encode(content: Kept) -> bytes:
-    # The most frequent kinds first.
+    # Check the most frequent kinds first.
     if isinstance(content, LeaseRow):
         return _lease(content)
     if isinstance(content, LeaseSnapshot):
@@ -232,7 +232,7 @@ def _lease(row: LeaseRow) -> bytes:
 
 
 def _tombstone(lease: LeaseSnapshot) -> bytes:
-    # In the form of `_lease`, without the terms that an ended lease has no use for.
+    # The form is that of `_lease`, without the terms that an ended lease does not need.
     return (
         f'{{"lease_id":{lease.lease_id},"tenant":{_text(lease.tenant)},"card_uuid":{_text(lease.card_uuid)},'
         f'"size_bytes":{lease.size_bytes},"exclusivity":{lease.exclusivity:d},"generation":{lease.generation},'
@@ -344,9 +344,9 @@ class PutResult(NamedTuple):
 def put(connection: sqlite3.Connection, changes: Iterable[Change], digests: RowDigests) -> PutResult:
     """Write changes within a transaction, only the last of each row. `digests`: digests of rows as they are now.
 
-    sqlite3 releases the interpreter at each step of a statement, and gets it back when the broker's thread pauses. So
-    hundreds of statements would last as long as the broker is busy: each takes many rows, and returns at most one. A
-    row with a known digest is not read.
+    sqlite3 releases the interpreter lock at each step of a statement, and gets it back only when the broker's thread
+    pauses. So hundreds of statements would take as long as the broker is busy. Therefore each statement takes many
+    rows, and returns at most one. A row with a known digest is not read.
 
     Raises sqlite3.Error, or ValueError if an existing row was not written by this code.
     """
@@ -469,7 +469,7 @@ class Contents:
 
     def take(self, kind: int, key: bytes, value: bytes) -> None:
         """Read one row, in the order of kinds and keys. Raises ValueError, KeyError or TypeError for an invalid one."""
-        # ValueError for a kind of a later version: this daemon could not keep such rows up to date.
+        # RowKind raises ValueError for a kind of a later version: this daemon could not keep such rows up to date.
         match RowKind(kind):
             case RowKind.REVOKED:
                 self.revoked.append(int.from_bytes(key, "big"))
@@ -614,7 +614,7 @@ def _ended_with_host(lease: LeaseRow) -> LeaseSnapshot:
 
 
 def _region_ended_with_host(region: RegionRow, lease: LeaseRow) -> LeaseSnapshot:
-    # As its lease ended, with the region's own members in place of the lease's.
+    # Begin with the tombstone of its lease, and put the region's own members in place of the lease's.
     ended = _ended_with_host(lease)._replace(lease_id=region.region_id, tenant=region.tenant, parent_id=lease.lease_id)
     return ended._replace(
         name="",
