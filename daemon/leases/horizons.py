@@ -80,4 +80,7 @@ class Horizons:
             return
         lease.horizon = horizon
         effects.append(SetHorizon(lease.lease_id, horizon.boot_ns))
+        if lease.park is not None and lease.park.held_id:
+            # The session's former worker may have to continue it; without this its zygote would end it before.
+            effects.append(SetHorizon(lease.park.held_id, horizon.boot_ns))
         self._teardown.submits.on_horizon(lease, effects)

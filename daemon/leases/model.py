@@ -833,6 +833,7 @@ class WarmContext:
         is_restored: Whether an earlier daemon made it.
         tenant: The only tenant it may serve, because it served one before; None if it served none.
         leases: Number of leases it served.
+        left_by: The lease with the session that has left this worker for another one; 0 for any other context.
     """
 
     warm_id: int
@@ -845,6 +846,7 @@ class WarmContext:
     is_restored: bool = False
     tenant: str | None = None
     leases: int = 0
+    left_by: int = 0
 
     @property
     def waits_for_tenant(self) -> bool:

@@ -353,6 +353,13 @@ class LeaseStore:
         del self.warm[context.warm_id]
         del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
 
+    def left_workers(self, lease: Lease) -> tuple[int, ...]:
+        """Return the ids of the workers that the session of a lease has left and that may still live."""
+        if lease.park is None:
+            return ()
+        left = (context for context in self.warm.values() if context.left_by == lease.lease_id)
+        return tuple(context.warm_id for context in left if not context.is_worker_gone)
+
     def fence(self, lease: Lease, now_ns: int) -> None:
         """Mark a lease FENCED: its bytes could not be proved free, so they stay charged."""
         # The bytes stay charged, and the lease stays live, until an operator clears the fence.

@@ -103,6 +103,9 @@ class Teardown:
         # Step 2: refuse new work. The revocation word is flipped before any other effect, so that no launch starts
         # after it.
         effects.append(RefuseWork(lease.lease_id, cause))
+        # If the session is passing from one worker to another, a table that was restored from an earlier record may
+        # continue it in the former one: so that worker's page must show the end, too.
+        effects += [RefuseWork(worker_id, cause) for worker_id in self._store.left_workers(lease)]
         # Step 3: end everything inside the lease, with the lease's cause.
         self.regions.end_with_lease(lease, now_ns, effects)
         self.resizes.end_with_lease(lease, effects)

@@ -253,7 +253,7 @@ class WarmPool:
         """
         self._last_leftover_id += 1
         context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "")
-        context.is_worker_gone = is_gone
+        context.is_worker_gone, context.left_by = is_gone, lease.lease_id
         effects.append(RenameWorker(lease.lease_id, context.warm_id))
         reason = f"the session of lease {lease.lease_id:032x} has left it"
         self._drop(context, reason, now_ns, effects, after_record=True)
@@ -275,7 +275,7 @@ class WarmPool:
         """
         self._last_leftover_id += 1
         context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "")
-        context.state = WarmState.HELD
+        context.state, context.left_by = WarmState.HELD, lease.lease_id
         # Unlike a dropped context's bytes, these are not released soon, so no acquire may wait for them.
         self._account(lease.card_uuid).stuck_bytes += charge_bytes
         effects.append(RenameWorker(lease.lease_id, context.warm_id))

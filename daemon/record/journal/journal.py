@@ -67,6 +67,8 @@ from gpulease.daemon.leases import (
     StaySession,
     SubmitReady,
     WarmEnded,
+    WorkerKind,
+    kind_of,
 )
 from gpulease.daemon.leases.denials import done_but_not_kept, not_kept
 from gpulease.daemon.leases.epochs import HighestEpochs
@@ -522,7 +524,7 @@ class JournalProjector:
                 self._update(lease_id, table, changes)
                 # Revoked ids are kept apart from tombstones, which are limited: a revoked lease must stay revoked for
                 # ever.
-                if cause is Cause.REVOKED:
+                if cause is Cause.REVOKED and kind_of(lease_id) is WorkerKind.LEASE:
                     changes.append(Change(RowKind.REVOKED, number_key(mark_of(lease_id)), 1))
             # A region that ends: a fenced one keeps its row, any other becomes a tombstone.
             case LeaseEnded(lease=lease) if lease.parent_id:

@@ -6,6 +6,7 @@ from gpulease.daemon.leases import (
     AcquireRequested,
     Cause,
     ClaimsLost,
+    CoreLimits,
     Effect,
     FenceClearRequested,
     Granted,
@@ -16,10 +17,16 @@ from gpulease.daemon.leases import (
     LeaseState,
     LeaseTable,
     LeaseTerms,
+    MoveRequested,
+    ParkSession,
     ReclaimFailed,
     RefuseWork,
+    RegionProved,
+    RenameWorker,
     RenewRequested,
     RequestDenied,
+    SessionImaged,
+    SessionParked,
     SetDeadline,
     SetHorizon,
     TimerFired,
@@ -29,7 +36,7 @@ from gpulease.daemon.leases import (
 from gpulease.daemon.leases.denials import DenialReason
 from gpulease.daemon.leases.epochs import MAX_NAMES, HighestEpochs
 
-from .scenario import S, Scenario, card
+from .scenario import S, Scenario, card, one
 
 SLEPT_NS = 9 * S
 
@@ -66,6 +73,21 @@ def test_the_horizon_is_on_the_page_before_the_lease_begins() -> None:
     assert kinds.index(SetHorizon) < kinds.index(SetDeadline) < kinds.index(Granted)
     assert SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS) in effects
     assert s.table.claims() == {"a": 7}
+
+
+def test_both_workers_of_a_session_that_is_moved_get_the_horizon() -> None:
+    s = Scenario(limits=CoreLimits(park_memory_bytes=16 << 20, park_stay_ms=0))
+    moved(s, 30)
+    terms = LeaseTerms(20, 60_000, name="a", epoch=7, park_idle_ms=0)
+    s.do(AcquireRequested(1, "ann", 1, terms))
+    s.do(WorkerReady(1))
+    order = one(s.do(MoveRequested(2, 1, "root", "0", True, "0.1")), ParkSession)
+    s.do(SessionParked(1, order.number, 20))
+    s.do(RegionProved(1))
+    former = one(s.do(SessionImaged(1, order.number, 1000)), RenameWorker).to_id
+    # The zygote ends a worker at the horizon on its page, and the session may have to return to the former one.
+    due_ns = s.at(20).now_ns + 30 * S + SLEPT_NS
+    assert moved(s, 30) == [SetHorizon(1, due_ns), SetHorizon(former, due_ns)]
 
 
 def test_a_name_is_not_granted_without_a_horizon_nor_behind_it() -> None:

@@ -814,7 +814,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.images, self.lent = {}, set()
         self.cards = {kept.lease_id: kept.card_uuid for kept in contents.leases}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
-        beside, has_session = self.find_workers({kept.lease_id for kept in contents.leases})
+        beside, has_session = self.find_workers({kept.lease_id: kept.worker_pid for kept in contents.leases})
         for kept in contents.leases:
             if kept.lease_id in has_session:
                 kept = kept._replace(is_cold=not has_session[kept.lease_id])
@@ -866,15 +866,17 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.send(DrainTimerFired())
         self.send(PoolTimerFired())
 
-    def find_workers(self, lease_ids: set[int]) -> tuple[dict[int, int], dict[int, bool]]:
+    def find_workers(self, pids: dict[int, int]) -> tuple[dict[int, int], dict[int, bool]]:
         """Number the workers as a new daemon does.
+
+        `pids`: The process id of the worker of each lease, as recorded.
 
         Returns the lease of each that is one too many, by its number; and for some leases whether a worker has the
         session, which is newer than the record.
         """
         beside: dict[int, int] = {}
         has_session: dict[int, bool] = {}
-        for lease_id in lease_ids:
+        for lease_id, pid in pids.items():
             own = [worker for worker in self.workers.values() if worker.of_lease == lease_id]
             own.sort(key=lambda worker: worker.is_leased, reverse=True)
             leased = [worker for worker in (*own, *self.reaped) if worker.of_lease == lease_id and worker.is_leased]
@@ -883,6 +885,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             best = own[0] if own else None
             if len(serving) == 1:
                 has_session[lease_id], best = True, serving[0]
+            elif not (pid or serving or left):
+                has_session[lease_id] = False
             elif len(leased) > 1 and len(left) == 1 and not serving:
                 has_session[lease_id], best = True, left[0]
                 # The others are killed before they can do anything more.
@@ -930,6 +934,14 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 # An end of its lease is not ordered region by region.
                 lease = self.table.get(worker.worker_id)
                 assert lease is None or lease.state is not LeaseState.ACTIVE, f"region {region_id} is open for nobody"
+
+    @invariant()
+    def every_worker_of_an_ended_lease_shows_the_end(self) -> None:
+        # The next broker may continue the session in any worker that has, or had, it.
+        for worker in getattr(self, "workers", {}).values():
+            lease = self.table.get(worker.of_lease) if worker.is_leased else None
+            is_over = lease is not None and lease.state not in (LeaseState.PENDING, LeaseState.ACTIVE)
+            assert not is_over or worker.ended is not None, f"a worker of lease {worker.of_lease} shows no end"
 
     @invariant()
     def moves_are_reported(self) -> None:
@@ -1200,4 +1212,33 @@ def test_an_end_that_only_the_page_shows_continues_behind_a_killed_broker() -> N
     state.broker_is_killed(is_tail_lost=True, luck=0)
     (lease,) = state.table.snapshots()
     assert (lease.lease_id, lease.state) == (1, LeaseState.DRAINING)
+    state.teardown()
+
+
+def test_an_empty_worker_does_not_continue_a_session_behind_a_killed_broker() -> None:
+    """The worker that a session has left dies while the next one starts, and then the broker with the image."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.upgrade(pick=0, luck=0, is_parked=False)
+    state.worker_dies(pick=0)
+    (following,) = state.workers.values()
+    assert following.is_new
+    state.broker_is_killed(is_tail_lost=False, luck=0)
+    lease = state.table.get(1)
+    assert lease is not None
+    assert (lease.state, lease.cause) == (LeaseState.DRAINING, Cause.WORKER_DIED)
+    state.teardown()
+
+
+def test_an_end_during_an_upgrade_is_on_both_pages_behind_a_killed_broker() -> None:
+    """The record of the end is lost with the broker, and the session would continue in the worker that it has left."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.upgrade(pick=0, luck=0, is_parked=False)
+    (former,) = (worker for worker in state.workers.values() if worker.has_left)
+    state.end_cold(pick=0, is_revoked=True)
+    state.every_worker_of_an_ended_lease_shows_the_end()
+    assert former.ended is Cause.REVOKED
+    state.broker_is_killed(is_tail_lost=True, luck=0)
+    assert [(lease.lease_id, lease.state) for lease in state.table.snapshots()] == [(1, LeaseState.DRAINING)]
     state.teardown()

@@ -5,6 +5,7 @@ import pytest
 from gpulease.daemon.leases import (
     AdoptSession,
     Card,
+    Cause,
     CoreLimits,
     DenialReason,
     Effect,
@@ -16,6 +17,7 @@ from gpulease.daemon.leases import (
     ParkPhase,
     ParkRequested,
     ReclaimProved,
+    RefuseWork,
     RegionProved,
     RenameWorker,
     RenewRequested,
@@ -23,6 +25,7 @@ from gpulease.daemon.leases import (
     RestartWorker,
     ReturnSession,
     ReturnWanted,
+    RevokeRequested,
     SessionImaged,
     SessionMoved,
     SessionParked,
@@ -182,8 +185,25 @@ def test_the_lease_may_end_meanwhile() -> None:
     s.active(1, 60, park_idle_ms=0)
     aside = one(leave(s), RenameWorker).to_id
     effects = list(s.do(FreeRequested(9, 1, "ann")))
+    # The next daemon may continue the session in either worker, so both pages show the end, before anything else.
+    assert effects[:2] == [RefuseWork(1, Cause.FREED), RefuseWork(aside, Cause.FREED)]
     assert KillWorker(aside) in effects
     assert held(s) == [WarmState.DROPPING]
+
+
+def test_an_end_is_shown_to_the_worker_that_a_session_has_left_until_that_is_gone() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.do(MoveRequested(HELD, 1, "ann", None))
+    s.do(SessionParked(1, state_of(s).number, 60))
+    s.do(RegionProved(1))
+    left = one(s.do(SessionImaged(1, state_of(s).number, 1000)), RenameWorker).to_id
+    # Its kill waits for the record, without which the next daemon continues the session in it.
+    store = s.table._store
+    assert store.left_workers(store.live[1]) == (left,)
+    s.do(WorkerExited(left, "it was killed"))
+    effects = list(s.do(RevokeRequested(9, 1, "maintenance", is_operator=True)))
+    assert [effect for effect in effects if isinstance(effect, RefuseWork)] == [RefuseWork(1, Cause.REVOKED)]
 
 
 def test_a_worker_of_this_version_is_not_replaced() -> None:
