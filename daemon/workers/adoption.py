@@ -130,7 +130,7 @@ def _restore(
         best = max(own, key=lambda candidate: (candidate.is_leased, candidate.is_alive), default=None)
         has_session: bool | None = None
         if lease.terms.is_parkable and lease.state is LeaseState.ACTIVE:
-            has_session, best = _with_session(own, best)
+            has_session, best = _with_session(lease, own, best)
         # No zygote has the lease's worker: it died with its zygote, or `end_stray` kills it.
         if best is None:
             adoptions.append(Adoption(LeaseRestored(lease, has_worker=False), None))
@@ -151,11 +151,16 @@ def _restore(
 
 
 def _with_session(
-    own: Sequence[LeftoverWorker], best: LeftoverWorker | None
+    lease: LeaseRow, own: Sequence[LeftoverWorker], best: LeftoverWorker | None
 ) -> tuple[bool | None, LeftoverWorker | None]:
     """Find the worker that has the session of a parkable lease.
 
     The tenant's own workers make these claims, so false ones harm only the tenant's own session.
+
+    Args:
+        lease: The lease, as recorded.
+        own: Its workers.
+        best: The worker that has the session unless they say otherwise.
 
     Returns:
         Whether there is such a worker, and that worker; None and `best` if only the journal can tell.
@@ -164,11 +169,15 @@ def _with_session(
     serving = [candidate for candidate in leased if candidate.transfer is Transfer.SERVES]
     if len(serving) == 1:
         return True, serving[0]
+    left = [candidate for candidate in leased if candidate.is_alive and candidate.transfer is Transfer.LEFT]
+    # By the record, the session had left its worker, which was set aside for it. If that one has died since, a next
+    # worker that does not say that it serves has nothing of the session.
+    if not (lease.worker_pid or serving or left):
+        return False, best
     if len(leased) < 2:
         return None, best
     # The session has left one worker and has not arrived in another. It is unchanged, so that worker can serve it
     # again.
-    left = [candidate for candidate in leased if candidate.is_alive and candidate.transfer is Transfer.LEFT]
     if len(left) == 1 and not serving and all(candidate.transfer is not None for candidate in leased):
         return True, left[0]
     # It is unknown which of them served the session last.

@@ -202,6 +202,31 @@ def test_a_session_continues_in_the_worker_that_served_it_last(
     assert all(isinstance(event, WorkerFound) and event.beside_lease_id == 5 for event, _ in others)
 
 
+@pytest.mark.parametrize(
+    ("workers", "has_session"),
+    [
+        # Each worker: what it says about the session, and whether it lives and has a deadline.
+        ([(LEFT, False, True), (NONE, True, False)], False),
+        ([(NONE, True, False)], False),
+        ([(NONE, True, True)], False),
+        ([(LEFT, True, True), (NONE, True, False)], True),
+        ([(LEFT, True, True)], True),
+        ([(SERVES, True, True)], True),
+    ],
+)
+def test_a_session_that_had_left_its_worker_is_in_no_next_one_that_does_not_say_so(
+    workers: list[tuple[Transfer, bool, bool]], has_session: bool
+) -> None:
+    never_granted = PageState(None, 0, 0)
+    found = [
+        left(5, LIVING if is_leased else never_granted, transfer=transfer, reason=None if lives else ENDED)
+        for transfer, lives, is_leased in workers
+    ]
+    (restored, _), *_ = decide([PARKABLE._replace(worker_pid=0)], found)
+    assert isinstance(restored, LeaseRestored)
+    assert restored.kept.is_cold is not has_session
+
+
 def test_what_workers_say_is_for_running_parkable_leases_alone() -> None:
     serving, granted = left(5, PageState(None, 0, 0), transfer=SERVES), left(5)
     for kept in (KEPT, PARKABLE._replace(state=LeaseState.DRAINING, cause=Cause.FREED), PARKABLE):
