@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -64,14 +64,23 @@ class PrivateServer:
 
     Attributes:
         address: Where it listens.
+
+    Args:
+        folder: Its folder.
+        module: The module that it runs.
+        options: Its options.
+        environment: What its environment has in addition to this process's.
     """
 
-    def __init__(self, folder: Path, module: str, options: list[str]) -> None:
+    def __init__(
+        self, folder: Path, module: str, options: list[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._path = str(folder / SOCKET_NAME)
         self.address = f"unix:{self._path}"
         self._log_path = folder / "log"
         # -P: a module in the current folder must not shadow one of the daemon's.
         self._command = [sys.executable, "-P", "-m", module, "--listen", self.address, *options]
+        self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -84,7 +93,11 @@ class PrivateServer:
         # The log goes to a file: a pipe that is not read would block the process.
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_cache() | os.environ
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_cache() | os.environ | self._environment,
             )
 
     def await_answer(self) -> None:
@@ -131,13 +144,15 @@ class PrivateDaemon(PrivateServer):
         folder: Its own folder.
     """
 
-    def __init__(self, folder: Path, options: list[str], settings: str = "") -> None:
+    def __init__(
+        self, folder: Path, options: list[str], settings: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
         self.folder = folder
         if settings:
             file = folder / "settings.toml"
             file.write_text(settings)
             options = [*options, "--config", str(file)]
-        super().__init__(folder, "gpulease.daemon", options)
+        super().__init__(folder, "gpulease.daemon", options, environment)
 
 
 @contextlib.contextmanager
@@ -177,20 +192,23 @@ def private_daemon(
 
 
 @contextlib.contextmanager
-def killable_daemon(driver: str, vram: tuple[str, ...] = (), *, settings: str = "") -> Iterator[PrivateDaemon]:
+def killable_daemon(
+    driver: str, vram: tuple[str, ...] = (), *, settings: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[PrivateDaemon]:
     """Start a daemon until the block ends; its leases outlive its broker. Raises MissingPrerequisite.
 
     Args:
         driver: The daemon's driver.
         vram: Device memory for leases, per card.
         settings: Further settings, as TOML, in which FOLDER is the daemon's own folder.
+        environment: As in PrivateServer.
     """
     options = ["--driver", driver]
     for size in vram:
         options += ["--vram", size]
     with unwound_by_signals(), _folder() as folder:
         settings = f'state = "{folder / "state"}"\n' + settings.replace("FOLDER", str(folder))
-        daemon = PrivateDaemon(folder, options, settings)
+        daemon = PrivateDaemon(folder, options, settings, environment)
         try:
             daemon.start()
             yield daemon

@@ -13,6 +13,7 @@ from gpulease.client.verify.claims import GIB, ClaimResult, check, claims, six_a
 from gpulease.client.verify.faults import FaultOutcome, Sizes, faults
 from gpulease.client.verify.neighbour import Neighbour, Window, neighbour
 from gpulease.client.verify.parked_claims import CARD_VRAM, HOST_VRAM, SETTINGS, parked_claims
+from gpulease.client.verify.refused_address import ADDRESS_REFUSED, address_refused
 from gpulease.client.verify.region_claims import broker_killed, region_claims
 
 SIX_LEASES: Final = "six leases"
@@ -80,9 +81,11 @@ def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]
         fault_results = _run_faults(scene, only, on_fault)
         promises = [*claims(scene), *region_claims(scene)]
         proved = [check(claim.name, partial(claim.prove, scene)) for claim in promises if only in claim.name]
-    # These need daemons of their own: one is killed, the others have a card of a defined size.
+    # These need daemons of their own: some are killed, the others have a card of a defined size.
     if only in BROKER_KILLED:
         proved.append(check(BROKER_KILLED, lambda: broker_killed(scene.driver)))
+    if only in ADDRESS_REFUSED:
+        proved.append(check(ADDRESS_REFUSED, lambda: address_refused(scene.driver)))
     if _fits_six(scene) and only in SIX_LEASES:
         with private_daemon(driver, (SIX_VRAM,)) as address:
             six = Scene.at(address)

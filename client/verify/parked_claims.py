@@ -168,7 +168,7 @@ def return_in_another_process(scene: Scene) -> str:
         data.begin()
         if wrong := data.check():
             raise Breach(f"a session had {wrong} wrong words before it was parked")
-        _leave(scene, lease)
+        leave(scene, lease)
         if (more_bytes := scene.held_bytes() - held_bytes) > 0:
             raise Breach(f"a session without a process holds {more_bytes} bytes of the card")
         # All but an eighth of the card, which contexts need.
@@ -189,7 +189,7 @@ def return_in_another_process(scene: Scene) -> str:
     return f"{size_bytes // MIB} MiB, nothing of it on the card meanwhile, back in {back_ms:.0f} ms"
 
 
-def _leave(scene: Scene, lease: GpuLease) -> None:
+def leave(scene: Scene, lease: GpuLease) -> None:
     """Have a session leave its process, once what its client has sent is served."""
     deadline_s = time.monotonic() + LEAVE_S
     while True:

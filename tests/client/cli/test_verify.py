@@ -62,6 +62,7 @@ def test_a_few_faults_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> Non
         "a parked session's return to a fragmented card",
         "a parked session in another process",
         "a parked session's neighbour",
+        "a parked session's address refused",
         "a region that ends in a parked session",
     }
     assert report["breaches"] == 0
@@ -78,6 +79,7 @@ def test_the_promises_of_parked_sessions() -> None:
     assert "nothing of it on the card" in claims["a parked session in another process"]["found"]
     assert "all right" in claims["a parked session's neighbour"]["found"]
     assert "none of it readable" in claims["a region that ends in a parked session"]["found"]
+    assert "went on in its former worker" in claims["a parked session's address refused"]["found"]
 
 
 @pytest.mark.exhaustive
