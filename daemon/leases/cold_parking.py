@@ -361,7 +361,7 @@ class ColdParking:
             else:
                 self.refuse_move(lease, denials.is_returning(lease.lease_id), now_ns, effects)
         # The upgrade was given up, but the new worker has the session nevertheless.
-        self._upgrades.drop(state, "its session is in another worker", now_ns, effects)
+        self._upgrades.drop(state, f"the session of lease {lease.lease_id:032x} is in another worker", now_ns, effects)
 
     def on_return_failed(
         self, lease: Lease, event: events.SessionReturnFailed, now_ns: int, effects: list[Effect]
@@ -374,7 +374,9 @@ class ColdParking:
             if state is not None:
                 # The new worker has restored the session; only room for its bytes is missing.
                 state.depth, state.misfit = ParkDepth.WARM, None
-                self._upgrades.drop(state, "its session is in another worker", now_ns, effects)
+                self._upgrades.drop(
+                    state, f"the session of lease {lease.lease_id:032x} is in another worker", now_ns, effects
+                )
             self.refuse_move(lease, denials.park_refused(lease.lease_id, event.reason), now_ns, effects)
             return False
         if state.misfit is not None:

@@ -22,6 +22,7 @@ from gpulease.daemon.leases import (
     ParkRequested,
     ParkSession,
     ProveRegion,
+    ReclaimFailed,
     ReclaimProved,
     RegionProved,
     RenameWorker,
@@ -37,6 +38,7 @@ from gpulease.daemon.leases import (
     SessionReturnFailed,
     SessionStays,
     StaySession,
+    WarmEnded,
     WarmState,
     WorkerExited,
     WorkerReady,
@@ -115,6 +117,23 @@ def test_both_cards_are_charged_until_the_next_worker_has_the_session() -> None:
     assert bytes_held(s)[0] == SIZE + OVERHEAD
     s.do(ReclaimProved(killed))
     assert bytes_held(s) == (0, SIZE + OVERHEAD)
+
+
+def test_memory_that_the_next_worker_keeps_on_the_former_card_is_granted_to_nobody() -> None:
+    """A hostile worker has duplicated the descriptors that it was lent: the card never shows those bytes free."""
+    s = scenario()
+    leave(s)
+    s.do(WorkerReady(1))
+    killed = one(list(s.do(SessionReturned(1, state_of(s).number, 50))), KillWorker).worker_id
+    s.do(WorkerExited(killed, "it was killed"))
+    fenced = one(list(s.do(ReclaimFailed(killed, "its memory was not shown free"))), WarmEnded)
+    # The reason names the lease that an operator must end before the fence can be cleared.
+    assert (fenced.is_fenced, f"{1:032x}" in fenced.reason) == (True, True)
+    assert (held(s), s.card(0).fenced_bytes) == ([("GPU-a", WarmState.FENCED)], SIZE + OVERHEAD)
+    # Not even the end of the lease lifts the fence: an operator does.
+    s.do(RevokeRequested(9, 1, "maintenance", is_operator=True))
+    s.gone(1)
+    assert bytes_held(s) == (SIZE + OVERHEAD, 0)
 
 
 @pytest.mark.parametrize(
