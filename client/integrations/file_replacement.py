@@ -1,32 +1,32 @@
-"""Files of a node that programs of several users read: each is replaced as a whole."""
+"""Replaces files that programs of several users read, each atomically."""
 
 import os
 from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes, mode: int, *, is_synced: bool = False) -> None:
-    """Replace a file, or make it.
+    """Replace a file, or create it.
 
     Args:
         path: The file.
-        data: What it contains.
+        data: Its new contents.
         mode: Its permissions, whatever the umask.
-        is_synced: Whether it is to be on the disk when this returns.
+        is_synced: Whether it must be on the disk when this returns.
     """
-    # Write a new file and rename it over the old one, so that readers see one or the other in full. O_EXCL refuses a
-    # link that another user may have placed there.
+    # Write a new file and rename it over the old one, so that readers see either of them in full. O_EXCL refuses a link
+    # that another user may have placed there.
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with os.fdopen(descriptor, "wb") as file:
-        # Explicitly, because the umask may have removed bits at the creation.
+        # Set the mode again, because the umask may have removed bits when the file was created.
         os.fchmod(file.fileno(), mode)
         file.write(data)
         file.flush()
         if is_synced:
             os.fsync(file.fileno())
     new.replace(path)
-    # The rename itself is on the disk only once the folder is.
+    # The rename is on the disk only when the folder is.
     if is_synced:
         sync_folder(path.parent)
 

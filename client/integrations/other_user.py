@@ -1,7 +1,7 @@
 """A process that acts as another user: an integration runs as root, but a lease belongs to the user of its job or pod.
 
-The daemon knows tenants by the kernel's credentials of their peers, so the request must come from the user's process. A
-refusal travels back to the integration as JSON, and is raised there again.
+The daemon identifies tenants by the peer credentials of their connections, so the request must come from a process of
+the user. That process returns a refusal to the integration as JSON, and the integration raises it.
 """
 
 import os
@@ -21,18 +21,18 @@ class RefusedForUser(GpuLeaseError):
 
 def become(user: int, group: int, groups: Sequence[int]) -> None:
     """Become a user permanently, in `group` and supplementary `groups`. Raises OSError if this process is not root."""
-    # Groups before the user, because only root may change groups.
+    # Set the groups before the user, because only root may change groups.
     os.setgroups(groups)
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
 
 
 def refusal_reply(error: GpuLeaseError) -> dict[str, Any]:
-    """Return the refusal as a reply of the user's process."""
+    """Return the reply with which the user's process reports a refusal."""
     return {"error": error.message[:MAX_ERROR_CHARS], "hint": error.hint, "status": int(error.status)}
 
 
 def refusal_of(reply: Mapping[str, Any]) -> RefusedForUser:
-    """Return the refusal that such a reply has."""
+    """Return the refusal that is in such a reply."""
     message, hint = str(reply["error"]), str(reply["hint"])
     return RefusedForUser(message, hint, Failure(Status(int(reply["status"])), message, hint=hint))

@@ -1,4 +1,4 @@
-"""The end of a lease of a cluster's job: free it, then wait until its memory is proved free."""
+"""Ends a lease of a cluster's job: frees it, then waits until its memory is proved free."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _POLL_S: Final = 0.05
 
 
 class NotProvedFree(GpuLeaseError):
-    """A lease's memory is not proved free yet. It is not granted again before that."""
+    """A lease's memory is not proved free yet, so it can't be granted again."""
 
     default_hint = "Ask again. If the lease is fenced, an operator must clear it: gpulease fence clear"
 
@@ -27,7 +27,7 @@ def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
     try:
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), address).report)
     except NotFound:
-        # A daemon without a journal was restarted. At its start it ended all workers and checked the cards.
+        # The daemon has no journal and was restarted. When it started, it ended all workers and checked the cards.
         return {"state": "torndown", "cause": None}
     except Revoked:
         # The daemon remembers a revocation for longer than the lease itself.
@@ -35,16 +35,16 @@ def report_of(lease_id: LeaseId, address: str) -> dict[str, Any]:
 
 
 def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: Callable[[str], None]) -> None:
-    """Free a lease if it is not over, and return once every byte is proved free.
+    """Free a lease if it has not ended, and return when every byte is proved free.
 
     Args:
         lease_id: The lease.
         address: The daemon's address.
-        limit_s: Seconds to wait.
-        on_message: Called with a message if the lease can't be freed, because it has ended already or its end takes
-            long.
+        limit_s: Longest wait in seconds.
+        on_message: Called with a message if the lease can't be freed, because it has ended already or takes long to
+            end.
 
-    Raises NotProvedFree after `limit_s`, or as soon as the lease is fenced, and Disconnected without a daemon.
+    Raises NotProvedFree after `limit_s`, or as soon as the lease is fenced, and Disconnected if no daemon answers.
     """
     until_s = time.monotonic() + limit_s
     state = report_of(lease_id, address)["state"]
@@ -55,7 +55,7 @@ def free_and_prove(lease_id: LeaseId, address: str, limit_s: float, on_message: 
         except Disconnected:
             raise
         except GpuLeaseError as error:
-            # Not fatal: the lease may have ended meanwhile. Its state, polled below, decides.
+            # This is not fatal, because the lease may have ended meanwhile. Its state, polled below, decides.
             on_message(f"freeing {lease_id}: {error}")
     # Step 2: poll until the daemon reports "torndown", which it does only once every byte is proved free.
     while (state := report_of(lease_id, address)["state"]) != "torndown":

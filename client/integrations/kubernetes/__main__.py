@@ -14,7 +14,8 @@ from gpulease.client.integrations.kubernetes.resource_pool import DRIVER
 from gpulease.protocol.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS
 
 LEASE_S: Final = 600.0
-"""Time of a claim's lease, which is renewed: so long may a driver be away, and so long does a lost pod's lease last."""
+"""Duration in seconds of a claim's lease, which is renewed. The driver may be down for this long, and a lease that
+nobody frees lasts this long."""
 
 
 @click.group()
@@ -79,7 +80,7 @@ def serve(
     from gpulease.client.integrations.kubernetes.resource_pool import device_of
     from gpulease.client.integrations.kubernetes.slice_publisher import SlicePublisher
 
-    # Handlers first: a signal during the start must not kill the driver halfway through a claim.
+    # Install the handlers first, so that a signal during the start does not kill the driver halfway through a claim.
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -90,8 +91,8 @@ def serve(
     cluster = KubernetesCluster.of_pod() if api_server is None else KubernetesCluster(api_server, api_token, api_ca)
     files = NodeFiles(folder / "state", cdi)
     claims = ClaimLeases(address, node, files, cluster, _write_status, lease_s=lease_secs, shares_users=share_users)
-    # Before the kubelet can ask: containers may be started again at any time. Then the leases, which may be about to
-    # end.
+    # Restore files before the kubelet can connect, because it may restart containers at any time. Then renew leases,
+    # which may be about to expire.
     claims.restore()
     claims.keep()
     cards = NodeCards(address, claims.lease_ids)
@@ -105,10 +106,10 @@ def serve(
             raise MissingPrerequisite(f"can't listen for the kubelet: {error}. End what listens there") from None
 
     plugin = listening()
-    # Published only once the driver listens: a slice is an offer.
+    # Publish only when the driver listens, because the scheduler assigns claims as soon as there is a slice.
     publisher = SlicePublisher(cluster, node, lambda: list(map(device_of, cards.read())), _write_status)
     _write_status(f"serves {DRIVER} on {plugin.socket}, for the daemon at {address}")
-    # Three attempts in a lease's time, if it is short.
+    # If leases are short, renew three times in a lease's duration.
     renew_s = min(RENEW_S, lease_secs / 3)
     try:
         next_renewal = time.monotonic() + CHECK_INTERVAL_S
@@ -117,10 +118,10 @@ def serve(
             if time.monotonic() >= next_renewal or claims.has_news.is_set():
                 claims.keep()
                 next_renewal = time.monotonic() + renew_s
-            # A driver that does not publish any more is useless; its pod's next start is not.
+            # If the slices are not published any more, end this process, so that the cluster restarts the pod.
             if not publisher.is_alive:
                 raise MissingPrerequisite("the ResourceSlices are not published any more: the log says why")
-            # Restarting the kubelet or cleaning its folder may remove them.
+            # A restart of the kubelet or a clean-up of its folder may remove the sockets.
             if lost := plugin.lost_sockets():
                 _write_status(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
                 plugin.close()

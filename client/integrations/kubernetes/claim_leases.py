@@ -1,12 +1,12 @@
-"""Leases of claims: to prepare is to acquire, to unprepare is to free and wait for the proof.
+"""Leases of claims: preparing a claim acquires them, unpreparing it frees them and waits for the proof.
 
 A claim is prepared in steps: acquire a short lease for each device, as the user that the pod runs as, and record each
-before the next; extend the leases to their full time; write what containers get; mark the record as ready. A driver
-that is killed in between leaves leases that are in the record, and at most one that is not, which expires within
-FIRST_LEASE_S. A daemon that supports request ids returns that one to the next attempt.
+before acquiring the next; extend the leases to their full duration; write the files for containers; mark the record as
+ready. If the driver is killed in between, it leaves the recorded leases and at most one other, which expires within
+FIRST_LEASE_S. A daemon that supports request ids returns that other lease to the next attempt.
 
-While a claim is prepared its leases are renewed every RENEW_S, so they survive an upgrade of the driver. The leases of
-a claim that is deleted while its node is cut off end by themselves, at the latest a lease's time after that.
+While a claim is prepared its leases are renewed every RENEW_S, so they survive an upgrade of the driver. If a claim is
+deleted while its node is cut off, its leases expire, at the latest one lease's duration later.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ RENEW_S: Final = 60.0
 """Seconds between two renewals of a claim's leases."""
 
 FIRST_LEASE_S: Final = 30.0
-"""Life of a lease until its record is on the disk. If the driver is killed before that, the lease ends on its own."""
+"""Duration in seconds of a lease that is not recorded yet. If the driver is killed, such a lease soon expires."""
 
 PROOF_LIMIT_S: Final = 30.0
-"""Seconds to wait until memory is proved free. The kubelet's limit for the whole request is 45 s, then it retries."""
+"""Longest wait in seconds until memory is proved free. The kubelet waits 45 s for the whole request, then retries."""
 
 LEAST_PROOF_S: Final = 1.0
 """Minimum number of seconds to wait for each lease of a claim, even if earlier leases used up PROOF_LIMIT_S."""
@@ -62,13 +62,13 @@ _USERS_LOCK: Final = "users"
 
 
 class LeaseRevokedByOperator(GpuLeaseError):
-    """An operator revoked a prepared claim's lease. A restart of its pod must not acquire another one."""
+    """An operator revoked a lease of a prepared claim. A restart of its pod must not acquire another one."""
 
     default_hint = "Delete the pod. The audit log says who revoked it, and why"
 
 
 class ClaimApi(Protocol):
-    """The part of the cluster's API that this uses: see KubernetesCluster."""
+    """The methods of KubernetesCluster that this module uses."""
 
     def claim(self, namespace: str, name: str) -> object: ...
     def report_devices(self, namespace: str, name: str, uid: str, devices: list[dict[str, Any]]) -> None: ...
@@ -93,10 +93,10 @@ class ClaimLeases:
         Args:
             address: The daemon's address, `unix:PATH`.
             node: The node's name in the cluster.
-            files: The records, and what containers get.
-            cluster: Reads claims, and takes reports about their devices.
+            files: The records, and the files for containers.
+            cluster: Reads claims, and writes reports about their devices.
             on_message: Called with messages for the log.
-            lease_s: Seconds of a lease, which is renewed.
+            lease_s: Duration in seconds of a lease, which is renewed.
             shares_users: Whether claims of several namespaces may have the same user on this node.
         """
         if not address.startswith("unix:/"):
@@ -106,30 +106,30 @@ class ClaimLeases:
         self._lease_s, self._on_message, self._shares_users = lease_s, on_message, shares_users
         # The last report about each claim's devices, so that a report is written only when it changes.
         self._reported: dict[str, list[dict[str, Any]]] = {}
-        # Whether the API server has answered all requests of this round. One that is away must not delay renewals.
+        # Whether the API server has answered all requests of this round. If it is down, it must not delay renewals.
         self._api_answers = True
-        # Set when a claim was prepared and its devices are still to be reported.
+        # Set when a claim was prepared and its devices are not reported yet.
         self.has_news = threading.Event()
 
     # --- the kubelet's requests ---
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
-        """Acquire a claim's leases, or return the ones that it has. Raises GpuLeaseError."""
+        """Acquire a claim's leases, or return the leases that it has. Raises GpuLeaseError."""
         check_ref(ref)
         with self._files.locked(ref.uid):
             record = self._files.record(ref.uid)
-            # State 1: left over from a killed driver, an earlier boot or expired leases. Free the remaining leases,
-            # then start over.
+            # State 1: the record is left over from a killed driver or an earlier boot, or leases have expired. Free the
+            # remaining leases, then start over.
             if record is not None and not self._is_whole(record):
                 self._end(record)
                 record = None
-            # State 2: not prepared. State 3: prepared, so the kubelet repeats itself: write the pod's files again, in
-            # case they were lost, and return the same devices.
+            # State 2: the claim is not prepared. State 3: it is prepared, and the kubelet has repeated its request.
+            # Write the pod's files again, in case they were lost, and return the same devices.
             if record is None:
                 record = self._acquire(ref)
             else:
                 self._files.write_container_files(record, self._socket)
-            # The kubelet knows a request by its name in the pod, whichever alternative the scheduler chose.
+            # The kubelet expects a request's name in the pod, without the alternative that the scheduler chose.
             return [
                 PreparedDevice(
                     device.main_request, device.pool, device.device, cdi_id(record.uid, number), device.share_id
@@ -138,7 +138,7 @@ class ClaimLeases:
             ]
 
     def unprepare(self, ref: ClaimRef) -> None:
-        """End a claim's leases and wait for the proof. If it raises NotProvedFree, the record stays."""
+        """End a claim's leases, and wait until their memory is proved free. After NotProvedFree, the record stays."""
         check_ref(ref)
         with self._files.locked(ref.uid):
             record = self._files.record(ref.uid)
@@ -146,13 +146,13 @@ class ClaimLeases:
                 self._end(record)
 
     def lease_ids(self) -> set[str]:
-        """Return the ids of the leases that claims hold, as in reports. Records that can't be read are skipped."""
+        """Return the ids of the leases that claims hold, in the form of reports. Skips records that can't be read."""
         return {device.lease_id for record in self._files.readable_records() for device in record.leases}
 
     # --- while claims are prepared ---
 
     def restore(self) -> None:
-        """Write again what containers of prepared claims get: the folder of CDI specifications may be in memory."""
+        """Write the files for containers of prepared claims again, because the folder of CDI files may be in memory."""
         for uid in self._files.uids():
             try:
                 record = self._files.record(uid)
@@ -164,8 +164,8 @@ class ClaimLeases:
     def keep(self) -> None:
         """Renew the leases of prepared claims, and report their states.
 
-        A failure for one claim is logged, and retried at the next call. A claim that is being prepared or unprepared is
-        skipped: its wait for a proof must not delay the others.
+        A failure for one claim is logged, and the next call tries again. A claim that is being prepared or unprepared
+        is skipped, because that may take long and must not delay the others.
         """
         self.has_news.clear()
         uids, self._api_answers = self._files.uids(), True
@@ -182,8 +182,8 @@ class ClaimLeases:
         self._reported = {uid: report for uid, report in self._reported.items() if uid in uids}
 
     def _keep(self, record: PreparedClaim) -> None:
-        # A claim that is deleted, or was made again, has no pod on this node. Its leases end by
-        # themselves unless the kubelet ends them first. An API server that does not answer ends none.
+        # A claim that was deleted, and perhaps created again, has no pod on this node. Stop renewing its leases, unless
+        # the API server does not answer.
         if self._is_deleted(record):
             self._on_message(f"claim {record.uid} was deleted: its leases are not renewed")
             return
@@ -209,7 +209,7 @@ class ClaimLeases:
         return bool(claim.get("metadata", {}).get("uid") != record.uid)
 
     def _renew(self, device: LeasedDevice) -> tuple[bool, str]:
-        """Renew a lease. Returns whether it is active, and why not."""
+        """Renew a lease. Returns whether it is active, and otherwise why not."""
         left_s = self._lease_s if device.until_s is None else device.until_s - _boottime_s()
         if left_s > 0:
             ttl_ms = milliseconds(min(left_s, self._lease_s), "the lease", least_ms=1)
@@ -218,7 +218,7 @@ class ClaimLeases:
             except Disconnected:
                 raise
             except GpuLeaseError as error:
-                # Not fatal: the lease may have ended meanwhile. Its report decides.
+                # This is not fatal, because the lease may have ended meanwhile. Its report decides.
                 self._on_message(f"lease {device.lease_id} is not renewed: {error}")
         report = self._report_of(device)
         return report["state"] == "active", str(report.get("cause") or report["state"])
@@ -226,7 +226,7 @@ class ClaimLeases:
     # --- leases ---
 
     def _acquire(self, ref: ClaimRef) -> PreparedClaim:
-        # Check everything that can be refused before the first lease: the claim, its cards, and its pods' users.
+        # Before the first lease, check everything that can be refused: the claim, its cards, and its users.
         requested = parse_claim(self._cluster.claim(ref.namespace, ref.name), ref, DRIVER, self._node)
         # The scheduler knows cards by their device names, the daemon by their UUIDs.
         cards = {
@@ -238,23 +238,23 @@ class ClaimLeases:
             )
         record = self._reserve_users(ref, requested)
         try:
-            # Step 1: a short lease for each device, each of them on the disk before the next is requested.
+            # Step 1: acquire a short lease for each device, and record it on the disk before requesting the next.
             for user in record.users:
                 numbered = [(number, device) for number, device in enumerate(requested.devices) if device.user == user]
                 for extended in self._acquired(record, user, numbered, cards):
                     record = extended
                     self._files.save(record)
-            # In the order in which the claim has them: CDI devices are numbered by it.
+            # Put the devices into the claim's order, by which CDI devices are numbered.
             order = {(device.main_request, device.number): place for place, device in enumerate(requested.devices)}
             devices = sorted(record.devices, key=lambda device: order[device.main_request, device.number])
             record = replace(record, devices=tuple(devices))
-            # Step 2: extend them to their full time.
+            # Step 2: extend the leases to their full duration.
             for device in record.leases:
                 ttl_s = self._lease_s if device.until_s is None else device.until_s - _boottime_s()
                 ttl_ms = milliseconds(max(min(ttl_s, self._lease_s), FIRST_LEASE_S), "the lease", least_ms=1)
                 ask(Opcode.LEASE_RENEW, LeaseRenew(lease_id_of(device.lease_id), ttl_ms), self._address)
             self._files.write_container_files(record, self._socket)
-            # Step 3: mark as ready. Only now may the kubelet be notified, since a pod can start at once.
+            # Step 3: mark the record as ready. Only then reply to the kubelet, because it may start a pod at once.
             record = replace(record, is_ready=True)
             self._files.save(record)
             self.has_news.set()
@@ -280,14 +280,14 @@ class ClaimLeases:
                         " use each other's leases",
                     )
             record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, requested.claim, users)
-            # It has no lease yet, so a crash of the host may lose it.
+            # The record has no lease yet, so a crash of the host may lose it.
             self._files.save(record, is_synced=False)
             return record
 
     def _acquired(
         self, record: PreparedClaim, user: int, devices: list[tuple[int, DeviceRequest]], cards: dict[str, Any]
     ) -> Iterator[PreparedClaim]:
-        """Acquire the leases of one user. Yields the record after each."""
+        """Acquire the leases of one user. Yields the extended record after each lease."""
         first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
         with ExitStack() as stack:
             process: UserProcess | None = None
@@ -295,7 +295,7 @@ class ClaimLeases:
                 lease_id, size_bytes = "", 0
                 if not device.is_admin:
                     process = process or stack.enter_context(UserProcess(user, self._address, self._socket))
-                    # Without a size, the claim was given the whole card.
+                    # Without a size, the claim has the whole card.
                     card = cards[device.device]
                     size_bytes = card["capacity_bytes"] if device.size_bytes is None else device.size_bytes
                     request = request_id(record.uid, number)
@@ -309,16 +309,15 @@ class ClaimLeases:
     def _is_whole(self, record: PreparedClaim) -> bool:
         """Return whether all leases of a claim are active, so that it need not be prepared again.
 
-        The kubelet prepares a claim before it creates the pod's sandbox, so no container still uses an
-        ended lease.
+        The kubelet prepares a claim before it creates the pod's sandbox, so no container uses a lease that has ended.
 
         Raises LeaseRevokedByOperator.
         """
-        # Half prepared, or from before a reboot, which no lease survives.
+        # The claim is not fully prepared, or was prepared before a reboot, which no lease survives.
         if not record.is_ready or record.boot_id != boot_id():
             return False
         reports = list(map(self._report_of, record.leases))
-        # Expired is replaced silently; revoked is an operator's decision, and must not be undone by a restart.
+        # An expired lease is replaced. A revocation is an operator's decision, and a restart must not undo it.
         for device, report in zip(record.leases, reports, strict=True):
             if report["cause"] == REVOKED:
                 raise LeaseRevokedByOperator(f"an operator revoked the lease {device.lease_id} of this claim")
@@ -331,7 +330,7 @@ class ClaimLeases:
         """
         until_s = time.monotonic() + PROOF_LIMIT_S
         for device in record.leases:
-            # The leases share one limit, so that the kubelet gets an answer in time.
+            # The leases share one limit, so that the kubelet gets a reply in time.
             left_s = max(until_s - time.monotonic(), LEAST_PROOF_S)
             free_and_prove(lease_id_of(device.lease_id), self._address, left_s, self._on_message)
         self._files.forget(record.uid)
@@ -368,5 +367,5 @@ def _report(device: LeasedDevice, is_active: bool, state: str) -> dict[str, Any]
 
 
 def _boottime_s() -> float:
-    # It counts while the host sleeps, and starts over only with another boot id.
+    # This clock continues while the host sleeps, and restarts only with another boot id.
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,6 @@
-"""The cluster's API server, as far as the driver uses it, through lightkube.
+"""The requests that the driver makes to the cluster's API server, through lightkube.
 
-Objects are plain maps, so that fields of a newer Kubernetes than the client library's survive a read.
+Objects are plain maps, so that reading an object keeps fields that the client library does not know.
 """
 
 import os
@@ -22,11 +22,11 @@ from gpulease.client.integrations.kubernetes.cluster_refusals import ClusterRefu
 from gpulease.client.integrations.kubernetes.resource_pool import API, DRIVER
 
 API_LIMIT_S: Final = 10.0
-"""Seconds to wait for the API server. The kubelet's limit for the whole request is 45 s."""
+"""Longest wait for the API server in seconds. The kubelet waits 45 s for the whole request."""
 
 WATCH_S: Final = 300
-"""Seconds after which the server ends a watch. The driver then continues it, so a connection that died unnoticed costs
-at most this long."""
+"""Seconds after which the server ends a watch. The driver then continues it on another connection, so a lost connection
+goes unnoticed for at most this long."""
 
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _GROUP, _VERSION = API.split("/")
@@ -41,7 +41,7 @@ class KubernetesCluster:
     """
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
-        """Raises ClusterRefused for an address to which the account's token would go unencrypted over a network."""
+        """Prepare requests. Raises ClusterRefused for a URL that would send the token unencrypted over a network."""
         parts = urlsplit(url)
         is_local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         if parts.scheme not in ("https", "http") or (parts.scheme == "http" and not is_local):
@@ -50,14 +50,14 @@ class KubernetesCluster:
         config = KubeConfig.from_one(
             cluster=Cluster(server=url, certificate_auth=None if ca_file is None else str(ca_file)), user=user
         )
-        # The environment's proxies are for the internet, not for the API server of this cluster.
+        # Ignore the environment's proxies, which are not for the API server of this cluster.
         self._client: Any = Client(
             config.get(), timeout=httpx2.Timeout(API_LIMIT_S), trust_env=False, field_manager=DRIVER
         )
 
     @classmethod
     def of_pod(cls) -> "KubernetesCluster":
-        """The cluster that this pod runs in. Raises ClusterRefused if this is not a pod."""
+        """Return the cluster in which this pod runs. Raises ClusterRefused if this is not a pod."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port:
             raise ClusterRefused("this is not a pod of a cluster: give --api-server")
@@ -70,7 +70,7 @@ class KubernetesCluster:
     def report_devices(self, namespace: str, name: str, uid: str, devices: list[dict[str, Any]]) -> None:
         """Write this driver's entries of a claim's status.devices. Those of other drivers stay.
 
-        A claim of another uid, which was made later by the same name, is refused with 409.
+        If the claim has another uid, because it was deleted and created again, the server refuses with 409.
         """
         body = {
             "apiVersion": API,
@@ -78,8 +78,8 @@ class KubernetesCluster:
             "metadata": {"name": name, "namespace": namespace, "uid": uid},
             "status": {"devices": devices},
         }
-        # Server-side apply: the server merges the list by driver, pool and device, and removes what this driver wrote
-        # before and leaves out now.
+        # This is a server-side apply: the server merges the list by driver, pool and device, and removes entries that
+        # this driver wrote earlier and now leaves out.
         with _refusals(f"the status of the claim {namespace}/{name}"):
             self._client.patch(_Claim.Status, name, body, namespace=namespace, patch_type=PatchType.APPLY, force=True)
 
@@ -97,7 +97,7 @@ class KubernetesCluster:
     def watch_slices(self, node: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (ADDED, MODIFIED or DELETED, slice) for each change after a resourceVersion, until the watch fails.
 
-        A version that is too old raises ClusterRefused with the code 410.
+        Raises ClusterRefused with the code 410 if the version is too old.
         """
         with _refusals("the watch of ResourceSlices"):
             for kind, slice_object in self._client.watch(
@@ -106,12 +106,12 @@ class KubernetesCluster:
                 yield kind, dict(slice_object)
 
     def create_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]:
-        """Create a slice; returns it as stored. 409: it exists."""
+        """Create a slice. Returns it as stored. Code 409 means that it exists."""
         with _refusals(f"creating the ResourceSlice {slice_object['metadata']['name']}"):
             return dict(self._client.create(_Slice(**slice_object)))
 
     def replace_slice(self, slice_object: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace a slice that has the resourceVersion of `slice_object`; returns it as stored. 409: it has another."""
+        """Replace a slice. Returns it as stored. Code 409: its resourceVersion is not that of `slice_object`."""
         with _refusals(f"replacing the ResourceSlice {slice_object['metadata']['name']}"):
             return dict(self._client.replace(_Slice(**slice_object)))
 
@@ -138,7 +138,7 @@ def _refusals(label: str) -> Iterator[None]:
     except httpx2.HTTPStatusError as error:
         code = error.response.status_code
         raise ClusterRefused(f"the API server answers {code} for {label}", code) from None
-    # RuntimeError: the client was closed, at the driver's end.
+    # The client raises RuntimeError if it was closed, when the driver stops.
     except (httpx2.HTTPError, httpx2.StreamError, ConfigError, OSError, RuntimeError) as error:
         raise ClusterRefused(f"the API server gives no answer for {label}: {error or type(error).__name__}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The reasons for which the API server refuses a request."""
+"""The error of a request that the API server refused or did not answer."""
 
 from gpulease.client.errors import GpuLeaseError
 

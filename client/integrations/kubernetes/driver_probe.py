@@ -1,4 +1,4 @@
-"""Whether a running driver answers, for the probes of its pod."""
+"""Checks whether a running driver answers, for the probes of its pod."""
 
 from pathlib import Path
 from typing import Final
@@ -12,14 +12,14 @@ PROBE_LIMIT_S: Final = 5.0
 
 
 def problem_of(driver: str, registry: Path, instance: str) -> str:
-    """Return the problem of a pod's driver, or "" if it answers as it would answer the kubelet."""
+    """Return the problem of a pod's driver, or "" if it answers the calls that the kubelet would make."""
     path = registration_socket(driver, registry, instance)
     try:
-        # Step 1: the registration, which says where the driver serves.
+        # Step 1: ask the registration socket where the driver serves.
         info = message("pluginregistration.PluginInfo").FromString(
             _call(str(path), "/pluginregistration.Registration/GetInfo")
         )
-        # Step 2: a request for no claims, which a driver does not answer if all its threads hang.
+        # Step 2: send a request without claims. If all threads of the driver hang, it does not answer.
         reply = _call(info.endpoint, "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources")
         dra_message("v1", "NodeUnprepareResourcesResponse").FromString(reply)
     except grpc.RpcError as error:

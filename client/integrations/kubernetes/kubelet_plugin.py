@@ -1,8 +1,8 @@
-"""The kubelet's services, over Unix sockets: plugin registration v1, DRA v1 and v1beta1, and devices' health.
+"""The services that the kubelet calls over Unix sockets: plugin registration v1, DRA v1 and v1beta1, devices' health.
 
-Messages are built from the descriptors below, so no .proto compiler is needed, neither at install nor later. The
-kubelet's `pkg/apis/dra`, `pkg/apis/dra-health` and `pkg/apis/pluginregistration` define the numbers. DRA v1 differs
-from v1beta1 only in `share_id`; the two versions of the health service differ only in their names.
+Messages are built from the descriptors below, so no .proto compiler is needed. The kubelet's `pkg/apis/dra`,
+`pkg/apis/dra-health` and `pkg/apis/pluginregistration` define the fields' numbers. DRA v1 differs from v1beta1 only in
+`share_id`; the two versions of the health service differ only in their names.
 """
 
 import os
@@ -24,7 +24,8 @@ DRA_VERSIONS: Final = ("v1", "v1beta1")
 """The supported versions of the DRA service, newest first. The kubelet chooses one."""
 
 HEALTH_VERSIONS: Final = ("v1", "v1alpha1")
-"""The supported versions of the health service, which a kubelet watches if its gate ResourceHealthStatus is on."""
+"""The supported versions of the health service, newest first. A kubelet uses it if its gate ResourceHealthStatus is
+on."""
 
 HEALTH_S: Final = 10.0
 """Seconds between two reports of the devices' health; a change is reported within HEALTH_POLL_S."""
@@ -32,22 +33,23 @@ HEALTH_S: Final = 10.0
 HEALTH_POLL_S: Final = 1.0
 
 HEALTH_TIMEOUT_S: Final = 30
-"""Seconds after which the kubelet takes a device's health as unknown, if no report comes."""
+"""Seconds after the last report from which the kubelet considers a device's health unknown."""
 
 MAX_HEALTH_WATCHES: Final = 4
-"""Maximum number of streams of health at a time: each takes a thread. There is one kubelet."""
+"""Maximum number of health streams that are open at the same time, because each takes a thread. A kubelet needs one."""
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
-"""Largest request. A claim's reference has a few hundred bytes, and a kubelet sends those of one pod."""
+"""Largest request in bytes. A claim's reference has a few hundred bytes, and a request has the claims of one pod."""
 
 MAX_CLAIMS: Final = 256
-"""Maximum number of claims of one request. Each becomes a process on the GPU; a pod has a handful."""
+"""Maximum number of claims in one request. Each becomes a process on the GPU; a pod has a handful of claims."""
 
 SERVICE_THREADS: Final = 8
-"""Requests served at the same time. One that waits for the proof of freed memory must not delay the others."""
+"""Number of requests that are served at the same time. One that waits for memory to be proved free must not delay the
+others."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Longest time, in seconds, for requests in flight when the driver stops."""
+"""Seconds for which requests in flight may continue when the driver stops."""
 
 _STRING: Final = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BOOL: Final = descriptor_pb2.FieldDescriptorProto.TYPE_BOOL
@@ -60,7 +62,7 @@ _REPEATED: Final = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
 
 @dataclass(frozen=True, slots=True)
 class ClaimRef:
-    """A claim's reference as the kubelet sent it, unchecked."""
+    """A claim's reference as the kubelet sent it. It is not checked."""
 
     namespace: str
     uid: str
@@ -69,7 +71,7 @@ class ClaimRef:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """A slice of a card that is prepared for one request of a claim; `cdi_id` is its CDI device."""
+    """A part of a card that is prepared for one request of a claim; `cdi_id` is its CDI device."""
 
     request: str
     pool: str
@@ -89,7 +91,7 @@ class DeviceHealth:
 
 
 class DraDriver(Protocol):
-    """The driver behind the services. Texts of its errors are shown in the pod's events."""
+    """Prepares and unprepares claims for the services. The texts of its errors are shown in the pod's events."""
 
     def prepare(self, ref: ClaimRef) -> list[PreparedDevice]:
         """Prepare a claim's devices. A repeated call returns the same devices."""
@@ -147,7 +149,7 @@ def _dra_file(version: str) -> descriptor_pb2.FileDescriptorProto:
         reply.nested_type.append(_map_entry("ClaimsEntry", f".{package}.Node{verb}ResourceResponse"))
         reply.field.add(**_field("claims", 1, f".{package}.{reply.name}.ClaimsEntry", _REPEATED))
     if version == "v1":
-        # An optional field of proto3 is a oneof of its own.
+        # In proto3 an optional field is in a separate oneof.
         (device_message,) = (message for message in file.message_type if message.name == "Device")
         device_message.oneof_decl.add(name="_share_id")
         device_message.field.add(**_field("share_id", 5), proto3_optional=True, oneof_index=0)
@@ -159,7 +161,7 @@ UNKNOWN, HEALTHY, UNHEALTHY = range(3)
 
 
 def _health_file(version: str) -> descriptor_pb2.FileDescriptorProto:
-    # The package is the version alone.
+    # The package's name is only the version.
     health = [
         _field("device", 1, f".{version}.DeviceIdentifier"),
         _field("health", 2, _ENUM) | {"type_name": f".{version}.HealthStatus"},
@@ -212,7 +214,7 @@ def dra_message(version: str, name: str) -> Any:
 
 
 def registration_socket(driver: str, registry: Path, instance: str) -> Path:
-    """Return where a driver, or its instance in one pod, registers."""
+    """Return the socket at which a driver, or its instance in one pod, registers."""
     return registry / f"{driver}{f'-{instance}' if instance else ''}-reg.sock"
 
 
@@ -239,8 +241,8 @@ class KubeletPlugin:
             registry: The folder in which the kubelet looks for plugins' sockets.
             folder: The folder for the socket of the DRA service.
             on_message: Called with messages for the log.
-            instance: The uid of the driver's pod. With it, the sockets have names of their own, so that during a
-                rolling update two drivers serve one kubelet, which uses the newer one.
+            instance: The uid of the driver's pod. It is part of the sockets' names, so that two drivers can serve one
+                kubelet during a rolling update. The kubelet uses the newer one.
         """
         part = f"-{instance}" if instance else ""
         self.socket = folder / f"dra{part}.sock"
@@ -260,7 +262,7 @@ class KubeletPlugin:
         for server, path in zip(self._servers, (self.socket, self.registration_socket), strict=True):
             # Remove the file that a killed driver has left; raise if another process listens there.
             remove_abandoned(str(path))
-            # Mode 0600: only root may connect, as which the kubelet runs.
+            # With mode 0600 only root, as which the kubelet runs, may connect.
             mask = os.umask(0o177)
             try:
                 server.add_insecure_port(f"unix:{path}")
@@ -278,20 +280,20 @@ class KubeletPlugin:
         remove_path(str(self.socket))
 
     def lost_sockets(self) -> list[Path]:
-        """Return the sockets that the kubelet can't reach, because their files were removed."""
+        """Return the sockets that the kubelet can't reach because their files were removed."""
         return [path for path in (self.socket, self.registration_socket) if file_at(str(path)) is None]
 
     def _dra_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
         def prepare(request: Any, context: grpc.ServicerContext) -> Message:
             answer = dra_message(version, "NodePrepareResourcesResponse")()
             for ref in _claims_of(request, context):
-                # Each claim has its own result: one that fails does not fail the others.
+                # Each claim has a separate result, so one that fails does not fail the others.
                 claim_answer = answer.claims[ref.uid]
                 try:
                     for device in self._claims.prepare(ref):
                         _add_device(claim_answer, device)
                 except Exception as error:
-                    # A partial list of devices must not look like a success.
+                    # Remove a partial list of devices, which would look like a success.
                     claim_answer.Clear()
                     claim_answer.error = self._logged("prepare", ref, error)
             return answer  # type: ignore[no-any-return]
@@ -332,7 +334,7 @@ class KubeletPlugin:
         return grpc.method_handlers_generic_handler(f"{version}.DRAResourceHealth", methods)
 
     def _reports(self, version: str, context: grpc.ServicerContext) -> Iterator[Message]:
-        """Yield the whole list whenever it changes, and every HEALTH_S: the kubelet forgets other devices."""
+        """Yield the health of all devices whenever it changes, and every HEALTH_S."""
         last: Sequence[DeviceHealth] | None = None
         due_s = 0.0
         while context.is_active() and not self._stopped.is_set():
@@ -344,7 +346,7 @@ class KubeletPlugin:
 
     def _registration_handlers(self) -> "grpc.GenericRpcHandler[Any, Any]":
         def info(_request: Any, _context: grpc.ServicerContext) -> Message:
-            # The kubelet chooses one of them.
+            # The kubelet chooses a version of each service.
             versions = [f"{version}.DRAPlugin" for version in DRA_VERSIONS]
             versions += [f"{version}.DRAResourceHealth" for version in HEALTH_VERSIONS]
             return message("pluginregistration.PluginInfo")(  # type: ignore[no-any-return]
@@ -403,6 +405,6 @@ def _add_device(answer: Any, device: PreparedDevice) -> None:
         device_name=device.device,
         cdi_device_ids=[device.cdi_id],
     )
-    # v1beta1 has no such field.
+    # v1beta1 has no share_id.
     if device.share_id and "share_id" in added.DESCRIPTOR.fields_by_name:
         added.share_id = device.share_id

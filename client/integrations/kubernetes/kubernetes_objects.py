@@ -1,7 +1,7 @@
 """The devices that the scheduler allocated to a ResourceClaim on this node, parsed and checked.
 
 Cards have consumable capacity (KEP-5075): the scheduler assigns parts of one card's `vram` to several claims. The
-daemon decides again at each lease, so that a scheduler with an outdated view can't assign a byte twice.
+daemon checks each lease again, so that a scheduler with outdated data can't assign a byte twice.
 """
 
 import math
@@ -19,10 +19,10 @@ PARAMETERS_API: Final = "gpulease.internal/v1"
 PARAMETERS_KIND: Final = "LeaseParameters"
 
 POD_CLAIM_ANNOTATION: Final = "resource.kubernetes.io/pod-claim-name"
-"""The annotation of a claim that Kubernetes made from a template: the claim's name in the pod."""
+"""The annotation with the claim's name in the pod, if Kubernetes made the claim from a template."""
 
 MAX_DEVICES: Final = 32
-"""Maximum number of devices of one claim, which is Kubernetes' own limit. Each device is a process."""
+"""Kubernetes' limit on the devices of one claim. Each device becomes a process."""
 
 MAX_USER: Final = 2**32 - 2
 """Largest user id. The next number means "unchanged" in setresuid(2)."""
@@ -40,7 +40,7 @@ _SCALE: Final = {
 
 
 class UnusableClaim(GpuLeaseError):
-    """A claim can't be prepared: its author must change it, or the operator must change the driver's permissions."""
+    """A claim can't be prepared: its author must change it, or the operator must change the driver's settings."""
 
     default_hint = "Compare the claim with client/integrations/kubernetes/README.md"
 
@@ -51,14 +51,14 @@ class DeviceRequest:
 
     Attributes:
         request: The request's name; `REQUEST/SUBREQUEST` if the scheduler chose among alternatives (`firstAvailable`).
-        number: Counts the devices of one request, from 0.
+        number: The device's number among the devices of the request, from 0.
         pool: The pool's name.
         device: The device's name.
-        size_bytes: The part's size; None for all that the card may lease.
+        size_bytes: The part's size; None for the whole card.
         share_id: Kubernetes' id of this share of the device; may be "".
         user: The user that the containers run as.
-        lease_s: The longest time of the lease; None for as long as the claim is prepared.
-        is_admin: It is an administrator's access, which takes no memory.
+        lease_s: Longest duration of the lease in seconds; None for as long as the claim is prepared.
+        is_admin: Whether it is an administrator's access, which takes no memory.
     """
 
     request: str
@@ -79,14 +79,14 @@ class DeviceRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """A claim's devices on this node, and the name by which its pod knows the claim."""
+    """A claim's devices on this node, and the claim's name in its pod."""
 
     devices: tuple[DeviceRequest, ...]
     claim: str
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Raises UnusableClaim unless all three names have Kubernetes' form, because they become parts of paths."""
+    """Raise UnusableClaim unless all three names have Kubernetes' form, because they become parts of paths."""
     for label, text, form in (
         ("uid", ref.uid, _UID),
         ("namespace", ref.namespace, _NAMESPACE),
@@ -103,7 +103,7 @@ def parse_quantity(text: object) -> int:
     match = _QUANTITY.fullmatch(str(text)) if isinstance(text, str | int) and not isinstance(text, bool) else None
     if not match:
         raise UnusableClaim(f"{str(text)[:64]!r} must be a quantity of bytes")
-    # Decimal, because a float would round large sizes.
+    # Use Decimal, because a float would round large sizes.
     number, suffix, exponent = match.groups()
     scale = _SCALE[suffix] if suffix else Decimal(10) ** int(exponent or 0)
     size = math.ceil(Decimal(number) * scale)
@@ -117,7 +117,7 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
 
     Args:
         claim: The object that the API server returned.
-        ref: The claim that the kubelet named. The same name with another uid is another claim.
+        ref: The claim that the kubelet named. An object with the same name and another uid is another claim.
         driver: This driver's name; devices of other drivers are ignored.
         pool: This node's pool.
     """
@@ -137,7 +137,7 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
     # A pool is one node's cards, so another pool means that the claim was allocated on another node.
     if other_pools := {str(_at(entry, "pool"))[:64] for entry in results} - {pool}:
         raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(other_pools))}; this node is {pool}")
-    # Parameters from the class and from the claim, in this order, so that the claim's override the class's.
+    # The list has the parameters of the class before those of the claim, so that the claim's override the class's.
     configs = [
         ([str(name) for name in _list(config, "requests")], _parameters(_at(config, "opaque", "parameters")))
         for config in _list(allocated, "config")
@@ -146,7 +146,7 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
     devices: list[DeviceRequest] = []
     for result in results:
         devices.append(_device(result, configs, devices))
-    # A claim that was made from a pod's template has a generated name; its annotation has the pod's own.
+    # A claim that was made from a template has a generated name; its annotation has its name in the pod.
     pod_claim = _at(claim, "metadata", "annotations", POD_CLAIM_ANNOTATION)
     return ClaimRequest(
         tuple(devices), pod_claim if isinstance(pod_claim, str) and _NAME.fullmatch(pod_claim) else ref.name
@@ -160,7 +160,7 @@ def _device(
     if not all(isinstance(text, str) and text for text in texts):
         raise UnusableClaim("a device of the claim lacks its request, pool or name")
     request, pool, device = map(str, texts)
-    # A configuration without requests is for all of them; one for a request is for its alternatives, too.
+    # A configuration without requests applies to all requests; one for a request also applies to its alternatives.
     chosen: dict[str, Any] = {}
     for requests, parameters in configs:
         if not requests or request in requests or request.partition("/")[0] in requests:
@@ -179,7 +179,7 @@ def _parameters(parameters: object) -> dict[str, Any]:
         raise UnusableClaim(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
     assert isinstance(parameters, dict)
     values = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
-    # An unknown key may be a misspelt one, and its effect would silently be missing.
+    # Refuse unknown keys: a misspelt key would silently have no effect.
     if unknown := values.keys() - {"user", "leaseSeconds"}:
         raise UnusableClaim(
             f"the claim's parameters contain unknown keys: {', '.join(sorted(map(repr, unknown)))[:200]}"
@@ -189,8 +189,8 @@ def _parameters(parameters: object) -> dict[str, Any]:
 
 def _checked(parameters: Mapping[str, Any], request: str, *, is_admin: bool) -> tuple[int, float | None]:
     user, lease_s = parameters.get("user"), parameters.get("leaseSeconds")
-    # Root is refused: to the node, root is an operator. An administrator's claim may have that: the cluster admits such
-    # claims only in namespaces that an administrator labelled.
+    # Refuse root, which is an operator for the daemon. Only an administrator's claim may use it: the cluster admits
+    # such claims only in namespaces that an administrator has labelled.
     least = 0 if is_admin else 1
     if not isinstance(user, int) or isinstance(user, bool) or not least <= user <= MAX_USER:
         raise UnusableClaim(

@@ -1,4 +1,4 @@
-"""The daemon's cards as the cluster sees them: the memory that claims may hold on each, and the card's problems."""
+"""The daemon's cards as the cluster sees them: how much memory claims may hold on each, and each card's problems."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -13,26 +13,26 @@ from gpulease.protocol.messages import Empty, Inventory
 from gpulease.protocol.opcodes import InventoryFlag
 
 _ATTEMPTS: Final = 3
-"""Readings of the leases around one of the cards, until no lease came or went in between."""
+"""Number of tries to read the cards without a lease being granted or ended at the same time."""
 
 
 class NodeCards:
-    """Reads the cards of one daemon, with what their leases, drains and faults leave of them."""
+    """Reads the cards of one daemon, with the effects of leases, drains and faults."""
 
     def __init__(self, address: str, lease_ids: Callable[[], Collection[str]]) -> None:
         """Prepare to read.
 
         Args:
             address: The daemon's address.
-            lease_ids: Returns the ids of the leases that claims of this node hold, as in reports.
+            lease_ids: Returns the ids of the leases that claims of this node hold, in the form of reports.
         """
         self._address, self._lease_ids = address, lease_ids
         self._last: list[PublishedCard] | None = None
 
     def read(self) -> list[PublishedCard]:
-        """Return the cards. Those of a daemon that stopped answering are the last ones, marked as unreachable.
+        """Return the cards. If the daemon does not answer any more, returns the last ones, marked as unreachable.
 
-        Raises GpuLeaseError if the daemon has not answered yet.
+        Raises GpuLeaseError if the daemon has never answered.
         """
         try:
             self._last = self._read()
@@ -45,7 +45,7 @@ class NodeCards:
             ]
 
     def health(self, pool: str) -> list[DeviceHealth]:
-        """Return the cards' health, as devices of a pool. It is not known of a daemon that does not answer."""
+        """Return the cards' health, as devices of a pool; [] if the daemon has never answered."""
         try:
             cards = self.read()
         except GpuLeaseError:
@@ -53,7 +53,8 @@ class NodeCards:
         return [_health(card, pool) for card in cards]
 
     def _read(self) -> list[PublishedCard]:
-        # A lease that is granted between the two readings would be missing from both the free and the held bytes.
+        # Read the leases before and after the cards: a lease that is granted in between would be missing from both the
+        # free and the held bytes.
         leases = self._leases()
         for _ in range(_ATTEMPTS):
             inventory = ask(Opcode.GET_INVENTORY, Empty(), self._address)
@@ -68,7 +69,7 @@ class NodeCards:
                 card = str(lease.get("card_uuid") or "")
                 leased_bytes[card] = leased_bytes.get(card, 0) + int(lease["size_bytes"])
         is_ready, checks = health_of(ask(Opcode.HEALTH, Empty(), self._address).report)
-        # These two checks are about the cards, which are described one by one.
+        # Ignore the checks that depend on single cards, because the inventory describes each card.
         is_sick = not is_ready and any(
             not check["ok"] for check in checks if check["check"] not in ("not_draining", "capacity")
         )
@@ -99,7 +100,7 @@ def _card(report: Mapping[str, Any], flags: int, leased_bytes: Mapping[str, int]
         troubles.append(Trouble.SICK)
     if report["fenced_bytes"] >= report["capacity_bytes"]:
         troubles.append(Trouble.FENCED)
-    # For a drained node or card the inventory reports no free bytes. Its devices keep their size: their taint says why.
+    # The inventory reports no free bytes for a drained node or card. Publish its full size; the taint shows the drain.
     free = report["capacity_bytes"] if is_drained else report["available_bytes"] + leased_bytes.get(report["uuid"], 0)
     return PublishedCard(
         report["uuid"], report["name"], report["driver"], min(free, int(report["capacity_bytes"])), tuple(troubles)

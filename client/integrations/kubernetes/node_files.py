@@ -24,12 +24,12 @@ from gpulease.protocol.json_text import indented_json
 from gpulease.protocol.lease_ids import lease_id_of
 
 CDI_VERSION: Final = "0.5.0"
-"""The oldest version that permits names that begin with a digit, as uids do."""
+"""The oldest version that permits device names to begin with a digit, as uids may."""
 
 CDI_KIND: Final = "gpulease.internal/lease"
 
 POD_FOLDER: Final = "/run/gpulease"
-"""Folder inside a container, which has `users/USER/daemon`, the folder of the daemon's socket, and `leases`."""
+"""Folder in a container with `users/USER/daemon`, where the daemon's socket is, and `leases`."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Maximum number of bytes of a record that are read. A record of 32 devices has about 10 KiB."""
@@ -38,7 +38,7 @@ _RECORD_VERSION: Final = 2
 _TOKENS_VERSION: Final = 1
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _DAEMON: Final = "daemon"
-_LEASE_MEMBERS_1: Final = ("request", "pool", "device", "share_id", "lease_id")
+_LEASE_MEMBERS_V1: Final = ("request", "pool", "device", "share_id", "lease_id")
 
 
 class RecordUnreadable(GpuLeaseError):
@@ -53,15 +53,15 @@ class LeasedDevice:
 
     Attributes:
         request: The request's name, as the scheduler reported it.
-        number: Counts the devices of the request.
+        number: The device's number among the devices of the request.
         pool: The pool's name.
         device: The device's name.
         share_id: Kubernetes' id of the share.
         user: The user that the containers run as, and the lease's tenant.
-        lease_id: The lease, 32 hex digits as in reports; "" for an administrator's access, which has none.
+        lease_id: The lease, 32 hex digits as in reports; "" for an administrator's access, which has no lease.
         size_bytes: The lease's size.
-        until_s: When the lease is not renewed any more, in seconds of CLOCK_BOOTTIME; None for as long as the claim
-            is prepared.
+        until_s: The time until which the lease is renewed, in seconds of CLOCK_BOOTTIME; None to renew it for as long
+            as the claim is prepared.
     """
 
     request: str
@@ -89,9 +89,9 @@ class PreparedClaim:
         boot_id: The host's boot id (random(4)) when the leases were made. No lease survives a reboot.
         namespace: The claim's namespace.
         name: The claim's name.
-        claim: The name by which the pod knows it.
+        claim: The claim's name in the pod.
         users: The users that its containers run as.
-        devices: What was acquired for it so far.
+        devices: The devices that were acquired for it so far.
         is_ready: Whether the claim is fully prepared. The kubelet is notified only then.
     """
 
@@ -123,15 +123,15 @@ class NodeFiles:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in (self._records, self._leases, self._users, self._locks):
             folder.mkdir(mode=0o700, exist_ok=True)
-        # Tokens of an earlier version of the driver.
+        # An earlier version of the driver stored tokens here.
         shutil.rmtree(state / "tokens", ignore_errors=True)
         cdi.mkdir(mode=0o755, parents=True, exist_ok=True)
 
     @contextmanager
     def locked(self, name: str, *, waits: bool = True) -> Iterator[bool]:
-        """Hold a lock during the block, against threads of this driver and of another one of the same node.
+        """Hold a lock during the block. It excludes other threads, and the other driver during a rolling update.
 
-        Yields False if `waits` is False and another one holds it. During a rolling update two drivers run.
+        Yields False if `waits` is False and somebody else holds the lock.
         """
         path = self._locks / name
         while True:
@@ -142,7 +142,7 @@ class NodeFiles:
                 os.close(descriptor)
                 yield False
                 return
-            # The one who held it may have removed the file meanwhile: then it is not the lock any more.
+            # The previous holder may have removed the file meanwhile. Then this descriptor's lock excludes nobody.
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(descriptor).st_ino:
                     break
@@ -150,7 +150,7 @@ class NodeFiles:
         try:
             yield True
         finally:
-            # Removed while it is held, so that locks of past claims do not stay.
+            # Remove the file while the lock is held, so that no files of past claims remain.
             path.unlink(missing_ok=True)
             os.close(descriptor)
 
@@ -168,7 +168,7 @@ class NodeFiles:
             return None
 
     def readable_records(self) -> list[PreparedClaim]:
-        """Return all records, less those that can't be read."""
+        """Return all records that can be read."""
         records = []
         for uid in self.uids():
             with suppress(RecordUnreadable, OSError):
@@ -183,12 +183,12 @@ class NodeFiles:
             version = document.pop("version")
             if version == _TOKENS_VERSION:
                 document = _of_tokens(document)
-            # A copy under another name would free another claim's leases.
             elif version != _RECORD_VERSION:
                 raise ValueError("another version")
+            # A copy of a record under another name would free another claim's leases.
             if document["uid"] != path.stem:
                 raise ValueError("another claim's")
-            # Unknown or missing members make this raise TypeError, which counts as unreadable.
+            # Unknown or missing members raise TypeError, and make the record unreadable.
             devices = tuple(LeasedDevice(**device) for device in document["devices"])
             record = PreparedClaim(**document | {"devices": devices, "users": tuple(document["users"])})
             _check(record)
@@ -203,7 +203,7 @@ class NodeFiles:
 
     def forget(self, uid: str) -> None:
         """Delete a claim's files, its record last. If it raises OSError, the record stays."""
-        # The record is removed last: while it exists, the claim can still be found and ended.
+        # Remove the record last: while it exists, the claim can still be found and ended.
         self._spec_path(uid).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.rmtree(self._leases / uid)
@@ -213,13 +213,13 @@ class NodeFiles:
     # --- what containers get ---
 
     def write_container_files(self, record: PreparedClaim, daemon_socket: Path) -> None:
-        """Write what containers of a claim get: users' folders, a file for each lease, and the CDI specification."""
+        """Write the files for a claim's containers: users' folders, a file per lease, and the CDI specification."""
         for user in record.users:
             folder = self._users / str(user)
             folder.mkdir(mode=0o500, exist_ok=True)
-            # The place at which a container has the folder of the daemon's socket.
+            # In a container, the folder of the daemon's socket is mounted here.
             (folder / _DAEMON).mkdir(mode=0o555, exist_ok=True)
-            # Only this user can pass through the folder, so a container that runs as another user can't act as its.
+            # Only this user can enter the folder, so a container that runs as another user can't reach the socket.
             if os.stat(folder).st_uid != user:
                 os.chown(folder, user, -1)
         leases = self._leases / record.uid
@@ -247,16 +247,16 @@ def _lease_file(record: PreparedClaim, device: LeasedDevice) -> dict[str, Any]:
 
 
 def _of_tokens(document: dict[str, Any]) -> dict[str, Any]:
-    """Convert a record of the version that gave pods tokens: its leases are ended, and the claim is prepared again."""
+    """Convert a record of the version that gave pods tokens: its leases will be ended, and the claim prepared again."""
     user = document["user"]
     defaults = {"number": 0, "user": user, "size_bytes": 0, "until_s": None}
-    devices = [{name: lease[name] for name in _LEASE_MEMBERS_1} | defaults for lease in document["leases"]]
+    devices = [{name: lease[name] for name in _LEASE_MEMBERS_V1} | defaults for lease in document["leases"]]
     names = dict.fromkeys(("namespace", "name", "claim"), "")
     return names | {"uid": document["uid"], "boot_id": document["boot_id"], "users": [user], "devices": devices}
 
 
 def _check(record: PreparedClaim) -> None:
-    """Raises ValueError or TypeError for a record that this driver can't have written, before its parts are used."""
+    """Raise ValueError or TypeError for a record that this driver can't have written, before its values are used."""
     if not all(type(user) is int and 0 <= user <= MAX_USER for user in record.users):
         raise ValueError("its users must be user ids")
     if type(record.is_ready) is not bool:
@@ -288,8 +288,8 @@ def cdi_id(uid: str, number: int) -> str:
 def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Path) -> dict[str, Any]:
     """Return the specification of a container's mounts: the daemon's socket and a file for each of its leases.
 
-    A runtime merges the specifications of a container's devices, so values that two of them have in common must be
-    equal. The container gets no device node of a GPU, with which it could bypass the daemon.
+    A runtime merges the specifications of a container's devices, so settings that several of them contain must be
+    equal. The container gets no device node of a GPU, because it could bypass the daemon with one.
     """
     devices = []
     for number, device in enumerate(record.devices):
@@ -297,7 +297,7 @@ def cdi_spec(record: PreparedClaim, daemon_socket: Path, users: Path, leases: Pa
         env = [f"{ADDRESS_VARIABLE}=unix:{of_user}/{_DAEMON}/{daemon_socket.name}"]
         mounts = [
             _mount(str(users / str(device.user)), of_user),
-            # The folder, not the socket: a daemon that starts again makes another socket.
+            # Mount the folder and not the socket, because a daemon that restarts makes another socket.
             _mount(str(daemon_socket.parent), f"{of_user}/{_DAEMON}"),
         ]
         if device.lease_id:

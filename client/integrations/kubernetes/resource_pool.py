@@ -1,8 +1,8 @@
 """The node's cards as a pool of devices, and the writes that bring its ResourceSlices to that state. Pure.
 
-A slice's name is made of the node's name and the slice's number, so a repeated create conflicts with the first instead
-of adding a second slice. A pool is incomplete while its slices differ in their generation: the scheduler ignores it
-until the slices agree. So the generation increases whenever more than one slice has to be written.
+A slice's name is made of the node's name and the slice's number, so a repeated create conflicts with the first one
+instead of adding a second slice. While the slices of a pool have different generations, the pool is incomplete and the
+scheduler ignores it. So the generation increases whenever more than one slice must be written.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ API: Final = "resource.k8s.io/v1"
 CAPACITY: Final = "vram"
 
 LEAST_VRAM: Final = 1 << 20
-"""Smallest slice of a card that a claim may request, and the step between sizes."""
+"""Smallest part of a card that a claim may request, in bytes, and the step between sizes."""
 
 DEFAULT_VRAM: Final = 1 << 30
-"""Default size of a claim's slice."""
+"""Default size of a claim's part of a card, in bytes."""
 
 MAX_SLICE_DEVICES: Final = 64
-"""Maximum number of devices of one ResourceSlice if any of them has a taint; without taints it is 128."""
+"""Kubernetes' limit on the devices of one ResourceSlice if any of them has a taint; without taints it is 128."""
 
 MAX_NAME_CHARS: Final = 253
-"""Longest name of an object."""
+"""Kubernetes' limit on the characters of an object's name."""
 
 _MAX_ATTRIBUTE_CHARS: Final = 64
 _TAINT_DOMAIN: Final = "gpulease.internal"
@@ -40,7 +40,7 @@ class Trouble(Enum):
     """Why a card takes no new claims, as the key of a device taint. The values are names that tolerations use."""
 
     DRAINED = "drained"
-    """The node's daemon is drained: no new leases, and the remaining ones end at a deadline."""
+    """The node's daemon is drained: it grants no new leases, and the remaining ones end at a deadline."""
     FENCED = "fenced"
     """All of the card's memory is fenced: none was proved free."""
     FULL = "full"
@@ -56,19 +56,19 @@ class Trouble(Enum):
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether leases on the card are affected, too, not only new claims."""
+        """Whether the problem also affects existing leases on the card, not only new claims."""
         return self in (Trouble.SICK, Trouble.FENCED)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedCard:
-    """A card, as its device is to be published.
+    """A card with the properties that are published.
 
     Attributes:
         uuid: Its UUID, from which the device's name is made.
         product: The product's name.
         driver: The daemon's driver for it, `cuda` or `cpu`.
-        leasable_bytes: Bytes that claims may hold in all: the free bytes, and those that claims of this node hold now.
+        leasable_bytes: How many bytes all claims together may hold: the free bytes, and those that claims hold now.
         troubles: Why it takes no new claims.
     """
 
@@ -81,7 +81,7 @@ class PublishedCard:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The Node object that owns the slices: with it, the cluster deletes them."""
+    """The Node object that owns the slices. When it is deleted, the cluster deletes the slices, too."""
 
     name: str
     uid: str
@@ -95,7 +95,7 @@ class Verb(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ApiWrite:
-    """A write to the API server; a replacement has the resourceVersion that it is based on."""
+    """A write to the API server. The slice of a replacement contains the resourceVersion that it is based on."""
 
     verb: Verb
     slice: dict[str, Any]
@@ -111,7 +111,7 @@ def device_name(card_uuid: str) -> str:
 
 
 def quantity_text(size_bytes: int) -> str:
-    """Return bytes as a quantity in the form in which the API server stores it, such as "80Gi"."""
+    """Return a number of bytes as a quantity in the form in which the API server stores it, such as "80Gi"."""
     power = 0
     while size_bytes and size_bytes % 1024 == 0 and power + 1 < len(_SUFFIXES):
         size_bytes, power = size_bytes // 1024, power + 1
@@ -121,8 +121,8 @@ def quantity_text(size_bytes: int) -> str:
 def device_of(card: PublishedCard) -> dict[str, Any]:
     """Describe a card as a device of a ResourceSlice."""
     troubles = card.troubles
-    # Whole steps only, because the scheduler rounds requests up to a step. A capacity below the least request would be
-    # invalid, so a full card offers one step, and its taint keeps new claims away.
+    # Offer whole steps, because the scheduler rounds requests up to a step. A capacity below the smallest request would
+    # be invalid, so a full card offers one step, and a taint keeps new claims away.
     usable = card.leasable_bytes // LEAST_VRAM * LEAST_VRAM
     if usable < LEAST_VRAM:
         usable = LEAST_VRAM
@@ -152,7 +152,7 @@ def device_of(card: PublishedCard) -> dict[str, Any]:
 
 
 def slice_name(node: str, number: int) -> str:
-    """Return the name of a node's slice. A node's name that is too long is shortened, with its digest."""
+    """Return the name of a node's slice. If the node's name is too long, it is truncated, and its digest is added."""
     end = f"-{DRIVER}-{number}"
     if len(node) + len(end) > MAX_NAME_CHARS:
         digest = hashlib.sha256(node.encode()).hexdigest()[:16]
@@ -177,14 +177,14 @@ def writes_to(
         devices: The devices to publish.
         stored: The slices in the cluster, of this node and this driver.
         owner: The Node.
-        stored_as: The digests of lists of devices as the API server stored them, by the digests of what was sent. A
-            server that lacks a feature drops its fields; without this, the same write would be repeated forever.
+        stored_as: For lists of devices that were sent, by their digest: the digest of the list as the API server stored
+            it. A server that lacks a feature drops its fields; without this, the same write would be repeated forever.
     """
     parts = [list(devices[at : at + MAX_SLICE_DEVICES]) for at in range(0, len(devices), MAX_SLICE_DEVICES)] or [[]]
     desired = {slice_name(owner.name, number): part for number, part in enumerate(parts)}
     by_name = {stored_slice["metadata"]["name"]: stored_slice for stored_slice in stored}
     highest = max((_generation(stored_slice) for stored_slice in stored), default=0)
-    # Slices of other names are of an earlier version of the driver, or of a time with more cards.
+    # Slices with other names come from an earlier version of the driver, or from a time with more cards.
     obsolete = [stored_slice for name, stored_slice in by_name.items() if name not in desired]
     missing = [name for name in desired if name not in by_name]
     changed = [
@@ -194,7 +194,7 @@ def writes_to(
     ]
     if not (obsolete or missing or changed):
         return []
-    # One replaced slice needs no new generation: no reader can see half of the change.
+    # Replacing a single slice needs no new generation, because no reader can see half of the change.
     is_one = not missing and not obsolete and len(changed) == 1
     generation = max(highest, 1) if is_one else highest + 1
     pool = {"name": owner.name, "generation": generation, "resourceSliceCount": len(parts)}
@@ -208,7 +208,7 @@ def writes_to(
         if name not in by_name:
             writes.append(ApiWrite(Verb.CREATE, body))
             continue
-        # The write is based on the version that was read, so the server refuses it if somebody else wrote in between.
+        # Name the version that was read, so that the server refuses the write if somebody else wrote in between.
         body["metadata"]["resourceVersion"] = by_name[name]["metadata"]["resourceVersion"]
         _keep_times(body["spec"]["devices"], by_name[name]["spec"].get("devices") or ())
         writes.append(ApiWrite(Verb.REPLACE, body))
@@ -265,7 +265,7 @@ def _generation(stored: Mapping[str, Any]) -> int:
 
 
 def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
-    # The API server adds the time; it is not part of what this driver decides.
+    # Leave out `timeAdded`, which the API server adds.
     taints = [
         {key: value for key, value in taint.items() if key != "timeAdded"} for taint in device.get("taints") or ()
     ]
@@ -274,7 +274,7 @@ def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_times(devices: Sequence[dict[str, Any]], stored: Sequence[Mapping[str, Any]]) -> None:
-    """Copy the times of taints that stay: tolerations count their seconds from them."""
+    """Copy the times of taints that stay, because the seconds of tolerations count from these times."""
     times = {
         (device["name"], taint["key"], taint["effect"]): taint["timeAdded"]
         for device in stored

@@ -1,7 +1,7 @@
-"""Keeps the node's ResourceSlices in the cluster as the cards are, whoever changes or deletes them.
+"""Keeps the node's ResourceSlices in the cluster equal to the cards, whoever changes or deletes them.
 
-The kubelet deletes a driver's slices when it starts, and some time after the driver unregistered. So the slices are
-reconciled: one thread lists and watches them, another one compares them with the cards, and writes the differences.
+The kubelet deletes a driver's slices when the kubelet starts, and some time after the driver has unregistered. So the
+slices are reconciled: one thread lists and watches them, another compares them with the cards and writes differences.
 """
 
 import threading
@@ -22,18 +22,18 @@ from gpulease.client.integrations.kubernetes.resource_pool import (
 from gpulease.protocol.back_off import back_off_s
 
 COMPARE_S: Final = 5.0
-"""Seconds between two comparisons if no event comes: as long as a change of a card may go unpublished."""
+"""Seconds between two comparisons if no event comes. A change of a card is published at most this much later."""
 
 WRITE_GAP_S: Final = 1.0
-"""Minimum number of seconds between two rounds of writes, so that a dispute with another writer costs one request a
-second."""
+"""Minimum number of seconds between two rounds of writes, so that a conflict with another writer causes only one round
+per second."""
 
 RELIST_S: Final = 300.0
-"""Seconds between two lists while the watch works: makes up for a watch that lost its connection without notice."""
+"""Seconds between two lists while the watch works, because a watch may have lost its connection unnoticed."""
 
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 60.0
-"""The pauses after refusals, which double."""
+"""First and longest pause in seconds after a refusal. The pause doubles with each further refusal."""
 
 _GONE: Final = 410
 _NOT_FOUND: Final = 404
@@ -48,7 +48,7 @@ _GATES: Final = {
 
 
 class Slices(Protocol):
-    """The part of the API server that this uses: see KubernetesCluster."""
+    """The methods of KubernetesCluster that this module uses."""
 
     def node_uid(self, name: str) -> str: ...
     def slices(self, node: str) -> tuple[list[dict[str, Any]], str]: ...
@@ -59,7 +59,7 @@ class Slices(Protocol):
 
 
 class SlicePublisher:
-    """Publishes the devices of one node from its start until `stop`. Its threads end with the process at the latest."""
+    """Publishes the devices of one node, from its construction until `stop`. Its threads do not outlive the process."""
 
     def __init__(
         self,
@@ -73,35 +73,35 @@ class SlicePublisher:
         Args:
             cluster: The API server.
             node: The node's name in the cluster.
-            devices: Returns the devices as they are now. It is called every COMPARE_S and after each event. It raises
-                GpuLeaseError if they are not known yet.
+            devices: Returns the current devices, or raises GpuLeaseError if they are not known yet. It is called every
+                COMPARE_S and after each event.
             on_message: Called with messages for the log.
         """
         self._cluster, self._node, self._devices, self._on_message = cluster, node, devices, on_message
         self._guard, self._changed, self._stopped = threading.Lock(), threading.Event(), threading.Event()
         self._stored: dict[str, dict[str, Any]] | None = None
-        # By the slice's name: the digests of the devices that were sent last, and of what the server stored.
+        # By the slice's name: the digest of the devices that were sent last, and the digest of what the server stored.
         self._stored_as: dict[str, tuple[str, str]] = {}
-        # The newest version that the list or the watch has reported. Versions are compared as numbers, which Kubernetes
-        # promises since 1.35, and etcd always did.
+        # The newest version that the list or the watch has reported. Versions can be compared as numbers: Kubernetes
+        # promises this since 1.35, and with etcd it was always true.
         self._version = 0
         self._owner: Owner | None = None
         self._last_problem = ""
         self._reported: set[str] = set()
-        # Daemon threads: a watch may wait in the kernel for minutes, and must not delay the driver's end.
+        # Use daemon threads, because a watch may wait in the kernel for minutes and must not delay the driver's end.
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._run_watch, self._run_writes)]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Stop publishing. The slices stay: the kubelet deletes them if the driver does not come back."""
+        """Stop publishing. The slices stay; the kubelet deletes them if the driver does not come back."""
         self._stopped.set()
         self._changed.set()
         self._threads[1].join(LONGEST_PAUSE_S)
 
     @property
     def is_alive(self) -> bool:
-        """Whether both threads run. One that has ended, by a bug, has printed why."""
+        """Whether both threads run. If a bug has ended a thread, it has printed a traceback."""
         return all(thread.is_alive() for thread in self._threads)
 
     # --- reading ---
@@ -110,16 +110,17 @@ class SlicePublisher:
         failures = 0
         while not self._stopped.is_set():
             try:
-                # Step 1: list, which gives the state and the version that it has.
+                # Step 1: list the slices, which returns them with the version of the list.
                 version = self._list()
                 failures = 0
-                # Step 2: follow the changes from there on. The client continues a watch that the server ends in time.
+                # Step 2: watch the changes after that version. If the server ends the watch, the client continues it.
                 for kind, slice_object in self._cluster.watch_slices(self._node, version):
                     self._apply_event(kind, slice_object)
                     if self._stopped.is_set():
                         return
             except ClusterRefused as refused:
-                # 410: the version is too old to be watched, for example after a pause of this process. List again.
+                # Status 410 means that the version is too old to be watched, for example after this process was paused.
+                # Then only list again.
                 if refused.code != _GONE:
                     self._report(refused)
                     self._stopped.wait(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -137,7 +138,7 @@ class SlicePublisher:
         name, version = slice_object["metadata"]["name"], _version_of(slice_object)
         with self._guard:
             stored = self._stored or {}
-            # Older than the last list, or than what this driver's own write returned.
+            # Ignore events that are older than the last list, or than the result of this driver's own write.
             if version <= self._version or version < _version_of(stored.get(name)):
                 return
             self._version = version
@@ -163,7 +164,7 @@ class SlicePublisher:
                     self._last_problem = ""
                 failures = 0
             except ClusterRefused as refused:
-                # Somebody else wrote or deleted first: read again, and decide again from the current state.
+                # Somebody else has written or deleted first: list again, and decide from the current state.
                 if refused.code in (_CONFLICT, _NOT_FOUND):
                     self._owner = None
                     self._relist()
@@ -180,7 +181,7 @@ class SlicePublisher:
             self._report(refused)
 
     def _reconcile(self) -> bool:
-        """Bring the slices to the devices. Returns whether anything was written. Raises ClusterRefused."""
+        """Make the slices equal to the devices. Returns whether anything was written. Raises ClusterRefused."""
         with self._guard:
             if self._stored is None:
                 return False
@@ -195,8 +196,8 @@ class SlicePublisher:
         stored_as = dict(self._stored_as.values())
         writes = writes_to(devices, stored, owner, stored_as)
         if writes and self._owner is not None:
-            # A Node that was deleted and created again has another uid, and the cluster deletes the slices of the old
-            # one. So the uid is read again before each round of writes.
+            # If the Node was deleted and created again, it has another uid, and the cluster deletes the old Node's
+            # slices. So read the uid again before each round of writes.
             owner = Owner(self._node, self._cluster.node_uid(self._node))
             writes = writes_to(devices, stored, owner, stored_as)
         self._owner = owner
@@ -227,12 +228,12 @@ class SlicePublisher:
                 f"the API server dropped {name} of the ResourceSlice: {_GATES.get(name, 'check its gates')}"
             )
         with self._guard:
-            # Unless the watch has reported what came after it: a deletion, for example.
+            # Store the result, unless the watch has reported a later event, for example a deletion.
             if self._stored is not None and _version_of(written) > self._version:
                 self._stored[write.name] = written
 
     def _report(self, refused: GpuLeaseError) -> None:
-        # Once for each problem, not at every attempt.
+        # Report each problem once, not at every attempt.
         if str(refused) != self._last_problem:
             self._last_problem = str(refused)
             self._on_message(f"ResourceSlices: {refused}")

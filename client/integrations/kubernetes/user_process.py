@@ -1,8 +1,8 @@
-"""A process that acquires leases as a pod's user: the daemon knows tenants by the kernel's credentials of their peers.
+"""A process that acquires leases as a pod's user, because the daemon identifies tenants by their peer credentials.
 
-The driver runs threads of gRPC, so it may not fork: it starts another Python, which becomes the user and takes one
-request for each line of its input. With each request the driver hands on a node's token that permits LEASE_ALLOC, so a
-site can require such tokens (`require_token = ["alloc"]`), and pods lease nothing besides their claims.
+The driver runs threads of gRPC, so it must not fork: it starts another Python, which becomes the user and reads one
+request from each line of its input. With each request the driver passes a token of the node that permits LEASE_ALLOC.
+So a site can require such tokens (`require_token = ["alloc"]`), and then pods can lease nothing beside their claims.
 """
 
 import base64
@@ -35,10 +35,11 @@ PROCESS_LIMIT_S: Final = 30.0
 """Longest time, in seconds, for all leases of one claim. The kubelet's limit for the whole request is 45 s."""
 
 REQUEST_LIMIT_S: Final = 10.0
-"""Longest time, in seconds, for one lease. The daemon does not queue it: the kubelet retries."""
+"""Longest time, in seconds, for acquiring one lease. The daemon does not queue the request, because the kubelet
+retries."""
 
 ALLOC_TOKEN_S: Final = 60.0
-"""Seconds of the token that permits to acquire one lease."""
+"""Life in seconds of the token that permits acquiring one lease."""
 
 
 class NoUserProcess(GpuLeaseError):
@@ -48,21 +49,21 @@ class NoUserProcess(GpuLeaseError):
 
 
 class UserProcess:
-    """The process, from the start to the end of a `with` block. `acquire` may be called from one thread."""
+    """The process, which lives during a `with` block. Only one thread may call `acquire`."""
 
     def __init__(self, user: int, address: str, socket: Path) -> None:
-        """Remember whom and what to ask: `socket` is the file of the daemon's `address`."""
+        """Prepare a process of this user for the daemon at `address`; `socket` is the address's file."""
         self._user, self._address, self._socket = user, address, socket
 
     def __enter__(self) -> Self:
-        """Start the process, and wait until it has its audience. Raises NoUserProcess."""
-        # The group of the socket, which pods have as a supplemental group, too.
+        """Start the process, and wait until it reports its audience. Raises NoUserProcess."""
+        # Pods have the socket's group as a supplemental group, so the process gets it, too.
         group = self._socket.stat().st_gid
         command = [sys.executable, "-P", "-m", __name__, str(self._user), str(group), self._address]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        # A daemon that hangs must not hold up the kubelet's other requests about this claim forever.
+        # Kill the process after a while: a daemon that hangs must not block further requests about this claim forever.
         self._watchdog = threading.Timer(PROCESS_LIMIT_S, self._process.kill)
         self._watchdog.start()
         try:
@@ -73,21 +74,21 @@ class UserProcess:
             raise
 
     def __exit__(self, *_: object) -> None:
-        # The process ends at the end of its input; the watchdog kills one that does not.
+        # The process ends at the end of its input. If it does not, the watchdog kills it.
         self._process.communicate()
         self._watchdog.cancel()
         self._watchdog.join()
 
     def acquire(self, size_bytes: int, first_ms: int, card_uuid: str, request_id: bytes) -> LeaseId:
-        """Acquire a shared lease of the user's on one card, without waiting for room.
+        """Acquire a shared lease for the user on one card, without waiting for room.
 
         Args:
             size_bytes: The lease's size.
-            first_ms: Its time, until it is renewed.
+            first_ms: Its duration in milliseconds, until it is renewed.
             card_uuid: The card.
             request_id: 16 bytes by which the daemon recognises a repeated request.
 
-        Raises RefusedForUser, NoUserProcess, and what issuing a token raises.
+        Raises RefusedForUser, NoUserProcess, and the errors of issuing a token.
         """
         request = issue_request(0, Permission.LEASE_ALLOC, self._audience, ALLOC_TOKEN_S, 0)
         token = ask_once(Opcode.CAPABILITY_ISSUE, request, self._address).token
@@ -122,7 +123,7 @@ class UserProcess:
         return answer.rstrip("\n")
 
     def _failure(self, line: str) -> NoUserProcess:
-        # It has ended, or ends at the end of its input.
+        # The process has ended, or ends now at the end of its input.
         _, stderr = self._process.communicate()
         # The last line of a traceback is the error; the text becomes an event of the pod.
         last = (line or stderr).strip().rpartition("\n")[2]
@@ -133,7 +134,7 @@ class UserProcess:
 
 
 def _serve(user: int, group: int, address: str) -> None:
-    """Become the user and answer requests. Everything is imported before: the user may not be able to read files."""
+    """Become the user and answer requests. All modules must be imported before: the user may be unable to read them."""
     if os.geteuid() != user:
         become(user, group, [])
     for line in sys.stdin:

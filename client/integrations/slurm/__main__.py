@@ -1,12 +1,12 @@
-"""`gpulease-slurm`: Slurm's prolog, task prolog and epilog, and the service that keeps the leases of running jobs.
+"""`gpulease-slurm`: Slurm's prolog, task prolog and epilog, and the service that renews the leases of running jobs.
 
-A job's `--gres=vram:N` is a lease of N MiB on each of its nodes, `--gres=vram:N,vram_cards:M` are M leases of N / M MiB
-on M cards; the job's user is their tenant. The prolog acquires them, the service renews them while the job lives, the
-epilog frees them, waits for the proof that their memory is free and records what they used.
+A job with `--gres=vram:N` gets a lease of N MiB on each of its nodes; with `--gres=vram:N,vram_cards:M` it gets M
+leases of N / M MiB on M cards. The job's user is their tenant. The prolog acquires the leases, the service renews them
+while the job runs, and the epilog frees them, waits for the proof that their memory is free, and records their usage.
 
 The cause of a failure decides what fails. If the daemon refuses this user's request, the job fails: the prolog
-succeeds, and the task prolog prints the reason and fails. Only a fault of the node fails the prolog or the epilog,
-after which Slurm drains the node.
+succeeds, and the task prolog prints the reason and fails. The prolog or the epilog fails only if the node is at fault.
+Slurm then drains the node.
 """
 
 import fcntl
@@ -55,41 +55,42 @@ from gpulease.protocol.messages import Empty, LeaseAlloc, LeaseRenew
 from gpulease.protocol.opcodes import GPU_RESOURCE_TYPE, Status
 
 LEASE_S: Final = 600.0
-"""Seconds of a job's lease, which the service renews every RENEW_S while the job runs. So a lease survives a restart of
-the service, and the memory of a node that is gone permanently is free after ten minutes."""
+"""Duration of a job's lease in seconds. The service renews it every RENEW_S while the job runs, so that it survives a
+restart of the service. If nothing renews it any more, its memory is free after ten minutes."""
 
 RENEW_S: Final = 60.0
 
 FIRST_LEASE_S: Final = 30.0
-"""Life of a lease until its record is on the disk. If the prolog is killed before that, the lease ends on its own."""
+"""Duration in seconds of a lease that is not recorded yet. If the prolog is killed, such a lease soon expires."""
 
 WAIT_S: Final = 10.0
 """Seconds to wait for room, because the previous job may have just ended."""
 
 POLL_S: Final = 0.25
-"""Seconds between two tries of all cards, while a job of several cards or of a type waits for room."""
+"""Seconds between two rounds of tries on all cards, while a job of several cards or of a card type waits for room."""
 
 LEASE_IDS_VARIABLE: Final = "GPULEASE_LEASE_IDS"
-"""Variable of a job's tasks: all of its leases on the node, separated by commas."""
+"""Environment variable of a job's tasks: all leases of the job on this node, separated by commas."""
 
 PROOF_LIMIT_S: Final = 60.0
-"""Seconds to wait until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
+"""Longest wait in seconds until the memory is proved free, well within Slurm's PrologEpilogTimeout."""
 
 USAGE_RETENTION_S: Final = 86400.0
-"""Seconds for which the service tries to report a job's usage to Slurm's accounting; it logs it then."""
+"""Seconds for which the service tries to report a job's usage to Slurm's accounting. After that it logs the usage."""
 
 SERVICE_LOCK: Final = "service"
 """The file that the service locks while it runs."""
 
 SERVICE_WAIT_S: Final = 10.0
-"""Seconds for which a prolog waits for the service, which systemd starts again two seconds after it ended."""
+"""Seconds for which a prolog waits for the service, which systemd restarts two seconds after it has ended."""
 
 OVERCOUNTED: Final = "Slurm counts more vram than the node's cards can lease: see gpulease-slurm count"
 
 _NODE_FAULTS: Final = frozenset(
     {Status.INTERNAL, Status.DRAINED, Status.FENCED, Status.SESSION_FAILED, Status.UNSUPPORTED}
 )
-"""Refusals that are the node's fault, so that another node might grant the lease. All others are about the request."""
+"""Statuses of refusals that are the node's fault, so that another node might grant the lease. Other refusals are about
+the request."""
 
 _folder = click.option(
     "--folder", type=click.Path(path_type=Path), default=Path("/run/gpulease-slurm"), show_default=True
@@ -127,12 +128,12 @@ def prolog(folder: Path, address: str) -> None:
         try:
             _acquire(records, job, without_leases, request)
         except RefusedForUser as refusal:
-            # The node's fault fails the prolog. Otherwise the job is to fail: the task prolog finds the refusal in the
-            # record.
+            # If the node is at fault, the prolog fails. Otherwise the job must fail: the task prolog finds the refusal
+            # in the record.
             cause = _cause_in_job(refusal, request, address, records)
             if cause is None:
                 raise MissingPrerequisite(str(refusal)) from None
-            # For the operator, in slurmd's log: the node continues, so nothing else shows it.
+            # Write it to slurmd's log for the operator, because nothing else shows it there.
             click.echo(f"gpulease-slurm: job {job} has no lease: {cause}", err=True)
             records.write(job, replace(without_leases, refusal=cause))
 
@@ -148,7 +149,7 @@ def task_prolog(folder: Path) -> None:
         # Slurm copies a line that begins with "print" to the task's output. The exit status ends the job, not the node.
         click.echo(f"print gpulease-slurm: the job has no lease: {' '.join(record.refusal.split())}")
         sys.exit(1)
-    # Each task of the job on this node has a lease as its own, in turn; all of them know all.
+    # Assign the leases to the job's tasks on this node in turn. Each task also gets the list of all leases.
     lease_id = record.lease_ids[number_in(os.environ, "SLURM_LOCALID", "0") % len(record.lease_ids)]
     click.echo(f"export {ADDRESS_VARIABLE}={record.address}\nexport {LEASE_ID_VARIABLE}={lease_id}")
     click.echo(f"export {LEASE_IDS_VARIABLE}={','.join(record.lease_ids)}")
@@ -172,7 +173,7 @@ def service(folder: Path) -> None:
     """Renew the leases of running jobs, and free those of jobs without an epilog. For systemd, one per node."""
     records = JobRecords(folder)
     with (folder / SERVICE_LOCK).open("ab") as lock_file:
-        # The prolog checks this lock, by which it knows that leases are renewed.
+        # By this lock the prolog knows that leases are renewed.
         if not _lock(lock_file):
             raise MissingPrerequisite(f"another gpulease-slurm service already serves {folder}")
         polled_at_s: dict[tuple[str, str], float] = {}
@@ -197,18 +198,19 @@ def count(jobs_per_card: int, address: str) -> None:
 
 
 def _serve_round(records: JobRecords, polled_at_s: dict[tuple[str, str], float]) -> None:
-    """Renew all leases, then ask Slurm about jobs until the round's RENEW_S are over.
+    """Renew all leases, then query Slurm about jobs until the round has taken RENEW_S.
 
     Args:
         records: The node's records.
-        polled_at_s: When Slurm was asked last about (what, job), by the monotonic clock. The round updates it.
+        polled_at_s: For each query about a job ("state" or "usage", job), when it was last made, in monotonic seconds.
+            The round updates it.
     """
     until_s = time.monotonic() + RENEW_S
-    # Step 1: renew. Nothing here waits for slurmctld, so that no job loses its lease while it hangs.
+    # Step 1: renew. This never waits for slurmctld, so no job loses its lease while slurmctld hangs.
     for job in records.jobs():
         _logged(_renew_job, records, job)
-    # Step 2: ask Slurm which jobs are over, and report what ended jobs used. Each request may take COMMAND_LIMIT_S, so
-    # a round has no time for all of them if Slurm hangs: those that were asked about longest ago come first.
+    # Step 2: ask Slurm which jobs have ended, and report the usage of ended jobs. Each query may take COMMAND_LIMIT_S,
+    # so a round may have no time for all of them if Slurm hangs: begin with those that were made longest ago.
     steps = {("state", job): _end_finished for job in records.jobs()}
     steps |= {("usage", job): _report_usage for job in records.used()}
     for key in [key for key in polled_at_s if key not in steps]:
@@ -226,7 +228,7 @@ def _logged(step: Callable[[JobRecords, str], None], records: JobRecords, job: s
     try:
         step(records, job)
     except (MissingPrerequisite, RefusedForUser) as error:
-        # A lasting fault is logged in each round.
+        # If the fault lasts, each round logs it.
         click.echo(f"gpulease-slurm: job {job}: {error}", err=True)
 
 
@@ -234,21 +236,21 @@ def _logged(step: Callable[[JobRecords, str], None], records: JobRecords, job: s
 
 
 def _acquire(records: JobRecords, job: str, record: JobRecord, request: JobRequest) -> None:
-    """Acquire a job's leases, each on a card of its own, and record them.
+    """Acquire a job's leases, each on a different card, and record them.
 
-    If it raises RefusedForUser or MissingPrerequisite, nothing remains of the leases.
+    If it raises RefusedForUser or MissingPrerequisite, no lease remains.
     """
     until_s = time.monotonic() + WAIT_S
     used_cards: set[str] = set()
     try:
-        # Step 1: short leases, so that a prolog that is killed leaves nothing behind for long. Each lease is recorded
-        # before the next is acquired, because the epilog frees the leases in the record.
+        # Step 1: acquire short leases, so that a prolog that is killed leaves nothing for long. Record each lease
+        # before acquiring the next, because the epilog frees the recorded leases.
         for number in range(request.cards):
             lease_id, card = _acquire_one(job, record, request, number, used_cards, until_s)
             used_cards.add(card)
             record = replace(record, lease_ids=(*record.lease_ids, lease_id))
             records.write(job, record)
-        # Step 2: extend them to their full time, and mark the record as ready.
+        # Step 2: extend them to their full duration, and mark the record as ready.
         _renew(record)
     except RefusedForUser:
         _end_leases(records, job, record)
@@ -260,7 +262,7 @@ def _acquire_one(
     job: str, record: JobRecord, request: JobRequest, number: int, used_cards: set[str], until_s: float
 ) -> tuple[str, str]:
     """Return the id of a job's next lease, and its card's UUID. Raises RefusedForUser, and MissingPrerequisite."""
-    # The daemon itself waits for room on any card, in its fair queue. Otherwise the cards are tried in turn.
+    # For one lease on any card, the daemon itself waits for room in its fair queue. Otherwise try the cards in turn.
     if request == JobRequest(request.size_bytes):
         wait_s = max(0.0, until_s - time.monotonic())
         return _acquire_on(job, record, request.size_bytes, number, None, wait_s)
@@ -270,7 +272,7 @@ def _acquire_one(
         of_type = f", of the type {request.card_type}" if request.card_type else ""
         message = f"no card of this node is left for lease {number + 1} of {request.cards}{of_type}"
         refusal = RefusedForUser(message, failure=Failure(Status.CAPACITY_EXCEEDED, message))
-        # The emptiest card first, as Slurm spreads a job's devices. Another job may take its room meanwhile.
+        # Try the emptiest card first, because Slurm spreads a job's devices. Another job may take its room meanwhile.
         for card in sorted(candidates, key=lambda card: -card["available_bytes"]):
             try:
                 return _acquire_on(job, record, request.size_bytes, number, card["uuid"], 0.0)
@@ -286,7 +288,7 @@ def _acquire_one(
 def _acquire_on(
     job: str, record: JobRecord, size_bytes: int, number: int, card: str | None, wait_s: float
 ) -> tuple[str, str]:
-    # A repeated prolog sends the same request id for the same card, and gets the same lease.
+    # A prolog that runs again sends the same request id for the same card, and gets the same lease.
     request_option = REQUEST_ID.parameter(request_id(os.environ, job, record.restarts, number, card or "").hex())
     first_ms = milliseconds(FIRST_LEASE_S, "the first time", least_ms=1)
     wait_ms = milliseconds(wait_s, "the wait", least_ms=0)
@@ -326,23 +328,23 @@ def _renew_job(records: JobRecords, job: str) -> None:
 
 
 def _end_finished(records: JobRecords, job: str) -> None:
-    """End a job's leases if slurmctld reports that the job is over on this node, and no epilog did.
+    """End a job's leases if slurmctld reports that the job has ended on this node, and no epilog has ended them.
 
     Raises RefusedForUser, MissingPrerequisite.
     """
-    # Ask without the lock: a prolog or an epilog must not wait for slurmctld, not even for this.
+    # Ask without the lock, because prologs and epilogs wait for the lock and must not wait for slurmctld.
     record = records.read(job)
-    # Only a definite answer ends a lease; a slurmctld that does not answer ends none.
+    # Do nothing without a definite answer from slurmctld.
     if record is None or state_of_job(job, record.node) is not JobState.OVER:
         return
     with records.locked(job, waits=False) as is_free:
-        # Meanwhile the epilog may have ended it, or another start of the job may have begun.
+        # Meanwhile the epilog may have ended the leases, or the job may have been started again.
         if is_free and records.read(job) == record:
             _end_leases(records, job, record)
 
 
 def _serves(record: JobRecord, restarts: int) -> bool:
-    """Return whether a record's leases belong to this start of the job, have their full time, and are active."""
+    """Return whether a record's leases are complete, belong to this start of the job, and are active."""
     if not record.is_ready or record.restarts != restarts:
         return False
     reports = (_report(record, lease_id) for lease_id in record.lease_ids)
@@ -350,16 +352,16 @@ def _serves(record: JobRecord, restarts: int) -> bool:
 
 
 def _report(record: JobRecord, lease_id: str) -> Report:
-    """Return the daemon's report of a job's lease, as its user gets it."""
+    """Return the daemon's report of a job's lease, requested as the job's user."""
     query = lease_id_of(lease_id)
     return dict(json.loads(as_user(record.user, lambda: json.dumps(report_of(query, record.address)))))
 
 
 def _end_leases(records: JobRecords, job: str, record: JobRecord) -> None:
-    """Free a record's leases, wait for the proofs, record the usage, and delete the record."""
+    """Free a record's leases, wait until their memory is proved free, record the usage, and delete the record."""
     for lease_id in record.lease_ids:
         as_user(record.user, partial(_free, lease_id_of(lease_id), record.address))
-    # A requeued job's usage is the sum over its starts.
+    # The usage of a job that was requeued is the sum over its starts.
     usage = records.usage(job)
     for lease_id in record.lease_ids:
         usage = usage.plus(_report(record, lease_id))
@@ -374,7 +376,7 @@ def _free(lease_id: LeaseId, address: str) -> str:
 
 
 def _report_usage(records: JobRecords, job: str) -> None:
-    """Append what a job's leases used on this node to its AdminComment, which a site's accounting reads.
+    """Append the usage of a job's leases on this node to its AdminComment, which a site's accounting reads.
 
     Raises MissingPrerequisite.
     """
@@ -383,26 +385,26 @@ def _report_usage(records: JobRecords, job: str) -> None:
     mark = f"[gpulease {node} gib_s={usage.byte_seconds / GIB:.1f} gpu_s={usage.gpu_seconds:.1f}]"
     text = admin_comment(job)
     if text is JobState.OVER or records.usage_age_s(job) > USAGE_RETENTION_S:
-        # Only the log is left for it: the cluster has no accounting, or the accounting has no such job.
+        # The cluster has no accounting, or its accounting does not know the job, so only log the usage.
         click.echo(f"gpulease-slurm: job {job}: used {mark}", err=True)
         records.forget_usage(job)
     elif isinstance(text, JobState):
         return
     elif mark in text:
-        # A job's nodes read, append and write in turn, and one may overwrite another's text. So the usage was kept
-        # until now, when a later round finds it there.
+        # Several nodes of a job read, extend and write the comment, so one may overwrite another's text. Delete the
+        # usage only now that a later round has found it in the comment.
         records.forget_usage(job)
     else:
-        # The usage of an earlier start, before Slurm requeued the job: the sum contains it.
+        # Replace this node's text from before a requeue of the job, because the sum contains that usage.
         other_comments = re.sub(rf" ?\[gpulease {re.escape(node)} [^\]]*\]", "", text)
         set_admin_comment(job, f"{other_comments} {mark}".strip())
 
 
 def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, records: JobRecords) -> str | None:
-    """Return why the job is to fail; None if the node is at fault, so that another node might run the job."""
+    """Return why the job must fail; None if the node is at fault, so that another node might run the job."""
     if refusal.status not in {Status.DISCONNECTED, Status.CAPACITY_EXCEEDED}:
         return None if refusal.status in _NODE_FAULTS else str(refusal)
-    # Ask as root. If the daemon answers root, it did not answer the user because of the socket's permissions.
+    # Ask as root. If the daemon answers root and not the user, the cause is the socket's permissions.
     try:
         leases = leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), address).report)
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
@@ -411,22 +413,22 @@ def _cause_in_job(refusal: RefusedForUser, request: JobRequest, address: str, re
     if refusal.status is not Status.CAPACITY_EXCEEDED:
         return str(refusal)
     candidates = [card for card in cards if request.fits(card["name"])]
-    # After the leases, so that a lease that another prolog has just acquired is in its record by now.
+    # Read the records after the leases, so that a lease that another prolog has just acquired is recorded by now.
     recorded = [record for record in map(records.read, records.jobs()) if record is not None]
-    of_jobs = {lease_id for record in recorded for lease_id in record.lease_ids}
-    if lacks_room_by_others(candidates, bytes_without_job(leases, of_jobs), request):
+    job_leases = {lease_id for record in recorded for lease_id in record.lease_ids}
+    if lacks_room_by_others(candidates, bytes_without_job(leases, job_leases), request):
         return None
-    # Enough is free, in pieces on several cards: Slurm counts the sum, so it could not know.
+    # Enough memory is free, but in pieces on several cards: Slurm counts only the sum.
     if sum(int(card["available_bytes"]) for card in candidates) >= request.size_bytes * request.cards:
         return str(refusal)
-    # The job requests more than a card can ever lease, or leases of jobs fill the cards: the count in gres.conf, or
-    # LARGEST_CARD_MIB, leaves out the contexts. Nothing is wrong with the node, which its jobs may use.
+    # The job requests more than a card can ever lease, or leases of jobs fill the cards: the count in gres.conf or
+    # LARGEST_CARD_MIB does not subtract the memory of contexts. The node itself is not at fault.
     return f"{refusal} {OVERCOUNTED}"
 
 
 def request_id(environment: Mapping[str, str], job: str, restarts: int, number: int, card: str) -> bytes:
     """Return the request id, 16 bytes, by which a daemon recognises the request of a prolog that runs again."""
-    # A requeued job is a new request, so its number of restarts is part of the id.
+    # A requeued job is a new request, so the number of restarts is part of the id.
     cluster, node = (environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
     request = json.dumps(["gpulease slurm 2", cluster, node, job, restarts, number, card])
     return hashlib.sha256(request.encode()).digest()[:16]
@@ -444,13 +446,13 @@ def _lock(file: IO[bytes], mode: int = fcntl.LOCK_EX) -> bool:
 
 
 def _check_service(folder: Path) -> None:
-    """Wait until the service runs: without it a lease would end in the middle of its job.
+    """Wait until the service runs: without it a lease would expire while its job runs.
 
     Raises MissingPrerequisite if it does not run within SERVICE_WAIT_S.
     """
     until_s = time.monotonic() + SERVICE_WAIT_S
     while True:
-        # A shared lock, so that prologs that check at the same time do not take each other for the service.
+        # Use a shared lock, so that prologs that check at the same time do not mistake each other for the service.
         with (folder / SERVICE_LOCK).open("ab") as file:
             if not _lock(file, fcntl.LOCK_SH):
                 return

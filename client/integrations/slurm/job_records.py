@@ -1,4 +1,4 @@
-"""A node's records of its jobs' leases: one file per job, which each script locks while it changes it."""
+"""A node's records of its jobs' leases: one file per job, which each script locks while it changes the record."""
 
 import fcntl
 import json
@@ -26,9 +26,9 @@ class JobRecord:
 
     Attributes:
         user: The id of the job's user, who is the lease's tenant.
-        restarts: How often Slurm had requeued the job by then.
+        restarts: How often Slurm had requeued the job when this start began.
         address: The daemon's address.
-        lease_ids: The leases, each on a card of its own, in hex digits; none for a job that was refused.
+        lease_ids: The leases, each on a different card, in hex digits; none for a job that was refused.
         is_ready: Whether all leases were acquired and extended to their full time.
         refusal: Why the job has no lease; "" if it has one.
         node: This node's name in Slurm; "" in a record of an earlier version.
@@ -56,7 +56,7 @@ class JobRecords:
 
     @contextmanager
     def locked(self, job: str, *, waits: bool = True) -> Iterator[bool]:
-        """Lock a job's record until the block ends. Yields False if another process has it and `waits` is false."""
+        """Lock a job's record during the block. Yields False if another process holds the lock and `waits` is false."""
         # Lock a byte of one shared file: a separate file per job could not be removed while others wait for its lock.
         with (self._folder / LOCKS).open("ab") as file:
             try:
@@ -75,14 +75,14 @@ class JobRecords:
         path = self._path(job)
         try:
             members = json.loads(path.read_text())
-            # A record of an earlier version, of a job that runs during the upgrade, has one lease.
+            # If the job runs during an upgrade, an earlier version has written its record, with one lease.
             if "lease_id" in members:
                 members["lease_ids"] = [members.pop("lease_id")]
             lease_ids = members.pop("lease_ids", ())
             if not all(isinstance(lease_id, str) for lease_id in lease_ids):
                 raise ValueError(f"lease_ids is {lease_ids!r}")
             record = JobRecord(**members, lease_ids=tuple(filter(None, lease_ids)))
-            # Check types, too: the user's id and the address are used as root.
+            # Check the types, too, because root uses the user's id and the address.
             for name, kind in (
                 ("user", int),
                 ("restarts", int),
@@ -127,7 +127,7 @@ class JobRecords:
         replace_file(self._usage_path(job), json.dumps(asdict(usage)).encode(), 0o644, is_synced=True)
 
     def usage_age_s(self, job: str) -> float:
-        """Return the seconds since a job's usage was written, by the host's clock; 0 without one."""
+        """Return the seconds since a job's usage was written, by the host's wall clock; 0 if there is none."""
         try:
             return time.time() - self._usage_path(job).stat().st_mtime
         except FileNotFoundError:

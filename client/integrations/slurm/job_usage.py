@@ -14,15 +14,18 @@ class JobUsage:
     """A sum over a job's leases, and over its starts if Slurm requeued it.
 
     Attributes:
-        byte_seconds: Bytes leased, times the seconds from each lease's grant to its proved end.
-        gpu_seconds: The cards' time, as the daemon accounts it.
+        byte_seconds: For each lease, its bytes times the seconds from its grant until its memory was proved free.
+        gpu_seconds: The cards' busy seconds, as the daemon accounts them.
     """
 
     byte_seconds: float = 0.0
     gpu_seconds: float = 0.0
 
     def plus(self, report: Report) -> "JobUsage":
-        """Return the sum with a lease that has just ended, from its report; one that the daemon forgot adds none."""
+        """Return the sum with the usage in the report of a lease that has just ended.
+
+        A lease that the daemon has forgotten adds nothing.
+        """
         age_s = report.get("age_ms", 0) / MS_PER_S
         return JobUsage(
             self.byte_seconds + report.get("size_bytes", 0) * age_s,

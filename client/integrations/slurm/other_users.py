@@ -1,4 +1,4 @@
-"""Requests as a job's user: prolog and epilog run as root, but the lease belongs to the user."""
+"""Makes requests as a job's user: prolog and epilog run as root, but the lease belongs to the user."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from gpulease.client.integrations.other_user import MAX_ERROR_CHARS, become, ref
 
 
 def as_user(user: int, action: Callable[[], str]) -> str:
-    """Return the text of an action that a child process runs as that user.
+    """Run an action in a child process as that user, and return its text.
 
     The child has the user's groups, so a user who may not write to the daemon's socket gets no lease.
 
@@ -39,7 +39,7 @@ def as_user(user: int, action: Callable[[], str]) -> str:
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    # No answer at all: the child did not reach its last line.
+    # Without any answer, the child did not reach its last line.
     if not text:
         raise MissingPrerequisite(f"as user {user}: the request's process was killed")
     answer = json.loads(text)

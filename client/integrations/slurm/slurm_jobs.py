@@ -1,4 +1,4 @@
-"""Slurm's information about a job: from the environment of its scripts, and elsewhere from squeue."""
+"""Slurm's information about a job: from the environment of its scripts, from squeue, and from the accounting."""
 
 import re
 import subprocess
@@ -15,14 +15,14 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 MIB: Final = 1 << 20
 
 COMMAND_LIMIT_S: Final = 20.0
-"""Longest wait for an answer of slurmctld, in seconds, because it may hang."""
+"""Longest time for a command of Slurm, in seconds, because slurmctld may hang."""
 
 MAX_CARDS: Final = 64
 """Maximum number of cards of one job on one node. A comment that asks for more was not written by job_submit.lua."""
 
 _MARK: Final = re.compile(r"\[vram_mib=([0-9]{1,12})(?: cards=([1-9][0-9]?))?(?: type=([A-Za-z0-9_.-]{1,64}))?\]$")
-"""The mark that job_submit.lua appends to the comment of a job that requests vram. Only the end of the text counts,
-because the user writes what is before it."""
+"""The mark that job_submit.lua appends to the comment of a job that requests vram. It must be at the end, because the
+user writes the text before it."""
 
 _OVER: Final = frozenset(
     {
@@ -30,8 +30,8 @@ _OVER: Final = frozenset(
         *("PENDING", "PREEMPTED", "REVOKED", "TIMEOUT"),
     }
 )
-"""States of a job that does not run (squeue(1), JOB STATE CODES). A pending job was requeued, and its next start has
-another prolog."""
+"""States of a job that does not run (squeue(1), JOB STATE CODES). A job that is pending again was requeued; its next
+start runs another prolog."""
 
 _UNKNOWN_JOB: Final = b"Invalid job id"
 _NO_ACCOUNTING: Final = b"accounting storage is disabled"
@@ -51,7 +51,7 @@ class JobRequest:
 
     Attributes:
         size_bytes: Bytes on each card.
-        cards: The number of its leases, each on a card of its own.
+        cards: The number of its leases, each on a different card.
         card_type: The type of its cards, a part of their names as in gres.conf; "" for any card.
     """
 
@@ -69,7 +69,7 @@ def request_of_job(environment: Mapping[str, str]) -> JobRequest | None:
     mark = _MARK.search(environment.get("SLURM_JOB_COMMENT", ""))
     if mark is None:
         return None
-    # The count of vram is the job's sum on the node, so that Slurm counts what its leases take together.
+    # The requested vram is the sum of the job's leases on the node, because Slurm counts only sums.
     size_bytes, cards = int(mark[1]) * MIB, int(mark[2] or 1)
     if not size_bytes or cards > MAX_CARDS:
         return None
@@ -95,18 +95,18 @@ def number_in(environment: Mapping[str, str], name: str, default: str = "") -> i
 
 
 def state_of_job(job: str, node: str) -> JobState:
-    """Request a job's state on a node from slurmctld. Not for prologs and epilogs, which must not wait for it.
+    """Request a job's state on a node from slurmctld. Prologs and epilogs must not call this, because it may wait.
 
     Args:
         job: The job's number.
-        node: The node's name in Slurm; "" if it is not known. A job that slurmctld started again on other nodes, after
-            this one was lost, is over here.
+        node: The node's name in Slurm; "" if it is not known. If slurmctld has started the job again on other nodes,
+            the job has ended on this node.
     """
     node_filter = [f"--nodelist={node}"] if node else []
     result = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", *node_filter, "--format=%T")
     if isinstance(result, JobState):
         return result
-    # One line for a job; none for one that slurmctld has just forgotten.
+    # There is one line for a job, and none for a job that slurmctld has just forgotten.
     states = result.split()
     if not states:
         return JobState.OVER
@@ -121,19 +121,19 @@ def admin_comment(job: str) -> str | JobState:
     result = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=AdminComment")
     if isinstance(result, JobState):
         return result
-    # One line for a job, the latest start of one that was requeued; none for an unknown one.
+    # There is one line for a job, that of its latest start, and none for an unknown job.
     lines = result.splitlines()
     return lines[-1] if lines else JobState.UNKNOWN
 
 
 def set_admin_comment(job: str, text: str) -> None:
-    """Replace the AdminComment of a job that has ended; without an answer, nothing is changed."""
-    # scontrol refuses a job that has ended, so this goes to the accounting itself.
+    """Replace the AdminComment of a job that has ended. Failures are ignored."""
+    # scontrol refuses a job that has ended, so change the accounting itself.
     _run("sacctmgr", "--immediate", "modify", "job", "where", f"jobid={job}", "set", f"AdminComment={text}")
 
 
 def _run(*command: str) -> str | JobState:
-    """Return the output of a command of Slurm; OVER if it no longer knows the job, else UNKNOWN if it failed."""
+    """Return the output of a command of Slurm; OVER if Slurm does not know the job, UNKNOWN after other failures."""
     try:
         result = subprocess.run(command, capture_output=True, timeout=COMMAND_LIMIT_S, check=False)
     except FileNotFoundError:
@@ -150,7 +150,7 @@ def _run(*command: str) -> str | JobState:
 
 @cache
 def _log_missing(command: str) -> None:
-    """Log that a command of Slurm is missing, once in the life of this process."""
+    """Log that a command of Slurm is missing, once per process."""
     click.echo(
         f"gpulease-slurm: {command} is not in PATH, so the service can't see that a job is over: add the folder of"
         " Slurm's commands with Environment=PATH=... in a drop-in (systemctl edit gpulease-slurm)",
