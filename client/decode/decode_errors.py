@@ -2,18 +2,18 @@
 
 GpuLeaseError
 └── DecodeError
-    ├── ModelRejected       a model's file is broken, or not one that the engine computes
+    ├── ModelRejected       a model's file is broken, or the engine does not support the model
     ├── NoModelLoaded       the engine has no model: not opened, or closed
-    ├── RequestRejected     a prompt or its sampling can't be taken
+    ├── RequestRejected     a prompt or its sampling is invalid
     │   ├── GrammarRefused    its schema or grammar can't be followed within the limits
     │   ├── RequestIdInUse    a request with its id is in progress
-    │   ├── UnknownModel      no model of this name is served to its tenant
-    │   ├── TextNotRead       its text can't be read within the limits of a text (`limit`)
-    │   └── AdmissionRefused  no room for it (`reason`, `retry_after_s`)
-    │       └── WaitedTooLong   it waited as long as it may, without getting room
+    │   ├── UnknownModel      no model with this name is served to its tenant
+    │   ├── TextNotRead       reading its text exceeds a limit (`limit`)
+    │   └── AdmissionRefused  there is no room for it (`reason`, `retry_after_s`)
+    │       └── WaitedTooLong   it was not admitted before its deadline
     ├── ModelUnavailable    the model is not on the card, and can't be brought there in time (`reason`, `retry_after_s`)
     ├── TextProcessesFailed the processes that read texts can't be started
-    ├── RebindLimited       a tenant's region was rebuilt too often; again in `retry_after_s` seconds
+    ├── RebindLimited       a tenant's region was rebuilt too often; retry in `retry_after_s` seconds
     ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
         └── RequestBreaksEngine  it failed while it computed this request alone
@@ -47,7 +47,7 @@ class AdmissionReason(StrEnum):
 
 
 class ModelRefusal(StrEnum):
-    """Why a request got no model of a server of many. The values appear in errors, replies and metrics."""
+    """Why a server with several models gave a request no model. The values appear in errors, replies and metrics."""
 
     UNKNOWN = "unknown"
     QUEUE_FULL = "queue_full"
@@ -61,18 +61,18 @@ class DecodeError(GpuLeaseError):
 
 
 class ModelRejected(DecodeError):
-    """A model's file is broken or truncated, or the engine does not compute such a model. Nothing stays loaded."""
+    """A model's file is broken or truncated, or the engine does not support the model. Nothing stays loaded."""
 
 
 class NoModelLoaded(DecodeError):
-    """The engine has no model: it was not opened, or was closed."""
+    """The engine has no model: it was not opened, or it is closed."""
 
 
 class RequestRejected(DecodeError):
     """A prompt or its sampling is invalid: empty, outside of the vocabulary, too long for the context, and so on.
 
     Attributes:
-        parameter: The name of the parameter of `/v1/completions` that is wrong; "" if that is not known.
+        parameter: The name of the invalid parameter in `/v1/completions`; "" if it is not known.
     """
 
     def __init__(self, message: str, hint: str = "", *, parameter: str = "") -> None:
@@ -81,7 +81,7 @@ class RequestRejected(DecodeError):
 
 
 class UnknownModel(RequestRejected):
-    """No model of this name is served, or not to this tenant."""
+    """No model with this name is served to this tenant."""
 
 
 class ModelUnavailable(DecodeError):
@@ -98,7 +98,7 @@ class ModelUnavailable(DecodeError):
 
 
 class RequestIdInUse(RequestRejected):
-    """A request with this id is in progress. Give another id."""
+    """Another request with this id is in progress."""
 
 
 class AdmissionRefused(RequestRejected):
@@ -116,7 +116,7 @@ class AdmissionRefused(RequestRejected):
 
 
 class WaitedTooLong(AdmissionRefused):
-    """A request, or its replay, waited as long as it may. `reason` is the obstacle at the end of the wait."""
+    """A request, or its replay, was not admitted before its deadline. `reason` is the obstacle at that time."""
 
 
 class GrammarRefused(RequestRejected):
@@ -168,7 +168,7 @@ class EngineDecodeFailed(DecodeError):
 
 
 class RequestBreaksEngine(EngineDecodeFailed):
-    """The engine failed while it computed this request alone. It is not tried again; do not send it again."""
+    """The engine failed while it computed this request alone. The request is not computed again; do not repeat it."""
 
 
 def decoder_closed() -> NoModelLoaded:

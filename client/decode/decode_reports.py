@@ -12,14 +12,14 @@ from gpulease.client.decode.decode_requests import SamplingParameters, StepToken
 
 @dataclass(frozen=True, slots=True)
 class ForwardRevoked:
-    """A step that did not begin because a region that it names had ended.
+    """A step that did not begin, because a region that it names had ended ("revoked" stands for any end).
 
     Attributes:
         lease_id: The region's id.
         tenant_id: Its tenant.
-        kernel_site: The place in the graph of the launch that was refused; None if the refusal names none.
+        kernel_site: The position of the refused launch in the step's graph; None if the refusal names none.
         kv_position: The number of the step.
-        flip_to_report_s: Seconds from the end of the region, when its word was set, to this report; None if unknown.
+        flip_to_report_s: Seconds from the region's end, when its state word changed, to this report; None if unknown.
     """
 
     lease_id: int
@@ -36,8 +36,8 @@ class RebindReport:
     Attributes:
         tenant_id: Its tenant.
         old_request_id, new_request_id: The scheduler's ids of the request that ended and of its replay.
-        prompt_tokens: Tokens that were computed again: the prompt's, and those emitted before.
-        reason: Why the old one ended.
+        prompt_tokens: Number of tokens that were computed again: those of the prompt, and those emitted before.
+        reason: Why the old request ended.
         is_engine_scoped: Whether the whole engine was lost, rather than only the tenant's region.
         latency_s: Seconds from the old request's end to the new one's first token.
     """
@@ -53,7 +53,7 @@ class RebindReport:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """A caller's request, including its replays, at its end.
+    """A caller's request that has ended, including its replays.
 
     Attributes:
         tenant_id: Its tenant.
@@ -62,13 +62,13 @@ class FinishedRequest:
         emitted: The tokens that were emitted.
         sampling: How they were chosen.
         reason: Why it ended.
-        detail: More on that; "" without more.
-        submitted_at, ended_at: When it came, and when it ended.
-        first_token_at: When its first token came; None if none did.
-        compute_s: The wall-clock seconds of all steps in which it had a row.
-        gpu_s: Its part of them: the time of each step, divided by all rows of it, for each row of its own.
+        detail: The reason in more detail; may be "".
+        submitted_at, ended_at: When it was submitted, and when it ended.
+        first_token_at: When its first token was emitted; None if there was none.
+        compute_s: The total duration, in seconds, of all steps in which it had a row.
+        gpu_s: Its share of this time: each step's duration is divided in proportion to the requests' rows.
         replays: How often it was replayed.
-        region_id: The id of the region that it had last; None if it had none.
+        region_id: The id of the last region in which it was computed; None if there was none.
     """
 
     tenant_id: str
@@ -93,8 +93,8 @@ class PromptRefused:
 
     Attributes:
         tenant_id: Its tenant.
-        reason: Why: an AdmissionReason, or the name of an error's class, as a text.
-        detail: More on that.
+        reason: An AdmissionReason, or the name of an error's class.
+        detail: The reason in more detail.
     """
 
     tenant_id: str
@@ -107,10 +107,10 @@ class StepReport:
     """A step that was computed.
 
     Attributes:
-        rows: Its rows.
-        decode_rows: How many of them are of sequences that decode; the others are of prompts.
+        rows: Number of its rows.
+        decode_rows: Number of its rows that belong to decoding sequences; the others belong to prompts.
         tokens: The tokens that it emitted.
-        took_s: Seconds from the end of the step before, or from its own start if there was a pause, to its end.
+        took_s: Seconds until its end, counted from the end of the previous step, or from its start after a pause.
     """
 
     rows: int
@@ -121,11 +121,11 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineRebuilt:
-    """The whole load moved to another engine.
+    """All sequences moved to another engine.
 
     Attributes:
         cause: Why, as a sentence.
-        is_known: Whether the error's class means that the engine is lost. False: an unexpected error was treated as a
+        is_known: Whether the error's class shows that the engine was lost. If not, an unexpected error was treated as a
             loss.
         is_planned: Whether the old engine served until the new one took over.
         took_s: Seconds without an engine.
@@ -147,7 +147,7 @@ class PrefixChange(StrEnum):
     """Its blocks were computed again, in the region of another engine."""
 
     END = "end"
-    """Its region has ended; it is shared again when another engine is opened."""
+    """Its region has ended. It is shared again when another engine is opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class DecoderObserver:
         """Called after each step that was computed."""
 
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
-        """Called when a region's end kept a step from beginning."""
+        """Called when a step did not begin because a region had ended."""
 
     def on_rebind(self, report: RebindReport) -> None:
         """Called at the first token after a loss of a request's region or engine."""

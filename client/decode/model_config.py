@@ -12,25 +12,25 @@ HEAD_WIDTHS: Final = (32, 64, 80, 96, 128, 256)
 """The widths of heads that attention kernels are compiled for."""
 
 MAX_SHARE: Final = 16
-"""Maximum number of query heads per key head: the rows of an attention kernel's tile."""
+"""Maximum number of query heads per key head: the number of rows of an attention kernel's tile."""
 
 COLUMNS_STEP: Final = 32
-"""The columns of every linear must be a multiple of this, which is the block of Q8_0."""
+"""The number of columns of every linear must be a multiple of this, the number of values in a block of Q8_0."""
 
 MIN_NORM_EPSILON: Final = 2.0**-126
 """Minimum value that RMS norms add under the root: the smallest normal f32 (IEEE 754)."""
 
 MAX_LAYERS: Final = 1024
-"""Maximum number of layers, so that a number in a file can't create a list of tensors that fills the host's memory."""
+"""Maximum number of layers, so that a number in a file can't cause a list of tensors that fills the host's memory."""
 
 MAX_CONTEXT: Final = 1 << 24
-"""Maximum number of positions, so that a number in a file can't create an enormous table."""
+"""Maximum number of positions, so that a number in a file can't cause an enormous table."""
 
 MAX_EXPERTS: Final = 256
-"""Maximum number of experts of a layer: the lanes of the kernels that choose and gather them."""
+"""Maximum number of experts of a layer: the number of lanes of the kernels that choose and gather experts."""
 
 MAX_CHOSEN: Final = 16
-"""Maximum number of experts of a row: the places of the kernel that chooses them."""
+"""Maximum number of experts that compute one row, a limit of the kernel that chooses them."""
 
 MAX_SIZE: Final = 1 << 24
 """Limit of every other size. Products of two sizes fit in 64 bits, and indexes within a row in 32 bits."""
@@ -48,11 +48,11 @@ class Family(StrEnum):
 
 
 class Gate(StrEnum):
-    """Activations of a feed-forward layer's gate; the name is part of its kernels' names."""
+    """Activations of a feed-forward layer's gate. The names are parts of kernels' names."""
 
     SILU = "silu"
     GELU = "gelu"
-    """Its approximation by tanh."""
+    """GELU's approximation by tanh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class YarnScaling:
     """YaRN's scaling of rotary embeddings ("rope_type": "yarn"); `rotary.rotation_of` has the rule.
 
     Attributes:
-        factor: What the slow frequencies are divided by.
+        factor: The divisor of the slow frequencies.
         beta_fast: Frequencies that turn more often than this within the original context stay unchanged.
-        beta_slow: Those that turn less often than this are divided by the whole factor.
-        original_context: Positions that the model was trained for before the scaling.
-        attention_factor: What cosines and sines are multiplied by.
-        is_truncated: Whether the range of frequencies between the two is widened to whole pairs.
+        beta_slow: Frequencies that turn less often than this are divided by the whole factor.
+        original_context: Number of positions that the model was trained for before the scaling.
+        attention_factor: The factor by which cosines and sines are multiplied.
+        is_truncated: Whether the range of frequencies between these two is widened to whole pairs.
     """
 
     factor: float
@@ -95,13 +95,13 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
-    """LongRoPE's scaling of rotary embeddings ("rope_type": "longrope"): a divisor of its own for each frequency.
+    """LongRoPE's scaling of rotary embeddings ("rope_type": "longrope"): each frequency has a separate divisor.
 
     Attributes:
         short: Divisors for sequences of up to `original_context` positions.
-        long: Divisors for longer ones.
-        original_context: Positions that the model was trained for before the scaling.
-        attention_factor: What cosines and sines are multiplied by.
+        long: Divisors for longer sequences.
+        original_context: Number of positions that the model was trained for before the scaling.
+        attention_factor: The factor by which cosines and sines are multiplied.
     """
 
     short: tuple[float, ...]
@@ -118,11 +118,11 @@ class Experts:
     """The experts of a layer: feed-forward parts, of which each row uses only a few.
 
     Attributes:
-        count: Experts of a layer.
-        chosen: Experts of a row.
-        width: Values between an expert's gate, up and down (moe_intermediate_size).
+        count: Number of experts of a layer.
+        chosen: Number of experts that compute one row.
+        width: Number of values between an expert's gate, up and down (moe_intermediate_size).
         is_normalised: Whether the shares of a row's experts add up to 1.
-        dense_layers: The layers that have one feed-forward part for all rows instead, in ascending order.
+        dense_layers: The layers without experts, in ascending order: they have one feed-forward part for all rows.
     """
 
     count: int
@@ -139,33 +139,33 @@ class ModelConfig:
     Attributes:
         family: The model's family.
         layers: Number of layers.
-        width: Values of a token between layers (hidden_size).
-        heads: Query heads.
-        key_heads: Key and value heads; divides `heads`.
-        head_width: Values of a head.
-        inner_width: Values between gate, up and down (intermediate_size).
-        vocabulary: Number of tokens.
-        context: Positions that the model was made for, as in the file (max_position_embeddings, context_length). With
-            scaled rotary embeddings, this number already includes the scaling.
+        width: Number of values of a token between layers (hidden_size).
+        heads: Number of query heads.
+        key_heads: Number of key heads, and of value heads; divides `heads`.
+        head_width: Number of values of a head.
+        inner_width: Number of values between gate, up and down (intermediate_size).
+        vocabulary: Number of tokens in the vocabulary.
+        context: Number of positions that the model was made for, as in the file (max_position_embeddings,
+            context_length). With scaled rotary embeddings, this number already includes the scaling.
         rope_theta: Base of the rotary embeddings' wavelengths.
-        rope_scaling: How they are scaled; None if they are not.
+        rope_scaling: How the rotary embeddings are scaled; None if they are not.
         norm_epsilon: The value that RMS norms add under the root.
-        is_tied: Whether the head's weights are the embedding's.
+        is_tied: Whether the head uses the embedding's weights.
         has_bias: Whether q, k and v have biases (Qwen2).
         has_head_norm: Whether q and k are normalised by head (Qwen3).
         begin_token: The token that every prompt begins with; None if there is none.
         end_tokens: Tokens that end a sequence.
-        windows: Each layer's window: the positions that a row sees, counted back from its own, which is included; None
-            for all of them. Empty if no layer has one.
-        turned_width: Values of a head that its position turns, the first ones in Hugging Face's order; None for all.
+        windows: Each layer's window: the number of positions that a row attends to, its own included; None for all
+            earlier positions. Empty if no layer has a window.
+        turned_width: How many values of a head its position turns, the first ones in Hugging Face's order; None: all.
         gate: The activation of the gate.
         has_outer_norms: Whether the results of attention and of the feed-forward part are normalized before they are
             added to the residual (Gemma 3).
-        embedding_scale: What the embedding's values are multiplied by; None for nothing.
-        score_divisor: The scores of attention are divided by its root; None for `head_width`.
-        local_rope_theta: The base of the rotary embeddings of layers with a window, which are not scaled; None if they
-            have those of the other layers.
-        experts: The experts of the layers that have some; None without any.
+        embedding_scale: The factor by which the embedding's values are multiplied; None for no factor.
+        score_divisor: Attention scores are divided by the root of this number; None: of `head_width`.
+        local_rope_theta: The base of the rotary embeddings of layers with a window, which are not scaled; None if all
+            layers have the same rotary embeddings.
+        experts: The experts of layers with experts; None if no layer has experts.
     """
 
     family: Family
@@ -196,11 +196,11 @@ class ModelConfig:
 
     @property
     def turned_pairs(self) -> int:
-        """The pairs of a head's values that its position turns."""
+        """The number of pairs of a head's values that its position turns."""
         return (self.turned_width or self.head_width) // 2
 
     def window(self, layer: int, positions: int) -> int | None:
-        """Return a layer's window; None if sequences of `positions` positions do not exceed it."""
+        """Return a layer's window; None if it has none, or if sequences of `positions` positions do not exceed it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= positions else window
 
@@ -209,7 +209,7 @@ class ModelConfig:
         return self.experts if self.experts and layer not in self.experts.dense_layers else None
 
     def is_local(self, layer: int) -> bool:
-        """Return whether a layer has the rotary embeddings of layers with a window."""
+        """Return whether a layer uses the rotary embeddings with the base `local_rope_theta`."""
         return self.local_rope_theta is not None and bool(self.windows) and self.windows[layer] is not None
 
 
@@ -229,7 +229,7 @@ def check_config(config: ModelConfig, where: str) -> None:
         "vocabulary": (config.vocabulary, MAX_SIZE),
         "context": (config.context, MAX_CONTEXT),
     }
-    # Sizes first: the checks below divide by them.
+    # Check the sizes first, because the checks below divide by them.
     for name, (value, maximum) in sizes.items():
         if not 1 <= value <= maximum:
             raise ModelRejected(f"{where}: {name} must be 1 to {maximum}, not {value}")
@@ -268,25 +268,25 @@ def check_config(config: ModelConfig, where: str) -> None:
         # With a base near 0, the first pairs' frequencies would be infinite.
         if theta is not None and not 1 <= theta < math.inf:
             raise ModelRejected(f"{where}: the rotary embeddings' base must be at least 1 and finite, not {theta}")
-    # The kernels take the reciprocal of its root as an f32, which must be neither 0 nor infinite.
+    # The kernels use the reciprocal of its root as an f32, which must be neither 0 nor infinite.
     if config.score_divisor is not None and not 1 <= config.score_divisor <= MAX_SIZE:
         raise ModelRejected(f"{where}: query_pre_attn_scalar must be 1 to {MAX_SIZE}, not {config.score_divisor}")
-    # The kernels add it as an f32. One that is 0 there would let a row of zeros be divided by zero.
+    # The kernels add it as an f32. If that were 0, a row of zeros would be divided by zero.
     if not MIN_NORM_EPSILON <= config.norm_epsilon < 1:
         raise ModelRejected(
             f"{where}: the norms' epsilon (rms_norm_eps; in GGUF attention.layer_norm_rms_epsilon) must be at least"
             f" {MIN_NORM_EPSILON:.4g} and below 1, not {config.norm_epsilon:g}"
         )
-    # Tokens are indexes of the embedding's rows, so one beyond it would read other memory.
+    # Tokens are indexes of the embedding's rows, so a token beyond its end would read other memory.
     tokens = [*config.end_tokens, *([] if config.begin_token is None else [config.begin_token])]
     if out_of_range := [token for token in tokens if not 0 <= token < config.vocabulary]:
         raise ModelRejected(f"{where}: token {out_of_range[0]} is not in the vocabulary of {config.vocabulary}")
 
 
 def check_positions(config: ModelConfig, positions: int) -> None:
-    """Raise InvalidRequest for more positions of a sequence than the model was made for.
+    """Raise InvalidRequest if sequences may have more positions than the model was made for.
 
-    A model was not trained beyond them, and would emit noise without any error.
+    Beyond that number, a model was not trained and would emit noise without any error.
     """
     if positions > config.context:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Rotary embeddings: frequencies, their scaling, and the tables of cosines and sines.
 
 The tables have the same bits on every host, because only decimal arithmetic and IEEE sums and products compute them.
-Hosts' own powers and cosines differ in their last bits, which shows in f32 at position 8,192.
+The `pow` and `cos` of different hosts differ in their last bits, which makes a difference in f32 from position 8,192.
 """
 
 import math
@@ -18,11 +18,11 @@ DIGITS: Final = Context(prec=50)
 HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529")
 
 PART_BITS: Final = 27
-"""Bits of each part of pi / 2. The product of a part and up to 2^26 quarter turns is exact in f64."""
+"""Number of bits of each part of pi / 2. The product of a part and up to 2^26 quarter turns is exact in f64."""
 
 MIN_DIVISOR: Final = 0.25
-"""Minimum divisor of a frequency that a file may have. The published models' are about 1 or more. With this one, the
-angles of MAX_CONTEXT positions are still reduced exactly (`PART_BITS`); the smallest floats would make them
+"""Minimum divisor of a frequency in a file. Published models have divisors of about 1 or more. With this minimum, the
+angles of MAX_CONTEXT positions are still reduced exactly (`PART_BITS`). Much smaller divisors would make them
 infinite."""
 
 SINE: Final = [(-1) ** k / math.factorial(2 * k + 1) for k in range(9)]
@@ -34,10 +34,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """How positions turn heads, in sequences of an engine.
+    """How positions turn the values of heads.
 
     Attributes:
-        divisors: Divisors of the frequencies; ones if they are not scaled.
+        divisors: Divisors of the frequencies; all 1 if the frequencies are not scaled.
         attention_factor: The factor by which cosines and sines are multiplied.
     """
 
@@ -50,8 +50,8 @@ def rotation_of(config: ModelConfig, positions: int) -> Rotation:
 
     The rules are those of transformers' modeling_rope_utils. A linear scaling divides all frequencies by its factor.
     Llama 3's scaling multiplies wavelengths above original_context / low_frequency_factor by the factor, leaves those
-    below original_context / high_frequency_factor unchanged, and scales those in between partly. YaRN does the same by
-    pairs of a head's values, between the two pairs that turn beta_fast and beta_slow times within the original context.
+    below original_context / high_frequency_factor unchanged, and scales those in between partly. YaRN scales partly
+    between the two pairs of a head's values that turn beta_fast and beta_slow times within the original context.
 
     LongRoPE has two lists of divisors. In transformers a sequence's length decides: when it exceeds the original
     context, all of its keys are computed again. Here `positions` decides, for all sequences, because keys that are in
@@ -96,12 +96,12 @@ def _yarn_range(config: ModelConfig, scaling: YarnScaling) -> tuple[float, float
         if scaling.is_truncated:
             low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
         low, high = max(low, Decimal(0)), min(high, Decimal(width - 1))
-        # As transformers does, so that the ramp has a slope.
+        # Widen an empty range as transformers does, so that the ramp has a slope.
         return float(low), float(high + Decimal("0.001") if low == high else high)
 
 
 def yarn_attention_factor(factor: float, mscale: float, mscale_all: float) -> float:
-    """Return YaRN's attention factor for a file that has none; 0 for an mscale that it does not have, or both."""
+    """Return YaRN's attention factor for a file without one. An mscale that the file does not have is 0."""
     if mscale and mscale_all:
         return _magnitude(factor, mscale) / _magnitude(factor, mscale_all)
     return _magnitude(factor, 1.0)
@@ -115,7 +115,7 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def long_attention_factor(factor: float, original_context: int) -> float:
-    """Return LongRoPE's attention factor for a file that has none. `original_context` is 2 or more."""
+    """Return LongRoPE's attention factor for a file without one. `original_context` must be at least 2."""
     if factor <= 1:
         return 1.0
     with localcontext(DIGITS):
@@ -124,14 +124,14 @@ def long_attention_factor(factor: float, original_context: int) -> float:
 
 def frequencies_of(config: ModelConfig) -> Floats:
     """Return the frequency of each pair that is turned, in radians per position, before any scaling."""
-    # Decimal powers, because a host's own pow differs in the last bit between C libraries.
+    # Use decimal powers, because `pow` differs in the last bit between C libraries.
     base, width = Decimal(config.rope_theta), 2 * config.turned_pairs
     with localcontext(DIGITS):
         return np.array([float(base ** (Decimal(-i) / width)) for i in range(0, width, 2)])
 
 
 def local_rotary_tables(config: ModelConfig, begin: int, end: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the tables of layers with a window, where these have a base of their own: `local_rope_theta`."""
+    """Return the tables of layers with a window, for a model in which these have the base `local_rope_theta`."""
     assert config.local_rope_theta is not None
     local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
     return rotary_tables(local, rotation_of(local, end), begin, end)
@@ -142,19 +142,19 @@ def rotary_tables(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return cosines and sines [end - begin, head_width / 2] of positions [begin, end), computed in f64.
 
-    Both are multiplied by the rotation's attention factor, but for pairs that stay unchanged: their cosines are 1.
+    Both are multiplied by the rotation's attention factor. Pairs that do not turn have a cosine of 1 and a sine of 0.
     """
     angles = np.outer(np.arange(begin, end), frequencies_of(config) / rotation.divisors)
     # Cody and Waite's reduction: subtract the nearest number of quarter turns, in parts of pi / 2 with exact products,
-    # exact, so that the rest keeps its precision at large positions.
+    # so that the rest is precise at large positions.
     quarters = np.rint(angles * (2 / math.pi))
     rest = angles
     for part in PARTS:
         rest = rest - quarters * part
     square = rest * rest
-    # Both from polynomials in the rest, within an eighth of a turn, where Taylor's series are exact enough.
+    # Compute both by polynomials: the rest is within an eighth of a turn, where Taylor series are exact enough.
     sine, cosine = rest * _polynomial(SINE, square), _polynomial(COSINE, square)
-    # Depending on the quarter turn that the angle is in, swap and negate the two.
+    # Swap and negate the two, depending on the quarter turn of the angle.
     quarter = quarters.astype(np.int64) & 3
     cosines = np.choose(quarter, [cosine, -sine, -cosine, sine])
     sines = np.choose(quarter, [sine, cosine, -sine, -cosine])
@@ -168,9 +168,9 @@ def rotary_tables(
 def turned_order(config: ModelConfig) -> NDArray[np.int64]:
     """Return the places in Hugging Face's order of a head's values in the kernels' order.
 
-    The kernels turn value i of the first half with value i of the second. If only the first `turned_width` values
-    turn, Hugging Face pairs them with each other, so the values that do not turn come after them in each half. q and k
-    have the same order, so their products stay the same.
+    The kernels turn value i of the first half together with value i of the second half. If only the first
+    `turned_width` values turn, Hugging Face pairs these with each other. So in the kernels' order, each half begins
+    with values that turn, followed by values that do not. q and k have the same order, so their products stay the same.
     """
     half, pairs = config.head_width // 2, config.turned_pairs
     first, rest = np.arange(pairs), np.arange(half - pairs)

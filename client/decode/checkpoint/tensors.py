@@ -47,7 +47,7 @@ BLOCKS: Final = {
 """For each type with blocks, the number of values in a block and the block's bytes."""
 
 GROUP: Final = 128
-"""Columns that have one scale in a row of FP8 or AWQ."""
+"""Number of adjacent columns that share one scale in a row of FP8 or AWQ."""
 
 PACKED: Final = {
     TensorType.Q8_0: Layout.Q8_0,
@@ -58,7 +58,7 @@ PACKED: Final = {
 """The types that kernels read without conversion, and their layouts."""
 
 SLICE_VALUES: Final = 1 << 17
-"""Values that are converted at a time, so that they stay in a core's cache between the steps of the conversion."""
+"""Number of values that are converted together, so that they stay in a core's cache between the conversion's steps."""
 
 RowReader = Callable[[int, int], NDArray[np.uint8]]
 """Returns the bytes of rows [begin, end) as [end - begin, bytes of a row], as a view if possible.
@@ -76,7 +76,7 @@ class Tensor:
         shape: Rows and columns, or, for a vector, columns. Rows are in Hugging Face's order.
         kind: The encoding of its values.
         read: Returns the bytes of its rows.
-        factors: Return the bytes of the rows' other planes, for FP8 and AWQ, which store them apart from the values.
+        factors: For FP8 and AWQ, readers of the rows' other planes, which files store separately from the values.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Tensor:
 
 
 def plane_bytes(kind: TensorType, columns: int) -> tuple[int, ...]:
-    """Return the bytes of a row in each plane of a packed type. Raises KeyError for another type."""
+    """Return the size of a row in each plane of a packed type. Raises KeyError for another type."""
     match PACKED[kind]:
         case Layout.Q8_0:
             # K values, and an f16 scale per 32 of them.
@@ -159,13 +159,13 @@ def plane_bytes(kind: TensorType, columns: int) -> tuple[int, ...]:
 
 
 def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
-    """Return a reader of q's or k's rows that has row order[i] of each head as the head's row i."""
+    """Return a reader of q's or k's rows whose row i of each head is row order[i] of that head in `rows`."""
     width = len(order)
 
     def read(begin: int, end: int) -> NDArray[np.uint8]:
         places = np.arange(begin, end)
         place = places % width
-        # Rows change places only within a head, so read all heads that contain the wanted rows.
+        # Rows change places only within a head, so read all heads that contain rows of the range.
         first, last = begin // width * width, -(-end // width) * width
         ordered: NDArray[np.uint8] = rows(first, last)[places - place + order[place] - first]
         return ordered
@@ -174,8 +174,8 @@ def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
 
 
 def row_bytes(kind: TensorType, columns: int, name: str) -> int:
-    """Return the bytes of a row. Raises ModelRejected if rows end inside a block; `name` is the tensor in the error."""
-    # A row of a quantised tensor must consist of whole blocks, or its rows could not be read separately.
+    """Return the size of a row. Raises ModelRejected, which names the tensor `name`, if rows end inside a block."""
+    # A row of a quantized tensor must consist of whole blocks, or rows could not be read separately.
     values, nbytes = BLOCKS[kind]
     if columns % values:
         raise ModelRejected(
@@ -188,7 +188,8 @@ def row_bytes(kind: TensorType, columns: int, name: str) -> int:
 def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Round to the nearest bf16, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
-    # Adding 0x7FFF, plus 1 if the last kept bit is odd, carries into that bit exactly when the dropped half rounds up.
+    # Adding 0x7FFF, plus 1 if the last remaining bit is odd, carries into that bit exactly if the dropped half rounds
+    # up.
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF
@@ -196,7 +197,7 @@ def rounded_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     rounded >>= 16
     result = rounded.astype(np.uint16)
     if (missing := np.isnan(values)).any():
-        # The sum above may turn a NaN into an infinity, so NaNs are set to the quiet one.
+        # The sum above may turn a NaN into an infinity, so set all NaNs to the quiet NaN.
         result[missing] = 0x7FC0
     return result
 
@@ -226,7 +227,7 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
     values = blocks[:, :, 16:].reshape(rows, -1)
     factors = np.ascontiguousarray(blocks[:, :, :4]).view(np.float16)
     first, second, last = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
-    # Unpacked to a byte each, because the kernel reads them in any order of groups.
+    # Unpack each to a byte, because the kernel reads groups in any order.
     steps = np.empty((rows, blocks.shape[1], 8, 2), np.uint8)
     steps[:, :, :4, 0] = first & 63
     steps[:, :, :4, 1] = second & 63
@@ -237,7 +238,7 @@ def q4_k_planes(data: NDArray[np.uint8]) -> tuple[NDArray[Any], ...]:
 
 def fp8_values(values: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the values of FP8's planes: float8 e4m3, times a scale for each GROUP of columns."""
-    # f32 with the byte's bits in place is the value times 2^-120 (OCP OFP8: a bias of 7, and 0x7F is NaN).
+    # Put the byte's bits into an f32: that is the value times 2^-120 (OCP OFP8: a bias of 7, and 0x7F is NaN).
     bits = (values & np.uint32(128)) << np.uint32(24) | (values & np.uint32(127)) << np.uint32(20)
     with np.errstate(invalid="ignore", over="ignore"):
         unscaled = np.where(values & 127 == 127, np.float32(np.nan), bits.view(np.float32) * np.float32(2.0**120))
@@ -246,7 +247,7 @@ def fp8_values(values: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArra
 
 
 def awq_values(values: NDArray[np.uint8], scales: NDArray[np.float16], zeros: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return the values of AWQ's planes: 4 bits less a zero point, times a scale, for each GROUP of columns."""
+    """Return the values of AWQ's planes: 4 bits minus a zero point, times a scale, for each GROUP of columns."""
     pairs = values.reshape(len(values), -1, 1, 32)
     unpacked = np.concatenate([pairs & 15, pairs >> 4], 2).reshape(len(values), -1, GROUP).astype(np.float32)
     with np.errstate(invalid="ignore"):
@@ -254,13 +255,13 @@ def awq_values(values: NDArray[np.uint8], scales: NDArray[np.float16], zeros: ND
 
 
 def gemma_embedding_scale(width: int) -> float:
-    """Return the root of the width as bf16, because transformers rounds it to the embedding's type."""
+    """Return the square root of the width, rounded to bf16: transformers rounds it to the embedding's type."""
     words = rounded_to_bf16(np.array([math.sqrt(min(max(width, 0), MAX_SIZE))], np.float32)).astype(np.uint32) << 16
     return float(words.view(np.float32)[0])
 
 
 def with_one_added(tensor: Tensor) -> Tensor:
-    """Return a tensor with 1 added to each value, in f32: norms' weights of Gemma are kept as their distance to 1."""
+    """Return a tensor with 1 added to each value, in f32: Gemma's files contain norm weights minus 1."""
 
     def read(begin: int, end: int) -> NDArray[np.uint8]:
         return (tensor.f32(begin, end) + np.float32(1)).view(np.uint8)
@@ -269,12 +270,12 @@ def with_one_added(tensor: Tensor) -> Tensor:
 
 
 def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
-    # Imported late: a checkpoint without quantised tensors does not need gguf.
+    # Import this late, because a checkpoint without quantized tensors does not need gguf.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    # As one row: the library computes 16 rows at a time, which is slow for short ones. Infinite scales in a broken file
-    # must not warn.
+    # Pass the data as one row, because the library computes 16 rows together, which is slow for short rows. Suppress
+    # warnings about infinite scales in a broken file.
     with np.errstate(invalid="ignore", over="ignore"):
         values: NDArray[np.float32] = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind.name])
     return values.reshape(data.shape[0], -1)

@@ -1,12 +1,13 @@
 """Loads a checkpoint into a session's memory, in the layouts that the kernels read.
 
 Theory of operation. All weights are planes of one allocation, because a card's driver takes up to a millisecond for
-each allocation. Its content is the image (`_Image`). The planes that have the same bytes as the file come first in the
-image, next to each other, and are filled through a few windows. A window is an array of the session's arena, which the
-card reads itself. Several threads fill a window at once, each a part of it, from the page cache. Two windows are copied
-to the card at a time, each in a stream of its own, so that the bus never waits for the host. The same threads convert
-everything else (norms, tables, weights in other encodings), which is then written from ordinary memory. So apart from
-the page cache, only a few windows and chunks of the model are in the host's memory at a time.
+each allocation. The content of the allocation is the image (`_Image`). The planes that have the same bytes as the file
+come first in the image, next to each other, and are filled through a few windows. A window is an array of the session's
+arena, from which the card copies directly. Several threads fill a window in parallel, each a part of it, from the page
+cache. The card copies two windows at the same time, each in a separate stream, so that the bus never waits for the
+host. The same threads convert everything else (norms, tables, weights in other encodings), which is then written from
+ordinary memory. So apart from the page cache, the host's memory never contains more of the model than a few windows and
+chunks.
 """
 
 import asyncio
@@ -42,34 +43,35 @@ from gpulease.client.errors import AllocFailed, GpuLeaseError
 from gpulease.client.handles import Buffer
 
 CHUNK_BYTES: Final = 8 << 20
-"""Bytes of converted rows on the card that are written at a time: enough that the fixed cost of a copy is small, few
-enough for a smooth progress bar."""
+"""Size on the card of the converted rows that one job writes: large enough that the fixed cost of a copy is small,
+small enough for a smooth progress bar."""
 
 WINDOW_BYTES: Final = 16 << 20
-"""Bytes of a window. A card's bus copies it in about 0.35 ms. With larger ones, threads and card wait longer for each
+"""Size of a window. A card's bus copies it in about 0.35 ms. With larger windows, threads and card wait longer for each
 other (H200's host, 2.5 GB: 6 windows of 16 MiB take 81 to 101 ms, 4 of 32 MiB 119 to 135)."""
 
 PART_BYTES: Final = 4 << 20
-"""Bytes of a window that a thread fills at a time: enough that waiting for the interpreter's lock takes a small part of
-the time, few enough that a window is soon full (parts of 8 MiB take a fifth longer)."""
+"""Size of the part of a window that one thread fills: large enough that waiting for the interpreter's lock takes little
+of the time, small enough that a window is soon full (parts of 8 MiB take a fifth longer)."""
 
 COPIES: Final = 2
-"""Windows that the card copies at a time. While the host waits for the first, the card continues with the second."""
+"""Number of windows that the card copies at the same time. While the host waits for the first, the card continues with
+the second."""
 
 WINDOWS: Final = 6
-"""Windows: those that the card copies, and those that the threads fill meanwhile. Their first use costs the host
-fresh pages and the card's driver their registration."""
+"""Number of windows: those that the card copies, and those that threads fill meanwhile. The first use of each costs the
+host new pages, which the card's driver must register."""
 
 READERS: Final = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-"""Threads that read and convert. One copies 5 GB/s from the page cache while all do, and a card's bus takes 50; with
-12, loads are no faster."""
+"""Number of threads that read and convert. If all copy from the page cache, each reaches 5 GB/s, and a card's bus
+carries 50; 12 threads load no faster."""
 
 ALIGNMENT_BYTES: Final = 256
-"""Alignment of planes in the image, as of a card's allocations (CUDA C++ Programming Guide, "Device Memory
+"""Alignment of planes in the image, the same as of a card's allocations (CUDA C++ Programming Guide, "Device Memory
 Accesses")."""
 
 PAGE_BYTES: Final = 2 << 20
-"""Allocations of more than 1 MiB take whole pages of this size from the card."""
+"""Page size of the card's memory. Allocations of more than 1 MiB take whole pages."""
 
 Planes = tuple[NDArray[Any], ...]
 
@@ -81,7 +83,7 @@ class _Section:
     Attributes:
         rows: The number of rows.
         planes: Returns rows [begin, end) as values for each of the target's planes.
-        file_rows: The rows in a file, if the first plane's are their unchanged bytes.
+        file_rows: The rows in a file, if the first plane has the same bytes as the file.
     """
 
     rows: int
@@ -94,10 +96,10 @@ class _Target:
     """Planes of the image, and the rows that fill them, one section after the other.
 
     Attributes:
-        row_bytes: Bytes of a row in each plane.
+        row_bytes: Size of a row in each plane.
         sections: The rows.
         layout: The layout of a linear's planes.
-        columns: The columns of a linear.
+        columns: The number of columns of a linear.
     """
 
     row_bytes: tuple[int, ...]
@@ -110,13 +112,13 @@ class _Target:
         return sum(section.rows for section in self.sections)
 
     def is_of_file(self, plane: int) -> bool:
-        """Return whether all bytes of a plane are a file's own."""
+        """Return whether a plane has the same bytes as a file."""
         return plane == 0 and all(section.file_rows is not None for section in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A range of a file's rows that a thread copies to a window: from byte `begin` of the rows, to byte `at`."""
+    """A part of a file's rows that a thread copies, from byte `begin` of the rows to byte `at` of a window."""
 
     file_rows: FileRows
     begin: int
@@ -126,7 +128,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Window:
-    """A range of the image that is copied from a window, and its parts."""
+    """A range of the image that is filled through a window, and the parts that threads fill."""
 
     offset: int
     size_bytes: int = 0
@@ -153,8 +155,8 @@ class _Image:
     """The content of the allocation that holds a model: where each plane is, and what fills it.
 
     Attributes:
-        size_bytes: Bytes of the allocation.
-        filled_bytes: Bytes that a load writes: all but the gaps between planes.
+        size_bytes: Size of the allocation.
+        filled_bytes: Number of bytes that a load writes: all but the gaps between planes.
     """
 
     def __init__(self, checkpoint: Checkpoint, packed: bool, positions: int) -> None:
@@ -165,7 +167,7 @@ class _Image:
         self._norm = _f32_of(checkpoint.tensor(NORM))
         # A tied head reads the embedding's plane, so its weights are loaded once, and stay bf16.
         self._head = None if config.is_tied else _linear_of((checkpoint.tensor(HEAD),), packed)
-        # Cosines and sines, and those of layers with a base of their own.
+        # Cosines and sines, and those of layers with a window, if these have a different base.
         rotation = cache(lambda: checkpoint.rotation(positions))
         makers: list[Callable[[int, int], Planes]] = [lambda begin, end: rotary_tables(config, rotation(), begin, end)]
         if config.local_rope_theta is not None:
@@ -175,12 +177,12 @@ class _Image:
         self._place()
 
     def _place(self) -> None:
-        """Give each plane its place: first the planes with a file's own bytes, then all others."""
+        """Assign an offset to each plane: first to planes with the same bytes as a file, then to all others."""
         layers = (target for layer in self._layers for target in layer.values())
         head = () if self._head is None else (self._head,)
         self._targets = (self._embedding, *layers, self._norm, *head, *self._tables)
         planes = [(target, plane) for target in self._targets for plane in range(len(target.row_bytes))]
-        planes.sort(key=lambda one: not one[0].is_of_file(one[1]))
+        planes.sort(key=lambda pair: not pair[0].is_of_file(pair[1]))
         self._offsets: dict[tuple[_Target, int], int] = {}
         self.filled_bytes = end = 0
         for target, plane in planes:
@@ -297,7 +299,7 @@ class _Image:
 
 
 def size_bytes(checkpoint: Checkpoint, *, packed: bool = True, positions: int) -> int:
-    """Return the card memory that `load_weights` takes, to size a lease."""
+    """Return how many bytes of the card `load_weights` needs, to size a lease."""
     return _page_bytes(_Image(checkpoint, packed, positions))
 
 
@@ -319,16 +321,16 @@ async def load_weights(
     Args:
         session: The session that gets the weights into its memory.
         checkpoint: The model.
-        packed: Leave weights of a type in PACKED as they are if all weights that are fused into one linear have that
-            type. Otherwise they become bf16.
-        positions: Positions of the tables of cosines and sines.
-        progress: Called after every copy with the bytes that are on the card and the bytes in all.
+        packed: Whether weights of a type in PACKED stay packed, if all weights that are fused into one linear have that
+            type. Other weights become bf16.
+        positions: Number of positions in the tables of cosines and sines.
+        progress: Called after every copy with the number of bytes loaded so far and the total number.
 
     Raises AllocFailed if the lease has no room for the model, ModelRejected for a file that became shorter, and the
     session's errors.
     """
-    # Refuse a lease that is too small before the first byte is read: a large model takes minutes.
-    # In a thread: with thousands of tensors this takes long enough to delay the steps of other models.
+    # Refuse a lease that is too small before reading anything, because reading a large model takes minutes. Make the
+    # image in a thread: with thousands of tensors it would delay the steps of other models.
     image = await asyncio.to_thread(_Image, checkpoint, packed, positions)
     image_bytes = _page_bytes(image)
     if image_bytes > session.slice_bytes:
@@ -341,7 +343,7 @@ async def load_weights(
     try:
         await loader.fill()
     except BaseException:
-        # A lost session has already freed it.
+        # A lost session has already freed the buffer.
         with suppress(GpuLeaseError):
             await session.mem_free(buffer)
         raise
@@ -357,12 +359,12 @@ class _Readers:
         self._loop = asyncio.get_running_loop()
         self._steps: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_closed = False
-        # Daemon threads: one that waits for a disk must not keep the program from exiting.
+        # Use daemon threads: a thread that waits for a disk must not keep the program from exiting.
         for _ in range(READERS):
             threading.Thread(target=self._work, name="gpulease-reader", daemon=True).start()
 
     def run(self, steps: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
-        """Run steps, at least one, at the same time; the future gets their results, or the error of one of them."""
+        """Run one or more steps in parallel. The future gets their results, or the error of one of them."""
         future: asyncio.Future[list[Any]] = self._loop.create_future()
         results: list[Any] = [None] * len(steps)
         errors: list[BaseException] = []
@@ -373,7 +375,7 @@ class _Readers:
                 results[number] = steps[number]()
             except BaseException as error:  # raised where the future is awaited
                 errors.append(error)
-            # A list's pop is atomic: exactly one thread, the one that ends the last step, gets the first item.
+            # A list's pop is atomic, so exactly one thread, which has finished the last step, gets the first item.
             if is_last.pop():
                 # The loop may have been closed meanwhile.
                 with suppress(RuntimeError):
@@ -405,7 +407,7 @@ class _Readers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """The readers' next result: a window, or converted values with their places in the image."""
+    """A job of the readers: it fills a window, or converts values."""
 
     done: "asyncio.Future[list[Any]]"
     window: _Window | None = None
@@ -414,7 +416,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A copy of a window in flight, alone in its stream."""
+    """A copy of a window that is in flight. No other copy uses its stream."""
 
     stream: Stream
     memory: NDArray[np.uint8]
@@ -436,7 +438,7 @@ class _Loader:
         self._jobs: deque[_Job] = deque()
         # Windows that neither the readers nor the card use.
         self._free: list[NDArray[np.uint8]] = []
-        # Copies of windows in flight, the oldest first, and the streams without one.
+        # The copies in flight, the oldest first, and the streams without a copy.
         self._copies: deque[_Copy] = deque()
         self._streams: list[Stream] = []
         self._loaded_bytes = 0
@@ -446,7 +448,7 @@ class _Loader:
         works: Iterator[_Window | list[_Chunk]] = chain(self._image.converted(), self._image.windows())
         try:
             for work in works:
-                # Bounded by the windows that the card does not copy, or by the memory of converted values.
+                # Windows in use by the card can't be filled, and converted values take memory, so limit the jobs.
                 max_jobs = WINDOWS - COPIES if isinstance(work, _Window) else READERS
                 while len(self._jobs) >= max_jobs:
                     await self._write(self._jobs.popleft())
@@ -462,7 +464,7 @@ class _Loader:
         """End the readers, and drop the jobs that they have not finished."""
         self._readers.close()
         for job in self._jobs:
-            # After a failure, retrieve the other jobs' errors: only the first one is raised.
+            # After a failure, retrieve the other jobs' errors, because only the first one is raised.
             if not job.done.cancel() and not job.done.cancelled():
                 job.done.exception()
         self._jobs.clear()
@@ -470,13 +472,13 @@ class _Loader:
     async def _drain_copies(self) -> None:
         """Wait for the copies that a failure has left in flight, and free the streams and the windows."""
         for stream in [copy.stream for copy in self._copies] + self._streams:
-            # The failure itself has already been raised. A lost session has nothing in flight.
+            # Ignore errors: the failure itself is being raised, and a lost session has nothing in flight.
             with suppress(GpuLeaseError):
                 await stream.sync()
                 await stream.close()
         self._copies.clear()
         self._streams.clear()
-        # Free their room in the arena.
+        # This frees the windows' memory in the arena.
         self._free.clear()
 
     def _start_job(self, work: _Window | list[_Chunk]) -> _Job:
@@ -487,7 +489,7 @@ class _Loader:
         steps = [
             partial(part.file_rows.fill, part.begin, memory[part.at : part.at + part.size_bytes]) for part in work.parts
         ]
-        # Files that are not in the page cache are read ahead of the windows.
+        # Let the kernel read ahead, for files that are not in the page cache.
         first = work.parts[0]
         steps.append(partial(first.file_rows.read_ahead, first.begin, work.size_bytes))
         return _Job(self._readers.run(steps), work, memory)
@@ -499,7 +501,7 @@ class _Loader:
                 await self._session.mem_write(self._buffer, offset, values)
                 self._count(values.nbytes)
             return
-        # Each copy in flight has a stream, because a wait for a stream waits for all of its copies.
+        # Each copy in flight needs a separate stream, because waiting for a stream waits for all of its copies.
         if self._streams:
             stream = self._streams.pop()
         elif len(self._copies) < COPIES:
@@ -512,7 +514,7 @@ class _Loader:
         await self._session.mem_write(self._buffer, job.window.offset, values, stream)
 
     async def _finish_copy(self) -> Stream:
-        """Wait for the oldest copy in flight; returns its stream."""
+        """Wait for the oldest copy in flight. Returns its stream."""
         copy = self._copies[0]
         await copy.stream.sync()
         # The card no longer reads the window, so it may be filled again.
@@ -537,7 +539,7 @@ def _layer_targets(checkpoint: Checkpoint, layer: int, packed: bool) -> dict[str
     def tensors(*names: str) -> tuple[Tensor, ...]:
         return tuple(checkpoint.tensor(f"{at}{name}") for name in names)
 
-    # After attention, Gemma 3 has its outer norm, under the name of other families' inner norm.
+    # In Gemma 3, the outer norm of attention has the name that the inner norm has in other families.
     inner_norm = "pre_feedforward_layernorm.weight" if config.has_outer_norms else "post_attention_layernorm.weight"
     parts, inner = [part for part, _ in feed_forward_parts(config, layer)], ("gate", "up")
     # Experts have kernels only for bf16.
@@ -572,7 +574,7 @@ def _linear_of(tensors: tuple[Tensor, ...], packed: bool) -> _Target:
     if not packed or kinds or kind not in PACKED:
         return _bf16_of(*tensors)
     columns = tensors[0].columns
-    # FP8's values are in the file as the kernels read them.
+    # FP8's values have the same bytes in the file as on the card.
     sections = tuple(
         _Section(part.rows, part.planes, _file_rows(part) if kind is TensorType.FP8 else None) for part in tensors
     )

@@ -8,7 +8,7 @@ from gpulease.client.handles import Buffer
 
 
 class Layout(StrEnum):
-    """Layouts of a linear's weights in memory; the name is part of its kernels' names."""
+    """Layouts of a linear's weights in memory. The names are parts of kernels' names."""
 
     BF16 = "bf16"
     Q8_0 = "q8_0"
@@ -19,12 +19,12 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Bytes of the allocation that holds a model.
+    """A part of the allocation that contains a model.
 
     Attributes:
         buffer: The allocation.
-        offset: Where the plane begins in it, in bytes.
-        size_bytes: Its size.
+        offset: The offset of the plane in the allocation, in bytes.
+        size_bytes: The plane's size.
     """
 
     buffer: Buffer
@@ -38,8 +38,8 @@ class Linear:
 
     Attributes:
         layout: The layout of `planes`.
-        rows: Values of y.
-        columns: Values of x; a multiple of 32, for Q4_K of 256, for AWQ of 128.
+        rows: Number of values of y.
+        columns: Number of values of x; a multiple of 32, for Q4_K of 256, for AWQ of 128.
         planes: Planes in the order of the kernel's parameters. BF16: w [rows, columns] bf16. Q8_0: w [rows, columns]
             i8, scales [rows, columns / 32] f16. Q4_K: w [rows, columns / 2] u8 (byte i of each 32 has the values at
             places i and i + 32 of a 64, low four bits first, as in GGML's blocks), scales [rows, columns / 256, 2] f16
@@ -67,7 +67,7 @@ class LayerWeights:
         output: The attention's output projection.
         inner_norm: [width].
         gate_up: Rows of gate, then up; with experts, these rows of each expert, one expert after the other.
-        down: The projection back to `width`; with experts, that of each expert, one after the other.
+        down: The projection back to `width`; with experts, the projections of all experts, one after the other.
         attention_outer_norm: [width], of the attention's output; None if the model has none.
         inner_outer_norm: [width], of the output of `down`; None if the model has none.
         router: The linear that rates the layer's experts; None if the layer has no experts.
@@ -99,8 +99,8 @@ class ModelWeights:
         head: Rows are tokens. If the head is tied to the embedding, its plane is `embedding`.
         cosines: [positions, head_width / 2] f32.
         sines: [positions, head_width / 2] f32.
-        size_bytes: Memory that all of it takes.
-        local_tables: Cosines and sines of layers with a window, if they have a base of their own.
+        size_bytes: Size of the whole model in memory.
+        local_tables: Cosines and sines of layers with a window, if these have a different base.
     """
 
     config: ModelConfig

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 LEAST_LOG_PROBABILITY: Final = -9999.0
-"""Sent for a probability of 0, because JSON can't represent its logarithm. The value is OpenAI's."""
+"""Sent in place of the logarithm of 0, which JSON can't represent. OpenAI's API uses the same value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class TokenText:
 
     Attributes:
         data: The bytes that it stands for, possibly only part of a character.
-        log_probability: The logarithm of its probability; None for a prompt's first token, which has none.
-        begin: Where its text begins in the answer, in characters; an echoed prompt counts.
-        ranks: The bytes of the likeliest tokens at its place, with the logarithms of their probabilities.
+        log_probability: The logarithm of its probability; None for a prompt's first token, which has no probability.
+        begin: The offset of its text in the answer, in characters. An echoed prompt is part of the answer.
+        ranks: The bytes of the likeliest tokens at its position, with the logarithms of their probabilities.
     """
 
     data: bytes
@@ -41,11 +41,11 @@ class AnswerPiece:
     Attributes:
         text: The text.
         tokens: Its tokens.
-        replays: How often the sequence was replayed until then; None if unchanged since the last piece.
+        replays: How often the sequence was replayed so far; None if the number is the same as at the last piece.
         finish: Why the answer ended; "" if it continues.
         stop: The text of `stop` that ended it; "" if none did.
-        calls: Pieces of calls of tools.
-        prompt_logprobs: Of a whole answer: the log-probabilities of its prompt (`prompt_logprobs`), if requested.
+        calls: Pieces of tool calls.
+        prompt_logprobs: For a whole answer, the log-probabilities of its prompt (`prompt_logprobs`), if requested.
     """
 
     text: str = ""
@@ -63,11 +63,11 @@ class AnswerPiece:
 
 
 class AnswerText:
-    """An answer's text, given out in pieces as soon as they are certain to be part of it.
+    """An answer's text, returned in pieces as soon as each is certain to be part of it.
 
     Attributes:
-        completion_tokens: Tokens that were added.
-        log_probability: The sum of theirs.
+        completion_tokens: Number of tokens that were added.
+        log_probability: The sum of their log-probabilities.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class AnswerText:
     ) -> None:
         """Begin an answer, after `offset` characters of an echoed prompt.
 
-        `shown` are special tokens with a text here.
+        `shown` has special tokens that have a text in this answer, with their bytes.
 
-        Tokens in `end_tokens` end a sequence. Neither they nor the stop that ends the text are part of it, unless it
-        includes them.
+        Tokens in `end_tokens` end a sequence. Neither these tokens nor the stop that ends the text are part of the
+        answer, unless `includes_stop`.
         """
         self.completion_tokens = 0
         self.log_probability = 0.0
@@ -93,7 +93,7 @@ class AnswerText:
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops, includes_stop=includes_stop)
         self._includes_stop = includes_stop
-        # Tokens with text that is not given out yet, each with the end of its text in the answer.
+        # Tokens with text that was not returned yet, each with the end of its text in the answer.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._emitted = 0
         self._replays = 0
@@ -107,7 +107,7 @@ class AnswerText:
         self.completion_tokens += 1
         self.log_probability += emitted.log_probability
         text = ""
-        # An end token may be one with a text: the caller may choose it. The model's own have none.
+        # The model's end tokens have no text, but an end token that the caller chose may have one.
         if self._includes_stop or emitted.token not in self._end_tokens:
             # The stream holds back the bytes of an incomplete character, so a token may add no text yet.
             text = self._stream.add(emitted.token)
@@ -136,10 +136,10 @@ class AnswerText:
         if is_last and not self.is_stopped:
             count = len(waiting)
         elif is_last:
-            # After a stop, tokens that begin before it belong to the answer: part of their text does.
+            # After a stop, tokens that begin before it belong to the answer, because part of their text does.
             count = sum(token.begin < self._offset + self._emitted for token, _ in waiting)
         else:
-            # In between, give a token out once all of its text is. After a stop, wait for `end`.
+            # In between, return a token with the last part of its text. After a stop, wait for `end`.
             count = next((number for number, (_, end) in enumerate(waiting) if end > self._emitted), len(waiting))
             if self.is_stopped:
                 count = 0
@@ -149,7 +149,7 @@ class AnswerText:
 
 
 def token_text(bytes_of: Callable[[int], bytes], emitted: Emitted, begin: int) -> TokenText:
-    """Return a token with its bytes and those of the likeliest tokens at its place."""
+    """Return a token with its bytes, and the bytes of the likeliest tokens at its position."""
     ranks = tuple((bytes_of(token), max(log, LEAST_LOG_PROBABILITY)) for token, log in emitted.ranks)
     log = max(emitted.log_probability, LEAST_LOG_PROBABILITY)
     return TokenText(bytes_of(emitted.token), log, begin, ranks)
@@ -174,24 +174,24 @@ PromptLogprobs = dict[str, dict[str, Any]]
 
 
 PROMPT_TOKENS_AT_ONCE: Final = 32
-"""Tokens of a prompt whose log-probabilities are named without a pause, in about 5 ms."""
+"""Number of a prompt's tokens that are processed without a pause, which takes about 5 ms."""
 
 
 async def prompt_logprobs(
     tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: int
 ) -> "list[PromptLogprobs | None]":
-    """Return the log-probabilities of a prompt: None for its first token, which has none.
+    """Return the log-probabilities of a prompt: None for its first token, which has no probability.
 
-    For each other token: its own, and those of the `ranks` likeliest at its place. The rank of a token that is not
-    among the likeliest that were computed is not known, and None. Other tasks run in between: a long prompt takes
-    seconds.
+    Each other token has its own log-probability, and those of the `ranks` likeliest tokens at its position. The rank is
+    None for a token that is not among the likeliest computed. A long prompt takes seconds, so other tasks run in
+    between.
     """
     names, logprobs = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
     for number, score in enumerate(scores):
         if number % PROMPT_TOKENS_AT_ONCE == 0:
             await asyncio.sleep(0)
         places = {token: place for place, (token, _) in enumerate(score.ranks, 1)}
-        # Its own first, as in vLLM. It may be one of the likeliest.
+        # As in vLLM, the token itself comes first. It may be one of the likeliest.
         logs = {score.token: score.log_probability} | dict(score.ranks[:ranks])
         logprobs.append(
             {
@@ -214,9 +214,9 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
     replays: int | None = None
     async for emitted in generation:
         piece = answer.add(emitted)
-        # Keep the number of replays until a piece that is sent can carry it.
+        # Keep the number of replays until a piece is sent.
         replays = piece.replays = replays if piece.replays is None else piece.replays
-        # Stop computing: no further token can be part of the answer.
+        # Stop the computation, because no further token can be part of the answer.
         if answer.is_stopped:
             generation.cancel()
             break
@@ -225,11 +225,11 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
             yield piece
     else:
         piece = AnswerPiece(replays=replays)
-    # A stop cancels the generation, but to the caller that is a normal end.
+    # A stop cancels the generation, but for the caller that is a normal end.
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
-    # The last piece also contains the rest that the loop has not sent yet.
+    # The last piece also contains what the loop has not yielded.
     last = answer.end(finish)
     last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
     last.replays = replays

@@ -1,7 +1,7 @@
-"""A completion's way to the scheduler, and the parts of its reply. This module knows nothing of HTTP.
+"""Submits completions to the scheduler. This module does not depend on HTTP.
 
-`DecoderSource` is next to a model's decoder, and `served_models` finds it. A front has a source that asks the decoder's
-process (`fronts`).
+`DecoderSource` is in the process of a model's decoder, and `served_models` finds it. A front has a source that sends
+requests to the decoder's process (`fronts`).
 """
 
 import asyncio
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Maximum number of bytes of a body, which hold about 500,000 tokens as text or as numbers."""
+"""Maximum size of a body in bytes: about 500,000 tokens as text or as numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Submitted:
         model: The name of its model.
         request: The request, without its texts.
         prompts: The tokens of its prompts.
-        generations: Its sequences, prompt by prompt.
-        end_tokens: The tokens that end them.
+        generations: Its sequences, in the order of its prompts.
+        end_tokens: The tokens that end the sequences.
     """
 
     model: str
@@ -60,14 +60,14 @@ class Submitted:
 
 
 class QueuePlace(Protocol):
-    """A tenant's place for one request, which counts as a request that waits until its sequences are submitted."""
+    """A tenant's place for one request. It counts as a waiting request until its sequences are submitted."""
 
     async def begin(
         self, body: bytes, request_id: str, *, is_chat: bool, on_loading: Callable[[], None] = lambda: None
     ) -> Submitted:
         """Parse the body in another process, and submit its sequences. Raises ApiError, or an error of the decoder.
 
-        Before that, wait for the model if it is not on the card: `on_loading` is called if the request is for a stream.
+        If the model is not on the card, first wait for it. `on_loading` is then called if the request is for a stream.
         """
 
 
@@ -138,8 +138,8 @@ class DecoderSource:
     async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
         """Parse and tokenize a body in another process, by `job`. Returns the arguments of `completion_of`.
 
-        Up to 4 MiB of JSON and text, or a template, would stall all streams here. Raises ApiError for a prompt that is
-        too long by itself, and the errors of `PromptIntake.do`.
+        In this process, up to 4 MiB of JSON and text, or a template, would stall all streams. Raises ApiError for a
+        prompt that is longer than the context, and the errors of `PromptIntake.do`.
         """
         more = {"is_chat": is_chat, "fresh_seed": secrets.randbits(31)}
         return await self.do(tenant, job, body, more, is_chat=is_chat)
@@ -147,9 +147,9 @@ class DecoderSource:
     async def do(
         self, tenant: str, job: Job, body: bytes, more: Mapping[str, Any] | None = None, *, is_chat: bool = False
     ) -> dict[str, Any]:
-        """Have another process do a job for a tenant's body; `more` are the job's further arguments.
+        """Run a job for a tenant's body in another process. `more` has the job's further arguments.
 
-        Raises ApiError for a text that is too long by itself, and the errors of `PromptIntake.do`.
+        Raises ApiError for a text that is longer than the context, and the errors of `PromptIntake.do`.
         """
         arguments = {"body": body, "names": self.names, **(more or {})}
         try:
@@ -164,9 +164,9 @@ class DecoderSource:
     ) -> Submitted:
         """Submit the result of `read`. From here on the scheduler counts the request.
 
-        Errors name `parameter` if the prompt is too long; by default that of completions or chats.
+        The error for a prompt that is too long names `parameter`, by default that of completions or chats.
 
-        Raises ApiError, and the error of a sequence that was refused at once: its reply has not begun.
+        Raises ApiError, and the error of a sequence that was refused at once, before its reply began.
         """
         request, prompts = completion_of(answer)
         masks = None
@@ -180,7 +180,7 @@ class DecoderSource:
             for other in generations:
                 other.cancel()
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
-                # In OpenAI's words, from which clients learn how much to shorten.
+                # Use OpenAI's words, from which clients parse by how much to shorten the prompt.
                 parameter = parameter or prompt_parameter(is_chat=is_chat)
                 raise too_long(
                     self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, parameter
@@ -193,8 +193,9 @@ class DecoderSource:
     ) -> dict[str, Any]:
         """Compute the vectors of the inputs that `embeddings.read_inputs` returned. Returns the reply.
 
-        As many inputs as the tenant may have sequences are submitted at a time, and added to `generations`, which the
-        caller may cancel. Raises ApiError, also for a model that does not embed texts, and the errors of a generation.
+        At most as many inputs as the tenant may have live sequences are in progress at the same time. Their generations
+        are added to `generations`, so that the caller can cancel them. Raises ApiError, also for a model that does not
+        embed texts, and the errors of a generation.
         """
         pooling = self._decoder.pooling
         if pooling is None:
@@ -215,7 +216,7 @@ class DecoderSource:
                         pooling=pooling,
                     )
                 except RequestRejected as error:
-                    # The decoder calls an input a prompt.
+                    # The decoder's errors name an input `prompt`.
                     error.parameter = error.parameter and "input"
                     raise
                 generations.append(generation)
@@ -236,9 +237,9 @@ class DecoderSource:
         return embeddings_reply(vectors, sum(map(len, inputs)), self.model, is_base64=is_base64)
 
     def room(self, tenant: str) -> int:
-        """Return the most positions of a tenant's request: the model's, or its region's if those are fewer."""
+        """Return how many positions a tenant's request may have: the context's, or its region's if those are fewer."""
         scheduler = self._decoder.scheduler
-        # Without a region, count the largest that the tenant may get.
+        # While the tenant has no region, use the size of the largest that it may get.
         state = scheduler.tenants[tenant]
         return min(scheduler.settings.context, PAGE * (state.region_blocks or state.config.max_blocks))
 
@@ -250,7 +251,7 @@ class DecoderSource:
         prompts: Sequence[tuple[int, ...]],
         masks: GrammarMasks | None,
     ) -> list[Generation]:
-        """Submit a request's sequences: for each prompt as many as it has tries, each with a seed of its own."""
+        """Submit a request's sequences: for each prompt `tries` sequences, each with a different seed."""
         most = [self._max_tokens(request, len(prompt), tenant) for prompt in prompts]
         check_reply_scores(request, zip(map(len, prompts), most, strict=True))
         generations: list[Generation] = []
@@ -268,7 +269,7 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=request.priority,
                         cache_salt=request.cache_salt,
-                        # The reply leaves out those of the prompt or of the answer if they were not requested.
+                        # Ranks of the prompt or of the answer that were not requested are left out of the reply.
                         ranks=max(request.ranks, request.prompt_ranks or 0),
                         scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),
@@ -282,16 +283,16 @@ class DecoderSource:
 
     def _max_tokens(self, request: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if request.max_tokens is not None:
-            # If only an echo is requested, one token is computed and not sent: its row is that of the prompt's last
-            # token.
+            # If only an echo is requested, one token is computed and not sent, because the row of the prompt's last
+            # token yields it anyway.
             return max(1, request.max_tokens)
-        # At least 1: the scheduler refuses a prompt that leaves no room.
+        # Submit at least 1, so that the scheduler refuses a prompt that leaves no room.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
 
 
 def _name_of(tenant: str, request_id: str, place: int) -> str:
     """Return the id of one of a request's sequences in the decoder."""
-    # Prefixed, so that two tenants may use the same id without learning of each other.
+    # Prefix the id with the tenant, so that two tenants may use the same id without noticing each other.
     name = f"{tenant}/{request_id}"
     return f"{name}#{place}" if place else name
 
@@ -301,6 +302,6 @@ def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: st
     api_error = api_error_of(error)
     # Log unexpected errors, and those with texts that the caller must not see.
     if api_error is None or api_error.message != str(error):
-        # The log is limited by tenant: a caller that retries at once can't fill the disk.
+        # The log limits its lines per tenant, so a caller that retries at once can't fill the disk.
         log.failure("request_failed", error, tenant=tenant, request=request_id)
     return api_error or ApiError(500, "internal_error", "The server failed; its log says more.")

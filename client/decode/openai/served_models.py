@@ -1,6 +1,6 @@
-"""The models of a server, and a request's way to the one that it names: without HTTP.
+"""The models of a server, and how a request finds the model that it names. This module does not depend on HTTP.
 
-`OneModel` is a server with one model, which is always there. `ManyModels` has a pool, which brings the model onto the
+`OneModel` is a server with one model, which is always loaded. `ManyModels` has a pool, which brings the model onto the
 card before the request continues.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_LOAD_WAIT_S: Final = 60.0
-"""Seconds that a request without a stream waits for its model. Proxies give up on a silent reply after as many."""
+"""Seconds that a request without a stream waits for its model. Many proxies give up after the same time of silence."""
 
 
 class RequestPlace(Protocol):
@@ -35,28 +35,28 @@ class RequestPlace(Protocol):
     ) -> DecoderSource:
         """Return the source of the model that a body names, and keep the model on the card until the block ends.
 
-        If the model is not on the card, wait for it; `on_loading` is called if the request is for a stream.
+        If the model is not on the card, wait for it. `on_loading` is then called if the request is for a stream.
 
         Args:
             body: The body.
             on_loading: Called at most once.
-            route: What `route_of` returns for the body, if another process has called it.
+            route: The result of `route_of` for the body, if another process has called it.
 
         Raises UnknownModel, ModelUnavailable, AdmissionRefused, or ApiError for a body that is not JSON.
         """
 
     def hold(self, generations: Sequence[Generation]) -> None:
-        """Keep the model until these have ended, too."""
+        """Keep the model on the card until these sequences have ended, too."""
 
     def path(self) -> str:
-        """Return the path of the files of the model that `source` found, even if a reload has changed it since."""
+        """Return the path of the files of the model that `source` found, even if a reload has changed it since then."""
 
 
 class ServedModels(Protocol):
     """The models of a server.
 
     Attributes:
-        log: Where failed requests are logged.
+        log: Logs requests that failed.
     """
 
     log: DecodeLog
@@ -67,7 +67,7 @@ class ServedModels(Protocol):
         """Take a place for a request before its body is read. Raises AdmissionRefused if the tenant has none left."""
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
-        """Return the models that a tenant may use, each with its `id` and the other facts that are known."""
+        """Return the models that a tenant may use, each with its `id` and whatever else is known about it."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":
         """Return the tokenizer of a model with a submitted request."""
@@ -123,7 +123,8 @@ class ManyModels:
 
     Args:
         pool: The pool, which must stay open.
-        tenants: All tenants with their limits, which hold for each model; before the model is known, for the server.
+        tenants: All tenants with their limits. The limits apply to each model, and to the server while a request's
+            model is not known.
         load_wait_s: Seconds that a request without a stream waits for its model.
     """
 
@@ -131,7 +132,7 @@ class ManyModels:
         self.log = pool.log
         self._pool, self.load_wait_s = pool, load_wait_s
         self._tenants = {tenant.id: tenant for tenant in tenants}
-        # By tenant: requests that wait for the rest of their bodies, or for their models to load.
+        # By tenant: the number of requests that wait for the rest of their bodies, or for their models to load.
         self.coming: Counter[str] = Counter()
 
     def has_tenant(self, tenant: str) -> bool:
@@ -145,7 +146,7 @@ class ManyModels:
 
     @contextmanager
     def _coming(self, tenant: str) -> Iterator[Callable[[], None]]:
-        """Count a request until its model is there, or the block ends. Raises AdmissionRefused."""
+        """Count a request until its model is on the card, or the block ends. Raises AdmissionRefused."""
         config, is_counted = self._tenants[tenant], True
         if self.coming[tenant] >= config.max_concurrent + config.max_waiting:
             detail = f"tenant {tenant}: {self.coming[tenant]} of its requests wait already; send it later"
@@ -184,7 +185,7 @@ class ManyModels:
     async def tokenizer(self, model: str) -> "Tokenizer":
         decoder = self._pool.decoders.get(model)
         if decoder is None:
-            # It has ended by a fault since the request was submitted.
+            # An internal error has ended the decoder since the request was submitted.
             raise decoder_closed()
         return await decoder.tokenizer()
 
@@ -203,7 +204,7 @@ class _RoutedPlace:
         route = route or route_of(body)
         if not route.model:
             raise invalid("you must provide a model parameter", "model", "missing_model")
-        # Before a wait: a name that is unknown, or of a model that is not this tenant's, is refused at once.
+        # Refuse a name that is unknown, or that this tenant may not use, before waiting.
         model = self._pool.name_of(route.model)
         if not self._pool.is_permitted(self._tenant, model):
             raise unknown_model(route.model)
@@ -215,9 +216,9 @@ class _RoutedPlace:
             on_wait=on_loading if is_stream else lambda: None,
         )
         use = self._use = await self._stack.enter_async_context(using)
-        # The request's own name counts: a reload may have given the model others since it was loaded.
+        # Accept the name in the request: a reload may have changed the model's names since the model was loaded.
         source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens, (route.model,))
-        # From here on, the decoder counts it.
+        # From here on the decoder counts the request.
         self._stack.enter_context(source.place(self._tenant))
         self._release()
         return source
@@ -231,7 +232,7 @@ class _RoutedPlace:
 
 
 def _by_names(names: Sequence[str], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the descriptions of a model by each of its names: its own, and aliases, which have that as `root`."""
+    """Return a description for each name of a model. Those of aliases have the model's own name as `root`."""
     name, *aliases = names
     return [{"id": name, **fields}, *({"id": alias, "root": name, **fields} for alias in aliases)]
 
@@ -241,7 +242,7 @@ class Route(msgspec.Struct):
 
     Attributes:
         model: The model's name.
-        stream: Whether the answer is to be a stream.
+        stream: Whether the request is for a stream.
     """
 
     model: str | None = None
@@ -252,9 +253,9 @@ _ROUTES: Final = msgspec.json.Decoder(Route)
 
 
 def route_of(body: bytes) -> Route:
-    """Return where a body goes. Raises ApiError for one that is not JSON, or has another form.
+    """Return the route of a body. Raises ApiError for a body that is not JSON, or has another form.
 
-    It makes no objects of the other members, so 4 MiB take about 10 ms, where `json` takes up to 500.
+    This makes no objects for other members, so 4 MiB take about 10 ms; `json` would take up to 500.
     """
     try:
         return _ROUTES.decode(body)

@@ -1,4 +1,4 @@
-"""The decode server's side of the processes that read texts: starts the fork server and gives jobs to its workers."""
+"""The decode server's side of the processes that read texts: it starts the fork server and gives jobs to workers."""
 
 import array
 import asyncio
@@ -19,29 +19,29 @@ MAX_PACKET_BYTES: Final = 65536
 """Maximum number of bytes of a packet that the fork server sends."""
 
 START_LIMIT_S: Final = 120.0
-"""Longest time, in seconds, for the fork server to load the tokenizer. A large vocabulary takes a few seconds, on a
-busy host many."""
+"""Longest time, in seconds, for the fork server to load the tokenizer. A large vocabulary takes a few seconds, and much
+longer on a busy host."""
 
 STOP_LIMIT_S: Final = 5.0
-"""Longest time, in seconds, for the fork server to end its workers and itself, before it is killed."""
+"""Longest time, in seconds, for the fork server to end its workers and itself. After that it is killed."""
 
 POLL_S: Final = 0.005
 """Seconds between two checks whether the fork server has ended, which usually takes a few milliseconds."""
 
 _ENVIRONMENT: Final = {
-    # Forking a process with threads is unsafe. With these, neither library starts any.
+    # Forking a process with threads is unsafe. With these variables, neither library starts threads.
     "TOKENIZERS_PARALLELISM": "false",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 class ForkedWorker:
-    """A forked process that does jobs, one at a time.
+    """A forked process that runs jobs, one after another.
 
     Attributes:
         number: Its number in packets of the fork server.
-        started: Done once it is forked; has an error if it can't be.
-        ended: Once it has ended, its status from waitpid; None if the fork server ended, too.
+        started: Completed when it is forked, with an error if that failed.
+        ended: Completed when it has ended, with its status from waitpid, or None if the fork server has ended, too.
     """
 
     def __init__(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,13 +52,12 @@ class ForkedWorker:
         self._reader, self._writer = reader, writer
 
     async def do(self, frame: bytes) -> dict[str, Any] | None:
-        """Send it a job. Returns the answer; None if the worker ended, or violated the protocol."""
+        """Send a job to the worker. Returns its answer; None if the worker ended, or violated the protocol."""
         try:
             self._writer.write(frame)
             await self._writer.drain()
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            # A template may have taken over the worker: check the size of its message before memory is allocated for
-            # it.
+            # A template may have taken over the worker, so check its message's size before allocating memory.
             if size > MAX_ANSWER_BYTES:
                 return None
             answer: dict[str, Any] = unpacked(await self._reader.readexactly(size))
@@ -67,7 +66,7 @@ class ForkedWorker:
             return None
 
     def close(self) -> None:
-        """Close its socket, so that it ends after its current job."""
+        """Close the worker's socket, so that the worker ends after its current job."""
         self._writer.transport.abort()
 
 
@@ -81,23 +80,23 @@ class ForkServer:
         self._workers: dict[int, ForkedWorker] = {}
         self._numbers = 0
         self.is_alive = True
-        # Packets arrive at any time, so the loop's reader handles them, without a task.
+        # Packets may arrive at any time. The event loop calls `_receive` for each; no task is needed.
         self._loop.add_reader(control, self._receive)
 
     @classmethod
     async def start(cls, tokenizer_fd: int) -> Self:
-        """Start one, and wait until it is ready. It reads the tokenizer from the beginning of `tokenizer_fd`.
+        """Start a fork server, and wait until it is ready. It reads the tokenizer from the start of `tokenizer_fd`.
 
         Raises OSError, TextProcessesFailed, or ModelRejected for a tokenizer that it can't load.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Reopened rather than duplicated: a duplicate would share the file offset with earlier fork servers.
+        # Reopen the file rather than duplicate its descriptor, which would share the offset with earlier fork servers.
         tokenizer_copy = os.open(f"/proc/self/fd/{tokenizer_fd}", os.O_RDONLY)
         try:
-            # Popen returns after exec, which is too short to block the loop noticeably.
+            # Popen returns after exec, so it blocks the loop only briefly.
             with sighup_blocked():
                 process = subprocess.Popen(  # noqa: ASYNC220
-                    # -P: the current folder must not provide modules of the program.
+                    # With -P the program does not import modules from the current folder.
                     [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(tokenizer_copy)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -136,8 +135,7 @@ class ForkServer:
         self._numbers += 1
         worker = self._workers[self._numbers] = ForkedWorker(self._numbers, reader, writer)
         try:
-            # The worker gets its end of the socket with the request, so jobs go directly to it and not through the fork
-            # server.
+            # Send the worker's end of the socket with the request. Jobs then go directly to the worker.
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
             self._control.sendmsg([json.dumps({"fork": worker.number}).encode()], [rights])
         except OSError:
@@ -145,7 +143,7 @@ class ForkServer:
         finally:
             theirs.close()
         try:
-            # Answered by "forked" or "failed", or by the loss of the fork server.
+            # "forked", "failed" or the loss of the fork server complete this.
             await worker.started
         except BaseException:
             self.kill(worker)
@@ -153,7 +151,7 @@ class ForkServer:
         return worker
 
     def kill(self, worker: ForkedWorker) -> None:
-        """Have the fork server kill a worker, whatever it is doing. `worker.ended` then has its status."""
+        """Let the fork server kill a worker, whatever it is doing. `worker.ended` then gets its status."""
         worker.close()
         if self.is_alive and self._workers.get(worker.number) is worker:
             self._send({"kill": worker.number})
@@ -161,7 +159,7 @@ class ForkServer:
     async def stop(self) -> None:
         """End the fork server and its workers. If it does not end within STOP_LIMIT_S, it is killed."""
         self._lose()
-        # Closing the control socket makes it end on its own; poll, because asyncio's child watchers are not used here.
+        # The server ends because its control socket is closed. Poll, because this process uses no child watcher.
         deadline = self._loop.time() + STOP_LIMIT_S
         while self._process.poll() is None:
             if self._loop.time() > deadline:
@@ -182,25 +180,25 @@ class ForkServer:
             return
         except OSError:
             packet = b""
-        # An end of file: the fork server has exited or was killed.
+        # An empty packet means that the fork server has exited or was killed.
         if not packet:
             self._lose()
             return
         message = json.loads(packet)
-        # All three packets about workers have the worker's number.
+        # The packets about workers contain the worker's number.
         worker = self._workers.get(message.get("forked") or message.get("failed") or message.get("ended") or 0)
         if "ready" in message and not self._is_ready.done():
             self._is_ready.set_result(None)
         elif "rejected" in message and not self._is_ready.done():
             self._is_ready.set_exception(ModelRejected(message["rejected"]))
         elif worker is not None and "forked" in message:
-            if not worker.started.done():  # It is done if the task that waited for it was cancelled.
+            if not worker.started.done():  # It is cancelled if the task that waited for it was cancelled.
                 worker.started.set_result(None)
         elif worker is not None:
             self._end(worker, message.get("status"), message.get("why", "it ended"))
 
     def _end(self, worker: ForkedWorker, status: int | None, reason: str) -> None:
-        # Whoever waits for its begin or its end must wake, whatever happened.
+        # Wake the tasks that wait for the worker's start or its end.
         self._workers.pop(worker.number, None)
         if not worker.started.done():
             worker.started.set_exception(TextProcessesFailed(f"no process that reads texts can be forked: {reason}"))
@@ -208,7 +206,7 @@ class ForkServer:
             worker.ended.set_result(status)
 
     def _lose(self) -> None:
-        """Treat the server as gone. It kills its workers when it ends; if it is killed, the kernel kills them."""
+        """Process the loss of the server. It kills its workers when it ends; if it is killed, the kernel kills them."""
         if not self.is_alive:
             return
         self.is_alive = False

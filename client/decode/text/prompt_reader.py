@@ -1,7 +1,7 @@
-"""Turns a tenant's texts, chats and token lists into tokens. Prompts that can't fit the context are refused first.
+"""Turns a tenant's texts, chats and token lists into tokens. Refuses early a prompt that can't fit the context.
 
-It runs in separate processes (text_processes.py), because a tokenizer holds the interpreter's lock for seconds, and a
-chat template is a program.
+It runs in separate processes (text_processes.py), because a tokenizer may hold the interpreter's lock for seconds, and
+a chat template is a program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,20 @@ from gpulease.client.decode.decode_errors import AdmissionReason, AdmissionRefus
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES: Final = 16 << 20
-"""Longest text or chat, in bytes of UTF-8, for any model, so that copies of it can't fill memory."""
+"""Longest text or chat for any model, in bytes of UTF-8, so that copies of it can't fill the memory."""
 
 MAX_CHAT_DEPTH: Final = 32
-"""Maximum number of levels of lists and objects in a message, so that recursion over it can't exhaust the stack."""
+"""Maximum depth of lists and objects in a message, so that recursion can't exhaust the stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part that is kept of a prompt with too many tokens: its end, or its beginning.
+    """How a prompt with too many tokens is truncated.
 
     Attributes:
-        most: Maximum number of tokens that are kept; None: as many as the context has room for, before the answer.
+        most: Maximum number of tokens that remain; None: as many as the context has room for in addition to the answer.
         answer_tokens: Maximum number of tokens of the answer.
-        keeps_begin: Whether the beginning is kept.
+        keeps_begin: Whether the beginning remains, rather than the end.
     """
 
     most: int | None
@@ -33,7 +33,7 @@ class Cut:
     keeps_begin: bool
 
     def of(self, tokens: list[int], context: int) -> list[int]:
-        """Return the tokens that are kept of a prompt, at least one, if the context has `context` positions."""
+        """Return the tokens that remain of a prompt, at least one, in a context of `context` positions."""
         # The answer's last token takes no position, because it is never computed.
         most = max(1, context + 1 - self.answer_tokens) if self.most is None else self.most
         return tokens[:most] if self.keeps_begin else tokens[-most:]
@@ -43,14 +43,14 @@ class PromptReader:
     """Reads prompts for one model.
 
     Attributes:
-        max_text_bytes: The longest text that is tokenized, and the most bytes of a chat's texts together: more can't
-            fit into the model's context (text_bound.py). Parts of messages that a template leaves out count, too,
-            because the template processes them.
+        max_text_bytes: Maximum number of bytes of a text, and of all texts of a chat together. More can't fit into the
+            model's context (text_bound.py). Parts of messages that a template leaves out count, too, because the
+            template processes them.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
-        """Prepare to read. Args: context: Positions of a sequence."""
-        # The proven limit if the tokenizer has one, otherwise only the general limit applies.
+        """Prepare to read. `context` is the maximum number of positions of a sequence."""
+        # Use the proven limit if the tokenizer has one, otherwise only the general limit.
         bytes_per_token = tokenizer.most_bytes_per_token
         self.max_text_bytes = (
             MAX_TEXT_BYTES if bytes_per_token is None else min(MAX_TEXT_BYTES, context * bytes_per_token)
@@ -70,9 +70,9 @@ class PromptReader:
         )
 
     def read_text(self, text: str, *, begins: bool = True, cut: Cut | None = None) -> list[int]:
-        """Tokenize a text, with the begin token first if `begins`, and cut it.
+        """Tokenize a text, with the begin token first if `begins`, and truncate it by `cut`.
 
-        Raises AdmissionRefused for a text that can't fit, RequestRejected for one that is not valid Unicode.
+        Raises AdmissionRefused for a text that can't fit, RequestRejected for a text that is not valid Unicode.
         """
         self._check_bytes(_text_bytes(text), "the prompt", cut)
         return self.checked(self._tokenizer.encode(text, begins=begins), cut)
@@ -88,45 +88,46 @@ class PromptReader:
     ) -> list[int]:
         """Put a chat into the model's template, and tokenize the result.
 
-        The begin token comes first, once, if `begins`; None: as the tokenizer's files say. If `continues`, the prompt
-        ends with the last message's content.
+        If `begins`, the prompt begins with one begin token; None: if the tokenizer's files say so. If `continues`, the
+        prompt ends with the last message's content.
 
-        Raises AdmissionRefused for a chat that can't fit, RequestRejected for one that the template refuses.
+        Raises AdmissionRefused for a chat that can't fit, RequestRejected for a chat that the template refuses.
         """
-        # Bounded before the template runs. Roles are few and short, and names of members are not part of the prompt.
+        # Check the size before the template runs. Leave out roles, which are short, and names of members, which are not
+        # part of the prompt.
         texts = [[value for name, value in message.items() if name != "role"] for message in messages]
         self._check_bytes(_bytes_in([texts, variables], MAX_CHAT_DEPTH), "the chat", cut)
         tokenizer = self._tokenizer
-        # A template may add text, so the rendered prompt is checked again.
+        # A template may add text, so `read_text` checks the rendered prompt again.
         begins = tokenizer.chat_begins if begins is None else begins
         rendered = tokenizer.render_chat(messages, variables, continues=continues)
         return self.read_text(rendered, begins=begins, cut=cut)
 
     def read_word(self, word: str) -> list[tuple[int, ...]]:
-        """Return the sequences of tokens that are a word, as vLLM's `bad_words` has them.
+        """Return the sequences of tokens that stand for a word, as in vLLM's `bad_words`.
 
-        They are the word at the beginning of a text and after a space, where that is another word of as many tokens.
-        Raises RequestRejected for one that is not valid Unicode.
+        The first is the word at the beginning of a text. The second is the word after a space, if that has the same
+        number of tokens and another first token. Raises RequestRejected for a word that is not valid Unicode.
         """
         plain, spaced = (tuple(self._tokenizer.encode(space + word.lstrip(), begins=False)) for space in ("", " "))
         is_other = plain[:1] != spaced[:1] and len(plain) == len(spaced)
         return [plain, spaced] if is_other else [plain]
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with the names of special ones."""
+        """Return the text of tokens, with the names of special tokens."""
         return self._tokenizer.decode(tokens, has_special=True)
 
     def checked(self, tokens: Sequence[int], cut: Cut | None = None) -> list[int]:
-        """Return tokens as a list, cut. Raises AdmissionRefused for more tokens than the context has."""
+        """Return tokens as a list, truncated by `cut`. Raises AdmissionRefused for more tokens than the context has."""
         if cut is not None:
             tokens = cut.of(list(tokens), self._context)
         if len(tokens) > self._context:
-            # Without separators: clients that shorten a prompt parse the number.
+            # Write the number without separators, because clients that shorten a prompt parse it.
             raise _too_large(f"the prompt has {len(tokens)} tokens; the model's context has {self._context}")
         return list(tokens)
 
     def _check_bytes(self, size: int, label: str, cut: Cut | None) -> None:
-        # If a text is cut, the part that is kept may be anywhere in it.
+        # If the prompt is truncated, a longer text may fit, so only the general limit applies.
         if cut is not None and size <= MAX_TEXT_BYTES:
             return
         if size > self.max_text_bytes:

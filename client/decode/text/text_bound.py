@@ -1,25 +1,25 @@
-"""How many bytes of a text one token can stand for, by which a text that can't fit is refused before any work.
+"""The maximum number of bytes of a text that one token can stand for. It shows early that a text can't fit.
 
 `most_bytes_per_token` returns M such that a text of B bytes in UTF-8 that the tokenizer cuts into n tokens has
-B <= n * M; or None if no such M is known. Each step of the library, in its order, keeps the bound:
+B <= n * M; or None if no such M is known. Each step of the library, in its order, has a bound:
 
 1. Added tokens are cut out of the text. Each stands for the bytes of its own name, unless it absorbs the spaces next to
-   it (`lstrip`, `rstrip`): then the bound does not exist. A token that is matched after the normaliser (`normalized`)
-   stands for the bytes of its normalised name there, and is bounded with step 2.
-2. The normaliser turns each part of b bytes into one of at least b / S bytes. Prepending only adds, so S is 1.
-   Replacing p bytes by c bytes has S = p / c, and 1 if c is more. NFC has S = 4: give each character of full
-   decompositions the weight of the longest single character that decomposes to it. Then no character has more bytes
-   than its decomposition has weight, and no composed one has less than a fourth of it. Unicode's rules of stability
-   keep that for characters that exist; a test compares the tables that Python has. A sequence multiplies. Other
-   normalisers delete or fold text: no bound.
-3. The pre-tokenizer cuts, and replaces bytes by letters, or spaces by marks, which are not shorter. One that drops
-   text, such as the spaces between words, has no bound.
+   it (`lstrip`, `rstrip`): then there is no bound. A token that is matched after the normaliser (`normalized`) stands
+   for the bytes of its normalised name at that point, and step 2 applies to it.
+2. The normaliser turns each part of b bytes into a part of at least b / S bytes. Prepending only adds bytes, so S is 1.
+   Replacing p bytes by c bytes has S = p / c, but at least 1. NFC has S = 4: give each character of full decompositions
+   the weight of the longest single character that decomposes to it. Then no character has more bytes than its
+   decomposition has weight, and no composed character has fewer than a fourth of that. Unicode's stability rules
+   guarantee this for existing characters; a test compares the tables that Python has. For a sequence of normalisers,
+   multiply their S. Other normalisers delete or fold text, and have no bound.
+3. The pre-tokenizer cuts the text. It replaces bytes by letters, or spaces by marks, which are not shorter. A
+   pre-tokenizer that drops text, such as the spaces between words, has no bound.
 4. BPE merges letters. An unknown character is dropped, or fused with others into one `unk` of any length. This can't
    happen if every byte is known: as one of GPT-2's letters, or as a token `<0x..>` (`byte_fallback`). Then a token
-   stands for the bytes of its entry: its letters, or its characters in UTF-8. Other models, and prefixes or suffixes
-   of words, have no bound.
+   stands for the bytes of its entry: its letters, or its characters in UTF-8. Other models, and BPE with prefixes or
+   suffixes of words, have no bound.
 
-Post-processors and begin tokens only add tokens. Truncation drops text: no bound.
+Post-processors and begin tokens only add tokens. Truncation drops text, so it has no bound.
 """
 
 import json
@@ -31,24 +31,24 @@ from tokenizers import models
 from gpulease.client.decode.text.letters import LETTERS
 
 NFC_SHRINKS: Final = 4
-"""How many times more bytes a text can have than its NFC: 3.5, for U+1FBE U+0308 U+0301, rounded up."""
+"""Maximum ratio of a text's bytes to those of its NFC: 3.5, for U+1FBE U+0308 U+0301, rounded up."""
 
 _CUTTING: Final = frozenset({"ByteLevel", "Digits", "Metaspace"})
-"""Pre-tokenizers that only cut or replace, and drop no part of a text."""
+"""Pre-tokenizers that cut or replace, but never drop a part of a text."""
 
 _BYTE_TOKENS: Final = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def most_bytes_per_token(library: tokenizers.Tokenizer) -> int | None:
     """Return M of the module's docstring, 1 or more; None for a tokenizer without a bound."""
-    # Steps 2 to 4 of the module's docstring. If any of them has no bound, neither has the whole.
+    # These are steps 2 to 4 of the module's docstring. If any of them has no bound, the tokenizer has none.
     shrinks = _shrinks(_state(library.normalizer))
     cuts = _steps(_state(library.pre_tokenizer), "pretokenizers")
     longest_entry = _longest_entry(library, is_byte_level=any(step["type"] == "ByteLevel" for step in cuts))
     if shrinks is None or longest_entry is None or library.truncation is not None or not all(map(_drops_nothing, cuts)):
         return None
     longest = longest_entry
-    # Step 1's tokens: the longest name counts, before or after the normaliser.
+    # Step 1: take the longest name of an added token, before or after the normaliser.
     for added in library.get_added_tokens_decoder().values():
         # Such a token absorbs any number of spaces.
         if added.lstrip or added.rstrip:
@@ -76,7 +76,7 @@ def _steps(state: dict[str, Any] | None, of_sequence: str) -> list[dict[str, Any
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
-    """Return S of step 2, rounded up; None if it does not exist."""
+    """Return S of step 2, rounded up; None if there is no bound."""
     shrinks = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step["type"]
@@ -91,19 +91,19 @@ def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _drops_nothing(cut: dict[str, Any]) -> bool:
-    # These can drop the separator; all other behaviours keep it.
+    # These drop the separator if their behaviour is "Removed".
     if cut["type"] in ("Split", "Punctuation"):
         return bool(cut["behavior"] != "Removed")
     return cut["type"] in _CUTTING
 
 
 def _longest_entry(library: tokenizers.Tokenizer, *, is_byte_level: bool) -> int | None:
-    """Return the most bytes that an entry of the vocabulary stands for; None if not every byte is known (step 4)."""
+    """Return how many bytes an entry of the vocabulary stands for at most; None if step 4 has no bound."""
     model = library.model
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
     vocabulary = library.get_vocab(with_added_tokens=False)
-    # One letter is one byte, so a token's letters are its bytes.
+    # Each letter is one byte.
     if is_byte_level:
         return max(map(len, vocabulary)) if LETTERS.keys() <= vocabulary.keys() else None
     if model.byte_fallback and all(token in vocabulary for token in _BYTE_TOKENS):

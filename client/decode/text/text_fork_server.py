@@ -39,26 +39,26 @@ MAX_ERROR_CHARACTERS: Final = 600
 """Maximum number of characters of an error in a packet, where JSON may take 6 bytes for each."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Maximum memory that a worker may keep after a job, beyond its memory at the start. One that keeps more is
+"""Maximum number of bytes by which a worker's memory may have grown after a job. If it has grown more, the worker is
 replaced."""
 
 MAX_TRACEBACK_CHARACTERS: Final = 4000
 """Maximum number of characters of a traceback, so that an error that repeats a text can't fill the server's log."""
 
 OUT_OF_MEMORY_SCORE: Final = b"500"
-"""The kernel's score: when the host runs out of memory, workers are killed before the server."""
+"""The workers' oom_score_adj, so that the kernel kills them before the server when the host runs out of memory."""
 
 PR_SET_PDEATHSIG: Final = 1
-"""prctl's option for the signal at the parent's death, from linux/prctl.h."""
+"""prctl's option that sets the signal for the parent's death, from linux/prctl.h."""
 
 
 def main(control_fd: int, tokenizer_fd: int) -> None:
     """Serve until CONTROL's other end is closed."""
-    # Signals of a terminal or a service manager go to the whole group, but the decode server decides when this one
-    # ends: it has replies to finish first.
+    # A terminal or a service manager signals the whole process group, but the decode server must finish its replies
+    # before it ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Sent to the whole group, it means that the server is to read its settings again.
+    # The decode server reloads its settings on SIGHUP, which may also be sent to the whole group.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     with open(tokenizer_fd, "rb", closefd=True) as file:
@@ -69,8 +69,8 @@ def main(control_fd: int, tokenizer_fd: int) -> None:
         control.send(json.dumps({"rejected": str(error)[:MAX_ERROR_CHARACTERS]}).encode())
         return
     del values
-    # Exempt all existing objects from collection: a collection would write to their pages, and end their sharing with
-    # the workers.
+    # Exempt all existing objects from garbage collection, which would write to their pages, so that these would no
+    # longer be shared with the workers.
     gc.collect()
     gc.freeze()
     control.send(b'{"ready": true}')
@@ -83,7 +83,7 @@ class _ForkServer:
         self._numbers: dict[int, int] = {}
 
     def run(self) -> None:
-        # The signal of a worker's end writes a byte, which wakes the selector.
+        # SIGCHLD, when a worker ends, writes a byte that wakes the selector.
         bell, ring = socket.socketpair()
         bell.setblocking(False)
         ring.setblocking(False)
@@ -115,18 +115,19 @@ class _ForkServer:
                 self._send(ended=number, status=status)
 
     def _handle(self, own_fds: list[Any]) -> bool:
-        """Obey one packet. Returns False when CONTROL is closed."""
-        # An empty packet is the end of the socket: the decode server never sends one.
+        """Process one packet. Returns False when CONTROL is closed."""
+        # An empty packet means that the socket was closed, because the decode server never sends one.
         packet, sockets, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 1)
         if not packet:
             return False
         request = json.loads(packet)
         if "kill" in request:
-            # The pid can't belong to another process: it is free for reuse only after waitpid, which removes it here.
+            # The pid can't belong to another process: it may be reused only after waitpid, and then it is not listed
+            # here any more.
             for pid in [pid for pid, number in self._numbers.items() if number == request["kill"]]:
                 os.kill(pid, signal.SIGKILL)
             return True
-        # Taken before the fork, so that the worker can recognise whether its parent is still this process.
+        # Get the pid before the fork, so that the worker can check whether its parent is still this process.
         server = os.getpid()
         try:
             pid = os.fork()
@@ -134,7 +135,7 @@ class _ForkServer:
             os.close(sockets[0])
             self._send(failed=request["fork"], why=str(error))
             return True
-        # In the worker: close the fork server's descriptors, and never return to its loop.
+        # In the worker, close the fork server's descriptors. `_work` never returns to the loop.
         if not pid:
             for closable in (*own_fds, self._control):
                 closable.close()
@@ -154,20 +155,19 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # The kernel kills the worker when the server dies, since only the server could kill it otherwise. If the server
-        # died before this call, the parent is another process: then exit at once.
+        # Let the kernel kill the worker when the server dies, because nobody else would. If the server died before this
+        # call, the parent is another process: then exit at once.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server:
-            # Limits apply before the first byte of a tenant is read.
-            limits_set = _confine(limits)
+            # Set the limits before reading anything of a tenant.
+            max_kept_bytes = _confine(limits)
             while job := _receive(jobs):
-                # Each job gets its own time, however much earlier ones have used.
+                # Give each job the same CPU time, however much earlier jobs have used.
                 _give_processor_time(limits)
                 answer = _answer(reader, unpacked(job))
                 del job
-                # After a failure, or with too much memory kept, the worker's state is in doubt: a new one takes its
-                # place.
-                is_last = "failed" in answer or _memory_bytes() > limits_set
+                # End the worker after a failure, or if it has kept too much memory. A new one replaces it.
+                is_last = "failed" in answer or _memory_bytes() > max_kept_bytes
                 jobs.sendall(framed(answer | {"is_last": is_last}))
                 if is_last:
                     break
@@ -181,8 +181,8 @@ def _work(jobs: socket.socket, reader: PromptReader, limits: TextLimits, server:
 
 
 def _confine(limits: TextLimits) -> int:
-    """Set the limits for a worker's life. Returns the memory above which it is replaced after a job."""
-    # Not fatal: a container may forbid it.
+    """Set the limits that apply until the worker ends. Returns the memory above which it is replaced after a job."""
+    # A failure is not fatal, because a container may forbid this.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as score:
         score.write(OUT_OF_MEMORY_SCORE)
     own_bytes = _memory_bytes()
@@ -214,9 +214,9 @@ def _memory_bytes() -> int:
 
 
 def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
-    """Do one job and return the answer. The server names the function; a tenant controls only its arguments."""
+    """Run one job and return the answer. The server names the function; a tenant controls only its arguments."""
     try:
-        # MODULE:NAME, which only the decode server writes.
+        # The call is MODULE:NAME, and only the decode server writes it.
         module, _, name = job["call"].partition(":")
         call: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), name)
         return call(reader, **job["arguments"])
@@ -235,7 +235,7 @@ def _receive(jobs: socket.socket) -> bytes:
 
 
 def _exactly(jobs: socket.socket, size: int) -> bytes:
-    # The frame's size is bounded by the server, which made it.
+    # The decode server has limited the frame's size.
     data = bytearray(size)
     view, received = memoryview(data), 0
     while received < size:

@@ -1,8 +1,8 @@
-"""Reads tenants' texts in worker processes: in turns, within limits, and robust against the death of a worker.
+"""Reads tenants' texts in worker processes. Tenants take turns, each job has limits, and a worker may die.
 
-A tokenizer holds the interpreter's lock the longer the text is, and a chat template is a program that can take all
-memory. In the process of the step loop, either would stop every tenant's tokens. If a job exceeds a limit, its own
-request is refused and its worker replaced; other jobs continue or wait.
+A tokenizer holds the interpreter's lock, the longer the text is the longer, and a chat template is a program that can
+use up all memory. In the process of the step loop, either would stop every tenant's tokens. If a job exceeds a limit,
+its request is refused and its worker is replaced. Other jobs are not affected.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from gpulease.client.decode.text.text_jobs import MAX_JOB_BYTES, Job, TextLimits
 from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_WAIT_S: Final = 30.0
-"""Seconds that a text may wait for a process. All of them may be busy with texts that take all of their CPU time."""
+"""Seconds that a text may wait for a process. All processes may be busy with texts that use up their CPU time."""
 
 MAX_TRIES: Final = 2
-"""Maximum number of times that a text is tried if its process ended without exceeding a limit. Something else may have
-killed the process."""
+"""Maximum number of tries to read a text if its process ended without exceeding a limit. Something else may have killed
+the process."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,17 +50,17 @@ class TextProcesses:
     One tenant can occupy all workers but one, so that another tenant's text does not wait for it.
 
     Attributes:
-        replaced: Workers that were replaced because a job exceeded a limit, or because they ended.
+        replaced: Number of workers that were replaced because a job exceeded a limit, or because they ended.
     """
 
     def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits, log: DecodeLog) -> None:
-        """Args: tokenizer: `Tokenizer.values`. context: Positions of a sequence. count: Number of workers."""
+        """Prepare `count` workers for a tokenizer (`Tokenizer.values`) and sequences of `context` positions."""
         self.replaced = 0
         self._log = log
         self._count, self._limits = count, limits
         self._turns = TenantTurns[_Job](max(1, count - 1))
         self._wake = asyncio.Event()
-        # Serialised once into memory, so that a fork server that replaces a lost one starts without the loop's help.
+        # Serialize the tokenizer once into memory, from which each fork server reads it without this process's help.
         self._tokenizer = os.memfd_create("tokenizer", os.MFD_CLOEXEC)
         with open(self._tokenizer, "wb", closefd=False) as file:
             file.write(packed([tokenizer, context, asdict(limits)]))
@@ -76,7 +76,7 @@ class TextProcesses:
         """Start the processes for a tokenizer. Raises TextProcessesFailed."""
         processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
         try:
-            # All at the start, so that a tokenizer that can't be loaded is reported before the first request.
+            # Fork all workers now, so that a tokenizer that can't be loaded is reported before the first request.
             workers = [await processes._fork() for _ in range(count)]
         except BaseException:
             await processes.stop()
@@ -85,22 +85,22 @@ class TextProcesses:
         return processes
 
     async def do(self, tenant_id: str, job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Have a worker do a job, and return the answer.
+        """Run a job in a worker, and return its answer.
 
         Args:
-            tenant_id: The tenant whose text the job reads.
+            tenant_id: The tenant to which the text belongs.
             job: The function, which the worker imports by name.
-            arguments: Its named arguments, of types that msgpack has.
+            arguments: Its named arguments, of types that msgpack supports.
 
-        Raises TextNotRead for a text that can't be read within the limits, AdmissionRefused if it can't fit or no
-        process becomes free in time, RequestRejected for a text that is refused, TextProcessesFailed if the processes
-        can't be started.
+        Raises TextNotRead if reading the text exceeds a limit, AdmissionRefused if the text can't fit or no process
+        becomes free in time, RequestRejected for a text that is refused, TextProcessesFailed if the processes can't be
+        started.
         """
         try:
             frame = framed({"call": f"{job.__module__}:{job.__qualname__}", "arguments": arguments})
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestRejected(f"a message or a variable has a value that JSON can't represent: {error}") from None
-        # Checked before it is queued, because waiting jobs are kept in memory.
+        # Check the size before queueing the job, because waiting jobs are in memory.
         if len(frame) > MAX_JOB_BYTES:
             detail = f"the prompt has {len(frame):,} bytes; the limit is {MAX_JOB_BYTES:,}"
             raise AdmissionRefused(AdmissionReason.TOO_LARGE, detail, None)
@@ -130,27 +130,27 @@ class TextProcesses:
         for task in self._slots:
             task.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
-        # Jobs in progress were failed by their tasks' cancellation; these had no task yet.
+        # The cancelled tasks have failed their jobs. Fail the jobs that still waited.
         for job in self._turns.drain():
             _fail(job, decoder_closed())
         if self._server is not None:
             await self._server.stop()
         os.close(self._tokenizer)
 
-    # --- a worker's life ---
+    # --- workers ---
 
     async def _work(self, worker: ForkedWorker | None) -> None:
-        """Own one worker, replace it when necessary, and give it jobs, until cancelled."""
+        """Give jobs to one worker, and replace the worker when necessary. Runs until cancelled."""
         while True:
             if worker is None:
-                # Fork ahead, so that the next text need not wait. If that fails, `_do` tries again and reports the
-                # error.
+                # Fork a worker now, so that the next text need not wait. If this fails, `_do` tries again and reports
+                # the error.
                 with contextlib.suppress(Exception):
                     worker = await self._fork()
             while (job := self._turns.take()) is None:
                 self._wake.clear()
                 await self._wake.wait()
-            # From here on the job's own limits apply, not the limit of the wait.
+            # From here on the job's own limits apply, and not MAX_WAIT_S.
             job.is_started = True
             try:
                 # The caller may have been cancelled while the job waited.
@@ -159,12 +159,12 @@ class TextProcesses:
             except asyncio.CancelledError:
                 _fail(job, decoder_closed())
                 raise
-            # The fork server can't be started: report it to this caller, and try again with the next text.
+            # The fork server can't be started. Report this to the caller, and try again with the next text.
             except TextProcessesFailed as error:
                 self._log.error("text_process_not_started", tenant=job.tenant_id, cause=cause_of(error))
                 _fail(job, error)
                 worker = None
-            # A fault of ours. The worker may be in the middle of a job, so it is replaced.
+            # This is an internal error. The worker may be in the middle of a job, so replace it.
             except Exception as error:
                 self._log.failure("text_failed", error, tenant=job.tenant_id)
                 _fail(job, error)
@@ -172,18 +172,18 @@ class TextProcesses:
                 worker = None
             finally:
                 self._turns.done(job.tenant_id)
-                # A slot of the tenant is free, which another task may use for the tenant's next job.
+                # Wake another task, which may now run the tenant's next job.
                 self._wake.set()
 
     async def _do(self, worker: ForkedWorker | None, job: _Job) -> ForkedWorker | None:
-        """Do a job. Returns the worker if it can do another one, otherwise None."""
+        """Run a job. Returns the worker if it can run another job, otherwise None."""
         if worker is None or worker.ended.done() or job.tries:
-            # A retry needs a fresh worker: whatever ended the first one may have ended this one, too, unnoticed so far.
+            # Use a new worker for a retry: whatever ended the first worker may have ended this one, too.
             self._drop(worker)
             worker = await self._fork()
         job.tries += 1
         try:
-            # CPU time has its own limit in the worker. This one also covers a worker that sleeps or a host that is
+            # The worker itself limits CPU time. This limit also covers a worker that sleeps or a host that is
             # overloaded.
             async with asyncio.timeout(self._limits.wall_s):
                 answer = await worker.do(job.frame)
@@ -191,7 +191,7 @@ class TextProcesses:
             self._refuse(job, f"took more than {self._limits.wall_s:g} s", "time")
             self._replace(worker)
             return None
-        # The normal end: an answer, possibly a refusal. The worker says whether it is to be replaced.
+        # Normally there is an answer, which may be a refusal. It says whether the worker must be replaced.
         if answer is not None and "failed" not in answer:
             if not job.answer.done():
                 job.answer.set_result(answer)
@@ -213,13 +213,13 @@ class TextProcesses:
         """Find out why a worker ended during a job: refuse the job, or queue it again."""
         if self._server is not None:
             self._server.kill(worker)
-        # The fork server reports waitpid's status; None if it ended itself.
+        # The fork server reports waitpid's status. The status is None if the fork server has ended, too.
         status = await worker.ended
         number = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else 0
-        # Step 1: a limit that the kernel enforces shows in the signal that ended the worker.
+        # The kernel ends a worker with this signal if it exceeds its CPU time.
         if number == signal.SIGXCPU:
             self._refuse(job, f"takes more than {self._limits.processor_s} s of CPU time", "processor")
-        # Not a limit of ours: perhaps the kernel or an operator killed it. Try again, first in the tenant's queue.
+        # Perhaps the kernel or an operator has killed the worker, so try again, first in the tenant's queue.
         elif job.tries < MAX_TRIES:
             self._log.warning("text_read_again", tenant=job.tenant_id, signal=number)
             job.is_started = False

@@ -1,6 +1,6 @@
-"""A model's tokenizer: the `tokenizers` library's, with the model's begin token, its chat template and streams.
+"""A model's tokenizer: that of the library `tokenizers`, with the model's begin token, its chat template and streams.
 
-The library tokenizes. Decoding is done here, by the bytes that each token stands for: a stream then costs one table
+The library tokenizes. This module decodes, by the bytes that each token stands for: a stream then takes one table
 lookup per token, and holds back incomplete characters. The library would decode part of the text again for each token.
 """
 
@@ -27,7 +27,7 @@ PIECES_STEPS: Final = (
     {"type": "Fuse"},
     {"type": "Strip", "content": " ", "start": 1, "stop": 0},
 )
-"""The library's decoder for SentencePiece's tokens. Here its work is done by bytes."""
+"""The steps of the library's decoder for SentencePiece's tokens. `bytes_of` has the same effect."""
 
 
 class Tokenizer:
@@ -51,10 +51,10 @@ class Tokenizer:
         """Wrap the library's tokenizer.
 
         Args:
-            library: The library's tokenizer, which this one changes and keeps.
-            begin_token: The attribute.
-            chat_template: The attribute.
-            where: The file that contains it, for errors.
+            library: The library's tokenizer. This object changes and owns it.
+            begin_token: The attribute `begin_token`.
+            chat_template: The attribute `chat_template`.
+            where: The tokenizer's file, for errors.
             chat_begins: Whether a chat's prompt gets the begin token if the template does not write it.
 
         Raises ModelRejected if its decoder is neither GPT-2's nor SentencePiece's.
@@ -78,7 +78,7 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in kinds
         # SentencePiece adds a space at the beginning of a text, which decoding must remove.
         self._begins_with_space = "Strip" in kinds
-        # Filled on demand, as tokens occur.
+        # The bytes of tokens that have occurred.
         self._bytes: dict[int, bytes] = {}
         self._text = ""
 
@@ -87,7 +87,7 @@ class Tokenizer:
 
         Args:
             text: The text.
-            begins: Put the model's begin token first, if it has one and the text does not begin with it.
+            begins: Whether to put the model's begin token first, if it has one and the text does not begin with it.
 
         Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode.
         """
@@ -99,16 +99,16 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int], *, has_special: bool = False) -> str:
-        """Return the text of all tokens, special ones by their names if `has_special`. Invalid bytes become U+FFFD."""
+        """Return the text of tokens, with the names of special ones if `has_special`. Invalid bytes become U+FFFD."""
         names = self.special_tokens if has_special else {}
         parts = (names[token].encode() if token in names else self.bytes_of(token) for token in tokens)
         text = b"".join(parts).decode(errors="replace")
         return text.removeprefix(" ") if self._begins_with_space else text
 
     def stream(self, shown: Mapping[int, bytes] | None = None) -> "TextStream":
-        """Return a stream for a text that continues a prompt, so a space at its beginning is kept.
+        """Return a stream for a text that continues a prompt, so that a space at its beginning stays.
 
-        `shown` are special tokens with a text in this stream.
+        `shown` has special tokens that have a text in this stream, with their bytes.
         """
         if not shown:
             return TextStream(self.bytes_of)
@@ -123,7 +123,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens, which have no text, with their names."""
+        """The names of special tokens, which have no text."""
         return {token: str(added.content) for token, added in self._added.items() if added.special}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -140,42 +140,42 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, continues: bool = False
     ) -> str:
-        """Return a chat's prompt as text, ended as `ChatTemplate.render` says. Raises the errors of `encode_chat`."""
+        """Return a chat's prompt as text, by `ChatTemplate.render`. Raises the errors of `encode_chat`."""
         if self.chat_template is None:
             raise RequestRejected("the model has no chat template", "Send a completion request with the prompt as text")
         return self.chat_template.render(messages, variables, continues=continues)
 
     @property
     def most_bytes_per_token(self) -> int | None:
-        """The most bytes of a text that one token can stand for (text_bound.py); None without a bound."""
+        """Maximum number of bytes of a text that one token can stand for (text_bound.py); None without a limit."""
         return most_bytes_per_token(self._library)
 
     def values(self) -> list[Any]:
         """Return the tokenizer as plain values, for `of_values` in another process."""
         template = None if self.chat_template is None else self.chat_template.arguments
-        # Kept: for a large vocabulary it takes a second, in which no other Python code of this process runs.
+        # Cache the text: making it takes a second for a large vocabulary, in which no other Python code runs.
         self._text = self._text or self._library.to_str()
         return [self._text, self.begin_token, template, self._where, self.chat_begins]
 
     @classmethod
     def of_values(cls, values: Sequence[Any]) -> Self:
-        """Make the tokenizer that `values` describes. Raises ModelRejected."""
+        """Return the tokenizer that the result of `values` describes. Raises ModelRejected."""
         library, begin_token, template, where, chat_begins = values
         chat_template = None if template is None else ChatTemplate(*template)
         return cls(library_tokenizer(library, where), begin_token, chat_template, where, chat_begins=chat_begins)
 
     def _find_bytes(self, token: int) -> bytes:
-        # Special tokens have no text of their own; other added ones stand for their name.
+        # Special tokens have no text; other added tokens stand for their names.
         if token in self._added:
             added = self._added[token]
             return b"" if added.special else str(added.content).encode()
         if not 0 <= token < self.vocabulary:
             return b""
         piece = self._library.id_to_token(token) or ""
-        # GPT-2's kind: each letter is a byte. An entry with other characters stands for itself.
+        # In GPT-2's kind of vocabulary each letter is a byte. An entry with other characters stands for itself.
         if self._is_byte_level:
             return bytes(LETTERS[letter] for letter in piece) if LETTERS.keys() >= set(piece) else piece.encode()
-        # SentencePiece's kind: <0x41> is a single byte, anything else text in which ▁ is a space.
+        # In SentencePiece's kind <0x41> is a single byte, and anything else is text in which ▁ is a space.
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace(SPACE, " ").encode()
@@ -185,7 +185,7 @@ class TextStream:
     """A text that grows token by token. It returns complete characters, and holds back an incomplete one."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        """Args: bytes_of: Returns the bytes that a token stands for."""
+        """Begin a text. `bytes_of` returns the bytes that a token stands for."""
         self._bytes_of = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -1,17 +1,17 @@
 """The messages between the decoder's process and a front: frames of msgpack on a socket pair.
 
-A front speaks HTTP with everybody, so the decoder's process takes nothing from it on trust: each frame is bounded, and
-is decoded by its declaration or refused as a whole.
+A front parses HTTP from anybody, so the decoder's process does not trust it: each frame has a maximum size, and a frame
+that does not match its message's declaration is refused.
 
     front                                   decoder's process
-      <- Welcome                              what a front needs to know
-      -> FrontReady                           it accepts connections
+      <- Welcome                              the facts that a front needs
+      -> FrontReady                           the front accepts connections
       -> PlaceRequest(number, tenant)         <- Placed | FrontRefused
       -> Begin(number, body, ...)             <- [Loading] RequestSubmitted | FrontRefused
-                                              <- Step(...)    tokens and ends, one message a step
+                                              <- Step(...)    tokens and ends, one message per step
       -> Cancel(number, sequence), Drop(number)
 
-`number` is the front's number of an HTTP request, used once. Drop ends all that is left of it.
+`number` is the front's number of an HTTP request, and is used only once. Drop ends the rest of a request.
 """
 
 import asyncio
@@ -24,18 +24,18 @@ from gpulease.client.decode.supervisor.generation import EmittedParts
 from gpulease.client.errors import GpuLeaseError
 
 MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
-"""Maximum number of bytes of a front's frame: a request's body, and the rest of its message. A front that was taken
-over could otherwise fill the memory of the decoder's process."""
+"""Maximum size of a frame from a front, in bytes: a request's body and the rest of its message. Without a limit, a
+front that was taken over could fill the memory of the decoder's process."""
 
 MAX_STEP_BYTES: Final = 256 << 20
-"""Maximum number of bytes of a frame to a front, which trusts the decoder's process: a scored prompt with all its
-ranks."""
+"""Maximum size of a frame to a front, in bytes: a scored prompt with all its ranks fits. A front trusts the decoder's
+process."""
 
 _LENGTH_BYTES: Final = 4
 
 
 class FrontProtocolError(GpuLeaseError):
-    """A frame between a front and the server was too long, or was not a message of theirs."""
+    """A frame between a front and the server was too long, or was not one of their messages."""
 
     default_hint = "Restart the server: its processes are of different versions, or a front was taken over"
 
@@ -53,9 +53,9 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
     Attributes:
         number: The request.
         body: The body.
-        is_chat: Whether it is a chat's.
+        is_chat: Whether it is the body of a chat completion.
         request_id: The request's id.
-        model, is_stream: What the front read of the body, on a server of many models.
+        model, is_stream: On a server of many models, these members of the body, which the front has parsed.
     """
 
     number: int
@@ -74,25 +74,26 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """A request is over, answered or not: its place and the rest of its sequences are released."""
+    """A request has ended, answered or not: its place and the rest of its sequences are released."""
 
     number: int
 
 
 class FrontReady(msgspec.Struct, tag="ready", frozen=True):
-    """The front accepts connections: the last front's message lets the server report that it serves."""
+    """The front accepts connections. When all fronts have sent this, the server reports that it serves."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The facts that a front needs.
 
     Attributes:
-        model_path: The only model, for its tokenizer; "" on a server of many, where `RequestSubmitted` has it.
+        model_path: The path of the only model, for its tokenizer; "" on a server of many models, where
+            `RequestSubmitted` has the path.
         tenant_keys: The sha256 of each tenant's key, by tenant.
         host_names: Further names of the server.
         cors_origins: Origins of pages that may call it from a browser.
         stop_s: Seconds for streams to finish when the server stops.
-        inner_path: The Unix socket of the decoder's process, for all other paths.
+        inner_path: The Unix socket of the decoder's process, which serves all other HTTP paths.
     """
 
     model_path: str
@@ -110,7 +111,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """The model of a request for a stream is being loaded: its caller gets comments meanwhile."""
+    """The model of a request for a stream is being loaded. The front sends comments to the caller meanwhile."""
 
     number: int
 
@@ -126,9 +127,9 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence of a request.
 
     Attributes:
-        prompt: The number of its prompt.
+        prompt: The index of its prompt.
         seed: The seed of its sampling.
-        max_tokens: The most tokens that it may generate.
+        max_tokens: Maximum number of tokens that it may emit.
     """
 
     prompt: int
@@ -141,11 +142,11 @@ class RequestSubmitted(msgspec.Struct, tag="begun", frozen=True):
 
     Attributes:
         number: The request.
-        answer: The body as the text process parsed it, packed as `text_jobs.packed` packs it.
+        answer: The text process's answer for the body, packed by `text_jobs.packed`.
         sequences: Its sequences.
-        end_tokens: The tokens that end them.
+        end_tokens: The tokens that end the sequences.
         model: The model's name.
-        model_path: The model's files, for its tokenizer.
+        model_path: The path of the model's files, for its tokenizer.
     """
 
     number: int
@@ -174,7 +175,7 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reuse(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens of a sequence's prompt were not computed, sent with its first token unless that is 0."""
+    """How many tokens of a sequence's prompt were reused. Sent with the first token, unless the number is 0."""
 
     number: int
     sequence: int
@@ -182,7 +183,7 @@ class Reuse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
-    """The results of a step for a front's requests: scores of prompts, tokens, and then the ends of sequences."""
+    """The results of a step for a front's requests: numbers of reused tokens, scores of prompts, tokens, and ends."""
 
     reuses: list[Reuse]
     scores: list[SequenceTokens]
@@ -220,7 +221,7 @@ async def _read(
 ) -> Message | None:
     try:
         size = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        # Before anything is allocated for it.
+        # Check the size before allocating memory for the frame.
         if size > most_bytes:
             raise FrontProtocolError(f"a frame of {size:,} bytes is longer than {most_bytes:,}")
         return decoder.decode(await reader.readexactly(size))

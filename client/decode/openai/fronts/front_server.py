@@ -1,7 +1,7 @@
-"""The decoder's side of fronts: starts their processes, has their requests computed, and sends them each step's tokens.
+"""The decoder's side of fronts: starts their processes, submits their requests, and sends them each step's tokens.
 
-A front that ends, stops reading or sends anything but a message loses its own streams. Its requests are cancelled, and
-another process takes its place; callers of other fronts notice nothing.
+If a front ends, stops reading or sends an invalid message, its streams are lost, its requests are cancelled, and
+another process takes its place. Callers of other fronts are not affected.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
 from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Maximum number of bytes that a front has not read. One that is stopped or hangs would otherwise fill the memory of
-the decoder's process; a step of a thousand tokens has about 50 kB."""
+"""Maximum number of bytes that wait for a front to read them. Without a limit, a front that hangs would fill the memory
+of the decoder's process. A step of a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
@@ -80,10 +80,10 @@ class _FrontRequest:
 
 
 class FrontConnection:
-    """One front's requests. Its owner passes messages in, and calls `close` at the end.
+    """One front's requests. The owner passes messages to `receive`, and calls `close` at the end.
 
     Args:
-        models: Compute completions.
+        models: The server's models.
         send: Sends a message to the front.
     """
 
@@ -91,8 +91,8 @@ class FrontConnection:
         self._models, self._send = models, send
         self._requests: dict[int, _FrontRequest] = {}
         self._last_number = 0
-        # Sequences with something to take, in the order in which it came; sent together at the end of this turn of the
-        # event loop, so in one message a step.
+        # Sequences with something to send, in the order in which it came. One call at the end of this turn of the event
+        # loop sends it all, so that each step needs one message.
         self._changed: dict[tuple[int, int], Generation] = {}
 
     async def receive(self, message: FromFront) -> None:
@@ -101,7 +101,7 @@ class FrontConnection:
             await self._acquire_place(message)
         elif isinstance(message, Begin):
             request = self._requests.get(message.number)
-            # Only once, and only with a place.
+            # A request may begin only once, and only with a place.
             if request is None or request.task is not None:
                 raise FrontProtocolError(f"request {message.number} has no place to begin with")
             request.request_id = message.request_id
@@ -115,12 +115,12 @@ class FrontConnection:
             await self._drop(message.number)
 
     async def close(self) -> None:
-        """Cancel all requests: their callers are gone."""
+        """Cancel all requests, because the front has ended."""
         for number in list(self._requests):
             await self._drop(number)
 
     async def _acquire_place(self, message: PlaceRequest) -> None:
-        # Numbers rise, so one message can't take over another request's state.
+        # Numbers must increase, so that a message can't take over another request's state.
         if message.number <= self._last_number or not self._models.has_tenant(message.tenant):
             raise FrontProtocolError(f"request {message.number} of {message.tenant!r} can't begin")
         if len(self._requests) >= MAX_CONNECTIONS:
@@ -137,7 +137,7 @@ class FrontConnection:
 
     async def _begin(self, request: _FrontRequest, message: Begin) -> None:
         try:
-            # The same two steps as next to the decoder, with the answer in between, which the front needs, too.
+            # Read and submit, as `DirectSource` does. The front also needs the answer of `read`.
             async with request.place:
                 route = Route(message.model or None, message.is_stream)
                 source = await request.request_place.source(
@@ -152,7 +152,7 @@ class FrontConnection:
             return
         request.generations = dict(enumerate(submitted.generations))
         self._send(_submitted_message(message.number, packed(answer), submitted, request.request_place.path()))
-        # After RequestSubmitted: some may have tokens already.
+        # Watch only after sending RequestSubmitted, because sequences may have tokens already.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
 
@@ -177,7 +177,7 @@ class FrontConnection:
             if request is None:
                 continue
             emitted = generation.take()
-            # A prompt's scores are complete when its first token comes, and are sent with it.
+            # A prompt's scores are complete when its first token comes, so send them with it.
             if emitted and len(emitted) == len(generation.tokens):
                 if generation.reused_tokens:
                     reuses.append(Reuse(number, sequence, generation.reused_tokens))
@@ -208,7 +208,7 @@ class FrontConnection:
         if request.task is not None:
             request.task.cancel()
             await asyncio.gather(request.task, return_exceptions=True)
-        # Has no effect if the request gave its place back itself.
+        # This has no effect if the request has released its place.
         await request.place.aclose()
         for generation in request.generations.values():
             generation.cancel()
@@ -219,7 +219,7 @@ class FrontConnection:
 
 
 def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: str) -> RequestSubmitted:
-    # The sequences are in the order of their prompts, as many for each.
+    # The sequences are in the order of their prompts. Each prompt has the same number of sequences.
     sequences = tuple(
         Sequence(place // submitted.request.tries, request.sampling.seed, request.max_emitted_tokens)
         for place, request in enumerate(generation.request for generation in submitted.generations)
@@ -234,15 +234,15 @@ def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: s
 async def fronts(
     count: int, sock: socket.socket, models: ServedModels, welcome: Welcome
 ) -> AsyncIterator[socket.socket]:
-    """Serve HTTP in `count` processes until the block ends. They accept connections when the block begins.
+    """Serve HTTP in `count` processes during the block. When the block begins, all of them accept connections.
 
-    At the end they finish their streams, for at most `welcome.stop_s` seconds.
+    At its end they finish their streams, for at most `welcome.stop_s` seconds.
 
     Args:
         count: The number of processes.
-        sock: The listening socket, which all of them accept from.
-        models: Compute completions.
-        welcome: What the fronts need to know, but for `inner_path`.
+        sock: The listening socket, on which all of them accept connections.
+        models: The server's models.
+        welcome: The facts that the fronts need, except for `inner_path`.
 
     Yields the listening socket on which this process must serve the requests that the fronts pass on. Raises
     FrontsFailed if one of them does not start.
@@ -277,7 +277,7 @@ async def _processes(count: int, sock: socket.socket, models: ServedModels, welc
 
 
 class _Front:
-    """One front: its process, and the next one if it ends."""
+    """One front: starts its process, and another one if that ends."""
 
     def __init__(self, sock: socket.socket, models: ServedModels, welcome: Welcome) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -300,12 +300,12 @@ class _Front:
             await self._serve_once()
             if self._is_stopping:
                 return
-            # At start the operator is watching: end the server with an error.
+            # If this happens at the start, end the server with an error, which the operator will see.
             if not self.started.done():
                 self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
                 return
             self._models.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
-            # A front that has served for a while is able to start, so reset the count of failures.
+            # A front that has served for a while can start, so reset the count of failures.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
                 failures = 0
             await asyncio.sleep(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -314,7 +314,7 @@ class _Front:
     async def _serve_once(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            # A new program, not a fork: this process has threads, a lease and an event loop.
+            # Start a new program instead of forking, because this process has threads, a lease and an event loop.
             command = (sys.executable, "-P", "-m", "gpulease.client.decode.openai.fronts.front_process")
             descriptors = theirs.fileno(), self._sock.fileno()
             with sighup_blocked():
@@ -327,7 +327,7 @@ class _Front:
         def send(message: ToFront) -> None:
             if writer.is_closing():
                 return
-            # Never wait for a front: the step loop runs in this process.
+            # Never wait for a front, because the step loop runs in this process.
             if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._models.log.error("front_reads_nothing", unread_bytes=writer.transport.get_write_buffer_size())
                 writer.transport.abort()
@@ -346,7 +346,7 @@ class _Front:
         except FrontProtocolError as error:
             self._models.log.failure("front_protocol", error)
         finally:
-            # Whatever ended the connection: without it the process is of no use.
+            # Without its connection the process is useless, whatever has ended the connection.
             if not self._is_stopping:
                 self.kill()
             await connection.close()
