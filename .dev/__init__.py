@@ -1,13 +1,13 @@
 """Lease a slice of a GPU, compute in it, give it back.
 
 `gpulease.GpuBuilder`, all other names of `gpulease.client`, `client` and `protocol` are here, each imported when it is
-first asked for. This file imports nothing by itself: the daemon and the wire format load it, too, and need none of
-that.
+first used. This file imports nothing itself, because the daemon and the wire format load it, too, and do not need the
+client.
 """
 
 __version__ = "0.1.0"
 
-TYPE_CHECKING = False  # type checkers take it for true, wherever it comes from; importing typing takes longer than this
+TYPE_CHECKING = False  # type checkers treat this name as true; importing it from typing would take longer
 
 if TYPE_CHECKING:
     from gpulease import client as client

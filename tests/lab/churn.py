@@ -1,4 +1,4 @@
-"""A load of leases that are acquired, work, are renewed and end in every way, so many at a time, on one daemon."""
+"""A load on one daemon: a constant number of leases that are acquired, used, renewed and ended in every way."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ GRID: Final = (4, 1, 1)
 BLOCK: Final = (256, 1, 1)
 
 AT_A_TIME: Final = 8
-"""Acquires in progress together: a host has only so many cores to start processes on."""
+"""Maximum number of acquires in progress at the same time, because each starts a process."""
 
 TTL_S: Final = 120.0
 REST_TTL_S: Final = 120.0
@@ -40,13 +40,13 @@ ENDINGS: Final = ("free", "expire", "drop", "kill", "revoke", "free", "free")
 """The ways in which leases end, in rotation."""
 
 EXPIRY_PART: Final = 0.25
-"""Share of the mean life for which a lease that is to expire is acquired."""
+"""Duration of a lease that must expire, as a share of the mean life."""
 
 PATIENCE_S: Final = 120.0
-"""Longest time, in seconds, until all leases rest, or until a tenant gets an end's error: beyond it, something hangs.
-"""
+"""Longest wait, in seconds, until all leases rest, or until a tenant gets the error of its lease's end. After that,
+something hangs."""
 
-REFUSED_LOOK_S: Final = 0.05
+REFUSED_POLL_S: Final = 0.05
 
 _X: Final = np.arange(VALUES, dtype=np.float32)
 
@@ -56,9 +56,9 @@ class Churn:
 
     Args:
         address: The daemon.
-        leases: Number of leases at a time.
+        leases: Number of leases at the same time.
         life_s: Mean life of a lease in seconds.
-        image: PTX with `scale`.
+        image: PTX with the kernel `scale`.
         seed: Seed of the random lives.
 
     Attributes:
@@ -79,11 +79,11 @@ class Churn:
         self._resting = 0
 
     @contextlib.asynccontextmanager
-    async def going_on(self) -> AsyncIterator[None]:
-        """Keep up the load until the block ends: one task for each lease, and one that acts as an operator."""
+    async def running(self) -> AsyncIterator[None]:
+        """Run the load during the block: one task for each lease, and one that acts as an operator."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._slot()) for _ in range(self._leases)]
-            tasks.append(group.create_task(self._look_around()))
+            tasks.append(group.create_task(self._act_as_operator()))
             try:
                 yield
             finally:
@@ -92,9 +92,9 @@ class Churn:
 
     @contextlib.asynccontextmanager
     async def at_rest(self) -> AsyncIterator[None]:
-        """Until the block ends, every lease is attached and renewed, and no request is sent."""
+        """Stop the load during the block: every lease is attached and renewed, and no request is sent."""
         self._resume.clear()
-        # Step 1: ask all tasks to rest. Step 2: wait until the last one does. Step 3: they rest until the block ends.
+        # Step 1: tell all tasks to rest. Step 2: wait until all of them rest. Step 3: they rest until the block ends.
         self._rest.set()
         try:
             async with asyncio.timeout(PATIENCE_S), self._changed:
@@ -105,34 +105,33 @@ class Churn:
             self._rest.clear()
             self._resume.set()
 
-    # --- one lease after the other ---
+    # --- one lease after another ---
 
     async def _slot(self) -> None:
         while True:
             ending = next(self._endings)
-            # A lease that is to expire would end in the middle of the rest.
+            # A lease that must expire would end during the rest.
             if ending == "expire" and self._rest.is_set():
                 ending = "free"
             try:
                 self.ended[await self._live(ending)] += 1
             except (GpuLeaseError, Breach, TimeoutError) as error:
                 self.surprises.append(f"{ending}: {type(error).__name__}: {error}")
-                # Pause: a fault that repeats must not spin.
+                # Pause, so that an error that repeats does not make this loop spin.
                 await asyncio.sleep(1.0)
 
     async def _live(self, ending: str) -> str:
-        """Take one lease from its acquire to its end; returns the way in which it ended."""
+        """Acquire, use and end one lease. Returns the way in which it ended."""
         ttl_s = max(1.0, EXPIRY_PART * self._life_s) if ending == "expire" else TTL_S
         builder = GpuBuilder(self._address).min_vram(SLICE_BYTES).lease_secs(ttl_s).timeout(30)
-        # Only some acquires at a time: each starts a process.
         async with self._acquiring:
             lease = await self._timed("acquire", builder.acquire())
         if ending == "expire":
-            # It gets a short time and no renewal; all others live twice their renewal.
+            # This lease is short and is not renewed. All others are renewed twice.
             return await self._let_expire(lease)
         async with await self._timed("attach", GpuSession(lease)) as session:
             await self._work(session)
-            # Two renewals: the second one shows that the first has been remembered.
+            # Renew twice, because the second renewal shows that the first had an effect.
             for _ in range(2):
                 await self._hold(lease, self._random.uniform(0.25, 0.75) * self._life_s)
                 await self._timed("renew", lease.renew(TTL_S))
@@ -142,23 +141,23 @@ class Churn:
             return ending
 
     async def _let_expire(self, lease: GpuLease) -> str:
-        """Don't renew the lease. On a busy host it may end before it is used."""
+        """Use the lease until it expires. On a busy host it may expire before it is used."""
         with contextlib.suppress(LeaseExpired):
             async with GpuSession(lease) as session:
                 await self._work(session)
                 await _until_refused(session, self._rest)
-            # All leases are about to rest, and this one would end meanwhile.
+            # All leases are about to rest, and this one would expire meanwhile, so free it.
             await lease.free()
             return "free"
         return "expire"
 
     async def _end(self, ending: str, lease: GpuLease, session: GpuSession) -> None:
         match ending:
-            # A tenant's own end: session first, then the lease.
+            # The tenant closes the session and frees the lease.
             case "free":
                 await session.close()
                 await self._timed("free", lease.free())
-            # The worker dies without its tenant: the daemon must notice and end the lease.
+            # The worker is killed: the daemon must notice this and end the lease.
             case "kill":
                 os.kill(await asyncio.to_thread(worker_pid, lease.lease_id), signal.SIGKILL)
                 with contextlib.suppress(GpuLeaseError):
@@ -169,10 +168,10 @@ class Churn:
                 with contextlib.suppress(Revoked):
                     await _until_refused(session)
             case "drop":
-                pass  # Its last reference goes: the lease is given back without an answer.
+                pass  # The last reference to the lease is dropped, which frees it without waiting for a reply.
 
     async def _work(self, session: GpuSession) -> None:
-        # The whole of a session's work, compared with numpy: a wrong answer under load is a surprise as well.
+        # Use all main operations of a session, and compare the result with numpy: a wrong result is also a surprise.
         module = await session.module_load(self._image)
         buffer = await session.mem_alloc(_X.nbytes)
         await session.mem_write(buffer, 0, _X)
@@ -186,20 +185,20 @@ class Churn:
         await session.module_unload(module)
 
     async def _hold(self, lease: GpuLease, seconds: float) -> None:
-        """Wait for `seconds`; if all leases are to rest meanwhile, renew and rest with them."""
+        """Wait for `seconds`. If all leases must rest meanwhile, renew the lease and rest, too."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             try:
-                # Whichever comes first: the lease's time, or the wish to rest.
+                # Wait for the end of `seconds`, or for the rest, whichever comes first.
                 async with asyncio.timeout(left_s):
                     await self._rest.wait()
             except TimeoutError:
                 return
             await lease.renew(REST_TTL_S)
-            await self._wait_for_the_others()
+            await self._rest_with_others()
 
-    async def _wait_for_the_others(self) -> None:
-        # Count in, wait for the end of the rest, count out.
+    async def _rest_with_others(self) -> None:
+        # Count this task as resting until the rest ends.
         await self._count(1)
         await self._resume.wait()
         await self._count(-1)
@@ -211,16 +210,16 @@ class Churn:
 
     # --- an operator ---
 
-    async def _look_around(self) -> None:
+    async def _act_as_operator(self) -> None:
         while True:
-            # What an operator's page asks for, once a second.
+            # Once a second, request what an operator's page shows.
             for name, op in (("inventory", Opcode.GET_INVENTORY), ("list", Opcode.LEASE_LIST_ACTIVE)):
                 await self._timed(name, asyncio.to_thread(ask, op, Empty(), self._address))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._rest.wait()
             if self._rest.is_set():
-                await self._wait_for_the_others()
+                await self._rest_with_others()
 
     async def _timed(self, name: str, operation: Awaitable[T]) -> T:
         started = time.perf_counter()
@@ -232,7 +231,7 @@ class Churn:
 async def _until_refused(session: GpuSession, unless: asyncio.Event | None = None) -> None:
     """Sync until the session's end is reported, or `unless` is set. Raises the reported error, or TimeoutError."""
     async with asyncio.timeout(PATIENCE_S):
-        # The error comes with the first operation after the end, so ask again and again.
+        # The first operation after the end raises the error, so poll.
         while unless is None or not unless.is_set():
             await session.sync()
-            await asyncio.sleep(REFUSED_LOOK_S)
+            await asyncio.sleep(REFUSED_POLL_S)

@@ -1,10 +1,10 @@
-"""A decoder under load while its tenants' regions are revoked constantly, and a check of everything that it produces.
+"""Loads a decoder while its tenants' regions are constantly revoked, and checks all of its outputs and records.
 
     PYTHONPATH=.dev python -m tests.lab.decode_storm --minutes 10
 
-Each output is compared with that of the same request
-before the storm. At the end, each request that ended must have exactly one record in the daemon's audit log, and the
-log must be whole. Uses the running daemon, or a private one. Exits with 1 if anything is wrong.
+Each output is compared with that of the same request before the storm. At the end, each request that ended must have
+exactly one record in the daemon's audit log, and the log must be intact. Uses the running daemon, or a private one.
+Exits with 1 if anything is wrong.
 """
 
 import asyncio
@@ -50,28 +50,28 @@ from .trend import trend_of
 
 TENANTS: Final = ("ann", "bob", "cid", "dot")
 KINDS: Final = ((5, 12, False), (17, 32, False), (40, 48, True), (64, 24, False))
-"""Each tenant's requests: tokens of the prompt, tokens of the output, and whether the caller hangs up halfway."""
+"""Each tenant's requests: number of tokens of the prompt and of the output, and whether the caller cancels halfway."""
 
 POSITIONS: Final = 96
-"""Positions of a sequence: the longest request fits."""
+"""Maximum number of positions of a sequence. The longest request fits."""
 
 SEQUENCES: Final = 8
-"""Live sequences. Steps of more than 16 rows need kernels that the embedded driver compiles slowly."""
+"""Default number of live sequences. Steps of over 16 rows need kernels that the embedded driver compiles slowly."""
 
 REVOKE_EVERY_S: Final = 0.05
 
 READINGS: Final = 40
-"""Samples of memory during the storm, so that each quarter has ten."""
+"""Number of memory samples during the storm, so that each quarter has ten."""
 
 PAUSE_S: Final = 0.1
-"""Seconds until the next request after one that failed: a decoder that has ended refuses all of them at once."""
+"""Seconds between a failed request and the next one, because a decoder that has ended refuses all requests at once."""
 
 GROWTH_KIB: Final = 4096.0
-"""Largest growth of memory during the storm's second half: a thousand rebinds that leak 4 KiB each are noticed."""
+"""Largest growth of memory in the storm's second half. This detects a thousand rebinds that leak 4 KiB each."""
 
 KIB: Final = 1024
 
-# Few tombstones, so that their table is full before the second half starts.
+# The limit on tombstones is low, so that their table is full before the second half starts.
 _SETTINGS: Final = """\
 audit = "{audit}"
 [limits]
@@ -83,12 +83,12 @@ RIGHT_ENDS: Final = frozenset({CompletionReason.MAX_TOKENS_REACHED, CompletionRe
 
 @dataclass(frozen=True, slots=True)
 class StormPlan:
-    """The requested storm.
+    """The parameters of a storm.
 
     Attributes:
         checkpoint: The model.
-        for_s: Seconds of revocations.
-        sequences: Number of live sequences, of all tenants.
+        for_s: Duration of the storm in seconds.
+        sequences: Number of live sequences of all tenants together.
         audit: The folder of the daemon's audit log; None: records are neither written nor checked.
     """
 
@@ -100,7 +100,7 @@ class StormPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request that is sent repeatedly; the caller reads `wanted` tokens of its output, then hangs up."""
+    """A request that is sent repeatedly. The caller reads `wanted` of its `tokens` tokens, then cancels it."""
 
     tenant: str
     number: int
@@ -109,17 +109,16 @@ class _Request:
     wanted: int
 
 
-class _Heard(DecoderObserver):
-    """Counts of the decoder's reports.
+class _ReportCounts(DecoderObserver):
+    """Counts the decoder's reports.
 
     Attributes:
         tokens: Number of tokens, by tenant.
-        replays: Number of requests that continued after a loss.
-        finished: Numbers of the requests that ended, with which their ids end.
+        replays: Number of replays after a loss.
+        finished: Numbers of the requests that ended. A request's id ends with its number.
     """
 
     def __init__(self) -> None:
-        # Counts since the storm's beginning.
         self.tokens: Counter[str] = Counter()
         self.replays = 0
         self.finished = array("L")
@@ -140,53 +139,53 @@ class _Heard(DecoderObserver):
 class _Storm:
     """Requests, revocations and comparisons on one decoder."""
 
-    def __init__(self, decoder: Decoder, heard: _Heard, run: str) -> None:
-        # A run's ids begin with a name of its own: other runs may write to the same audit log.
-        self.decoder, self.heard, self.run = decoder, heard, run
+    def __init__(self, decoder: Decoder, reports: _ReportCounts, run: str) -> None:
+        # Ids of requests begin with this run's name, because other runs may write to the same audit log.
+        self.decoder, self.reports, self.run = decoder, reports, run
         self.outputs = self.wrong = self.revoked = 0
         self.errors: Counter[str] = Counter()
         self.requests = list(_requests(decoder.engine.forward.weights.config.vocabulary))
-        self.quiet: dict[_Request, list[int]] = {}
+        self.expected: dict[_Request, list[int]] = {}
         self._numbers = 0
 
-    async def hear_quiet_outputs(self) -> None:
+    async def compute_expected_outputs(self) -> None:
         """Compute each request's output while nothing is revoked."""
-        # All requests at once: quiet outputs depend on no other request.
+        # Outputs do not depend on other requests, so compute all of them together.
         found = await asyncio.gather(*(self._output(request, request.tokens) for request in self.requests))
-        self.quiet.update(zip(self.requests, found, strict=True))
+        self.expected.update(zip(self.requests, found, strict=True))
 
     async def repeat(self, requests: Sequence[_Request], until: float) -> None:
-        """Send requests one after the other, and compare their outputs, until that monotonic time."""
+        """Send requests one after another, and compare their outputs, until the monotonic time `until`."""
         for request in itertools.cycle(requests):
             if time.monotonic() >= until:
                 return
             try:
                 found = await self._output(request, request.wanted)
-            # No error is expected: a revoked region is replaced without the caller's notice.
+            # No error is expected, because callers do not notice that a revoked region is replaced.
             except GpuLeaseError as error:
                 self.errors[f"{type(error).__name__}: {error}"] += 1
                 await asyncio.sleep(PAUSE_S)
                 continue
             self.outputs += 1
-            # Compare the part that was read: a caller that hung up has half of it.
-            self.wrong += found != self.quiet[request][: request.wanted]
+            # Compare the part that the caller has read.
+            self.wrong += found != self.expected[request][: request.wanted]
 
     async def revoke(self, until: float) -> None:
-        """Revoke regions at random; a tenant's next one only after the tenant got another token."""
+        """Revoke regions at random, each only after its tenant got a token since the last revocation."""
         rng, at_loss = random.Random(1), Counter[str]()
         while time.monotonic() < until:
             await asyncio.sleep(REVOKE_EVERY_S)
             tenant = rng.choice(TENANTS)
-            pool, tokens = self.decoder.regions.pools.get(tenant), self.heard.tokens[tenant]
-            # Only after another token: revoking a region again before it was used would test nothing.
+            pool, tokens = self.decoder.regions.pools.get(tenant), self.reports.tokens[tenant]
+            # Revoking a region before it was used would test nothing.
             if pool is not None and pool.region.is_alive and tokens > at_loss[tenant]:
                 at_loss[tenant] = tokens
                 await pool.region.revoke("bench")
                 self.revoked += 1
 
     async def _output(self, request: _Request, wanted: int) -> list[int]:
-        """The first tokens of a request's output; then hangs up."""
-        # Each try has another id, so that each has a record of its own.
+        """Return the first `wanted` tokens of a request's output, then cancel the request."""
+        # Use a new id each time, so that each has a separate record.
         self._numbers += 1
         generation = self.decoder.submit(
             request.prompt,
@@ -202,13 +201,13 @@ class _Storm:
                 if len(found) == wanted:
                     break
         finally:
-            # Hang up in any case; after the whole output this changes nothing.
+            # Cancel in any case. After the whole output this has no effect.
             generation.cancel()
         return found
 
 
 def _requests(vocabulary: int) -> list[_Request]:
-    # Every tenant has a request of each kind, with a prompt of its own.
+    # Every tenant has a request of each kind. All prompts differ.
     made = []
     for number, (tenant, (length, tokens, hangs_up)) in enumerate(
         (tenant, kind) for tenant in TENANTS for kind in KINDS
@@ -220,34 +219,35 @@ def _requests(vocabulary: int) -> list[_Request]:
 
 
 async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object]) -> dict[str, Any]:
-    """Run a storm; returns the report.
+    """Run a storm. Returns the report.
 
     Args:
         address: The daemon's address.
         plan: The storm.
-        say: Receives what happens next.
+        say: Receives a line about each phase.
 
-    Raises what `Decoder.open` raises, and Unsupported if the plan names an audit log and the daemon keeps none.
+    Raises the errors of `Decoder.open`, and Unsupported if the plan names an audit log and the daemon keeps none.
     """
-    # As many live sequences for each tenant as fit, and blocks for the longest request of each.
+    # Divide the live sequences between the tenants, with blocks for the longest requests.
     each = max(1, plan.sequences // len(TENANTS))
     blocks = each * -(-POSITIONS // PAGE)
     tenants = [TenantConfig(name, each, blocks, max_waiting=len(KINDS) + each) for name in TENANTS]
     rows = each * len(TENANTS)
     settings = DecoderSettings(2 * rows, rows, rows, POSITIONS, rebinds_at_once=1_000_000_000)
-    # The observers see every report: one counts, the other writes the audit records.
-    heard = _Heard()
+    # One observer counts the reports, the other writes audit records.
+    reports = _ReportCounts()
     audit = await DecodeAudit.of(plan.checkpoint) if plan.audit is not None else None
-    observers = [heard, *([audit] if audit is not None else [])]
+    observers = [reports, *([audit] if audit is not None else [])]
     async with contextlib.AsyncExitStack() as stack:
         opened = Decoder.open(plan.checkpoint, tenants, settings, address=address, observers=observers)
         decoder = await stack.enter_async_context(opened)
         if audit is not None:
             await stack.enter_async_context(audit.writing(lambda: decoder.engine.lease))
-        storm = _Storm(decoder, heard, f"storm-{os.urandom(4).hex()}")
+        storm = _Storm(decoder, reports, f"storm-{os.urandom(4).hex()}")
         say("each request while nothing is revoked")
-        # Step 1: the right outputs. Step 2: the storm. Step 3: the audit log, after the decoder has written everything.
-        await storm.hear_quiet_outputs()
+        # Step 1: compute the expected outputs. Step 2: run the storm. Step 3: when the decoder has written all records,
+        # check the audit log.
+        await storm.compute_expected_outputs()
         say(f"the storm, for {plan.for_s:g} s")
         memory = await _load_and_revoke(storm, each, plan.for_s, address)
     report = {
@@ -255,23 +255,23 @@ async def run_storm(address: str, plan: StormPlan, say: Callable[[str], object])
         "outputs": storm.outputs,
         "wrong": storm.wrong,
         "errors": dict(storm.errors),
-        "tokens": heard.tokens.total(),
+        "tokens": reports.tokens.total(),
         "revoked": storm.revoked,
         "rebinds": decoder.rebinds,
-        "replays": heard.replays,
+        "replays": reports.replays,
         "memory": memory,
     }
     # After the decoder has closed, every record is written.
     if plan.audit is not None:
         say("the audit log")
-        report["audit"] = await asyncio.to_thread(audited, plan.audit, storm.run, heard.finished, _digests(storm))
+        report["audit"] = await asyncio.to_thread(audited, plan.audit, storm.run, reports.finished, _digests(storm))
     return report
 
 
 async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str) -> dict[str, Any]:
-    """Load and revoke for some seconds; returns how the memory developed. The last requests run to their end."""
+    """Send requests and revoke regions for `for_s` seconds. Returns how the memory developed."""
     until = time.monotonic() + for_s
-    # Each load begins with another of its tenant's requests, so that all kinds run at once.
+    # Each load of a tenant begins with a different request, so that all kinds run at the same time.
     loads = [
         storm.repeat(own[number % len(own) :] + own[: number % len(own)], until)
         for own in ([one for one in storm.requests if one.tenant == tenant] for tenant in TENANTS)
@@ -279,7 +279,6 @@ async def _load_and_revoke(storm: _Storm, each: int, for_s: float, address: str)
     ]
     async with asyncio.TaskGroup() as tasks:
         for work in (*loads, storm.revoke(until)):
-            # Memory is sampled while the others work; the group ends with the last of them.
             tasks.create_task(work)
         return await _memory(address, for_s)
 
@@ -290,7 +289,7 @@ async def _memory(address: str, for_s: float) -> dict[str, Any]:
     readings: list[dict[str, float]] = []
     began = time.monotonic()
     for number in range(READINGS):
-        # At even distances, however long a sample takes.
+        # Take the samples at even intervals, however long each takes.
         await asyncio.sleep(max(0.0, began + for_s * (number + 1) / READINGS - time.monotonic()))
         readings.append(await asyncio.to_thread(_memory_kib, address))
         at_s.append(time.monotonic() - began)
@@ -298,8 +297,8 @@ async def _memory(address: str, for_s: float) -> dict[str, Any]:
 
 
 def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, float | bool]:
-    """Means of the first and the last quarter, the second half's growth, and whether that is flat."""
-    # A line through the second half: caches and tables have filled by then.
+    """Return the means of the first and the last quarter, the second half's growth, and whether that is flat."""
+    # By the second half, caches and tables are full.
     quarter, trend = max(1, len(kib) // 4), trend_of(at_s, kib, GROWTH_KIB)
     return {
         "first_quarter_mib": sum(kib[:quarter]) / quarter / KIB,
@@ -310,8 +309,7 @@ def memory_figures(at_s: Sequence[float], kib: Sequence[float]) -> dict[str, flo
 
 
 def _memory_kib(address: str) -> dict[str, float]:
-    """Memory in KiB by process; only this one's if the daemon is on another host or another user's."""
-    # This process always; the daemon's where this user may read them.
+    """Return the memory by process, in KiB. The daemon is left out if it is on another host, or another user's."""
     found = {"bench": float(rss_kib(os.getpid()))}
     with contextlib.suppress(ValueError, OSError):
         daemon = footprints_of(broker_pid(address))
@@ -320,7 +318,7 @@ def _memory_kib(address: str) -> dict[str, float]:
 
 
 def _digests(storm: _Storm) -> dict[int, str]:
-    return {request.number: TokenDigest.of(tokens).sha256 for request, tokens in storm.quiet.items()}
+    return {request.number: TokenDigest.of(tokens).sha256 for request, tokens in storm.expected.items()}
 
 
 def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, str]) -> dict[str, Any]:
@@ -328,25 +326,24 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
 
     Args:
         folder: The log's folder.
-        run: What the ids of this run's requests begin with.
+        run: The beginning of the ids of this run's requests.
         finished: Numbers of the requests that ended.
-        digests: SHA-256 of the right output, by the kind of request.
+        digests: SHA-256 of the expected output, by the request's number in `_requests`.
 
     Raises CalledProcessError if the log can't be read.
     """
     counts: Counter[int] = Counter()
     wrong = 0
-    # Every record of the kind that the decoder writes.
     for line in _audit("show", "--json", "--kind", "note", str(folder)).splitlines():
         # A request's id is RUN-KIND-NUMBER.
         note = json.loads(line)["data"]["note"]
-        said, _, number = str(note.get("request", "")).rpartition("-")
-        whose, _, kind = said.rpartition("-")
+        run_and_kind, _, number = str(note.get("request", "")).rpartition("-")
+        run_of_note, _, kind = run_and_kind.rpartition("-")
         # Other runs, and other decoders, may write to the same log.
-        if whose == run:
+        if run_of_note == run:
             counts[int(number)] += 1
             wrong += note["reason"] in RIGHT_ENDS and note["output"]["sha256"] != digests[int(kind)]
-    # The chain of hashes says whether any record was changed, removed or added.
+    # The chain of hashes shows whether any record was changed, removed or added.
     verdict = json.loads(_audit("verify", "--json", str(folder)))
     return {
         "finished": len(finished),
@@ -360,22 +357,22 @@ def audited(folder: Path, run: str, finished: Sequence[int], digests: dict[int, 
 
 
 def _audit(*words: str) -> str:
-    """Run `gpulease audit`; returns its output. Status 1 says that the log is not whole, which the output says too."""
+    """Run `gpulease audit`, and return its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "gpulease.client.cli", "audit", *words],
         capture_output=True,
         text=True,
         check=False,
     )
-    # Status 1 is a verdict, not a failure.
+    # Status 1 is not a failure: it means that the log is not intact, and the output says so, too.
     if done.returncode not in (0, 1):
         raise click.ClickException(f"the audit log can't be read: {done.stderr.strip()}")
     return done.stdout
 
 
 def is_sound(report: dict[str, Any]) -> bool:
-    """True if nothing was wrong, nothing grew, and the audit log, if one was given, has everything exactly once."""
-    # Without revocations and outputs nothing was shown, so both must have happened.
+    """Return whether all outputs were right, nothing grew, and the audit log, if any, has each request exactly once."""
+    # Without revocations and outputs nothing was tested, so both must have happened.
     audit = report.get("audit")
     return (
         not report["wrong"]
@@ -446,12 +443,12 @@ def measure_storm(
     audit: Path | None,
     say: Callable[[str], object],
 ) -> dict[str, Any]:
-    """The report of a storm on the running daemon, or on a private one with an audit log.
+    """Return the report of a storm on the running daemon, or on a private one with an audit log.
 
-    Raises what `run_storm` raises, and MissingPrerequisite.
+    Raises the errors of `run_storm`, and MissingPrerequisite.
     """
     with contextlib.ExitStack() as stack:
-        # A private daemon keeps the audit log that is checked; a running one must be given by its folder.
+        # A private daemon has its own audit log. That of a running daemon is given by its folder.
         address = running_address()
         if address is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))

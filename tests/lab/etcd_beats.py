@@ -1,10 +1,11 @@
-"""`python -m tests.lab.etcd_beats ENDPOINTS PIDS NODES BEAT_S SECONDS`: what a fleet's beats cost, as JSON.
+"""`python -m tests.lab.etcd_beats ENDPOINTS PIDS NODES BEAT_S SECONDS`: measures a fleet's heartbeats, as JSON.
 
-ENDPOINTS and PIDS are those of a new etcd's members on this host. Processes of NODES_PER_PROCESS nodes each run the
-rules of a fleet's member for NODES nodes of 8 cards, which beat each BEAT_S seconds; at CHANGED_PART of the beats a
-node's cards have changed, and CLAIMS_PER_S names are claimed. A few clients stand for all nodes of a process, each
-connected as a node is. One watch follows all nodes.
-Before the load: etcd's processor time while it rests, and plain puts one after the other, the least that a claim costs.
+ENDPOINTS and PIDS are those of a new etcd's members on this host. NODES nodes of 8 cards run the rules of a fleet's
+member, in processes of NODES_PER_PROCESS nodes. Each node sends a heartbeat (beat) every BEAT_S seconds. At
+CHANGED_PART of the beats the node's cards have changed, and CLAIMS_PER_S names are claimed per second. The nodes of a
+process share a few etcd clients, each connected like a node's. One watch follows all nodes.
+
+Before the load, this measures etcd's CPU time at rest, and plain puts one after another, the minimum for a claim.
 """
 
 import asyncio
@@ -58,28 +59,29 @@ from gpulease.daemon.fleet.rules.member import Member
 CARDS: Final = 8
 CLAIMS_PER_S: Final = 50
 CHANGED_PART: Final = 0.5
-"""Part of the beats at which a lease came or went since the last: six changes a minute at each node."""
+"""Share of beats at which a lease has begun or ended since the last beat: six changes per minute at each node."""
 
 CLAIM_NUMBERS: Final = 1_000_000
-"""Names that each node's number leaves to its process."""
+"""The number of a process's first claim is its first node's number times this, so that no two claims share a name."""
 
 BEATS_PER_HORIZON: Final = 6
 NODES_PER_PROCESS: Final = 2_500
-"""Nodes that one process of this benchmark simulates before it is itself what is measured."""
+"""Maximum number of nodes that one process simulates. With more, the process itself would be the bottleneck."""
 
 AT_A_TIME: Final = 128
-"""Nodes of a process that join together."""
+"""Maximum number of nodes of a process that join at the same time."""
 
 CLIENTS: Final = 12
-"""Clients that stand for all nodes of a process: 10,000 connections would measure the processes."""
+"""Number of etcd clients that the nodes of a process share. With 10,000 connections, the processes would be the
+bottleneck."""
 
 REST_S: Final = 3.0
 PLAIN_PUTS: Final = 200
-"""What is measured before the load, in the same run."""
+"""Before the load: seconds of measuring etcd at rest, and number of plain puts."""
 
 START_LIMIT_S: Final = 30.0
 JOIN_LIMIT_S: Final = 300.0
-"""Time for all nodes to join; a process that died must not hold up the others for ever."""
+"""Seconds for all nodes to join. A process that died must not block the others forever."""
 
 TIMEOUT_S: Final = 5.0
 SETTLE_S: Final = 0.05
@@ -89,13 +91,13 @@ _FAILED: Final = (Note.BEAT_UNKNOWN, Note.REJECTED, Note.FENCED, Note.REFUSED)
 
 @dataclass
 class Measured:
-    """What the nodes of one process met.
+    """The measurements of the nodes of one process.
 
     Attributes:
-        beat_s: How long each acknowledged beat took.
-        claim_s: How long each acknowledged claim took.
-        failed: Beats and claims without an answer that says done.
-        cpu_s: The process's own processor time.
+        beat_s: Duration of each acknowledged beat.
+        claim_s: Duration of each acknowledged claim.
+        failed: Number of beats and claims that were not acknowledged.
+        cpu_s: CPU time of the process itself.
     """
 
     beat_s: list[float] = field(default_factory=list)
@@ -105,7 +107,7 @@ class Measured:
 
 
 class SimulatedNode:
-    """A member of the fleet, and its leases. It measures while `measured` is set."""
+    """A member of the fleet with simulated leases. It measures while `measured` is set."""
 
     def __init__(self, node_id: str, terms: FleetTerms, client: EtcdClient, draw: Random) -> None:
         self.measured: Measured | None = None
@@ -125,7 +127,7 @@ class SimulatedNode:
         self._post(LiveClaims())
 
     def claim(self, number: int) -> None:
-        # Before the event: the rules may refuse it at once.
+        # Record the time before posting the event, because the rules may refuse it at once.
         self._wanted_s[number] = time.monotonic()
         self._post(ClaimWanted(number, f"name-{number}", f"{number:032x}", "tenant"))
 
@@ -141,14 +143,13 @@ class SimulatedNode:
         self._post(RecordChanged(record.addresses, record.labels or {}, record.cards, version=record.version))
 
     def _post(self, event: Event) -> None:
-        # The rules are the fleet's own; only their effects are carried out here, without a daemon.
+        # Run the fleet's real rules, and carry out their effects without a daemon.
         for effect in self._member.handle(event, boot_ns()):
             match effect:
                 case Ask(number, transaction):
                     task = asyncio.get_running_loop().create_task(self._ask(number, transaction))
                     self._tasks.add(task)
-                    # The loop keeps no strong reference to a task, so the set does (asyncio's documentation of
-                    # create_task).
+                    # asyncio keeps only weak references to tasks, so keep a strong one.
                     task.add_done_callback(self._tasks.discard)
                 case ArmFleetTimer(due_ns):
                     if self._timer is not None:
@@ -159,7 +160,7 @@ class SimulatedNode:
                 case Joined():
                     self.joined.set()
                 case KeepMark(mark):
-                    # These nodes have no journal; their daemons' answers come in another turn of the loop, too.
+                    # These nodes have no journal. Answer in another turn of the loop, as a daemon would.
                     asyncio.get_running_loop().call_soon(self._post, MarkKept(mark.beat))
                 case ClaimGiven(request):
                     self._take_claim(request, is_given=True)
@@ -169,13 +170,13 @@ class SimulatedNode:
                     self.measured.failed += 1
 
     def _fire(self) -> None:
-        # A beat after a change also writes the record, which is the larger part.
+        # After a change, a beat also writes the node's record, which is larger than the beat.
         if self._draw.random() < CHANGED_PART:
             self._change()
         self._post(FleetTimerFired())
 
     def _take_claim(self, number: int, *, is_given: bool) -> None:
-        # Claims of the time before the measurement are answered too, and not counted.
+        # Claims from before the measurement are not counted.
         sent_s = self._wanted_s.pop(number)
         if self.measured is not None and is_given:
             self.measured.claim_s.append(time.monotonic() - sent_s)
@@ -190,13 +191,13 @@ class SimulatedNode:
         self._post(Answered(number, outcome))
 
     def _is_beat(self, transaction: Transaction, outcome: Outcome) -> bool:
-        # A beat is a write of the node's own key; claims and records are other transactions.
+        # A beat is a write to the node's key. Claims and records are other transactions.
         is_done = isinstance(outcome, TransactionAnswer) and outcome.succeeded
         return is_done and any(isinstance(write, Put) and write.key == self._key for write in transaction.writes)
 
 
 def inventory_of(draw: Random) -> InventoryRecord:
-    """Return what a node has, with leases at random."""
+    """Return the record of a node's cards, with random leases."""
     cards = tuple(
         CardRecord(
             f"GPU-00000000-0000-0000-0000-00000000000{number}",
@@ -214,7 +215,7 @@ def inventory_of(draw: Random) -> InventoryRecord:
 # --- the processes of nodes ---
 
 _barrier: Barrier | None = None
-"""Given to a process when it starts: the pool passes on no barrier later."""
+"""Set when a process starts, because the pool can't pass a barrier to it later."""
 
 
 def _begin_process(barrier: Barrier) -> None:
@@ -223,7 +224,7 @@ def _begin_process(barrier: Barrier) -> None:
 
 
 def run_nodes(endpoints: list[str], first: int, nodes: int, every_s: float, seconds: float, claims: float) -> Measured:
-    """Let nodes of these numbers join, wait for those of the other processes, and measure for so long."""
+    """Let `nodes` nodes from number `first` on join, wait for the other processes, and measure for `seconds`."""
     return asyncio.run(_run_nodes(endpoints, first, nodes, every_s, seconds, claims))
 
 
@@ -237,11 +238,11 @@ async def _run_nodes(
     found = [
         SimulatedNode(f"{first + at:05d}", terms, clients[at % CLIENTS], Random(draw.random())) for at in range(nodes)
     ]
-    # All at once would measure how etcd handles a crowd.
+    # Limit how many join at the same time, because the burst is not what this measures.
     room = asyncio.Semaphore(AT_A_TIME)
 
     async def join(at: int, node: SimulatedNode) -> None:
-        # A fleet's nodes beat at times of their own.
+        # Spread the nodes' beats evenly over the interval.
         await asyncio.sleep(every_s * at / nodes)
         async with room:
             node.start()
@@ -252,7 +253,7 @@ async def _run_nodes(
         # Step 1: all nodes of this process join. Step 2: wait for the other processes.
         await asyncio.gather(*(join(at, node) for at, node in enumerate(found)))
         await asyncio.to_thread(_barrier.wait)
-        # Step 3: measure. Claims go round the nodes at a steady rate; beats come by the nodes' own timers.
+        # Step 3: measure. Claim names at a constant rate, by all nodes in turn. Beats are sent by the nodes' timers.
         for node in found:
             node.measured = measured
         cpu_s = time.process_time()
@@ -264,7 +265,7 @@ async def _run_nodes(
             await asyncio.sleep(min(left_s, 1 / claims))
         measured.cpu_s = time.process_time() - cpu_s
     finally:
-        # No node measures while it is stopped: its open requests would count as failures.
+        # Stop measuring before stopping a node, because its open requests would count as failures.
         for node in found:
             node.measured = None
             await node.stop()
@@ -273,28 +274,28 @@ async def _run_nodes(
     return measured
 
 
-# --- the whole ---
+# --- the measurement ---
 
 
 async def measure(
     endpoints: list[str], pids: list[int], nodes: int, every_s: float, seconds: float
 ) -> dict[str, object]:
-    """Run the load on etcd's members, which have those endpoints and process ids; return its figures."""
+    """Run the load on etcd's members with these endpoints and process ids. Returns the figures."""
     client = EtcdClient(EtcdSettings(tuple(endpoints), timeout_s=TIMEOUT_S))
     try:
-        # Step 1: etcd at rest, and what a plain write costs.
+        # Step 1: measure etcd at rest, and plain writes.
         await _wait_for(client)
-        # A new etcd is known to be new: no node waits for leases of before.
+        # Mark etcd as new, so that no node waits for earlier leases to end.
         await client.do(Transaction((CreateRevisionIs(GENERATION, 0),), (Put(GENERATION, b"a benchmark"),)))
         before = [_cpu_s(pid) for pid in pids]
         await asyncio.sleep(REST_S)
         resting = [(_cpu_s(pid) - cpu_s) / REST_S for pid, cpu_s in zip(pids, before, strict=True)]
         plain_s = await _plain_puts(client)
-        # Step 2: processes of nodes, which start to measure together at the barrier.
+        # Step 2: start the processes of nodes. They begin to measure together, at the barrier.
         parts = list(_parts(nodes))
-        # Fresh processes: gRPC's threads do not survive a fork.
+        # Spawn the processes, because gRPC's threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        # This process waits at the barrier too, so it knows when all nodes have joined.
+        # This process also waits at the barrier, to know when all nodes have joined.
         barrier = context.Barrier(len(parts) + 1, timeout=JOIN_LIMIT_S)
         with ProcessPoolExecutor(len(parts), context, _begin_process, (barrier,)) as pool:
             began_s = time.monotonic()
@@ -307,7 +308,7 @@ async def measure(
                 barrier.abort()
                 raise
             joined_s = time.monotonic() - began_s
-            # Step 3: the load. etcd's processor time and size are read before and after it.
+            # Step 3: run the load. Read etcd's CPU time and size before and after it.
             changes = Changes()
             watch = asyncio.create_task(changes.follow(client))
             before, sizes = [_cpu_s(pid) for pid in pids], await client.sizes()
@@ -320,7 +321,7 @@ async def measure(
             await asyncio.gather(watch, return_exceptions=True)
     finally:
         await client.close()
-    # Step 4: the figures of all processes together.
+    # Step 4: combine the figures of all processes.
     beat_s = [each for measured in done for each in measured.beat_s]
     claim_s = [each for measured in done for each in measured.claim_s]
     writes_per_s = (len(beat_s) + len(claim_s)) / took_s
@@ -357,14 +358,13 @@ class Changes:
         self.seen = 0
 
     async def follow(self, client: EtcdClient) -> None:
-        """Follow all records below PREFIX from now on, until this is cancelled."""
+        """Count changes of records below PREFIX until cancelled."""
         async for batch in client.watch(PREFIX, 0):
             self.seen += sum(change.key.startswith(NODES) for change in batch.changes)
 
 
 def _parts(nodes: int) -> Iterator[tuple[int, int]]:
-    """Yield the first node and the number of nodes of each process, about the same for each."""
-    # Rounded up. The nodes are divided so that no process has more than one node above another.
+    """Yield the first node and the number of nodes of each process. The numbers differ by at most 1."""
     processes = -(-nodes // NODES_PER_PROCESS)
     for number in range(processes):
         first = nodes * number // processes
@@ -372,7 +372,7 @@ def _parts(nodes: int) -> Iterator[tuple[int, int]]:
 
 
 async def _plain_puts(client: EtcdClient) -> list[float]:
-    """Return the seconds of puts without a condition, one after the other."""
+    """Return the duration, in seconds, of each of PLAIN_PUTS unconditional puts, one after another."""
     took_s, value = [], inventory_of(Random(0)).encode()
     for _ in range(PLAIN_PUTS):
         sent_s = time.monotonic()
@@ -394,7 +394,7 @@ def _largest(sizes: list[StoreSize]) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    # Fields 14 and 15: user and system time in clock ticks (proc_pid_stat(5)). Field 3 comes behind the name.
+    # Fields 14 and 15 are user and system time in clock ticks (proc_pid_stat(5)). Field 3 is the first after the name.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -404,7 +404,7 @@ def _quantile_ms(found_s: list[float], part: float) -> float | None:
 
 
 def main() -> None:
-    """Measure what the command line says, and print the figures."""
+    """Run the measurement that the command line describes, and print the figures."""
     endpoints, pids, nodes, every_s, seconds = sys.argv[1:6]
     members = endpoints.split(","), [int(pid) for pid in pids.split(",")]
     print(json.dumps(asyncio.run(measure(*members, int(nodes), float(every_s), float(seconds)))))

@@ -1,4 +1,4 @@
-"""Measures what a fleet costs a tenant: leases through a directory, with and without a name, and launches."""
+"""Measures leases through a fleet's directory, with and without a name, and launches, compared with a single host."""
 
 import contextlib
 import itertools
@@ -14,21 +14,21 @@ from gpulease.client.console.private_fleet import PrivateFleet, end_all, lasting
 from gpulease.client.console.transform import transform_ptx
 
 MEMBERS: Final = 3
-"""Members of etcd, as many as a fleet has."""
+"""Number of members of etcd, as in a usual fleet."""
 
 DAEMONS: Final = (1, 3, 5)
-"""Number of the fleet's nodes for each load of grants."""
+"""Numbers of nodes for which the rate of grants is measured."""
 
 TIMED_DAEMONS: Final = 3
-"""Number of nodes at which placements and launches are timed."""
+"""Number of nodes with which placements and launches are timed."""
 
 AT_A_TIME: Final = 8
-"""Acquires in progress together in a load."""
+"""Number of acquires in progress at the same time in a load."""
 
 SLICE_BYTES: Final = 1 << 20
 LEASE_S: Final = 60
 SAMPLES: Final = 500
-"""Launches with a wait that are timed individually in a round."""
+"""Number of launches with a sync that are timed individually in a round."""
 
 HOST: Final = "host"
 ANONYMOUS: Final = "anonymous"
@@ -43,8 +43,8 @@ class LeaseFigures:
     """Figures of a fleet's leases.
 
     Attributes:
-        placement: Times of an acquire by kind, and each kind's ratio to the host's.
-        grants: Rates by the number of nodes and the kind; the host's own has no node.
+        placement: Times of an acquire by kind, and the ratio of each kind to the single host.
+        grants: Rates of grants by number of nodes and kind; the single host counts as 0 nodes.
         launches: Times of calls in a session on the host and on a node, and their ratio.
     """
 
@@ -54,16 +54,16 @@ class LeaseFigures:
 
 
 class _Leases:
-    """Leases of each kind: of a daemon without a fleet, of a fleet, and of a fleet with a new name each."""
+    """Acquires leases of each kind: from a daemon without a fleet; from a fleet, without a name or with a new one."""
 
     def __init__(self, host: str, fleet: str) -> None:
         self._addresses = {HOST: host, ANONYMOUS: fleet, NAMED: fleet}
         self._numbers = itertools.count()
 
     def acquire_s(self, kind: str) -> float:
-        """Acquire and free one lease; returns the seconds until it was granted."""
+        """Acquire and free one lease. Returns the seconds until it was granted."""
         builder = GpuBuilder(self._addresses[kind]).min_vram(SLICE_BYTES).lease_secs(LEASE_S)
-        # A new name each time: a name is served once, and is free only after its lease's end.
+        # Use a new name each time, because a name is free only after the end of its lease.
         if kind == NAMED:
             builder = builder.name(f"bench-{next(self._numbers)}")
         began_s = time.perf_counter()
@@ -81,11 +81,11 @@ def measure_leases(
     Args:
         folder: For the files of all processes.
         horizon_s: The fleet's membership deadline (horizon), in seconds.
-        acquires: Timed acquires of each kind, in turn.
-        load_s: Seconds of each load of grants.
-        rounds: Rounds of launches on the host and on a node in turn.
-        launches: Launches pipelined in a round.
-        say: Receives what is measured next.
+        acquires: Number of timed acquires of each kind; the kinds take turns.
+        load_s: Duration of each load of grants, in seconds.
+        rounds: Number of rounds of launches; host and node take turns.
+        launches: Number of pipelined launches in a round.
+        say: Receives a line about each measurement.
 
     Raises MissingPrerequisite, or GpuLeaseError.
     """
@@ -100,7 +100,7 @@ def measure_leases(
         host = lasting_daemon(home)
         stack.callback(end_all, host)
         host.start()
-        # The emptiest node first: the other order fills one node before it asks the next.
+        # With "spread", all nodes get leases. "pack" would fill one node before the next.
         fleet.open_directory("spread")
         leases = _Leases(host.address, fleet.address)
         say(f"grants a second of one daemon without a fleet, {AT_A_TIME} at a time")
@@ -126,15 +126,14 @@ def _grants(leases: _Leases, daemons: int, kind: str, load_s: float) -> dict[str
 
 
 def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
-    """Time acquires of all kinds in turn; each kind is first, second and third equally often."""
+    """Time acquires. The kinds take turns, and each is first, second and third equally often."""
     took_s: dict[str, list[float]] = {HOST: [], ANONYMOUS: [], NAMED: []}
     kinds = list(took_s)
     for number in range(count):
-        # Rotate the order, so that each kind is measured equally often right after each other kind.
         first = number % len(kinds)
         for kind in kinds[first:] + kinds[:first]:
             took_s[kind].append(leases.acquire_s(kind))
-    # Ratios to the single host in the same run: they depend little on its speed.
+    # Also return ratios to the single host in the same run, which depend little on the host's speed.
     found = {kind: percentiles_ms(samples) for kind, samples in took_s.items()}
     ratio = {
         f"{kind}_{name[:3]}": found[kind][name] / found[HOST][name] for kind in FLEET_KINDS for name in found[HOST]
@@ -143,10 +142,10 @@ def _placements(leases: _Leases, count: int) -> dict[str, Figures]:
 
 
 def _launches(host: str, node: str, rounds: int, launches: int) -> dict[str, Figures]:
-    """Time calls in a session of an anonymous lease on both, in turn."""
+    """Time calls in a session of an anonymous lease, on the host and on the node in turn."""
     found: dict[str, list[Figures]] = {"host": [], "node": []}
     addresses = {"host": host, "node": node}
-    # In turn, and each first in every second round.
+    # Each comes first in every second round.
     for number in range(rounds):
         for name in ("host", "node") if number % 2 == 0 else ("node", "host"):
             figures = hot_path(addresses[name], transform_ptx(), launches, SAMPLES)

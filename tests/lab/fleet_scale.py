@@ -1,7 +1,7 @@
-"""Measures a fleet: what it costs a tenant, how soon a name is served again, and how many more nodes would behave.
+"""Measures a fleet: the times of its leases, how soon a name is served again, and how large fleets would behave.
 
-Leases, grants, launches and fail-overs are those of real daemons on the embedded driver, real directories and a real
-etcd. Refusals are simulated, and so are the nodes that send heartbeats to a real etcd.
+Leases, grants, launches and fail-overs are measured with real daemons on the embedded driver, real directories and a
+real etcd. Refusals are simulated, and so are the nodes that send heartbeats to a real etcd.
 
     PYTHONPATH=.dev python -m tests.lab.fleet_scale --quick
 """
@@ -34,10 +34,10 @@ BEAT_S: Final = 5.0
 """Seconds between heartbeats: a sixth of the default membership deadline (horizon)."""
 
 TIMEOUT_S: Final = 1_800.0
-"""Longest time for one part, in seconds. Stops one that hangs from hanging the run."""
+"""Longest time for one part, in seconds, so that a part that hangs does not block the run."""
 
 GOAL_PERCENT: Final = 1.0
-"""Most refusals, in percent, if tenants ask for 90 % of the memory and nodes pack."""
+"""Maximum share of refusals, in percent, if tenants request 90 % of the memory and nodes pack."""
 
 MIN_HORIZON_S: Final = 2
 MAX_HORIZON_S: Final = 600
@@ -51,13 +51,13 @@ class FleetPlan:
     """The size of one run.
 
     Attributes:
-        nodes: Simulated nodes for refusals; beyond some hundred, what one node sees does not depend on their number.
-        beat_nodes: Simulated nodes that send heartbeats, for each run.
-        beats_for_s: Seconds of each such run.
+        nodes: Number of simulated nodes for refusals. Above some hundred nodes, the result does not depend on it.
+        beat_nodes: Numbers of simulated nodes that send heartbeats, one for each run.
+        beats_for_s: Duration of each such run, in seconds.
         acquires: Number of timed acquires of each kind.
-        load_s: Seconds of each load of grants.
-        rounds: Rounds of launches, and of each fault.
-        launches: Launches pipelined in a round.
+        load_s: Duration of each load of grants, in seconds.
+        rounds: Number of rounds of launches, and of each fault.
+        launches: Number of pipelined launches in a round.
         horizon_s: The membership deadline (horizon) of the fleets, in seconds.
         faults: Names of the faults.
     """
@@ -78,16 +78,15 @@ QUICK: Final = FleetPlan(50, (100,), 5.0, 30, 1.0, 1, 5_000, 4, ("daemon", "node
 
 
 def plan_of(quick: bool, **given: int | None) -> FleetPlan:
-    """The plan of a usual or a quick run, with the given sizes instead of its own."""
+    """Return the plan of a normal or a quick run, with its sizes replaced by those that are given."""
     sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return replace(QUICK if quick else FleetPlan(), **sizes)
 
 
 def measure_fleet(plan: FleetPlan, say: LogLine) -> Figures:
-    """Measure all of it. Raises MissingPrerequisite, immediately without etcd, or GpuLeaseError."""
-    # Before anything else: without etcd no part can be measured.
+    """Measure all parts. Raises MissingPrerequisite, at once if etcd is missing, or GpuLeaseError."""
     etcd_program()
-    # A short folder: the daemons' sockets lie in it.
+    # Use a short path, because the daemons' sockets are in this folder.
     with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
         folder = Path(name)
         leases = measure_leases(folder, plan.horizon_s, plan.acquires, plan.load_s, plan.rounds, plan.launches, say)
@@ -103,8 +102,8 @@ def measure_fleet(plan: FleetPlan, say: LogLine) -> Figures:
 
 
 def reaches_fleet_goals(found: Figures) -> bool:
-    """True if packing refuses no more than GOAL_PERCENT, and names fail over in time and without an overlap."""
-    # The goal is for packing at 90 %: nearly full nodes, where it matters where a lease goes.
+    """Return whether packing refuses at most GOAL_PERCENT, and names fail over in time and without an overlap."""
+    # The goal is for packing at 90 %: nodes are nearly full, so the placement of leases matters.
     packs_well = all(
         one["refused_percent"] <= GOAL_PERCENT
         for one in found["refusals"]
@@ -126,7 +125,7 @@ def _beats(plan: FleetPlan, folder: Path, say: LogLine) -> list[Figures]:
     found = []
     for count in plan.beat_nodes:
         say(f"beats of {count:,} simulated nodes on {MEMBERS} members of etcd")
-        # An etcd of its own for each count: what earlier heartbeats left would be measured again.
+        # Use a new etcd for each count, because the data of earlier heartbeats would affect the figures.
         with private_etcd(folder / f"beats-{count}", MEMBERS) as members:
             endpoints = ",".join(member.endpoint for member in members)
             pids = ",".join(str(member.pid) for member in members)
@@ -141,8 +140,8 @@ def _figures(module: str, *arguments: str) -> Figures:
     try:
         figures: Figures = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        said = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
-        raise MissingPrerequisite(f"the fleet can't be measured: {said}. pip install '.[daemon,fleet]'") from None
+        error = (done.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]
+        raise MissingPrerequisite(f"the fleet can't be measured: {error}. pip install '.[daemon,fleet]'") from None
     return figures
 
 

@@ -12,7 +12,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 LOOKS: Final = 3
-"""Samples of descriptors and threads; the smallest counts, because a closing connection stays for a moment."""
+"""Number of samples of descriptors and threads. The smallest is used, because a closing connection lingers briefly."""
 
 LOOK_S: Final = 0.1
 
@@ -39,7 +39,7 @@ class Footprints:
     worker_pss_kib: float
 
     def series(self) -> dict[str, float]:
-        """All figures by the names under which a soak reports their series."""
+        """Return all figures, by the names under which reports show their series."""
         series = {
             f"{name} {what}": float(getattr(footprint, field))
             for name, footprint in (("broker", self.broker), ("zygote", self.zygote))
@@ -54,9 +54,9 @@ class Footprints:
 
 
 def broker_pid(address: str) -> int:
-    """The process that listens at a Unix socket.
+    """Return the pid of the process that listens at a Unix socket.
 
-    The kernel knows which process called listen(2) (unix(7), SO_PEERCRED). Raises ValueError for another address.
+    The kernel records which process called listen(2) (unix(7), SO_PEERCRED). Raises ValueError for another address.
     """
     parsed = parse_address(address)
     # Another host's processes can't be read from here.
@@ -68,7 +68,7 @@ def broker_pid(address: str) -> int:
 
 
 def footprints_of(broker: int) -> Footprints:
-    """Read the processes of an idle daemon, given its broker's pid. Raises OSError if it is gone or not readable."""
+    """Read the processes of an idle daemon by its broker's pid. Raises OSError if one has ended or is not readable."""
     # The broker has one zygote; its workers are the zygote's children.
     (zygote,) = [pid for pid, name in children_of(broker) if name == "gpul-zygote"]
     workers = [pid for pid, _ in children_of(zygote)]
@@ -78,23 +78,23 @@ def footprints_of(broker: int) -> Footprints:
 
 
 def footprint_of(pid: int) -> Footprint:
-    """Read one process. Raises OSError if it is gone or not readable."""
+    """Read one process. Raises OSError if it has ended or is not readable."""
     looks = []
     for look in range(LOOKS):
         time.sleep(LOOK_S if look else 0)
         looks.append((len(os.listdir(_PROC / str(pid) / "fd")), len(os.listdir(_PROC / str(pid) / "task"))))
-    # A descriptor or thread that is just going away is in some samples only.
+    # A descriptor or thread that is being closed is in some samples only.
     fds, threads = map(min, zip(*looks, strict=True))
     return Footprint(rss_kib(pid), _pss_kib(pid), fds, threads)
 
 
 def rss_kib(pid: int) -> int:
-    """A process's resident memory in KiB. Raises OSError if it is gone or another user's."""
+    """Return a process's resident memory in KiB. Raises OSError if it has ended or belongs to another user."""
     return _field_kib(pid, "status", "VmRSS")
 
 
 def _pss_kib(pid: int) -> int:
-    # Another user's process shows no PSS: its figure is then left out, and RSS still counts.
+    # The PSS of another user's process is not readable. RSS is.
     try:
         return _field_kib(pid, "smaps_rollup", "Pss")
     except OSError:

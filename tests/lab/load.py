@@ -1,8 +1,7 @@
-"""`PYTHONPATH=.dev python -m tests.lab.load`: does a daemon's memory grow under load, and how fast does it answer?
+"""`PYTHONPATH=.dev python -m tests.lab.load`: checks that a daemon does not grow under load, and times its replies.
 
-Leases come and go for minutes on a private daemon, which keeps a journal and an audit log. At intervals all leases
-rest, as many as were requested, and the footprint of the daemon's processes is sampled. It must not have grown: see
-`BOUNDS`.
+For minutes, leases are acquired and ended on a private daemon, which keeps a journal and an audit log. At intervals all
+leases rest, and the footprint of the daemon's processes is sampled. It must not grow by more than `BOUNDS`.
 """
 
 import asyncio
@@ -38,22 +37,23 @@ BOUNDS: Final = {
     "workers": 0.5,
     "worker PSS, mean KiB": 512.0,
 }
-"""Largest rise of a line through the second half of the samples. A thousand leases that leak two KiB each are noticed,
-and so is one lease in five hundred that leaks a descriptor."""
+"""Largest rise of a line through the second half of the samples. This detects a leak of two KiB in each of a thousand
+leases, and of a descriptor in one of five hundred leases."""
 
 PLACES: Final = 2
-"""Room for this many times the leases: on a busy host many are still being proved free while others start."""
+"""The daemon has room for this many times the leases, because on a busy host many leases are still being proved free
+while others start."""
 
 THREADS: Final = 32
-"""Threads of the client for blocking calls: no operator's request may wait for another's reply."""
+"""Number of threads for the client's blocking calls, so that no operator's request waits for another one's reply."""
 
 LIFE_S: Final = 40.0
-"""Mean life of a lease in seconds: of 200 leases, five come and go per second."""
+"""Mean life of a lease in seconds. With 200 leases, five start and five end per second."""
 
 LOOKS: Final = 20
-"""Samples of the daemon's processes."""
+"""Number of samples of the daemon's processes."""
 
-# Few tombstones, so that their table is full before the second half starts.
+# The limit on tombstones is low, so that their table is full before the second half starts.
 _SETTINGS: Final = """\
 state = "{folder}/state"
 audit = "{folder}/audit"
@@ -80,10 +80,10 @@ def main(leases: int, minutes: float, life_s: float, looks: int, address: str, a
 def measure(
     leases: int, minutes: float, life_s: float, looks: int, address: str, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Run the load; returns the report.
+    """Run the load. Returns the report.
 
     Args:
-        leases: Number of leases at a time.
+        leases: Number of leases at the same time.
         minutes: Duration of the load.
         life_s: Mean life of a lease in seconds.
         looks: Number of samples.
@@ -95,7 +95,6 @@ def measure(
         ValueError: The daemon is not on this host.
     """
     with contextlib.ExitStack() as stack:
-        # A private daemon with room for twice the leases, so that a slow end never blocks a new one.
         if not address:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
             settings = _SETTINGS.format(folder=folder, leases=PLACES * leases)
@@ -124,28 +123,28 @@ async def _looks(
 ) -> tuple[list[float], list[Footprints]]:
     at_s: list[float] = []
     seen: list[Footprints] = []
-    # Operators' requests and searches for processes block; they must never wait for each other.
+    # Operators' requests and searches for processes block, and must never wait for each other.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
     began = time.monotonic()
-    async with churn.going_on():
+    async with churn.running():
         for look in range(looks):
-            # At even distances over the time of the load.
+            # Take the samples at even intervals.
             await asyncio.sleep(max(0.0, began + seconds * (look + 1) / looks - time.monotonic()))
-            # Sample only at rest: a lease that is being granted or proved free would blur the figures.
+            # Sample only at rest, because leases that are being granted or proved free would distort the figures.
             async with churn.at_rest():
                 seen.append(await asyncio.to_thread(footprints_of, broker))
                 at_s.append(round(time.monotonic() - began, 3))
-            one = seen[-1]
+            now = seen[-1]
             say(
-                f"{at_s[-1]:7.1f} s  broker {one.broker.rss_kib} KiB {one.broker.fds} fds {one.broker.threads} threads"
-                f"  zygote {one.zygote.rss_kib} KiB {one.zygote.fds} fds"
-                f"  {one.workers} workers of {one.worker_pss_kib:.0f} KiB  {sum(churn.ended.values())} leases ended"
+                f"{at_s[-1]:7.1f} s  broker {now.broker.rss_kib} KiB {now.broker.fds} fds {now.broker.threads} threads"
+                f"  zygote {now.zygote.rss_kib} KiB {now.zygote.fds} fds"
+                f"  {now.workers} workers of {now.worker_pss_kib:.0f} KiB  {sum(churn.ended.values())} leases ended"
             )
     return at_s, seen
 
 
 def tables(report: dict[str, Any]) -> str:
-    """The report as tables of control operations and of the footprint's trends, with the verdict as the last line."""
+    """Return the report as tables of control operations and of trends, with the verdict as the last line."""
     control = [
         [name, str(figures["count"]), *(f"{figures[part]:.1f}" for part in ("p50", "p99", "max"))]
         for name, figures in report["control_ms"].items()
@@ -161,7 +160,7 @@ def tables(report: dict[str, Any]) -> str:
         ]
         for name, trend in report["trends"].items()
     ]
-    # How many leases ended in each way: all ways should have occurred.
+    # Show how many leases ended in each way, because all ways should have occurred.
     ended = ", ".join(f"{count} by {ending}" for ending, count in sorted(report["ended"].items()))
     return "\n\n".join(
         [
@@ -185,7 +184,7 @@ def _trend_fields(values: list[float], trend: Trend) -> dict[str, Any]:
 
 
 def _figures(samples: list[float]) -> dict[str, float]:
-    # The worst as well: a single slow reply is what an operator notices.
+    # Include the maximum, because an operator notices a single slow reply.
     parts = {f"p{part}": round(percentile(samples, part), 3) for part in (50, 99)}
     return {"count": len(samples), **parts, "max": round(max(samples), 3)}
 

@@ -1,8 +1,8 @@
 """`python -m tests.lab.placement_refusals NODES USED ORDER`: simulates a fleet's refusals, as JSON.
 
-Leases of 1 to 40 GiB come and go on nodes of 8 cards of 80 GiB, until each card was given away twice. The directory's
-own `place` chooses candidates by its own view, which is up to VIEW_S old. Each node decides by what it has. Both pack,
-or both spread. USED is the part of all memory that tenants ask for, 0.9 say.
+Leases of 1 to 40 GiB begin and end on nodes of 8 cards of 80 GiB, for HOLDS mean lives. The directory's function
+`place` chooses candidates by a view that is up to VIEW_S old. Each node decides by its current free memory. ORDER,
+"pack" or "spread", applies to both. USED is the part of all memory that tenants request, for example 0.9.
 """
 
 import heapq
@@ -24,16 +24,17 @@ GIB: Final = 1 << 30
 CARD_GIB: Final = 80
 SIZES_GIB: Final = (1, 2, 4, 8, 16, 40)
 VIEW_S: Final = 10.0
-"""Seconds between two records of a node, so that the view of it is five seconds old at the mean."""
+"""Seconds between two records of a node. The view of a node is five seconds old on average."""
 
 HOLD_S: Final = 240.0
-"""Mean life of a lease: at 10,000 nodes and 90 % that is 2,000 grants a second."""
+"""Mean life of a lease in seconds. With 10,000 nodes and 90 % of the memory, that means 2,000 grants per second."""
 
 HOLDS: Final = 2.0
-"""Mean lives that are simulated; the figures are of the last half, when the order has shaped the gaps."""
+"""Duration of the simulation, in mean lives of a lease. The figures are those of the second half."""
 
 TRIES: Final = 2
-"""Times that a tenant asks the directory: again, with the nodes that refused, and then no more."""
+"""Maximum number of queries that a tenant sends to the directory for one lease. The second names the nodes that
+refused."""
 
 FILL_CHOICES: Final = 8
 
@@ -44,7 +45,7 @@ class SimulatedFleet:
 
     Attributes:
         free_gib: The free GiB of each card, by node.
-        used_gib: GiB that are leased.
+        used_gib: The number of GiB that are leased.
     """
 
     nodes: int
@@ -59,7 +60,7 @@ class SimulatedFleet:
         self.free_gib = [[CARD_GIB] * CARDS for _ in range(self.nodes)]
         self._known: list[list[int] | None] = [None] * self.nodes
         for node in range(self.nodes):
-            # Each node is a member from the start; its cards come with `publish`.
+            # Each node is a member from the start. `publish` adds its cards.
             self.view.put(KeyValue(node_key(f"{node}"), NodeRecord("n").encode(), 1, 1), 0.0)
 
     @property
@@ -67,9 +68,9 @@ class SimulatedFleet:
         return self.nodes * CARDS * CARD_GIB
 
     def publish(self, node: int) -> None:
-        """Let the directory see a node as it is now."""
+        """Write a node's current state into the directory's view."""
         free = self.free_gib[node]
-        # As nodes do: a record is written only if it has changed.
+        # Like a real node, write a record only if it has changed.
         if self._known[node] != free:
             self._known[node] = list(free)
             cards = tuple(
@@ -80,16 +81,16 @@ class SimulatedFleet:
             self.view.put(KeyValue(inventory_key(f"{node}"), record.encode(), 1, 1), 0.0)
 
     def grant(self, node: int, size_gib: int, now_s: float) -> bool:
-        """Lease on the node's card that its order prefers; False if none has room."""
+        """Grant a lease on the node's card that the order prefers. Returns False if no card has room."""
         free = self.free_gib[node]
         fitting = [(gib, number) for number, gib in enumerate(free) if gib >= size_gib]
         if not fitting:
             return False
-        # The node decides by its own free bytes, which the directory's view may not show yet.
+        # The node knows its free bytes; the directory's view may be older.
         _, card = max(fitting) if self.order is PlacementOrder.SPREAD else min(fitting)
         free[card] -= size_gib
         self.used_gib += size_gib
-        # Lives are exponential: leases end at random, however old they are.
+        # Lives are distributed exponentially, so the end of a lease does not depend on its age.
         heapq.heappush(self.ends, (now_s + self.draw.expovariate(1 / HOLD_S), node, card, size_gib))
         return True
 
@@ -100,7 +101,7 @@ class SimulatedFleet:
             self.used_gib -= size_gib
 
     def fill(self, target_gib: float) -> None:
-        """Grant at once, each lease on the best of a few random nodes, until so much is leased."""
+        """Grant leases, each on the best of a few random nodes, until `target_gib` are leased."""
         sign = 1 if self.order is PlacementOrder.PACK else -1
         while self.used_gib < target_gib:
             size_gib = self.draw.choice(SIZES_GIB)
@@ -110,15 +111,15 @@ class SimulatedFleet:
                 for node in nodes
                 if max(self.free_gib[node]) >= size_gib
             ]
-            # If none of the few has room, draw again.
+            # If none of these nodes has room, draw again.
             if rooms:
                 self.grant(min(rooms)[1], size_gib, 0.0)
         for node in range(self.nodes):
             self.publish(node)
 
     def ask(self, size_gib: int, now_s: float) -> int:
-        """Place one lease as a tenant does; return the number of nodes asked, 0 if it is refused."""
-        # Like a client: each candidate in turn, and then a second question that names those that refused.
+        """Place one lease as a client does. Returns the number of nodes that were tried, 0 if the lease is refused."""
+        # Try each candidate in turn, then send a second query that names the nodes that refused.
         tried: list[str] = []
         for _ in range(TRIES):
             wanted = PlaceQuery(size_gib * GIB, tried=frozenset(tried))
@@ -130,27 +131,27 @@ class SimulatedFleet:
 
 
 def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> dict[str, float]:
-    """Return the refusals in percent, the first tries that failed, and the memory that is leased at the end."""
+    """Return the share of refused leases, the share that needed a second node, and the mean leased memory."""
     draw = Random(seed)
     fleet = SimulatedFleet(nodes, order, draw)
     began_s = time.perf_counter()
-    # Start with the memory in use that the arrivals will sustain; filling up by arrivals would take many lives.
+    # Begin with as much leased memory as the arrivals will sustain, because reaching it would take many lives.
     fleet.fill(used * fleet.total_gib)
     mean_gib = sum(SIZES_GIB) / len(SIZES_GIB)
-    # Little's law: arrivals a second times the mean life are the leases that exist.
+    # Little's law: the number of leases is the arrivals per second times the mean life.
     rate = used * fleet.total_gib / (mean_gib * HOLD_S)
     now_s, published = 0.0, 0
     asked = refused = again = 0
     used_gib = 0
     while now_s < HOLDS * HOLD_S:
-        # Arrivals at random, at a steady mean rate.
+        # Leases arrive at random, with a constant mean rate.
         now_s += draw.expovariate(rate)
         fleet.end_until(now_s)
-        # The nodes publish one after the other, so that each is seen every VIEW_S seconds.
+        # Nodes publish in turn, each every VIEW_S seconds.
         while published * VIEW_S / nodes < now_s:
             fleet.publish(published % nodes)
             published += 1
-        # Only the second half counts, when the leases of the filling have mostly ended.
+        # Count only the second half, when most of the initial leases have ended.
         tries = fleet.ask(draw.choice(SIZES_GIB), now_s)
         if now_s > HOLDS * HOLD_S / 2:
             asked += 1
@@ -170,7 +171,7 @@ def simulate(nodes: int, used: float, order: PlacementOrder, seed: int = 7) -> d
 
 
 def main() -> None:
-    """Simulate what the command line says, and print the figures."""
+    """Run the simulation that the command line describes, and print the figures."""
     nodes, used, order = sys.argv[1:4]
     print(json.dumps({"order": order} | simulate(int(nodes), float(used), PlacementOrder(order))))
 

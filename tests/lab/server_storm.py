@@ -1,14 +1,14 @@
-"""A decode server of many models under mixed requests, while regions are revoked, and a check of every answer.
+"""Sends mixed requests to a decode server of many models, while regions are revoked, and checks every answer.
 
     PYTHONPATH=.dev:tests python -m lab.server_storm --minutes 60
 
 Starts a private daemon on the embedded driver, and a server of five tiny models with room for three on the card and one
-in the host's memory, behind a process for HTTP. Callers send chats, answers by a schema, calls of tools, several
-choices, scores, vectors and prompts with a common beginning; some hang up halfway. Meanwhile models are loaded, parked
-and unloaded, and regions of tenants and of shared prefixes are revoked. Each answer is compared with the one that the
-request got alone. Once a minute the callers pause until nothing runs: then the tasks, the blocks, the descriptors and
-the memory of each of the server's processes are counted. The callers are in another process. Prints one JSON object,
-and exits with 1 if an answer was wrong or something has grown.
+in the host's memory; a separate process serves HTTP. Callers request chats, answers by a schema, tool calls, several
+choices, scores, vectors and prompts with a common beginning; some disconnect halfway. Meanwhile models are loaded,
+parked and unloaded, and regions of tenants and of shared prefixes are revoked. Each answer is compared with the answer
+to the same request without other load. Once a minute the callers pause until nothing runs; then the tasks, the blocks,
+the descriptors and the memory of each of the server's processes are counted. The callers are in a separate process.
+Prints one JSON object, and exits with 1 if an answer was wrong or something has grown.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from .storm_server import MODELS, PREFIX, RESIDENT, TENANTS, StormServer, lease_
 
 EMBEDDING_MODEL: Final = "e"
 
-# Few, so that their table is full before the second half starts. It continues PARKING's table of limits.
+# The limit is low, so that the table is full before the second half starts. The line continues PARKING's [limits].
 _TOMBSTONES: Final = "max_tombstones = 256\n"
 
 VARIANTS: Final = 3
-"""Different requests of each kind."""
+"""Number of different requests of each kind."""
 
 SKEW: Final = 1.2
 PAUSE_S: Final = 0.3
@@ -55,10 +55,11 @@ PAUSE_S: Final = 0.3
 REVOKE_EVERY_S: Final = 1.0
 SAMPLE_EVERY_S: Final = 60.0
 QUIET_LIMIT_S: Final = 60.0
-"""Seconds until nothing may run any more, once no caller sends requests."""
+"""Seconds after the last request in which the server must finish all work."""
 
 TASKS_PER_DECODER: Final = 40
-"""Bound of the tasks of a server at rest, for each open decoder. Requests that leave a task would pass it soon."""
+"""Maximum number of tasks of a server at rest, per open decoder. If requests left tasks behind, it would soon be
+exceeded."""
 
 PLACE: Final = {
     "type": "object",
@@ -69,18 +70,18 @@ PLACE: Final = {
 TOOLS: Final = [{"type": "function", "function": {"name": "look", "parameters": PLACE}}]
 
 Answer = tuple[int, Any]
-"""The status of a reply, and what must be the same each time."""
+"""The status of a reply, and the part of it that must be the same each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of requests.
+    """A kind of request.
 
     Attributes:
-        path: Where they are sent.
+        path: The path to which requests are sent.
         body: Returns the body of a variant.
-        answer: Returns what must be the same of a reply. Raises AssertionError for an invalid one.
-        hangs_up_after: Events of the stream that the caller reads; None: all of them.
+        answer: Returns the part of a reply that must be the same each time. Raises AssertionError for an invalid reply.
+        hangs_up_after: Number of the stream's events that the caller reads before it disconnects; None: all.
     """
 
     path: str
@@ -101,14 +102,14 @@ def _prompt(variant: int, **more: Any) -> dict[str, Any]:
 
 
 def _valid(reply: dict[str, Any]) -> Any:
-    """The choices of a reply, which must be valid by the schema or cut off."""
+    """Return the choices of a reply. Each must match the schema, unless it was cut off."""
     for choice in reply["choices"]:
         message = choice["message"]
         texts = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
         for text in texts or [message["content"]]:
             if choice["finish_reason"] != "length":
                 jsonschema.validate(json.loads(text), PLACE)
-        # The server draws the ids of calls.
+        # The ids of calls are random.
         for call in message.get("tool_calls") or ():
             del call["id"]
     return reply["choices"]
@@ -130,7 +131,7 @@ KINDS: Final = {
     "response": Kind(
         "/v1/responses",
         lambda variant: {"input": "What is it?", "max_output_tokens": 16, "temperature": 0.5 + variant / 10},
-        # Without a seed an answer differs each time, and with it whether it ends before its limit.
+        # Without a seed the answer differs each time, so compare only the prompt's length.
         lambda reply: reply["usage"]["input_tokens"],
     ),
     "vectors": Kind(
@@ -144,14 +145,14 @@ KINDS: Final = {
 
 @dataclass
 class Findings:
-    """What the callers found.
+    """The results of the callers' checks.
 
     Attributes:
-        answers: Number of answers that were compared, by kind.
-        wrong: The first wrong answers: what was sent, what came, what was right.
-        failed: Replies and errors that no request should get, by their text.
-        revoked: Regions that were revoked.
-        late_s: The longest time of an answer.
+        answers: Number of right answers, by kind.
+        wrong: The first wrong answers, with the request, the answer and the expected answer.
+        failed: Number of replies and errors that no request should get, by their text.
+        revoked: Number of regions that were revoked.
+        late_s: The longest time until an answer, in seconds.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
@@ -162,13 +163,13 @@ class Findings:
     late_s: float = 0.0
 
     def counts(self) -> dict[str, int]:
-        """The figures that are printed while the storm runs."""
+        """Return the figures that are printed while the storm runs."""
         counts = {"answers": self.answers.total(), "wrong": self.wrong_count}
         return counts | {"failed": self.failed.total(), "revoked": self.revoked}
 
 
 class _Gate:
-    """Lets callers send while it is open, and waits until none does once it is closed."""
+    """Lets callers send requests while it is open. Closing it waits until no request is in progress."""
 
     def __init__(self) -> None:
         self._changed, self._is_open, self._inside = threading.Condition(), True, 0
@@ -199,12 +200,12 @@ class _Gate:
 
 
 def ask(http: httpx.Client, model: str, kind: Kind, variant: int) -> Answer:
-    """Send a request; returns its status and what must be the same of its answer. Raises httpx.HTTPError."""
+    """Send a request. Returns its status and the comparable part of its answer. Raises httpx.HTTPError."""
     body = {"model": model, **kind.body(variant)}
     if not body.get("stream"):
         reply = http.post(kind.path, json=body)
         return reply.status_code, kind.answer(reply.json()) if reply.status_code == 200 else reply.json()
-    # A stream: the texts of its choices, and why they ended.
+    # For a stream, collect the choices' texts and finish reasons.
     texts: dict[int, str] = {}
     finishes: dict[int, str] = {}
     with http.stream("POST", kind.path, json=body) as reply:
@@ -227,9 +228,9 @@ def ask(http: httpx.Client, model: str, kind: Kind, variant: int) -> Answer:
 
 
 def is_same(kind: Kind, found: Answer, expected: Answer) -> bool:
-    """Return whether an answer is the expected one; of one that was hung up on, the shorter text must begin the other.
+    """Return whether an answer is the expected one. If the caller disconnected, one text must be the other's beginning.
 
-    Several tokens may come in one event, so the same number of events may have more or less of the text.
+    An event may contain several tokens, so the same number of events may contain more or less of the text.
     """
     if kind.hangs_up_after is None or found[0] != 200 or expected[0] != 200:
         return found == expected
@@ -250,7 +251,7 @@ class _Storm:
         return self._stop.is_set() or time.monotonic() >= self._until
 
     def learn(self) -> None:
-        """Send each request alone, for its right answer."""
+        """Send each request alone, and store its answer as the expected one."""
         for tenant in TENANTS:
             with _http(self._server.url, tenant.id) as http:
                 for model, (name, kind), variant in _requests():
@@ -303,7 +304,7 @@ class _Storm:
                 self.findings.revoked += outcome
 
     def run(self, for_s: float, address: str, say: Callable[[str], object]) -> list[dict[str, float]]:
-        """Run the callers for some seconds; returns a sample of each quiet moment."""
+        """Run the callers for `for_s` seconds. Returns the samples that were taken while they paused."""
         self._until = time.monotonic() + for_s
         workers = [threading.Thread(target=self._guarded, args=(self.call, n)) for n in range(self._callers)]
         workers.append(threading.Thread(target=self._guarded, args=(self.revoke,)))
@@ -324,7 +325,7 @@ class _Storm:
         return samples
 
     def _guarded(self, work: Callable[..., None], *given: Any) -> None:
-        """Run a thread's work; its error is a finding, and ends the storm."""
+        """Run a thread's work. An error is recorded and ends the storm."""
         try:
             work(*given)
         except Exception as error:
@@ -332,7 +333,7 @@ class _Storm:
             self._stop.set()
 
     def _quiet_sample(self, address: str) -> dict[str, float]:
-        """Wait until nothing runs in the server, then count what it has. Nothing may stay of a request."""
+        """Wait until nothing runs in the server, then count its resources. Requests must not leave anything behind."""
         limit = time.monotonic() + QUIET_LIMIT_S
         while (left := self._server.ask("unfinished")) and time.monotonic() < limit:
             time.sleep(0.05)
@@ -370,7 +371,7 @@ def _http(url: str, tenant: str) -> httpx.Client:
 
 
 def _children(server: int) -> dict[str, float]:
-    """The server's other processes: those that speak HTTP and those that parse texts."""
+    """Return figures of the server's other processes: those that serve HTTP and those that parse texts."""
     pids = [pid for pid, _ in children_of(server)]
     for pid in pids:
         pids += [child for child, _ in children_of(pid)]
@@ -383,14 +384,14 @@ def _children(server: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     for kind, found in kinds.items():
         figures[f"{kind}s"] = len(found)
-        # Each open model has a process for texts, so their sum says nothing of growth.
+        # Each open model has text processes, so their sum does not show growth.
         figures[f"{kind}_mean_kib"] = sum(one.rss_kib for one in found) / max(1, len(found))
         figures[f"{kind}_pss_mean_kib"] = sum(one.pss_kib for one in found) / max(1, len(found))
     return figures
 
 
 def report_of(findings: Findings, samples: list[dict[str, float]]) -> dict[str, Any]:
-    """The report of a storm: what was found, and each figure at rest from its first to its last sample."""
+    """Return the report of a storm: the findings, and the first, last and largest value of each figure at rest."""
     at_s = [sample["at_s"] for sample in samples]
     report: dict[str, Any] = {
         "answers": findings.answers.total(),
@@ -414,13 +415,13 @@ def report_of(findings: Findings, samples: list[dict[str, float]]) -> dict[str, 
 
 
 def is_sound(report: dict[str, Any]) -> bool:
-    """True if nothing was wrong and nothing grew. Without answers and revocations nothing was shown."""
+    """Return whether nothing was wrong and nothing grew. There must have been answers and revocations."""
     is_flat = all(figures["is_flat"] for figures in report.get("memory", {}).values())
     return is_flat and not report["wrong"] and not report["failed"] and report["answers"] > 0 < report["revoked"]
 
 
 def make_models(folder: Path) -> None:
-    """Write the models: all with a template of tools, one of them with vectors, too."""
+    """Write the models' files. All have a chat template with tools, and one also embeds texts."""
     for number, (name, path) in enumerate(model_paths(folder).items()):
         make_model(path, number)
         settings = json.loads((path / "tokenizer_config.json").read_text())
@@ -430,7 +431,7 @@ def make_models(folder: Path) -> None:
 
 
 def measure(minutes: float, callers: int, seed: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Run a storm of some minutes; returns its report."""
+    """Run a storm of `minutes` minutes. Returns its report."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpulease-")))
         make_models(folder)
@@ -451,7 +452,7 @@ def measure(minutes: float, callers: int, seed: int, say: Callable[[str], object
 @click.option("--seed", default=1, show_default=True)
 def main(minutes: float, callers: int, seed: int) -> None:
     """Send mixed requests and revoke regions. Exits with 1 if one answer is wrong or something grows."""
-    # One line for each request would be most of the output.
+    # httpx would log a line for each request.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     report = measure(minutes, callers, seed, partial(click.echo, err=True))
     click.echo(json.dumps(report, indent=1))

@@ -1,4 +1,4 @@
-"""A line through a series of samples: whether what is sampled grows."""
+"""Fits a line through a series of samples, to detect growth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """True if the line rises by no more than the bound; falling is fine."""
+        """Whether the line rises by at most the bound. It may fall."""
         return self.growth <= self.bound
 
 
 def trend_of(at_s: Sequence[float], values: Sequence[float], bound: float) -> Trend:
-    """The trend of values taken at these times in seconds, at least three. Raises ValueError."""
+    """Return the trend of values sampled at these times, in seconds. Raises ValueError for fewer than three."""
     if len(at_s) != len(values) or len(values) < 3:
         raise ValueError(f"a trend needs three points at least, each with its time; there are {len(values)}")
-    # With few samples, all of them count.
+    # With few samples, use all of them.
     half = len(values) // 2 if len(values) >= 6 else 0
     times, late = at_s[half:], values[half:]
-    # Least squares around the means; times without any spread give a slope of 0.
+    # Least squares around the means. If all times are equal, the slope is 0.
     middle_s, middle = sum(times) / len(times), sum(late) / len(late)
     spread = sum((time - middle_s) ** 2 for time in times)
     slope = sum((t - middle_s) * (v - middle) for t, v in zip(times, late, strict=True)) / spread if spread else 0.0

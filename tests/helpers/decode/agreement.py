@@ -1,14 +1,15 @@
-"""When two computations of a model agree: the rule for every reference of the decode engine.
+"""The rule by which two computations of a model agree, for all references of the decode engine.
 
-Both compute the same weights, in other precisions and orders, so logits differ by an error. Where the reference's
-margin between its first and second token is within twice that error, either is right. Elsewhere the two must agree.
+Both compute with the same weights, in different precisions and orders, so their logits differ by an error. At a
+position where the reference's margin between its first and second token is at most twice that error, either token is
+right. All other positions are *decided*: there both must have the same token.
 
-What fails a comparison: an error over the bound that the test states, or greedy tokens that part where the reference
-was decided. That a decided position's argmax is equal follows from the error by arithmetic: it is counted all the same.
+A comparison fails if an error exceeds the bound that the test states, or if greedy outputs diverge at a decided
+position. At a decided position, equal argmaxes follow from the error; they are counted nevertheless.
 
-A model with experts computes each position with those that its router scores highest. Where the last chosen one and
-the first of the others score nearly alike, rounding may exchange them, and either is right, although the logits differ
-by more than an error. Such close positions count everywhere but in the worst error.
+A model with experts computes each position with the experts that its router scores highest. If the last chosen expert
+and the first of the others have nearly the same score, rounding may exchange them. Either choice is right, although the
+logits then differ by more than an error. Such *close* positions are left out of the worst error.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,26 +28,26 @@ class Scorer(Protocol):
     """A model that scores tokens: the engine, or a reference for it."""
 
     def logits(self, token_ids: list[int]) -> Logits:
-        """Logits [tokens, vocabulary] of every position of a prompt."""
+        """Return the logits [tokens, vocabulary] of every position of a prompt."""
         ...
 
     def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The `count` likeliest next tokens of each prompt, one after another; end tokens end nothing."""
+        """Return `count` greedily decoded tokens for each prompt. End tokens do not end the decoding."""
         ...
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How two computations' logits of the same positions compare.
+    """The comparison of two computations' logits at the same positions.
 
     Attributes:
-        positions: Positions compared.
-        differing: Those with different likeliest tokens.
-        decided: Those where the reference's margin exceeds twice the position's error.
-        decided_differing: Decided ones with different likeliest tokens.
-        close: Positions whose choice of experts is close.
-        worst_error: The largest difference of two logits of the other positions.
-        least_decided_margin: The smallest margin of a decided position; infinite if there are none.
+        positions: Number of positions compared.
+        differing: Number of positions with different likeliest tokens.
+        decided: Number of positions where the reference's margin exceeds twice the position's error.
+        decided_differing: Number of decided positions with different likeliest tokens.
+        close: Number of positions with a close choice of experts.
+        worst_error: The largest difference of two logits at positions that are not close.
+        least_decided_margin: The smallest margin of a decided position; infinite if there is none.
     """
 
     positions: int = 0
@@ -77,14 +78,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class GreedyAgreement:
-    """How greedy outputs compare.
+    """The comparison of greedy outputs.
 
     Attributes:
-        outputs: Outputs compared.
-        tokens: Tokens in each of the reference's outputs, all together.
-        equal: Outputs that are wholly equal.
-        undecided: Outputs that part at the first position where the reference was undecided, or behind it.
-        wrong: Outputs that part where the reference was decided.
+        outputs: Number of outputs compared.
+        tokens: Total number of tokens in the reference's outputs.
+        equal: Number of outputs that are equal.
+        undecided: Number of outputs that diverge at an undecided position, or after one.
+        wrong: Number of outputs that diverge before any undecided position.
     """
 
     outputs: int = 0
@@ -110,19 +111,19 @@ class GreedyAgreement:
 
 
 def margins(logits: Logits) -> Logits:
-    """How far each position's first token is before its second."""
+    """Return the difference between each position's highest and second highest logit."""
     highest = np.partition(logits, -2, -1)[:, -2:]
     return highest[:, 1] - highest[:, 0]
 
 
 def errors(reference: Logits, other: Logits) -> Logits:
-    """The largest difference of two logits at each position."""
+    """Return the largest difference of two logits at each position."""
     largest: Logits = np.abs(reference - other).max(-1)
     return largest
 
 
 def log_probabilities(logits: Logits) -> Logits:
-    """Logits minus the logarithm of the sum of their exponentials, for references that return only these."""
+    """Return log-probabilities: logits minus the logarithm of the sum of their exponentials."""
     highest = logits.max(-1, keepdims=True)
     shifted = logits - highest
     normal: Logits = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -130,12 +131,12 @@ def log_probabilities(logits: Logits) -> Logits:
 
 
 def compare(reference: Logits, other: Logits, close: npt.NDArray[np.bool_] | None = None) -> Agreement:
-    """Compare logits [positions, vocabulary] of the same positions. A NaN is an infinite error and differs.
+    """Compare logits [positions, vocabulary] of the same positions. A NaN counts as an infinite error.
 
     Args:
         reference: The reference's logits.
-        other: The other's.
-        close: For each position whether its choice of experts is close; None: none is.
+        other: The logits that are compared with them.
+        close: For each position, whether its choice of experts is close; None: no position is close.
     """
     assert reference.shape == other.shape, (reference.shape, other.shape)
     assert np.isfinite(reference).all()
@@ -162,15 +163,16 @@ def compare_greedy(
 
     Args:
         reference: The reference's tokens.
-        other: As many tokens of the other.
+        other: The same number of tokens of the other computation.
         reference_margins: The reference's margin at each of its tokens.
-        position_errors: The error measured at each of them, both models given the reference's tokens before it.
+        position_errors: The error at each of them, where both models were given the reference's previous tokens.
     """
     assert len(reference) == len(other) == len(reference_margins) == len(position_errors)
-    parts = [place for place, (ours, theirs) in enumerate(zip(reference, other, strict=True)) if ours != theirs]
-    if not parts:
+    differing = [place for place, (ours, theirs) in enumerate(zip(reference, other, strict=True)) if ours != theirs]
+    if not differing:
         return GreedyAgreement(1, len(reference), equal=1)
-    is_undecided = bool((reference_margins[: parts[0] + 1] <= 2 * position_errors[: parts[0] + 1]).any())
+    end = differing[0] + 1
+    is_undecided = bool((reference_margins[:end] <= 2 * position_errors[:end]).any())
     return GreedyAgreement(1, len(reference), undecided=is_undecided, wrong=not is_undecided)
 
 
@@ -189,9 +191,9 @@ def compare_scorers(
         reference: The reference.
         other: The scorer that is compared with it.
         prompts: Tokens of each prompt.
-        count: Tokens to decode after each.
+        count: Number of tokens to decode after each prompt.
         are_normalised: Whether to compare log-probabilities, for a scorer that returns only these.
-        are_close: Which positions' choices of experts are close; None: none is.
+        are_close: Returns which positions are close; None: no position is close.
     """
     logits, greedy = Agreement(), GreedyAgreement()
     outputs = zip(prompts, reference.greedy(prompts, count), other.greedy(prompts, count), strict=True)

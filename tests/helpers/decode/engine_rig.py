@@ -1,7 +1,8 @@
-"""An engine on a daemon with two tenants' pools, lines of tokens computed alone, and schedules that mix them.
+"""An engine with two tenants' pools, lines (sequences computed alone), and schedules that compute lines together.
 
-A line's bits are those of one row per step, in ascending order, with no other rows. A schedule computes positions of
-several lines together, some of them more than once, and every row's logits and result are compared with the line's.
+A line is computed with one row per step, in ascending order, without other rows. A schedule computes positions of
+several lines together, some more than once. The logits and the result of every row are compared with the line's, bit
+for bit.
 """
 
 import asyncio
@@ -26,19 +27,19 @@ LEASE_BYTES: Final = 256 << 20
 LEASE_S: Final = 600.0
 TENANTS: Final = ("a", "b")
 BLOCKS: Final = 24
-"""Blocks of each tenant's pool, where nothing else is said."""
+"""Default number of blocks of each tenant's pool."""
 
 GREEDY: Final = SamplingParameters()
 
 
 @dataclass
 class Tally:
-    """Values that were compared, bit for bit.
+    """The result of comparing values bit for bit.
 
     Attributes:
-        compared: How many.
-        differing: How many of them differ.
-        places: Where the first few of those are.
+        compared: Number of values that were compared.
+        differing: Number of values that differ.
+        places: Where the first few differences are.
     """
 
     compared: int = 0
@@ -57,18 +58,18 @@ class Tally:
             self.places.append(f"{place}: {wrong} of {words[0].size}")
 
     def check(self) -> None:
-        """Fail if a value differs, or there was none."""
+        """Fail if a value differs, or if nothing was compared."""
         assert self.compared
         assert self.differing == 0, self.places
 
 
 @dataclass(frozen=True)
 class Line:
-    """A sequence, computed one row a step.
+    """A sequence that was computed alone, with one row per step.
 
     Attributes:
-        tokens: Its token at each position: the prompt's, then those that it emitted.
-        prompt: Tokens of the prompt.
+        tokens: Its token at each position: those of the prompt, then the emitted ones.
+        prompt: Number of tokens of the prompt.
         sampling: How tokens were chosen.
         logits: [positions, vocabulary] f32.
         results: RESULT records, one for each position.
@@ -86,7 +87,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a line's keys and values lie: a tenant's pool, a row of the block tables, blocks of the pool."""
+    """Where a line's keys and values are: a tenant's pool, a row of the block tables, and blocks of the pool."""
 
     line: int
     tenant: int
@@ -96,14 +97,14 @@ class Seat:
 
 @dataclass(frozen=True)
 class MixedStep:
-    """One step of a schedule: rows in their order, and whether nothing is under way behind it."""
+    """One step of a schedule: its rows in order, and whether its results are read before the next step starts."""
 
     rows: tuple[tuple[Seat, int], ...]
     is_awaited: bool = True
 
 
 def _yields(lines: Sequence[Line], place: tuple[Seat, int]) -> bool:
-    """Return whether the row of a sequence's position yields a token: the last one of a prompt, and those after it."""
+    """Return whether a row yields a token: its position is the last one of the prompt, or a later one."""
     seat, position = place
     return position + 1 >= lines[seat.line].prompt
 
@@ -124,7 +125,7 @@ class EngineRig:
         return row
 
     def seat(self, line: int = 0, tenant: int = 0, table: int = 0) -> Seat:
-        """A seat that has all of a pool's blocks, in their order."""
+        """Return a seat with all blocks of a pool, in order."""
         return Seat(line, tenant, table, tuple(range(self.pools[tenant].blocks)))
 
     async def compute(self, rows: Rows, tenants: Sequence[int] = (0,)) -> Results:
@@ -132,7 +133,7 @@ class EngineRig:
         return await self.engine.finish()
 
     async def launch(self, rows: Rows) -> Results:
-        """Compute one step alone and without a graph: each kernel is a launch. The lease must not require regions."""
+        """Compute one step without a graph: each kernel is launched separately. The lease must not require regions."""
         session, forward, count = self.engine.session, self.engine.forward, len(rows)
         padded: Rows = np.zeros(self.engine._bucket(count), ROW)
         padded["position"] = NO_ROW
@@ -143,7 +144,7 @@ class EngineRig:
         return await session.mem_read(forward.results, 0, results.nbytes, into=results)
 
     async def line(self, prompt: Sequence[int], emitted: int, sampling: SamplingParameters = GREEDY) -> Line:
-        """Compute a prompt and so many tokens behind it, one row a step."""
+        """Compute a prompt and `emitted` tokens after it, with one row per step."""
         tokens, logits, results = list(prompt), [], []
         for position in range(len(prompt) + emitted):
             found = await self.compute(self.row(self.seat(), sampling, position, tokens[position]))
@@ -154,7 +155,7 @@ class EngineRig:
         return Line(tuple(tokens[:-1]), len(prompt), sampling, np.stack(logits), np.concatenate(results))
 
     async def lines(self, shapes: Sequence[tuple[int, int, SamplingParameters]], seed: int = 0) -> list[Line]:
-        """Compute lines of random prompts: tokens of the prompt, tokens behind it, sampling."""
+        """Compute lines of random prompts. A shape is a prompt's length, a number of emitted tokens, and a sampling."""
         numbers = np.random.default_rng(seed)
         vocabulary = self.engine.forward.weights.config.vocabulary
         return [
@@ -165,10 +166,10 @@ class EngineRig:
     async def play(
         self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally, *, is_served: bool = False
     ) -> None:
-        """Compute a schedule, with two steps in progress where it allows that, and compare everything that can be read.
+        """Compute a schedule, with two steps in progress where it allows this, and compare all results and logits.
 
-        If the step before computed a row's token, the row takes it from there: its record contains another one. With
-        `is_served`, only the results of rows that yield tokens are used, as by a decoder.
+        If the previous step computes a row's token, the row takes it from there; its record contains a wrong token.
+        With `is_served`, only the results of rows that yield tokens are used, as a decoder does.
         """
         waiting: list[MixedStep] = []
         unset = 0
@@ -191,7 +192,7 @@ class EngineRig:
         assert unset or not is_served, "logits were computed for all rows of every step"
 
     async def play_launches(self, lines: Sequence[Line], schedule: Sequence[MixedStep], tally: Tally) -> None:
-        """Compute a schedule as `play` does, one step after the other, without graphs."""
+        """Compute a schedule like `play`, but one step after another and without graphs."""
         before: dict[tuple[Seat, int], int] = {}
         for step in schedule:
             rows = np.concatenate([self._mixed_row(lines[seat.line], seat, at, before) for seat, at in step.rows])
@@ -239,7 +240,7 @@ async def opened(
     blocks: int = BLOCKS,
     regions_required: bool = True,
 ) -> AsyncIterator[EngineRig]:
-    """An engine on a lease of its own, with its pools."""
+    """Open an engine and its pools on a new lease."""
     builder = GpuBuilder(address).min_vram(size_bytes).lease_secs(LEASE_S)
     async with (builder.regions_required() if regions_required else builder).acquire() as lease:
         engine = await DecodeEngine.open(lease, checkpoint, limits)
@@ -250,13 +251,13 @@ async def opened(
 
 
 class RunningRig:
-    """A rig with an event loop that outlives a test: `run` executes a test's part in it."""
+    """A rig with an event loop that outlives a test. `run` runs a test's coroutine in the loop."""
 
     def __init__(self, runner: asyncio.Runner, rig: EngineRig) -> None:
         self._runner, self.rig = runner, rig
 
     def run(self, part: Callable[[EngineRig], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine function of the rig to its end."""
+        """Run a coroutine function with the rig as its argument."""
         return self._runner.run(part(self.rig))
 
     def mix(self, lines: Sequence[Line], schedule: Sequence[MixedStep], *, is_served: bool = False) -> None:
