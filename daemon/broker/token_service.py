@@ -77,11 +77,12 @@ class TokenService:
         for store, tokens in ((self._nonces, spent), (self._revoked, revoked)):
             for lease_id, nonce, expires_ms in tokens:
                 store.use(lease_id, nonce, expires_ms)
-        # By lease and mark: guests that were handed over, until the worker reports whether it admitted them.
+        # By lease and mark: the tokens of guests that were handed over, until the worker reports whether it admitted
+        # them.
         self._handed_over: dict[tuple[int, int], Claims] = {}
         self._authority: CapabilityAuthority | None = None
-        # Opened at the start if anything may depend on it; otherwise by the first request about tokens, because the
-        # library takes time to import.
+        # Open the authority now if anything may depend on it. Otherwise the first request about tokens opens it,
+        # because the library takes time to import.
         has_keys = self._key_file is not None and self._key_file.exists()
         if demands or key_file is not None or has_keys:
             self._open()
@@ -94,7 +95,7 @@ class TokenService:
             raise Refused(Failure(Status.UNSUPPORTED, str(error), hint="Report it to the operator.")) from None
 
     def lease(self, lease_id: int) -> LeaseSnapshot | None:
-        """Return the lease if it is active and its time is not over."""
+        """Return the lease if it is active and has not expired."""
         if self._table.denial_for(lease_id, time.monotonic_ns()) is not None:
             return None
         return self._table.get(lease_id)
@@ -135,7 +136,7 @@ class TokenService:
             self.give_back(claims, journal)
 
     def give_back(self, claims: Claims, journal: Journal) -> None:
-        """Count a token that opened nothing as unused, for the next daemon too."""
+        """Count a token with which nothing was opened as unused, for the next daemon too."""
         self.authority().give_back(claims)
         journal.unspend(claims.lease_id, claims.nonce)
 
@@ -149,7 +150,7 @@ class TokenService:
             ) from None
         now_ns = time.monotonic_ns()
         try:
-            # Without a file the keys live in memory, and every token ends with this daemon.
+            # Without a file the keys exist only in memory, so no token is valid after this daemon.
             ring = KeyRing.fresh(now_ns) if self._key_file is None else load_or_make(self._key_file, now_ns)
         except KeyFileBroken as error:
             raise TokensUnavailable(str(error)) from None

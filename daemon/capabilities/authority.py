@@ -30,12 +30,12 @@ MAX_NONCES_PER_LEASE: Final = 256
 and attaches in a loop. The count is per lease, so such a tenant locks out itself alone."""
 
 MAX_STALE: Final = 64
-"""Maximum number of entries of returned nonces in the heap, in addition to as many as there are used ones. Bounds
-memory against a guest that fails to attach again and again: each attempt uses its token and returns it."""
+"""Maximum number of entries of returned nonces in the heap, in addition to the number of used nonces. Bounds memory
+against a guest that fails to attach again and again: each attempt uses its token and returns it."""
 
 
 class NonceStore:
-    """The used nonces of tokens that have not expired. A nonce is forgotten when its token's time is over."""
+    """The used nonces of tokens that have not expired. A nonce is forgotten when its token expires."""
 
     def __init__(self) -> None:
         self._used: dict[int, dict[bytes, int]] = {}
@@ -84,7 +84,7 @@ class NonceStore:
 
 
 KEY_LIFE_S: Final = 86_400
-"""The time for which a key signs. A key that leaks unnoticed is of use for a day."""
+"""Seconds for which a key signs. A key that leaks unnoticed is useful for a day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +148,17 @@ class CapabilityAuthority:
 
         Raises CapabilityDenied: REQUEST, LEASE, or REPLAYED for a nonce that was used.
         """
-        # Step 1: the request itself, and the lease, which must be active.
+        # Step 1: check the request, and the lease, which must be active.
         request.check()
         now_ns = self._clock_ns()
         lease = self._lease(request.lease_id)
         # A token never outlives its lease.
         ends_ns = min(now_ns + int(request.ttl_s * NS_PER_S), lease.deadline_ns)
-        # Step 2: a nonce that no token of the lease has been used or revoked with: a token with it could never be
-        # valid.
+        # Step 2: choose a nonce. A token with a nonce that was used or revoked for the lease could never be valid.
         nonce = request.nonce_bytes or self._draw(NONCE_BYTES)
         if self._nonces.is_used(request.lease_id, nonce) or self._revoked.is_used(request.lease_id, nonce):
             raise _replayed()
-        # Step 3: the claims, with the lease's own tenant and generation, and an end that is not after the lease's.
+        # Step 3: make the claims, with the lease's own tenant and generation, and an end that is not after the lease's.
         claims = Claims(
             request.lease_id,
             lease.tenant,
@@ -191,24 +190,24 @@ class CapabilityAuthority:
         """
         now_ns = self._clock_ns()
         now_ms = now_ns // NS_PER_MS
-        # The signatures first: nothing in an unsigned token means anything.
+        # First check the signatures: nothing in an unsigned token means anything.
         opened = self._recent.open(token, self._ring, now_ns)
         claims = opened.claims
-        # The holder first: a stolen token reveals nothing about the lease to a thief.
+        # Then check the holder, before the lease: a stolen token reveals nothing about the lease to a thief.
         if not secrets.compare_digest(claims.audience, audience):
             raise CapabilityDenied(
                 TokenCheck.AUDIENCE,
                 "the token is for another holder, or another node",
                 "Give the lease's tenant your own audience on this node.",
             )
-        # A token from before the host's restart may seem to live too long; refuse it too.
+        # A token from before the host's restart may seem to be valid for too long. Refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
             raise CapabilityDenied(TokenCheck.EXPIRED, "the token has expired", "Get a new one.")
-        # Checks that only the node can make: the lease's current state, and the revoked tokens.
+        # Check what only the node knows: the lease's current state, and the revoked tokens.
         self._check_lease(claims)
         if self._revoked.is_used(claims.lease_id, claims.nonce):
             raise CapabilityDenied(TokenCheck.REVOKED, "the token was revoked", "Ask who gave it for another.")
-        # The claims and the appended blocks must both permit it: `agrees` evaluates the blocks.
+        # The claims and the appended blocks must both permit the use. `agrees` evaluates the blocks.
         permitted = claims.permissions & permission
         if not permitted or not tokens.agrees(opened, now_ms, next(iter(permitted))):
             raise CapabilityDenied(
@@ -216,7 +215,7 @@ class CapabilityAuthority:
                 f"the token permits {_list(claims.permissions)}, and {_list(permission)} is needed",
                 "Get a token that permits it.",
             )
-        # Last, because this check uses the token up: a token that fails another check stays unused.
+        # Check last whether the token was used, and whether its use can be remembered.
         if self._nonces.is_used(claims.lease_id, claims.nonce):
             raise _replayed()
         if not self._nonces.has_room(claims.lease_id, now_ms):
@@ -228,18 +227,18 @@ class CapabilityAuthority:
         return claims
 
     def use(self, claims: Claims) -> int:
-        """Mark a token as used; later uses fail with REPLAYED. Returns the end of that mark, in monotonic ms."""
-        # Narrowed copies share the nonce and may expire earlier, so keep it for as long as any copy could live.
+        """Mark a token as used; later uses fail with REPLAYED. Returns until when the mark is kept, in monotonic ms."""
+        # Narrowed copies share the nonce and may expire earlier, so keep it for as long as any copy could be valid.
         latest_ms = self._clock_ns() // NS_PER_MS + MAX_TOKEN_TTL_S * 1000
         self._nonces.use(claims.lease_id, claims.nonce, latest_ms)
         return latest_ms
 
     def give_back(self, claims: Claims) -> None:
-        """Forget the use of a token that failed; its holder may try again."""
+        """Forget the use of a token with which nothing was opened, so that its holder can try again."""
         self._nonces.give_back(claims.lease_id, claims.nonce)
 
     def holds(self, claims: Claims) -> bool:
-        """Whether validated claims still hold: not expired or revoked, and the lease alive and not renewed."""
+        """Whether validated claims are still valid: neither expired nor revoked, the lease active and not renewed."""
         try:
             self._check_lease(claims)
         except CapabilityDenied:
@@ -254,7 +253,7 @@ class CapabilityAuthority:
     def revoke(self, lease_id: int, nonce: bytes) -> int | None:
         """Refuse every token of a lease with that nonce. Returns until when, in monotonic ms; None without room."""
         now_ms = self._clock_ns() // NS_PER_MS
-        # A nonce that is revoked already needs no more room.
+        # A nonce that was already revoked needs no more room.
         if not self._revoked.has_room(lease_id, now_ms) and not self._revoked.is_used(lease_id, nonce):
             return None
         latest_ms = now_ms + MAX_TOKEN_TTL_S * 1000
@@ -263,7 +262,7 @@ class CapabilityAuthority:
 
     def rotate(self) -> None:
         """Sign with a new key from now on. Tokens of the old key stay valid until they expire."""
-        # Saved before the new key signs anything, or a restart would lose the key of tokens that were given out.
+        # Save the key before it signs anything, or a restart would lose the key of tokens that were given out.
         self._ring.rotate(self._clock_ns(), self._draw)
         self._save(self._ring)
 

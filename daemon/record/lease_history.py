@@ -209,7 +209,8 @@ class LeaseHistory:
             return None
         times = self._times.get(event.worker_id, NO_TIMES)
         if times.spawned_ns is not None:
-            # A second event, which does no harm, is not the end of the same start.
+            # Clear the time of the start: a second such event, which is harmless, must not measure the same start
+            # again.
             self._times[event.worker_id] = Times(times.asked_ns, None, *times[2:])
         return Fact(FactKind.WORKER_READY, now_ns, event, event.worker_id, None, None, times)
 

@@ -46,10 +46,10 @@ from gpulease.protocol.time_units import NS_PER_MS
 
 USE_ROUND_S: Final = 0.25
 """Seconds between two polls for the use of parkable sessions. A poll reads some words of shared memory. A session may
-be parked by this much later than its idle time says."""
+be parked later than its idle time requires, by up to this time."""
 
 STAY_AGAIN_S: Final = 0.05
-"""Pause before an order to stay is sent again if the worker's channel was full."""
+"""Seconds before an order to stay is sent again if the worker's channel was full."""
 
 _USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
 

@@ -40,11 +40,11 @@ U32_MAX: Final = 2**32 - 1
 
 _REFUSALS: Final = frozenset(-status for status in (*STATUS_OF_WORD.values(), Status.FENCED))
 
-_GOING_ON: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
+_LIVE_STATES: Final = (LeaseState.PENDING, LeaseState.ACTIVE)
 
 OnForwardRevoked = Callable[[LeaseSnapshot, messages.ForwardRevokedReport, bool], None]
 """Called with a region, a launch that was refused because of it, and whether that launch was the first to see the
-word."""
+region's word."""
 
 
 class RegionOrders:
@@ -70,7 +70,7 @@ class RegionOrders:
         self._on_forward_revoked = on_forward_revoked
         self._is_adopting = False
         # By lease: the slice's size in the order to its worker, until the worker has answered.
-        self._asked_bytes: dict[int, int] = {}
+        self._ordered_bytes: dict[int, int] = {}
         # By cancelled region, the time of the last cancel that a refused launch has reported.
         self._reported_cancels: dict[int, int] = {}
 
@@ -89,11 +89,12 @@ class RegionOrders:
             self._condemn(order.lease_id, error)
             return
         if page is not None:
-            # The clock is read last: its time is that of the flip, from which refusals are measured.
+            # Read the clock last: its time is that of the change of the word, from which the delay of refusals is
+            # measured.
             page.set(order.slot, order.number, order.word, order.deadline_ns, time.monotonic_ns())
 
     def _page(self, lease_id: int) -> BrokerRegionsPage | None:
-        """Return the page of a session's words, which is made at its first use; None without one. Raises OSError."""
+        """Return the page of a session's words, made when first used; None if there is none. Raises OSError."""
         page = self._workers.images.words(lease_id)
         if page is None and (link := self._link(lease_id)) is not None:
             page = link.page
@@ -113,23 +114,23 @@ class RegionOrders:
     def resize(self, order: ResizeSlice) -> None:
         """Order a worker to change the size of its slice."""
         # Record the order before it is sent, because an answer without an order is ignored.
-        self._asked_bytes[order.lease_id] = order.size_bytes
+        self._ordered_bytes[order.lease_id] = order.size_bytes
         self._send(order.lease_id, messages.ResizeSliceOrder(order.size_bytes))
 
     def refuse_resize(self, order: ResizeSlice, doubt: str) -> None:
-        """Answer in the worker's place that its slice stays as it is."""
+        """Answer for the worker that its slice keeps its size."""
         if (worker := self._workers.worker(order.lease_id)) is not None:
             self._post(SliceResized(order.lease_id, worker.spec.size_bytes, doubt))
 
     def forget(self, lease_id: int) -> None:
         """Forget the orders and reports of a lease or region that has ended."""
-        self._asked_bytes.pop(lease_id, None)
+        self._ordered_bytes.pop(lease_id, None)
         self._reported_cancels.pop(lease_id, None)
 
     # --- adoption ---
 
     def begin_adoption(self) -> None:
-        """Hold every order from now on: workers that were taken over receive them after a complete page."""
+        """Hold every order from now on: workers that were taken over must receive a complete page first."""
         self._is_adopting = True
 
     def end_adoption(self) -> None:
@@ -144,17 +145,17 @@ class RegionOrders:
                 self._condemn(worker.spec.lease_id, error)
 
     def _condemn(self, lease_id: int, error: OSError) -> None:
-        """End a session if its worker can't be sent its regions' words: without them no region could be ended."""
+        """End a session whose worker can't be sent its regions' words: without them no region could be ended."""
         reason = f"it can't be shown its regions page: {error.strerror}"
         self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
     def _link(self, lease_id: int) -> RegionLink | None:
-        """Return a worker's link, which is made at its first use; None without a worker. Raises OSError."""
+        """Return a worker's link, which is made when it is first used; None without a worker. Raises OSError."""
         worker = self._workers.worker(lease_id)
         return None if worker is None else worker.open_regions(is_held=self._is_adopting)
 
     def _send(self, lease_id: int, message: Message) -> str | None:
-        """Send an order. Returns what prevents that; None if it was sent, or if the lease has no worker."""
+        """Send an order. Returns why it can't be sent; None if it was sent, or if the lease has no worker."""
         try:
             if (link := self._link(lease_id)) is not None:
                 link.order(message)
@@ -174,8 +175,8 @@ class RegionOrders:
             return
         match message:
             case messages.RegionOpenedReport(region_id, address):
-                # The worker chose the address, which is passed to its tenant. Refuse one that would overflow in the
-                # tenant's sums.
+                # The worker chose the address, and its tenant gets it. Refuse an address that would overflow when the
+                # tenant adds an offset.
                 is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
                 impossible = RegionRefused(region_id, "The session gave an address that can't be.")
                 self._post(RegionOpened(region_id, address) if is_possible else impossible)
@@ -188,8 +189,8 @@ class RegionOrders:
             case messages.RegionReleasedReport(region_id):
                 self._post(RegionReleased(region_id))
             case messages.ForwardRevokedReport() if _is_possible(region, message):
-                # The kernel's name is a tenant's text: cut it to a number of bytes, and drop half a character at the
-                # end.
+                # The kernel's name is a tenant's text: cut it to its maximum length in bytes, and drop half a character
+                # at the end.
                 kernel = clean_text(message.kernel, MAX_KERNEL_NAME_BYTES).encode()[:MAX_KERNEL_NAME_BYTES]
                 message = replace(message, kernel=kernel.decode(errors="ignore"))
                 self._on_forward_revoked(region, message, self._is_first_refusal(region, message))
@@ -201,34 +202,34 @@ class RegionOrders:
         """
         if message.status != -Status.CANCELLED or region.state is not LeaseState.ACTIVE:
             return message.status != -Status.FENCED
-        was_ns, self._reported_cancels[region.lease_id] = (
+        earlier_ns, self._reported_cancels[region.lease_id] = (
             self._reported_cancels.get(region.lease_id),
             message.flipped_ns,
         )
-        return was_ns != message.flipped_ns
+        return earlier_ns != message.flipped_ns
 
     def _on_resized(self, lease_id: int, message: messages.SliceResizedReport) -> None:
         # A worker may answer an order only once.
-        asked_bytes = self._asked_bytes.pop(lease_id, None)
-        if asked_bytes is None:
+        ordered_bytes = self._ordered_bytes.pop(lease_id, None)
+        if ordered_bytes is None:
             return
         doubt = clean_text(message.doubt, MAX_REASON_CHARS)
-        if message.size_bytes != asked_bytes:
+        if message.size_bytes != ordered_bytes:
             doubt = doubt or f"its session took {message.size_bytes} bytes"
         elif (worker := self._workers.worker(lease_id)) is not None:
-            worker.resize(asked_bytes)
+            worker.resize(ordered_bytes)
         self._post(SliceResized(lease_id, message.size_bytes, doubt))
 
 
 def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
-        # The region never opened, or the session has released it. If it was open once, the table requires a proof.
+        # The region was never opened, or the session has released it. If it was open once, the table requires a proof.
         return RegionRefused(region.lease_id, "The session has nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         reason = f"its session reports {figures} of {region.size_bytes}"
         return RegionStuck(region.lease_id, reason, Cause.UNRESPONSIVE)
-    # If the driver's free memory grew by as much, the proof needs no poll of the card.
+    # If the driver's figure for free memory grew by that much, the proof needs no poll of the card.
     is_shown = message.shown_bytes >= message.freed_bytes
     return RegionEnded(region.lease_id, message.freed_bytes, message.kept_bytes, is_shown)
 
@@ -242,10 +243,10 @@ def _is_possible(region: LeaseSnapshot, message: messages.ForwardRevokedReport) 
     if message.told_ns and not message.seen_ns <= message.told_ns <= now_ns:
         return False
     if message.status == -Status.FENCED:
-        # A deadline that passes writes no word, so no time can be compared.
+        # When a deadline passes, no word is written, so there is no time to compare.
         return True
     # Every end is in the table before it is on the page, except that the worker may notice first that a deadline has
     # passed.
     is_due = message.status == -Status.LEASE_EXPIRED and region.deadline_ns is not None and region.deadline_ns <= now_ns
-    may_go_on = message.status == -Status.CANCELLED or is_due
-    return region.created_ns <= message.flipped_ns and (may_go_on or region.state not in _GOING_ON)
+    may_be_live = message.status == -Status.CANCELLED or is_due
+    return region.created_ns <= message.flipped_ns and (may_be_live or region.state not in _LIVE_STATES)

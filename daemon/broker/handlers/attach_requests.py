@@ -35,11 +35,11 @@ from gpulease.protocol.primitives import Tlv
 from gpulease.protocol.ring import SharedMemoryRequest
 
 SUBMIT_WAIT_S: Final = 10.0
-"""Time for a submit in the session's place to be gone before an ATTACH is refused. A submit that has answered is gone
-in a moment. Shorter than a client waits, so that the client gets the reason."""
+"""Seconds that an ATTACH waits until the worker of a submit in the session's place has exited; then it is refused. A
+submit that has answered exits in a moment. The wait is shorter than a client's, so that the client gets the reason."""
 
 SUBMIT_POLL_S: Final = 0.1
-"""Pause between two checks whether that submit is gone."""
+"""Seconds between two checks whether that worker has exited."""
 
 _SUBMIT_RUNS: Final = Failure(
     Status.BUSY,
@@ -54,7 +54,7 @@ class _Attempt:
 
     Attributes:
         submit: The submit that waits for the connection; None for an ATTACH.
-        guest: The bounds of a connection that attaches with a token.
+        guest: The limits of a connection that attaches with a token.
         wait_until_s: When an ATTACH stops waiting for a submit, on the loop's clock. 0.0 before the wait begins.
     """
 
@@ -70,7 +70,7 @@ class _Attempt:
 
 
 class AttachHandler:
-    """Serves one caller's requests that take the connection away."""
+    """Serves one caller's requests after which the connection belongs to a worker."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -97,7 +97,7 @@ class AttachHandler:
         """Serve GPU_SUBMIT. The token is used up only once the submit's worker is ready."""
         if not self._connection.is_open:
             return
-        # While the submit waits for its worker, a disconnect of the peer must be noticed.
+        # Read on: while the submit waits for its worker, a disconnect of the peer must be noticed.
         self._connection.resume_reading()
 
         def on_ready(outcome: SubmitReady | Failure) -> None:
@@ -114,8 +114,8 @@ class AttachHandler:
             self._refuse(request, refused.failure)
 
     def check(self, request: Request) -> Guest | None:
-        """Return the bounds of a connection that attaches with a token. Raises Refused unless the peer may attach."""
-        # In the order of what costs least and reveals least: the peer's rights, the lease, then the token.
+        """Return the limits of a connection that attaches with a token. Raises Refused unless the peer may attach."""
+        # Check what costs and reveals least first: the peer's rights, then the lease, then the token.
         self._caller.check_peer(request.op)
         named = self._runtime.table.get(request.session_id)
         if named is not None and named.parent_id:
@@ -130,7 +130,7 @@ class AttachHandler:
 
     def _check_own(self, lease_id: int) -> None:
         lease = self._runtime.table.get(lease_id)
-        # Another tenant's lease is answered like an unknown one.
+        # Answer for another tenant's lease as for an unknown one.
         if lease is not None and lease.tenant != self._peer.tenant:
             raise Refused(not_found(lease_id).failure)
         denial = self._runtime.table.denial_for(lease_id, time.monotonic_ns())
@@ -161,7 +161,8 @@ class AttachHandler:
     # --- hand-over ---
 
     def _attach(self, attempt: _Attempt) -> None:
-        # The worker reads what the peer sent after its request, from the kernel or from our buffer.
+        # First wait until every earlier reply is written. The worker then reads what the peer sent after its request,
+        # from the kernel or from our buffer.
         self._connection.when_written(lambda: self._attach_written(attempt))
 
     def _attach_written(self, attempt: _Attempt) -> None:
@@ -179,15 +180,15 @@ class AttachHandler:
             self._abandon(attempt)
             self._refuse(attempt.request, refused.failure)
             return
-        # The token is used up before the hand-over. A daemon that dies in between must not let it be used twice.
+        # Use the token up before the hand-over: if the daemon is killed in between, the token must not be used twice.
         self._tokens.spend(self._runtime.journal, lambda is_durable: self._attach_spent(attempt, is_durable))
 
     def _open_session(self, lease_id: int) -> bool:
-        """Open the session. Returns False while the submit that ran in its place is not proved gone.
+        """Open the session. Returns False until it is proved that the submit that ran in its place has ended.
 
         Raises Refused if that can't be proved.
         """
-        # Posted before the check: from here on the table starts no submit in the session's place.
+        # Post this before the check, so that the table starts no other submit in the session's place.
         self._runtime.post(SessionOpened(lease_id))
         submit = self._runtime.table.submits.in_place_of_session(lease_id)
         if submit is not None and submit.state is SubmitState.FENCED:
@@ -199,12 +200,12 @@ class AttachHandler:
         attempt.wait_until_s = attempt.wait_until_s or loop.time() + SUBMIT_WAIT_S
         if loop.time() >= attempt.wait_until_s:
             raise Refused(_SUBMIT_RUNS)
-        # From the start: the lease may end during the wait, and the peer may disconnect.
+        # Begin the attempt again after the wait: the lease may have ended by then, or the peer disconnected.
         loop.call_later(SUBMIT_POLL_S, self._attach, attempt)
 
     def _attach_spent(self, attempt: _Attempt, is_durable: bool) -> None:
-        """Hand the connection over. Its token opens no other connection, unless it could not open this one."""
-        # The ATTACH to the worker says whether this client may be another than the lease's tenant.
+        """Hand the connection over. If that fails, its token may be used again."""
+        # The order to the worker says whether this client may be another than the lease's tenant.
         worker = self._runtime.workers.worker(attempt.number)
         if worker is not None:
             worker.is_stranger = self._is_stranger(attempt.number)
@@ -226,7 +227,7 @@ class AttachHandler:
             memory_request = SharedMemoryRequest.from_options(options)
 
         def pass_on(fd: int, rest: bytes) -> bool:
-            # Everything that the worker needs to continue as if it had read the request itself.
+            # The order has everything that the worker needs to continue as if it had read the request itself.
             message = messages.AttachOrder(
                 request.request_id,
                 rest,

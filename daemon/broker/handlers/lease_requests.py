@@ -82,7 +82,8 @@ class LeaseHandler:
             else:
                 self._caller.answer_denied(request, answer)
 
-        # Before every refusal: a client that asks again takes a refusal to mean that no lease has its request id.
+        # Look for the request id before anything is refused: a client that asks again takes a refusal to mean that no
+        # lease has its request id.
         key = (event.tenant, event.terms.request_id) if event.terms.request_id else None
         if key is not None:
             if number := self._runtime.take_over(key, on_answer):
@@ -93,11 +94,11 @@ class LeaseHandler:
                 self._answer_granted(request, lease)
                 return
         self._check_alloc(body)
-        # Registered under its request id before it is posted: the same client may ask again on another connection.
+        # Register the acquire under its request id before it is posted: the client may ask again on another connection.
         number = self._runtime.expect(on_answer, key)
         self._open_acquires[number] = request
         event = replace(event, request=number)
-        # Only an acquire with a claim costs the fleet a write; all others go straight to the table.
+        # Only an acquire with a claim makes the fleet write; all others go straight to the table.
         if event.terms.name or self._runtime.table.counts_in_fleet(event.tenant):
             self._runtime.claimed_acquires.begin(event)
         else:
@@ -111,7 +112,7 @@ class LeaseHandler:
         claims = self._runtime.claims
         if claims is not None and (refusal := claims.refusal()) is not None:
             raise Refused(refusal)
-        # A node has its labels from its fleet.
+        # Only a node of a fleet has labels.
         check_labels(LABELS.read(body.parameters), {} if claims is None else claims.labels)
 
     def lease_renew(self, request: Request, body: messages.LeaseRenew) -> None:
@@ -222,8 +223,8 @@ class LeaseHandler:
         if not self._caller.connection.is_open:
             # The client never learned this lease's id, so it would hold its bytes unused until it expires.
             self._runtime.post(FreeRequested(0, lease.lease_id, lease.tenant))
-            # From here on the lease counts as connected by this connection.
             return
+        # From here on the lease counts as connected by this connection.
         self._caller.note_acquired(lease.lease_id)
         self._caller.hold(lease.lease_id)
         now_ns = time.monotonic_ns()

@@ -1,9 +1,9 @@
 """The memory that a cubin will take on the card, computed from its ELF headers before the driver gets it.
 
 The format is ELF-64 (System V ABI). The driver places the allocated sections on the card: code, constants, and
-variables (.nv.global*), for which the file has no bytes. The headers give the variables' sizes in 32 bits only,
-whatever they sum up to (seen with ptxas 13.0), so the symbols in a section count too. Whatever a forged header hides
-shows in NVML's figure after the load.
+variables (.nv.global*), for which the file has no bytes. The headers give the sum of the variables' sizes in 32 bits,
+even if it is larger (seen with ptxas 13.0), so the sizes of the symbols in a section count too. If a forged header
+hides memory, NVML's figure shows it after the load.
 
 The symbols also identify managed variables, which are refused. The code shows which kernels need a cooperative launch.
 """
@@ -19,7 +19,8 @@ from gpulease.daemon.drivers.cuda.memory import PAGE_BYTES, SHARING_BYTES, whole
 from gpulease.daemon.drivers.interface import ImageRejected, managed_refused
 
 MAX_NAME_BYTES: Final = 32 << 10
-"""Longest name of a symbol. Stops a file of symbols with endless names from being searched to its end for each."""
+"""Maximum length of a symbol's name, in bytes. Stops a file of symbols with endless names from being searched to its
+end for each of them."""
 
 MAX_ROWS: Final = 1 << 17
 """Maximum number of section headers of one file, of symbols, and of calls. Stops a forged file with 64 MiB of them from
@@ -54,9 +55,10 @@ _MANAGED: Final = 0x04
 _ENTRY: Final = 0x10
 """Bit in a kernel's st_other."""
 
-# Shared memory is in the file, but not in the card's memory; vprintf makes the context take nothing.
+# Shared memory is in the file, but not in the card's memory.
 _ON_CHIP: Final = b".nv.shared"
 _FREE_OF_CHARGE: Final = frozenset({b"vprintf"})
+"""The driver's own functions that do not make the context take memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,14 @@ class Weight:
     """The memory that a module takes on the card.
 
     Attributes:
-        device_bytes: Bytes of the card for as long as it is loaded.
-        shared_bytes: The part of those in pages shared with other modules.
-        has_system_calls: It calls functions of the driver's own that make the context grow.
-        leaves_traces: Its kernels may leave something in memory that the driver keeps when the module is unloaded: in
-          variables, or through the driver's own functions in the heap or the print buffer.
-        cooperative: The kernels that seem to synchronise their grid, so that only a cooperative launch can run them.
-        variables: Names of its variables in device and constant memory, each with whether kernels can write it.
+        device_bytes: Bytes of the card that it takes while it is loaded.
+        shared_bytes: The part of `device_bytes` that lies in pages shared with other modules.
+        has_system_calls: Whether it calls the driver's own functions that make the context take more memory.
+        leaves_traces: Whether its kernels may leave data in memory that the driver keeps when the module is unloaded:
+          in variables, or in the heap or the print buffer, through the driver's own functions.
+        cooperative: Names of the kernels that seem to synchronise their grid, so that only a cooperative launch can run
+          them.
+        variables: Its variables in device and constant memory: the name of each, and whether kernels can write it.
     """
 
     device_bytes: int
@@ -129,7 +132,7 @@ class _File:
         end = section.start + section.size
         if end > len(self.content):
             raise ValueError("a section lies outside of the file")
-        # Bytes are counted against the file's own size, however many sections claim them.
+        # All sections together may have as many bytes as the file has.
         self.left_bytes -= section.size
         if self.left_bytes < 0:
             raise ValueError("sections overlap")
@@ -146,7 +149,7 @@ class _File:
 
     def rows(self, row: struct.Struct, *kinds: int) -> Iterator[tuple[_Section, tuple[int, ...]]]:
         """Yield all rows of the sections of these kinds, in order, each with its section."""
-        # The count is bounded before the first row is read.
+        # Check the count before the first row is read.
         tables = [section for section in self.sections if section.kind in kinds]
         _check_count(sum(table.size // row.size for table in tables), "symbols or calls")
         for table in tables:
@@ -173,15 +176,19 @@ def _check_count(count: int, subject: str) -> None:
 
 
 def weigh(cubin: bytes) -> Weight:
-    """Weigh a cubin. Raises ImageRejected if its headers can't be parsed, or for a managed variable."""
+    """Return the memory that a cubin takes.
+
+    Raises ImageRejected if its headers can't be parsed, or for a managed variable.
+    """
     try:
-        return _weigh(cubin, _open(cubin))
+        return _measure(cubin, _open(cubin))
     except (struct.error, IndexError, ValueError) as error:
         raise ImageRejected(f"the cubin's headers can't be followed: {error}", hint="Compile it again.") from None
 
 
-def _weigh(cubin: bytes, file: _File) -> Weight:
-    # Step 1: sizes from the headers of the sections that go to the card, without those that stay on the chip.
+def _measure(cubin: bytes, file: _File) -> Weight:
+    # Step 1: read the sizes of the sections that go to the card, except those that stay on the chip, from their
+    # headers.
     sizes = {
         index: section.size
         for index, section in enumerate(file.sections)
@@ -191,8 +198,8 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
     symbols = list(file.symbols())
     has_system_calls = leaves_traces = False
     variables: dict[str, bool] = {}
-    # Step 2: symbols. Managed variables are refused, calls of the driver's functions noted, and sizes corrected that
-    # a 32-bit header can't show.
+    # Step 2: read the symbols. Refuse managed variables, note calls of the driver's functions, and correct the sizes
+    # that a 32-bit header can't show.
     for symbol in symbols:
         if symbol.other & _MANAGED and symbol.kind not in (_FUNCTION, _SECTION_SYMBOL):
             raise managed_refused(file.name_of(symbol).decode(errors="replace"))
@@ -205,7 +212,8 @@ def _weigh(cubin: bytes, file: _File) -> Weight:
             if symbol.size:
                 variables[file.kept_name_of(symbol)] = bool(file.sections[index].flags & _WRITABLE)
     leaves_traces |= any(file.sections[index].flags & _WRITABLE for index in sizes if sizes[index])
-    # A large section has pages of its own; small ones share pages, also with other modules.
+    # Step 3: add the sizes up. A large section has pages of its own. Small sections share pages, also with those of
+    # other modules.
     own = sum(whole_pages(size) for size in sizes.values() if size > SHARING_BYTES)
     shared = sum(_share(size) for size in sizes.values() if size <= SHARING_BYTES)
     shared = -(-shared // MODULE_GRAIN_BYTES) * MODULE_GRAIN_BYTES
@@ -228,23 +236,23 @@ def _share(size: int) -> int:
 def _open(cubin: bytes) -> _File:
     header = _HEADER.unpack_from(cubin)
     ident, table_at, row_bytes, count, names = header[0], header[6], header[11], header[12], header[13]
-    # Step 1: is it a cubin at all?
+    # Step 1: check that it is a cubin.
     if not ident.startswith(_CLASS_64_LITTLE) or row_bytes != _SECTION.size:
         raise ValueError("it must be a 64-bit little-endian ELF file")
     if header[2] != _CUDA:
         raise ValueError(f"it must be code for a GPU ({_CUDA}), not for machine {header[2]}")
-    # Step 2: the section headers, with every number checked against the file's length.
+    # Step 2: read the section headers, and check every number against the file's length.
     if table_at + _SECTION.size > len(cubin):
         raise ValueError("the section headers lie outside of the file")
     if count == 0:
-        # The field is too small for the number of sections: the first section's size contains it.
+        # The number of sections did not fit in this field, so it is in the first section's size field.
         count = _SECTION.unpack_from(cubin, table_at)[5]
     if table_at + count * _SECTION.size > len(cubin):
         raise ValueError(f"its {len(cubin)} bytes can't hold {count} sections")
     _check_count(count, "sections")
     rows = [_SECTION.unpack_from(cubin, table_at + _SECTION.size * number) for number in range(count)]
     sections = [_Section(row[0], row[1], row[2], row[4], row[5], row[6]) for row in rows]
-    # Since ABI version 8 (CUDA 13) the architecture is one byte higher.
+    # Since ABI version 8 (CUDA 13) the architecture begins at the next byte of the flags.
     architecture = header[7] >> 8 & 0xFFFF if ident[8] >= _ABI_OF_CUDA_13 else header[7] & 0xFF
     return _File(cubin, sections, sections[names if names != 0xFFFF else rows[0][6]], architecture)
 
@@ -253,7 +261,7 @@ def _open(cubin: bytes) -> _File:
 #
 # nvcc's grid synchronisation takes the address of the grid's barrier from %envreg1 and %envreg2. It traps if the
 # address is 0, as in any but a cooperative launch. No attribute in the file shows that, but the machine code does: it
-# reads the two registers at fixed places of constant bank 0, and has an instruction that traps.
+# reads the two registers at fixed addresses of constant bank 0, and has an instruction that traps.
 #
 # Limit: a kernel that asks for the barrier (`is_valid()`) and traps for another reason, or after its own check, is
 # refused too. For machine code compiled from PTX, the text distinguishes them (ptx/translate/cooperative.py).
@@ -280,7 +288,7 @@ taken, -3 functions that call through a pointer, -4 functions that such calls ma
 
 def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
     """Return the kernels with code that, including everything it calls, reads the grid's barrier and can trap."""
-    # Step 1: which sections of code read the barrier's address, and which can trap.
+    # Step 1: find the sections of code that read the barrier's address, and those that can trap.
     reads, traps = set[int](), set[int]()
     for index, section in enumerate(file.sections):
         if section.flags & _EXECUTABLE and section.kind == 1:
@@ -292,7 +300,7 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
     # The usual case: no kernel does both.
     if not reads or not traps:
         return frozenset()
-    # Step 2: a kernel also reads and traps in the functions that it calls.
+    # Step 2: find the kernels that do both, in their own code or in the functions that they call.
     calls = _calls(file, symbols)
     reading, trapping = _callers_of(reads, calls), _callers_of(traps, calls)
     return frozenset(
@@ -304,7 +312,7 @@ def _cooperative(file: _File, symbols: list[_Symbol]) -> frozenset[str]:
 
 def _reads_grid_barrier(code: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]", architecture: int) -> bool:
     """Return whether an instruction has %envreg1 or %envreg2 as an operand. `code`: uint64, shape (instructions,)."""
-    # The place depends on the architecture; instructions are compared as whole arrays, because there may be millions.
+    # The address depends on the architecture. Instructions are compared as arrays, because there may be millions.
     at = next(at for since, at in _ENVIRONMENT_AT if architecture >= since)
     words, bytes_ = code >> np.uint64(40) & np.uint64(0x7FFFF), code >> np.uint64(37) & np.uint64(0x3FFFFF)
     is_uniform = code & np.uint64(0xFFF) == _UNIFORM_LOAD
@@ -317,7 +325,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
     """Map each section of code to the sections that may call into it."""
     callers: dict[int, set[int]] = {}
     addressed, calling = set[int](), set[int]()
-    # Each section has parts, marked by special callees; they begin again with each section.
+    # Each call graph section has parts, which special callees begin. No part continues in the next section.
     part, graph = 0, None
     for table, (caller, callee) in file.rows(_CALL, _CALL_GRAPH):
         if table is not graph:
@@ -330,7 +338,7 @@ def _calls(file: _File, symbols: list[_Symbol]) -> dict[int, set[int]]:
             calling.add(symbols[caller].section)
         else:
             callers.setdefault(symbols[callee].section, set()).add(symbols[caller].section)
-    # A pointer may hold any function of which the address is taken; -1 represents all pointers.
+    # A pointer may hold any function whose address is taken; -1 stands for all pointers.
     for section in addressed:
         callers.setdefault(section, set()).add(-1)
     callers[-1] = calling

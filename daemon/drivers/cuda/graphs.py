@@ -1,11 +1,11 @@
 """Launch graphs as CUDA graphs (CUDA driver API, "Graph Management"), one for each segment.
 
-The nodes of a segment follow one another, in the order of the steps. `bind` changes the executable graph, which leaves
-launches queued before unchanged (cuGraphExecKernelNodeSetParams). A graph that is destroyed in flight runs to its end
-(cuGraphExecDestroy).
+The nodes of a segment run one after another, in the order of the steps. `bind` changes the executable graph; launches
+of the graph that were queued before stay unchanged (cuGraphExecKernelNodeSetParams). A graph that is destroyed while it
+runs still runs to its end (cuGraphExecDestroy).
 
-A context that is watched must see each kernel's end, which a CUDA graph does not show. There the steps are queued one
-by one.
+A context that is watched must see each kernel's end, which a CUDA graph does not show. In such a context the steps are
+queued one by one.
 """
 
 import ctypes
@@ -30,20 +30,20 @@ from gpulease.daemon.drivers.interface import (
 )
 
 SEGMENT_BYTES: Final = 144 << 10
-"""Bytes of the card for an executable graph, whatever it contains. They come from the driver's store, which keeps
-them when the graph goes. 123 KB were measured on an H100 (driver 580.159)."""
+"""Bytes of the card for an executable graph, whatever it contains. The driver takes them from its own store, and they
+go back to that store when the graph is destroyed. 123 KB were measured on an H100 (driver 580.159)."""
 
 NODE_BYTES: Final = 3 << 10
 """Bytes of the card for a node without its parameters: 2 KB were measured."""
 
 PARAMETERS_FACTOR: Final = 2
-"""Bytes of the card for each byte of a node's parameters: 2.0 were measured. Checked over 1100 graphs, of launches with
-8 to 3080 parameter bytes and of copies: the sum of the three figures was larger than the memory that the card showed,
-by a seventh for launches."""
+"""Bytes of the card for each byte of a node's parameters: 2.0 were measured. Checked with 1100 graphs, of launches with
+8 to 3080 parameter bytes and of copies: the sum of the three figures was never less than what the graphs took of the
+card. For launches it was a seventh more."""
 
 
 def device_bytes_of(steps: Sequence[Step]) -> int:
-    """Most bytes of the card that the graph of these steps takes."""
+    """Return the maximum number of bytes of the card that the graph of these steps takes."""
     # Three figures, measured separately: the segment, its nodes, their parameters.
     segments = -(-len(steps) // SEGMENT_STEPS)
     params = sum(len(step.params) for step in steps if isinstance(step, KernelStep))
@@ -99,7 +99,7 @@ class GraphContext(Protocol):
         """Record that a graph of these kernels was queued."""
 
     def show_replayed(self, kernels: Sequence[str]) -> None:
-        """Record that native code, which counts it, has queued a graph of these kernels."""
+        """Record that native code has queued and counted a graph of these kernels."""
 
     def retire(self, pinned: "PinnedBytes") -> None:
         """Keep bytes until the queued copies that may still read them have ended."""
@@ -134,7 +134,7 @@ class CudaGraph:
 
     def bind(self, step: int, params: bytes) -> None:
         """Change the parameters in the executable graph."""
-        # Also remembered in Python: a watched context queues steps one by one.
+        # Remember the parameters in Python too, for a watched context, which queues steps one by one.
         self._bound[step] = params
         segment = self._segments[step // SEGMENT_STEPS]
         launch = segment.launches[step]
@@ -143,11 +143,11 @@ class CudaGraph:
         self._check(api.cuGraphExecKernelNodeSetParams(segment.executable, launch.node, launch.node_params))
 
     def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
-        """Queue one CUDA graph after another; step by step if the context is watched."""
+        """Queue one CUDA graph after another, or one step after another if the context is watched."""
         if self._context.is_watched:
             self._replay_one_by_one(tag, poll, next_segment)
             return
-        # One launch per segment; between segments the lease is checked.
+        # Launch each segment. The lease is checked between segments.
         stream = self._context.stream
         for number, segment in enumerate(self._segments):
             if number:
@@ -219,7 +219,7 @@ class CudaGraph:
         start = ctypes.addressof(params)
         addresses = [start + parameter.offset for parameter in step.kernel.parameters]
         pointers = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
-        # The same checks as for a launch: cooperative kernels, and dynamic shared memory.
+        # Make the checks that a launch makes: for cooperative kernels, and for dynamic shared memory.
         kernel: Any = step.kernel
         if kernel.is_cooperative:
             raise cooperative_refused(kernel.name)
@@ -231,7 +231,8 @@ class CudaGraph:
         node_params.blockDimX, node_params.blockDimY, node_params.blockDimZ = step.block
         node_params.sharedMemBytes = step.shared_bytes
         node_params.kernelParams = ctypes.addressof(pointers) if addresses else 0
-        # A kernel that waits by itself may start while the kernel before it ends, but not during a copy.
+        # A kernel that waits for its predecessor by itself may start while the kernel before it ends, but not during a
+        # copy.
         starts_early = kernel.waits and follows_kernel
         full = [] if starts_early else before
         error, node = api.cuGraphAddKernelNode(graph, full, len(full), node_params)
@@ -250,7 +251,7 @@ class CudaGraph:
         else:
             host, size = ctypes.addressof(ctypes.c_char.from_buffer(step.memory)), len(step.memory)
             to_device = step.to_device
-        # cuGraphAddMemcpyNode knows three-dimensional copies only: a row of `size` bytes is one.
+        # cuGraphAddMemcpyNode only takes three-dimensional copies, so describe one of a single row of `size` bytes.
         kinds = api.CUmemorytype
         copy = api.CUDA_MEMCPY3D()
         if to_device:
@@ -270,7 +271,7 @@ class CudaGraph:
         )
 
     def _check(self, answer: tuple[Any, ...]) -> Any:
-        """Return the value of a call of the driver. Raises the call's error."""
+        """Return the value from a driver call's answer. Raises the call's error."""
         if answer[0]:
             raise self._context.failure(answer[0])
         return answer[1] if len(answer) > 1 else None
@@ -281,7 +282,7 @@ def _add_early_start(graph: Any, before: Any, node: Any) -> tuple[Any, ...]:
     edge = api.CUgraphEdgeData()
     edge.type = api.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
     edge.from_port = api.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
-    # CUDA 12 has edges with data under another name.
+    # In CUDA 12 the function that takes edges with data has another name.
     add: Any = getattr(api, "cuGraphAddDependencies_v2", api.cuGraphAddDependencies)
     answer: tuple[Any, ...] = add(graph, [before], [node], [edge], 1)
     return answer
@@ -312,7 +313,7 @@ class ChainGraph(CudaGraph):
         self._record = ChainRecord(int(segment.executable), len(steps), ctypes.addressof(self._nodes))
         self.record = ctypes.addressof(self._record)
         self.params = [ctypes.addressof(launch.params) for launch in launches]
-        # The driver reads these when a chain's parameters change.
+        # Keep these alive: the driver reads them when a chain's parameters change.
         self._launches = launches
 
 
@@ -324,12 +325,12 @@ class PinnedBytes:
         self._map = mmap.mmap(-1, len(data))
         self._map[:] = data
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        # If the driver refuses, the copies are correct, and slower.
+        # If the driver refuses, the copies are still correct, but slower.
         (error,) = api.cuMemHostRegister(self.address, len(data), 0)
         self._is_pinned = not error
 
     def release(self) -> None:
-        """Unpin the memory; no copy that reads it may be queued any more."""
+        """Unpin the memory. No queued copy may still read it."""
         if self._is_pinned:
             api.cuMemHostUnregister(self.address)
             self._is_pinned = False

@@ -1,4 +1,4 @@
-"""Python's side of launch.ll: launches and small copies for native code, and the counts that Python reads."""
+"""The Python interface of launch.ll, which launches and copies for native code, and keeps counts that Python reads."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -37,16 +37,16 @@ class LaunchState(ctypes.Structure):
     launch_kernel  Address of cuLaunchKernel.
     stream_query   Address of cuStreamQuery.
     stream         The CUstream that launches go into.
-    other_streams  How many other streams a wait for all must ask; native code asks none, and leaves that to Python.
-    launches       Launches since all were last known to have ended.
+    other_streams  Number of other streams of the context. If there are any, native code leaves waits for all to Python.
+    launches       Number of launches since all launches were last known to have ended.
     tag            The last launch's tag.
     copy_in        Address of cuMemcpyHtoDAsync.
     copy_out       Address of cuMemcpyDtoHAsync.
     memset         Address of cuMemsetD8Async.
-    zeroed         Allocations zeroed by native code since all was last known to have ended.
+    zeroed         Number of allocations that native code has zeroed since all operations were last known to have ended.
     set_params     Address of cuGraphExecKernelNodeSetParams.
     graph_launch   Address of cuGraphLaunch.
-    streams        Address of the CUstreams of the context, `other_streams` and one.
+    streams        Address of the context's CUstreams, of which there are `other_streams` + 1.
     events         Address of MAX_MARKS CUevents; 0 before they are needed.
     event_record   Address of cuEventRecord.
     event_query    Address of cuEventQuery.
@@ -77,8 +77,8 @@ class LaunchRecord(ctypes.Structure):
 
     function      The CUfunction.
     grid          Blocks in x, y, z.
-    block         Threads a block in x, y, z.
-    shared_bytes  Dynamic shared memory a block.
+    block         Threads of each block in x, y, z.
+    shared_bytes  Dynamic shared memory of each block.
     reserved      Unused.
     """
 
@@ -116,13 +116,13 @@ class DynamicSharedMemory:
         return self._most_bytes
 
     def allow(self, kernel: str, size_bytes: int) -> None:
-        """Let a launch have `size_bytes` of it. Raises LaunchRejected for more than the card has for a block."""
-        # The usual case, without a call.
+        """Let a launch have `size_bytes`. Raises LaunchRejected for more than a block may have on the card."""
+        # This is the usual case, which needs no call of the driver.
         if size_bytes <= self._allowed_bytes:
             return
         if size_bytes > self._most_bytes:
             raise too_much_shared(kernel, size_bytes, self._static_bytes, self._most_bytes + self._static_bytes)
-        # Opt in once, for the most that any later launch can have.
+        # Opt in once, for as much as any later launch may have.
         if self._opt_in(self._most_bytes):
             self._allowed_bytes = self._most_bytes
 
@@ -153,14 +153,14 @@ def _native_record(kernel: Any, grid: Dim3, block: Dim3, shared_bytes: int) -> b
 
 
 class Launcher:
-    """Launches in the current context, for Python and for native code; both call launch.ll, which counts for both.
+    """Launches in the current context, for Python and for native code. Both call launch.ll, which counts all launches.
 
     Args:
         stream: The CUstream to launch in.
         library: The driver API's library.
 
     Attributes:
-        state: The state that both share.
+        state: The state that Python and native code share.
     """
 
     def __init__(self, stream: int, library: str = LIBRARY) -> None:
@@ -213,15 +213,15 @@ class Launcher:
         )
 
     def show_streams(self, streams: Sequence[int]) -> None:
-        """Give native code all streams of the context, the first of them stream 0."""
-        # The array before the number: native code does not run meanwhile, but it must not outlive the array.
+        """Give native code all streams of the context, beginning with stream 0."""
+        # Set the new array's address before the old array is freed, because native code reads it.
         array = (ctypes.c_uint64 * len(streams))(*streams)
         self.state.streams = ctypes.addressof(array)
         self.state.other_streams = len(streams) - 1
         self._streams = array
 
     def show_events(self, events: Sequence[int]) -> None:
-        """Give native code the events for its marks, MAX_MARKS of them."""
+        """Give native code MAX_MARKS events for its marks."""
         self._events = (ctypes.c_uint64 * len(events))(*events)
         self.state.events = ctypes.addressof(self._events)
 
@@ -249,7 +249,7 @@ class Launcher:
         return int(self.state.launches + self.state.zeroed)
 
     def count(self, tag: int) -> None:
-        """Count a launch that went into the stream by another function."""
+        """Count a launch that another function put in the stream."""
         self.state.launches += 1
         self.state.tag = tag
 

@@ -1,19 +1,20 @@
 """The card's memory in one context: pages, cached blocks, and local memory. Pure bookkeeping; it calls no driver.
 
 Pages. cuMemAlloc serves sizes up to 1 MiB from shared pages of 2 MiB; larger sizes get pages of their own. A shared
-page goes back to the card with the last allocation in it. A page is 2 MiB of addresses too, so the addresses show which
-allocations share one. Measured with NVML's figure for the process (H100, driver 580.159): over thousands of random
-allocations and frees the sum was exact.
+page goes back to the card when the last allocation in it is freed. A page is also 2 MiB of addresses, so the addresses
+show which allocations share a page. Measured with NVML's figure for the process (H100, driver 580.159): over thousands
+of random allocations and frees the sum was exact.
 
-Blocks. On an H100 cuMemAlloc and cuMemFree of 1 MiB take 61 us together, cuMemFree waits for all kernels, and both stop
-launches meanwhile. So the context caches a freed block, and the next allocation of its size gets it. Cached blocks
-count as taken (`cached_bytes`). They go back to the card before an allocation that would not fit with them.
+Blocks. On an H100 cuMemAlloc and cuMemFree of 1 MiB take 61 us together, cuMemFree waits for all kernels, and during
+either call no launch can begin. So the context caches a freed block, and the next allocation of its size gets it.
+Cached blocks count as taken (`cached_bytes`). They go back to the card before an allocation that would not fit with
+them.
 
-Local memory. It exists for every thread that the card can hold at a time, whatever a launch's size (CUDA C++
-Programming Guide, "Local Memory"; CUDA driver API, CU_LIMIT_STACK_SIZE). A context starts with enough for the default
-stack. A kernel that needs more makes the driver enlarge it at the kernel's first launch, and it stays enlarged.
-Measured on an H100 (driver 580.159), exact to the page: (local bytes of the kernel - 1024) x 132 multiprocessors x 2048
-threads.
+Local memory. The driver takes it for every thread that the card can hold at a time, whatever a launch's size (CUDA C++
+Programming Guide, "Local Memory"; CUDA driver API, CU_LIMIT_STACK_SIZE). A new context has enough for the default
+stack. If a kernel needs more, the driver enlarges the context's local memory at the kernel's first launch, and never
+reduces it. Measured on an H100 (driver 580.159), exact to the page: (local bytes of the kernel - 1024) x 132
+multiprocessors x 2048 threads.
 """
 
 from collections import Counter
@@ -35,7 +36,7 @@ class Pages:
     """The pages of all live allocations.
 
     Attributes:
-        taken_bytes: Bytes that they take of the card.
+        taken_bytes: Bytes of the card that they take.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Pages:
         if size_bytes > SHARING_BYTES:
             self.taken_bytes -= whole_pages(size_bytes)
             return
-        # The last one in a page gives it back.
+        # Once a page's last allocation is freed, the page goes back to the card.
         for page in _pages_of(address, size_bytes):
             self._sharers[page] -= 1
             if not self._sharers[page]:
@@ -98,7 +99,10 @@ _SMALL_STEP_BYTES: Final = 512
 
 
 def block_bytes(size_bytes: int) -> int:
-    """Return the size of the block for an allocation. The driver would take this size anyway, and more sizes match."""
+    """Return the size of the block for an allocation.
+
+    The driver would round up to this size anyway, and rounded sizes match cached blocks more often.
+    """
     if size_bytes > SHARING_BYTES:
         return whole_pages(size_bytes)
     return -(-size_bytes // _SMALL_STEP_BYTES) * _SMALL_STEP_BYTES
@@ -119,12 +123,12 @@ class Blocks:
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes that live allocations take of the card beyond their sizes."""
+        """Bytes of the card that live allocations take beyond their sizes."""
         return self._live.rounding_bytes
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that cached blocks take of the card in addition."""
+        """Bytes of the card that cached blocks take in addition to live allocations."""
         return self._held.taken_bytes - self._live.taken_bytes
 
     @property
@@ -138,7 +142,7 @@ class Blocks:
         return self.cached_bytes + self._sizes[address] <= MAX_CACHED_BYTES
 
     def reuse(self, size_bytes: int) -> int | None:
-        """Return the address of a cached block for an allocation of that size, the one freed last; None without any."""
+        """Return the address of the last cached block for an allocation of that size; None if there is none."""
         cached = self._cached.get(block_bytes(size_bytes))
         if not cached:
             return None
@@ -161,11 +165,11 @@ class Blocks:
         self._cached_in_order[address] = None
 
     def live(self) -> dict[int, int]:
-        """Return the sizes of live allocations, as they were asked for, by address. Nothing may be cached."""
+        """Return the requested sizes of live allocations, by address. No block may be cached."""
         return self._live.sizes()
 
     def drop_oldest(self) -> tuple[Any, int]:
-        """Remove the block cached for longest; return the driver's allocation, to be freed, and its size.
+        """Remove the block that was cached first. Return the driver's allocation, which must be freed, and its size.
 
         There must be a cached block.
         """
@@ -187,11 +191,11 @@ malloc is loaded, so they are part of every session's allowance. A kernel that r
 
 PRINT_BYTES: Final = 1 << 20
 """Maximum number of bytes that kernels may print between two syncs; beyond that the oldest lines are lost. The driver
-takes them with the heap."""
+takes these bytes when it takes the heap."""
 
 SYSTEM_CALL_STACK_BYTES: Final = 544
-"""Local memory for each thread that the driver adds when it loads the first module with a system call (malloc, free, an
-assertion): 535 bytes were measured."""
+"""Bytes of local memory that the driver adds for each thread when it loads the first module with a system call (malloc,
+free, an assertion). 535 bytes were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,7 @@ class LocalMemory:
     """The local memory of one context.
 
     Attributes:
-        stack_bytes: Bytes for each thread that the context had when it was made.
+        stack_bytes: Local memory for each thread that the context had when it was made, in bytes.
         threads: How many threads the card can hold at a time.
         buffers_bytes: Heap and print buffer, which the driver takes when they are first needed.
     """

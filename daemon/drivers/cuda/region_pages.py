@@ -3,21 +3,21 @@
 A region is a range of addresses of its own, reserved once and never released: a stale pointer can't meet a later
 region. Addresses take no memory, so they are reserved for many regions at a time.
 
-A region's memory is a small first piece, the scratch, and the rest. At its end the scratch is zeroed, the rest goes
-back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a pointer meets
-its own region's zeros, or what such kernels wrote there, and the context lives.
+A region's memory is a small first piece, the scratch, and the rest. When the region ends, the scratch is zeroed, the
+rest goes back to the card, and the scratch is mapped repeatedly in the rest's place. So a kernel that still has a
+pointer finds zeros, or what such kernels wrote there, and the context survives.
 
-A piece can only be mapped whole (the driver answers CUDA_ERROR_NOT_SUPPORTED otherwise), so the rest is a multiple of
-the scratch. The rest of the region's size is a piece between the two: it is zeroed together with the scratch, and
-stays.
+Only a complete piece can be mapped (the driver answers CUDA_ERROR_NOT_SUPPORTED otherwise), so the rest is a multiple
+of the scratch. If the region's size is not such a multiple, a third piece lies between the two, the remainder. It is
+zeroed together with the scratch, and stays mapped.
 
 The regions of a parkable session lie one after another in the range that its slice has reserved (slice_pages.py).
 Another process that adopts the session reserves the same range. Once the range is used up, further regions get
-addresses that the driver chooses, and the session can't leave its process any more.
+addresses that the driver chooses. From then on the session can't leave its process.
 
 Mapping costs time for each piece, so the scratch grows with the region: 2 MiB under 64 MiB took 1 ms, under 8 GiB 111
-ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB, and no kernel on other memory waits
-for any of it.
+ms (H200, driver 580.159). Mapped memory takes exactly its size, in pages of 2 MiB. None of this delays kernels
+that use other memory.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,16 @@ MAX_RESERVED_BYTES: Final = 32 << 40
 keeps opening regions from using up the addresses that the driver needs itself: 64 TiB could be reserved."""
 
 AHEAD_BYTES: Final = 16 << 30
-"""Addresses that are reserved at a time, in bytes: the driver needs 20 us for it, however many there are."""
+"""Size of the range of addresses that is reserved at a time, in bytes. To reserve a range takes the driver 20 us,
+whatever its size."""
 
 MAX_CUT_BYTES: Final = AHEAD_BYTES // 4
-"""Largest region that gets its addresses from these; a larger one reserves its own. So the ends that are lost have at
-most a third as many addresses as the regions."""
+"""Maximum size of a region that gets its addresses from such a range, in bytes; a larger region reserves its own. So
+what is lost at the ends of ranges is at most a third of what the regions take."""
 
 SCRATCH_PARTS: Final = 16
-"""The scratch's size is the region's divided by this, rounded up to whole pages. It is mapped at most this often."""
+"""The scratch's size is the region's size divided by this, rounded up to whole pages. So the scratch is mapped at most
+this many times."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +50,7 @@ class _Region:
     """A region's memory, and the progress of its end.
 
     Attributes:
-        pieces: The scratch, then what remains, if anything does, then the rest, as far as they were taken.
+        pieces: The scratch, the remainder and the rest, in the order of their addresses, as far as they exist.
         is_wiped: Whether the scratch is being zeroed, or is zero.
     """
 
@@ -68,7 +70,7 @@ class CudaRegions:
         wait: Waits until its first argument returns true, and polls.
 
     Attributes:
-        reserved_bytes: Addresses that regions have taken, in bytes.
+        reserved_bytes: Size of all addresses that regions have taken, in bytes.
     """
 
     def __init__(self, pages: MappedPages, wait: Callable[[Callable[[], bool], Poll], None]) -> None:
@@ -95,10 +97,11 @@ class CudaRegions:
     def open(self, size_bytes: int) -> int:
         """Map new memory and begin to zero it.
 
-        It is not documented how the driver reuses a process's own memory. Raises MemoryRefused, and OutOfMemory where
-        no addresses are left. If a call fails, the effects of the calls before it are undone, except for the addresses.
+        New memory is zeroed because it is not documented how the driver reuses a process's own memory. Raises
+        MemoryRefused, and OutOfMemory if no addresses are left. If a call fails, the effects of the calls before it are
+        undone, except that the addresses stay reserved.
         """
-        # Step 1: what can be refused without the driver.
+        # Step 1: refuse what can be refused without the driver.
         if not self.granule_bytes:
             raise DriverError("this card's driver can't map memory, so there are no regions")
         if size_bytes <= 0 or size_bytes % self.granule_bytes:
@@ -109,7 +112,8 @@ class CudaRegions:
                 " which are never used again",
                 hint="Free the lease and acquire another.",
             )
-        # Step 2: memory, addresses, mappings, access; then a memset in a stream that nothing else uses.
+        # Step 2: take memory and addresses, map them and allow access; then queue a memset in a stream that nothing
+        # else uses.
         region = _Region(size_bytes)
         try:
             self._map(region)
@@ -138,7 +142,7 @@ class CudaRegions:
         A poll that raises leaves the region mapped, and its scratch zeroed. If a call of the driver fails, the memory
         belongs to this process until `release`.
         """
-        # Step 1: the scratch is zeroed, which may have begun long before. Only this wait can be ended.
+        # Step 1: wait until the scratch is zeroed, which may have begun long before. Only `poll` can end this wait.
         self.wipe(address)
         self._wait(self._pages.is_zeroed, poll)
         region = self._regions[address]
@@ -152,7 +156,7 @@ class CudaRegions:
             self._pages.unmap(kept_piece)
             self._map_over_rest(region)
             self._pages.allow(address + kept_bytes, freed_bytes)
-            # Only now does the rest go back to the card: no address leads to it any more.
+            # Give the rest back to the card only now, when no address leads to it.
             self._pages.release(kept_piece)
             region.pieces.pop()
         region.is_ended = True
@@ -173,12 +177,12 @@ class CudaRegions:
     # --- leaving the process ---
 
     def use_range(self, address: int, size_bytes: int) -> None:
-        """Put regions into this reserved range; before the first one."""
+        """Put regions into this reserved range. Called before the first region is opened."""
         self._start, self._is_in_range = address, True
         self._next_address, self._ahead_bytes = address, size_bytes
 
     def parked(self) -> dict[int, tuple[int, int]]:
-        """Return the place and the size in the host memory of each parked region that has not ended, by address."""
+        """Return, by address, where each parked region that has not ended lies in the host memory, and its size."""
         return {
             address: (region.pieces[0].saved_at, region.size_bytes)
             for address, region in self._regions.items()
@@ -186,7 +190,7 @@ class CudaRegions:
         }
 
     def state(self) -> tuple[Any, ...] | None:
-        """Return all parked regions, for `adopt` in another process; None if there never was one.
+        """Return all parked regions, for `adopt` in another process; None if no region was ever opened.
 
         Raises DriverError if another process could not create a region again.
         """
@@ -196,7 +200,7 @@ class CudaRegions:
             raise DriverError("its regions have used up the addresses that another process has for them")
         if any(region.is_ending != region.is_ended for region in self._regions.values()):
             raise DriverError("the end of one of its regions has failed")
-        # The bytes of its pieces follow one another, because they were taken one after another.
+        # A region's pieces lie one after another in the host memory, because they were taken one after another.
         regions = [
             (address, region.size_bytes, region.pieces[0].saved_at, region.is_wiped, region.is_ended)
             for address, region in self._regions.items()
@@ -204,7 +208,10 @@ class CudaRegions:
         return self._start, self._next_address - self._start, self.reserved_bytes, regions
 
     def adopt(self, state: tuple[Any, ...]) -> None:
-        """Enter another context's `state`; the pages are parked, and no region was opened. Raises ImageMismatch."""
+        """Take over the regions of another context's `state`. Raises ImageMismatch.
+
+        The pages must be parked, and no region may have been opened here.
+        """
         start, used_bytes, reserved_bytes, regions = state
         if start != self._start:
             raise ImageMismatch(f"its regions would begin at {self._start:#x}, not {start:#x}")
@@ -214,7 +221,7 @@ class CudaRegions:
         self.reserved_bytes = reserved_bytes
         self._next_address += used_bytes
         self._ahead_bytes -= used_bytes
-        # The regions, in their order in the host memory, with the mappings that they had.
+        # Make the regions in their order in the host memory, with the mappings that they had.
         for address, size_bytes, saved_at, is_wiped, is_ended in regions:
             if not start <= address < address + size_bytes <= self._next_address:
                 raise ImageMismatch(f"no region of {size_bytes} bytes can be at {address:#x}")
@@ -235,7 +242,7 @@ class CudaRegions:
     # --- one step each ---
 
     def _map_over_rest(self, region: _Region) -> None:
-        """Map the scratch over the addresses of the rest, again and again."""
+        """Map the scratch repeatedly, until it covers the addresses of the rest."""
         scratch = region.pieces[0]
         for offset in range(self.kept_bytes(region.size_bytes), region.size_bytes, scratch.size_bytes):
             self._pages.map(scratch, region.address + offset, scratch.size_bytes)
@@ -243,10 +250,10 @@ class CudaRegions:
     def _map(self, region: _Region) -> None:
         """Take the memory first, and then the addresses, because these can't be used again."""
         pages = self._pages
-        # Step 1: memory for the scratch, what remains and the rest, separately, because the rest goes back alone.
+        # Step 1: take memory for the scratch, the remainder and the rest, separately, because only the rest goes back.
         for size_bytes in _piece_sizes(region.size_bytes):
             region.pieces.append(pages.take(size_bytes))
-        # Step 2: addresses. They stay reserved forever, so they are counted even if a later step fails.
+        # Step 2: take addresses. They stay reserved forever, so they are counted even if a later step fails.
         region.address = self._take_addresses(region.size_bytes)
         self.reserved_bytes += region.size_bytes
         # Step 3: map the pieces one after another, and allow access to the whole.
@@ -257,7 +264,7 @@ class CudaRegions:
         pages.allow(region.address, region.size_bytes)
 
     def _take_addresses(self, size_bytes: int) -> int:
-        """Return the first of addresses that no region has had, reserved for it."""
+        """Return the first address of a reserved range that no region has had."""
         # A page without memory follows each region: a kernel that writes past its end does not reach the next one.
         cut_bytes = size_bytes + self.granule_bytes
         self._is_in_range = self._is_in_range and cut_bytes <= self._ahead_bytes
@@ -271,7 +278,7 @@ class CudaRegions:
         return address
 
     def _drop(self, region: _Region) -> None:
-        # Mappings first, then handles: memory is released when neither is left.
+        # Remove the mappings first, then the handles: memory is released when neither is left.
         for piece in reversed(region.pieces):
             self._pages.unmap(piece)
         while region.pieces:

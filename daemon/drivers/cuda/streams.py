@@ -1,14 +1,14 @@
 """A context's streams and the order between them, and events that show how much of each has ended.
 
 Streams. Each is made not to synchronise with the driver's own default stream (CUDA driver API, cuStreamCreate,
-CU_STREAM_NON_BLOCKING). So streams have no order but their own and what `CudaStreams` adds. A destroyed stream is kept
-for the next one that is requested. What it still holds then runs before the new user's work, which no rule forbids, and
-every wait covers it.
+CU_STREAM_NON_BLOCKING). So the only order between streams is what `CudaStreams` adds. A destroyed stream is kept, and
+the next request for a stream gets it. The operations that it still holds then run before the new user's work. No rule
+forbids that, and every wait for the stream also waits for them.
 
 Markers. An event after each operation in a stream shows without a wait how much has ended (CUDA driver API,
 cuEventQuery). `Markers` allows fewer operations in flight than the driver does, so a launch never blocks inside the
-driver. If it did, nothing could see how long the previous kernel has been running. Copies and waits for other streams
-are marked too, because the time that a stream takes for them does not belong to a kernel.
+driver. If a launch blocked there, nothing could see how long the previous kernel has been running. Copies and waits for
+other streams are marked too, because the time that they take does not count as a kernel's.
 """
 
 import time
@@ -22,18 +22,21 @@ from gpulease.daemon.drivers.interface import Poll
 from gpulease.protocol.limits import MAX_STREAMS
 
 MAX_BEGUN_COPIES: Final = 256
-"""Maximum number of copies put in a stream without waiting for it. The driver blocks at about 1024 operations, and that
-wait can't be ended."""
+"""Maximum number of copies that are put in a stream before it is waited for. At about 1024 operations the driver itself
+blocks, and that wait can't be ended."""
 
 STREAM_BYTES: Final = 512 << 10
-"""Bytes that the driver takes of the card for a stream, in pages that it keeps. Measured on an H100 (driver 580.159)
-with 1 to 32 streams, each with copies and kernels in it, and exact: all streams share local memory."""
+"""Bytes of the card that the driver takes for a stream, in pages that it keeps. This is exact, as measured on an H100
+(driver 580.159) with 1 to 32 streams that each had copies and kernels: all streams share local memory."""
 
 _NON_BLOCKING: Final = 1
 
 
 def streams_bytes(count: int) -> int:
-    """Return the bytes for `count` streams in addition to stream 0, with the two internal ones of the first."""
+    """Return the bytes that `count` streams take in addition to stream 0.
+
+    Includes the two internal streams that are made with the first additional one.
+    """
     return whole_pages((count + 2) * STREAM_BYTES) if count else 0
 
 
@@ -76,10 +79,11 @@ class CudaStreams:
         Args:
             default: Stream 0, if it exists already.
         """
-        # Numbers index this list; a destroyed stream keeps its place.
+        # A stream's number is its index in this list. A destroyed stream keeps its place.
         self._streams: list[Any] = [default or cuda.Stream(_NON_BLOCKING)]
         self._spare: list[int] = []
-        # One event for orders between streams; one each for "new memory is zeroed" and "used memory is zeroed".
+        # An event for the order between streams; one that follows the zeroing of new memory; one that follows the
+        # zeroing of used memory.
         self._mark: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._new_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
         self._used_zeroed: Any = cuda.Event(cuda.event_flags.DISABLE_TIMING)
@@ -105,14 +109,14 @@ class CudaStreams:
         return [stream.handle for stream in self._streams]
 
     def create(self, *, has_zeroed: bool = False) -> int:
-        """Return the number of a new stream, or of a destroyed one; an empty one where possible. Raises cuda.Error.
+        """Return the number of a new stream, or of a destroyed one, preferably an empty one. Raises cuda.Error.
 
         Args:
-            has_zeroed: Native code has zeroed memory in stream 0, the only one, and recorded nothing after it.
+            has_zeroed: Whether native code has zeroed memory in stream 0, the only stream, without an event after it.
         """
         if has_zeroed:
             self._used_zeroed.record(self._streams[0])
-        # A destroyed stream that is empty is best; one that still works is used only at the limit.
+        # Prefer a destroyed stream that is empty. One that still works is used only at the limit.
         for at, number in enumerate(self._spare):
             if self._streams[number].is_done():
                 return self._spare.pop(at)
@@ -142,7 +146,7 @@ class CudaStreams:
         self._streams[number].wait_for_event(self._mark)
 
     def reuse_behind_all(self) -> None:
-        """Zero used memory, from now on, only after what any stream holds now. Raises cuda.Error."""
+        """From now on zero used memory only after all operations that any stream holds now. Raises cuda.Error."""
         if self._zeroing_used is None:
             return  # There is one stream, and it zeroes the memory in order.
         # Record and wait in turn: each wait is for the record just made.
@@ -151,7 +155,7 @@ class CudaStreams:
             self._zeroing_used.wait_for_event(self._mark)
 
     def zero(self, address: int, size_bytes: int, was_used: bool) -> list[int]:
-        """Zero memory before everything that is put in any stream from now on, also in a stream that is made later.
+        """Zero memory before any operation that is put in a stream from now on, also in a stream that is made later.
 
         Returns the numbers of the streams that now hold a wait for it. Raises cuda.Error.
         """
@@ -169,7 +173,7 @@ class CudaStreams:
 
     @property
     def is_full(self) -> bool:
-        """Return whether the selected stream must be waited for before another copy is begun in it."""
+        """Whether the selected stream must be waited for before another copy is begun in it."""
         return self._copies_begun.get(self.selected, 0) >= MAX_BEGUN_COPIES
 
     def count_copy(self) -> None:
@@ -195,7 +199,7 @@ class _Marked:
 
 
 class Markers:
-    """Events after all operations, of all streams, that are not known to have ended."""
+    """Events of all streams, one after each operation that is not known to have ended."""
 
     def __init__(self, poll: Poll) -> None:
         self._poll = poll
@@ -205,9 +209,9 @@ class Markers:
 
     def make_room(self) -> None:
         """Wait until one more operation may be put in a stream."""
-        # Also without a wait, so that a lease that has ended gets no further launch.
+        # Poll even if there is room, so that a lease that has ended gets no further launch.
         self._poll()
-        # Free places first; only if there are none, sleep and poll again.
+        # First free the places of operations that have ended. Sleep and poll again only if there are none.
         while self._count >= MAX_WAITING and self._collect() >= MAX_WAITING:
             time.sleep(_SLEEP_S)
             self._poll()

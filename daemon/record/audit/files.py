@@ -1,7 +1,7 @@
-"""The audit log's files: append records, make them durable, find the end again after a crash.
+"""The audit log's files: appends records, makes them durable, and finds the log's end after a crash.
 
 Files are opened with O_APPEND and mode 0600; a new file's name is made durable in its folder. Written bytes never
-change. Only whole files are removed, if the operator does not want to keep them.
+change. Only complete files are removed, if the operator does not want to keep them.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ REWRITE_BYTES: Final = 1 << 20
 """Bytes that `rewrite` holds in memory at a time."""
 
 TAIL_BYTES: Final = 4 << 20
-"""Bytes of a log's end that a start reads: about 8,000 records. A killed daemon can have written as many ends only to
-the log, or only to the journal. Reading them takes a tenth of a second."""
+"""Number of bytes of a log's end that are read when the daemon starts: about 8,000 records. A killed daemon can have
+written that many ends of leases only to the log, or only to the journal. Reading them takes a tenth of a second."""
 
 _KINDS: Final = {kind.value: kind for kind in RecordKind}
 
@@ -60,10 +60,10 @@ class LogDisturbed(OSError):
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """The place of a log and how much of it is kept.
+    """Where a log is, and how much of it is kept.
 
     Attributes:
-        folder: The folder, made if its parent exists.
+        folder: The folder. It is made if its parent exists.
         head_path: The head's file.
         max_file_bytes: The size at which the next file begins. A file with a single group of records may be larger.
         keep_files: Number of files to keep; 0 for all.
@@ -93,9 +93,9 @@ class LastRecords:
     """A summary of the last records of a log.
 
     Attributes:
-        kinds: The record of each lease that says most about its end: END, FENCE, or any other kind.
-        cut_us: The monotonic time of the last record, after which more may have happened. None if the daemon stopped
-          normally, and for a log without records or of another boot of the host.
+        kinds: For each lease the kind of the record that says most about its end: END, FENCE, or any other kind.
+        cut_us: The monotonic time of the last record if more may have happened after it. None if the daemon stopped
+          normally, or if the log has no records or is of another boot of the host.
     """
 
     kinds: Mapping[str, RecordKind] = field(default_factory=dict)
@@ -108,13 +108,13 @@ def last_records(folder: Path, boot: str) -> LastRecords:
     cut_us = None
     for line in _last_lines(folder):
         with contextlib.suppress(NotARecord, ValueError):
-            # Each record moves the cut: after a STOP, or on another boot, nothing more can have happened.
+            # Each record moves the cut. After a STOP, or in another boot, nothing more can have happened.
             record = read_record(line)
             cut_us = record.mono_us if record.boot == boot and record.kind != RecordKind.STOP else None
             kind, lease = _KINDS.get(record.kind), record.data.get("lease")
             if kind is None or kind.stage is None or not isinstance(lease, str):
                 continue
-            # The latest stage wins, not the last record: after an END nothing about a lease is open.
+            # Keep the latest stage, not the last record: a lease with an END has ended, whatever follows.
             if kind.stage >= (kinds.get(lease, kind).stage or LeaseStage.LIVE):
                 kinds[lease] = kind
     return LastRecords(kinds, cut_us)
@@ -124,7 +124,7 @@ def _last_lines(folder: Path) -> list[bytes]:
     """Return the last lines of a log, oldest first. The first may be a piece of a line."""
     pieces: list[bytes] = []
     rest_bytes = TAIL_BYTES
-    # From the newest file back until enough bytes are read.
+    # Begin with the newest file, and go back until enough bytes are read.
     for path in reversed(log_files(folder)):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - rest_bytes))
@@ -138,12 +138,13 @@ def _last_lines(folder: Path) -> list[bytes]:
 def tail_of(data: bytes | mmap.mmap) -> Tail:
     """Find the last complete record in a file's bytes. A record that lacks only its newline is complete."""
     stop = len(data)
-    # Line by line from the end: each is a record, or a piece that a crash left behind the last one.
+    # Read line by line from the end. Each line is a record, or a piece that a crash left after the last record.
     while stop:
         body_end = stop - (data[stop - 1 : stop] == b"\n")
         start = data.rfind(b"\n", 0, body_end) + 1
         with contextlib.suppress(NotARecord):
-            # One byte more than a record may have: a longer line fails as too long and is not copied whole.
+            # Take one byte more than a record may have, so that a longer line is refused as too long but not copied
+            # completely.
             line = bytes(data[start : min(body_end, start + MAX_RECORD_BYTES + 1)])
             return Tail(ChainEnd(read_record(line).seq, hash_of(line)), stop)
         stop = start
@@ -155,14 +156,14 @@ class AuditLog:
 
     Args:
         chain_end: The last record that the caller knows to have been in the log. The chain continues after it, whatever
-          happened to the files and their head meanwhile.
+          happened to the files and their head since.
 
     Attributes:
         end: The last durable record.
-        findings: Problems that opening the log revealed and an auditor must know, as particulars of a record; empty if
-          there are none. "torn": offset, size and hash of the bytes after the last record. "head": why the head can't
-          be read. "unanchored": the number of records after the head. "lost": the first and the last record that are
-          missing. "edited": the record whose hash differs.
+        findings: Problems that opening the log revealed and that an auditor must know, as particulars of a record;
+          empty if there are none. "torn": offset, size and hash of the bytes after the last record. "head": why the
+          head can't be read. "unanchored": the number of records after the head. "lost": the first and the last record
+          that are missing. "edited": the record whose hash differs.
         previous: The head that opening read; None if it could not be read.
         attempted: The end of the chain after each record of the last `append`, which may have failed.
 
@@ -201,10 +202,11 @@ class AuditLog:
             lines += (line, b"\n")
             self.attempted.append(end)
         data = b"".join(lines)
-        # The record that describes a torn line must be in the same file.
+        # Begin a new file only if no line is torn: the record that describes a torn line must be in the same file.
         if self._size and not self._separator and self._size + len(data) > self._settings.max_file_bytes:
             self._begin_file()
-        # The order matters: records, sync, then the head. A head ahead of its log would mean that the log was cut.
+        # The order matters: first the records, then the sync, then the head. A head that is ahead of its log would mean
+        # that the log was cut.
         self._write(data)
         os.fdatasync(self._fd)
         self._separator = b""
@@ -212,14 +214,14 @@ class AuditLog:
         self.beat(alive_us)
 
     def beat(self, alive_us: int) -> None:
-        """Write the head: the log's end, and that its daemon lives. Raises OSError."""
+        """Write the head: the log's end, and the time at which its daemon was alive. Raises OSError."""
         os.pwrite(self._head_fd, head_bytes(Head(self.end, self._boot, alive_us)), 0)
 
     def rewrite(self) -> None:
         """Write the newest file's bytes again, each in its place. Raises OSError.
 
-        After a failed sync the kernel may mark pages as clean that never reached the disk (fsync(2), EIO). Written
-        again, they are in the next sync.
+        After a failed sync the kernel may mark pages as clean that never reached the disk (fsync(2), EIO). If they are
+        written again, the next sync includes them.
         """
         with self._path.open("r+b", buffering=0) as file:
             offset = 0
@@ -235,7 +237,8 @@ class AuditLog:
         if not 0 < self._settings.keep_files < len(self._files):
             return None
         oldest, following = self._files[:2]
-        # The next file's first record has the hash of the last record in the oldest file, so that one need not be read.
+        # The next file's first record has the hash of the oldest file's last record, so the oldest file need not be
+        # read.
         with following.open("rb") as file:
             line = file.readline(MAX_RECORD_BYTES + 1)
         with contextlib.suppress(NotARecord):
@@ -258,7 +261,7 @@ class AuditLog:
     # --- the end that the last daemon left ---
 
     def _open(self) -> None:
-        # The lock first: nothing may be read while another daemon writes.
+        # Lock first: nothing may be read while another daemon writes.
         self._lock_folder()
         self._head_fd = _open_file(self._settings.head_path, os.O_RDWR | os.O_CREAT)
         self._files = log_files(self._settings.folder)
@@ -270,7 +273,8 @@ class AuditLog:
             self._begin_file()
 
     def _find_end(self) -> None:
-        # Find the last complete record. The newest file may have none: a crash right after it was made leaves it empty.
+        # Find the last complete record. The newest file may have none: after a crash right after it was made it is
+        # empty.
         tail = Tail(ChainEnd(), 0)
         for path in reversed(self._files):
             size = path.stat().st_size
@@ -280,8 +284,8 @@ class AuditLog:
                 self._find_torn(path, tail.end_bytes, size)
             if tail.end.seq:
                 break
-        # Three witnesses of the end: the file, the head, and what this daemon knows it wrote. The furthest one wins, so
-        # that a loss shows.
+        # Three sources show the end: the file, the head, and what this daemon knows that it wrote. Continue after the
+        # latest of the three ends, so that a loss shows.
         self.end = self._compare_with_known_end(self._compare_with_head(tail.end))
 
     def _find_torn(self, path: Path, end_bytes: int, size: int) -> None:
@@ -290,8 +294,8 @@ class AuditLog:
             file.seek(max(0, end_bytes - 1))
             if end_bytes == size and (not size or file.read(1) == b"\n"):
                 return
-            # The newline that is missing comes before the next record. If bytes follow the last record, that record
-            # describes them.
+            # Write the missing newline before the next record. If bytes follow the last record, the next one describes
+            # them.
             self._separator = b"\n"
             if end_bytes < size:
                 file.seek(end_bytes)
@@ -310,11 +314,11 @@ class AuditLog:
             if end.seq:
                 self.findings["head"] = f"it can't be read: {error}" if data else "it is missing"
             return end
-        # The log is ahead: normal after a crash, because the head follows each sync.
+        # The log is ahead of the head. That is normal after a crash, because the head is written after each sync.
         if end.seq > head.end.seq:
             self.findings["unanchored"] = end.seq - head.end.seq
             return end
-        # The log is behind: records that were durable are gone.
+        # The log is behind the head: records that were durable are missing.
         if end.seq < head.end.seq:
             self.findings["lost"] = {"first": end.seq + 1, "last": head.end.seq}
         elif end.hash != head.end.hash:
@@ -326,7 +330,7 @@ class AuditLog:
         if end.seq > self._known.seq:
             return end
         if end.seq < self._known.seq:
-            # The head may already have shown an earlier first lost record: keep it.
+            # If the head has shown a first lost record, which is earlier, keep that one.
             first = self.findings.get("lost", {"first": end.seq + 1})["first"]
             self.findings["lost"] = {"first": first, "last": self._known.seq}
         elif end.hash != self._known.hash:
@@ -360,7 +364,7 @@ class AuditLog:
             path_status, own_status = os.stat(self._path), os.fstat(self._fd)
         except FileNotFoundError:
             raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
-        # Two ways to be disturbed: another file at the path, or bytes that this process did not write.
+        # The log is disturbed if another file is at the path, or if the file has bytes that this process did not write.
         if path_status.st_ino != own_status.st_ino or path_status.st_size != self._size:
             raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as it was left")
 

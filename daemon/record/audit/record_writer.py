@@ -1,7 +1,7 @@
-"""Writes records to the audit log in a thread: a bounded queue, and the open log.
+"""Writes records to the audit log in a thread, from a bounded queue.
 
-If the disk refuses, the thread opens the log again every second. It then finds which records reached the disk after
-all, writes a `resume` record that says what happened, and continues.
+If a write fails, the thread tries to open the log again every second. It then finds out which records reached the disk
+nevertheless, writes a `resume` record that says what happened, and continues.
 """
 
 import time
@@ -17,7 +17,7 @@ from gpulease.daemon.record.group_commit import CommitQueue, CommitTarget, Group
 from gpulease.protocol.time_units import NS_PER_S, NS_PER_US
 
 BEAT_S: Final = 1.0
-"""Time between two writes of the head while nothing happens: the precision of the time at which a daemon died."""
+"""Seconds between two writes of the head while nothing happens. So precisely the log shows when a daemon was killed."""
 
 
 class AuditWriter:
@@ -26,7 +26,7 @@ class AuditWriter:
     Args:
         open_log: Opens the log, given the last record that is known to be in it; called again after every failure.
           Raises OSError or FolderInUse.
-        about: The particulars of the daemon's `start` record.
+        start_fields: The particulars of the daemon's `start` record.
         on_change: Called in the thread whenever records became durable, and when they can't be written any more.
     """
 
@@ -43,7 +43,7 @@ class AuditWriter:
 
         Raises FolderInUse, NoThread, or OSError if the log can't be written although it must be.
         """
-        # Before the thread runs, so that a daemon that must have its log fails at its start, with the reason.
+        # Write before the thread runs, so that a daemon that must have its log fails at its start, with the reason.
         try:
             self._committer.commit_first()
         except OSError:
@@ -88,14 +88,15 @@ MAX_QUEUED: Final = 32_768
 """Maximum number of queued records, about 30 MB. Stops a hung disk from using up the broker's memory."""
 
 MAX_QUEUED_MINOR: Final = MAX_QUEUED // 2
-"""The part of them for events that tenants can repeat at will; the rest is for grants and ends."""
+"""Maximum number of queued records at which a minor record, which tenants can cause at will, is still accepted. The
+rest of the room is for grants and ends."""
 
 
 class RecordQueue(CommitQueue[Draft]):
     """A bounded queue. Records that find no room are counted, and the count becomes a record in their place.
 
     Attributes:
-        accepted: Number of records accepted so far, those about gaps included, which is the last one's ticket.
+        accepted: Number of records accepted so far, including those about gaps. This is the last record's ticket.
         dropped: Number of records that found no room.
     """
 
@@ -107,7 +108,7 @@ class RecordQueue(CommitQueue[Draft]):
     def put(self, item: Draft) -> int:
         """Queue a record and return its ticket, 0 if the queue is full. Never waits for the disk."""
         with self._lock:
-            # Minor records stop at half the room: a tenant that floods them can't displace a grant or an end.
+            # Minor records may use half the room: a tenant that causes very many can't displace a grant or an end.
             if len(self._items) >= (MAX_QUEUED_MINOR if item.kind.is_minor else MAX_QUEUED):
                 self._drop(item)
                 return 0
@@ -118,12 +119,14 @@ class RecordQueue(CommitQueue[Draft]):
             return self.accepted
 
     def _on_taken(self, taken: list[Draft]) -> None:
-        # The record about the gap leaves the queue with its present count. The next dropped record begins another.
+        # The record about the gap has left the queue with its present counts. The next dropped record begins another
+        # gap.
         if self._gap is not None and any(draft is self._gap for draft in taken):
             self._gap = None
 
     def _drop(self, draft: Draft) -> None:
-        # The gap of a missing end must follow all that was queued before it; minor records are only counted.
+        # A missing grant or end needs a gap record after everything that was queued before it. Minor records are only
+        # counted.
         gap = self._gap
         if gap is None or (not draft.kind.is_minor and self._items[-1] is not gap):
             gap = self._gap = Draft(
@@ -131,7 +134,7 @@ class RecordQueue(CommitQueue[Draft]):
             )
             self._items.append(gap)
             self.accepted += 1
-        # The record is in the queue already; its counts grow in place until the thread takes it.
+        # The gap record is already queued. Its counts grow in place until the thread takes it.
         counts = gap.data["dropped"]
         counts[draft.kind.value] = counts.get(draft.kind.value, 0) + 1
         self.dropped += 1
@@ -164,10 +167,11 @@ class _LogTarget(CommitTarget[Draft]):
         self._head_synced_ns = 0
 
     def commit(self, group: Sequence[Draft]) -> None:
-        # Step 1: the open log; after a failure, open it again and find out what reached the disk.
+        # Step 1: after a failure, open the log again and find out what reached the disk.
         log = self._log or self._open()
         before = log.end
-        # Step 2: the START or RESUME record, if one is due, then the records of the group that are not in the log yet.
+        # Step 2: collect the START or RESUME record, if one is due, and the records of the group that are not in the
+        # log yet.
         drafts = [*([] if self._opening is None else [self._opening]), *group[self._written :]]
         # Step 3: append. If it fails, the next try compares the file's end with `attempted`.
         try:
@@ -204,7 +208,7 @@ class _LogTarget(CommitTarget[Draft]):
             self._sync_head(log)
 
     def on_failure(self, error: Exception, problem: str, *, is_first: bool) -> None:
-        # RESUME has the time of the first failure, since when records may be missing.
+        # The RESUME record has the time of the first failure, since which records may be missing.
         if is_first:
             self._failed_us = time.monotonic_ns() // NS_PER_US
             log_event(LogEvent.AUDIT_FAILING, reason=str(error))

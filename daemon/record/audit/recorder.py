@@ -1,4 +1,4 @@
-"""The broker's side of the audit log: takes records, limits repeated ones, and holds grants until they are durable.
+"""Takes the broker's records for the audit log, limits repeated ones, and holds grants until they are durable.
 
 Nothing here decides what the lease table does, with one exception: where the operator requires the log, a grant that
 can't be recorded in time is revoked before its tenant receives it.
@@ -38,13 +38,13 @@ class FactRecorder:
         return False
 
     def attach(self, post: Callable[[Event], None]) -> None:
-        """Begin, in the running event loop. `post` takes events for the lease table."""
+        """Begin to record. Called in the running event loop; `post` takes events for the lease table."""
 
     def record(self, entry: Entry, now_ns: int) -> None:
         """Record the result of an event. Called before any of its effects is executed."""
 
     def find_without_end_record(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """Return the leases of an earlier daemon, oldest end first, with ends that the log lacks."""
+        """Return the leases of an earlier daemon whose ends are not in the log, oldest end first."""
         return []
 
     def attached(self, lease_id: int, tenant: str) -> None:
@@ -78,11 +78,14 @@ class FactRecorder:
         return None
 
     def answer(self, granted: Grant, on_outcome: OnOutcome) -> None:
-        """Call `on_outcome` with a grant once it may be reported to its tenant, or else with a `RequestDenied`."""
+        """Call `on_outcome` with a grant once it may be reported to its tenant, or with a `RequestDenied` instead."""
         on_outcome(granted)
 
     def note(self, lease_id: int, tenant: str, note: bytes, on_noted: OnNoteRecorded) -> None:
-        """Record a tenant's note about its lease. `on_noted` gets None once that is durable, or why it is not."""
+        """Record a tenant's note about its lease.
+
+        `on_noted` gets None once the note is durable, or why it never will be.
+        """
         on_noted(NO_AUDIT_LOG)
 
     async def stop(self) -> None: ...
@@ -127,29 +130,30 @@ class LogRecorder(FactRecorder):
         self._replies.attach(post)
 
     def record(self, entry: Entry, now_ns: int) -> None:
-        """Record an entry. A bug here must not delay effects; an unrecorded grant waits."""
+        """Record an entry. A bug here must not delay effects, so its exception is only logged."""
         try:
             self._record(entry, now_ns)
         except Exception:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"recording {entry[0].value}")
 
     def find_without_end_record(self, tombstones: Sequence[LeaseSnapshot]) -> list[LeaseSnapshot]:
-        """Return the leases with ends that the log lacks.
+        """Return the leases whose ends are not in the log, oldest end first.
 
         Records and tombstones are in chronological order, except those of earlier boots. So if the last records do not
         name a lease at all, its end is missing only if it came after them.
         """
         lease_ids = []
         cut_us = self._last.cut_us
-        # From the newest end to the oldest. Once an end is older than the log's last record, the log was complete then,
-        # so older leases that it does not name need no record.
+        # Go from the newest end to the oldest. Once an end is older than the log's last record, the log was complete at
+        # that time, so older leases that it does not name need no record.
         for lease in reversed(tombstones):
             if cut_us is not None and (lease.ended_ns or 0) // NS_PER_US < cut_us:
                 cut_us = None
             kind = self._last.kinds.get(lease_text(lease.lease_id))
-            # If the records do not name a lease, perhaps no log was kept when it began.
+            # If the records do not name the lease, perhaps no log was kept when it began.
             is_cut_off = cut_us is not None and lease.created_ns // NS_PER_US <= cut_us
-            # Missing: the last record about the lease is not an end, or there is none and the end came after the cut.
+            # The end is missing if the last record about the lease is not an end, or if there is none and the end came
+            # after the cut.
             if is_cut_off if kind is None else kind not in (RecordKind.END, RecordKind.FENCE):
                 lease_ids.append(lease)
         return lease_ids[::-1]
@@ -190,10 +194,10 @@ class LogRecorder(FactRecorder):
         return None if self._writer is None else self._writer.figures()
 
     async def stop(self) -> None:
-        """Write the rest and close. The lease table is at rest by now."""
+        """Write the records that are queued, and close the log. By now the lease table causes no more records."""
         if self._writer is None:
             return
-        # The STOP record has the counts that no later record of a tenant will report.
+        # The STOP record has the counts of omitted records that no later record of a tenant can report.
         omitted = [[tenant, count] for tenant, count in sorted(self._budgets.take_omitted().items())]
         is_whole = await asyncio.to_thread(self._writer.stop, {"omitted": omitted} if omitted else {})
         if not is_whole:
@@ -237,7 +241,7 @@ class LogRecorder(FactRecorder):
             self._put_note({"lease": lease_text(lease_id), "tenant": tenant, "note": value}, on_noted)
 
     def _note_denial(self, tenant: str, size_bytes: int) -> Denial | None:
-        # From what concerns all tenants to what concerns this one.
+        # First check what concerns all tenants, then what concerns only this one.
         if problem := self.problem():
             return note_not_recorded(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
@@ -252,7 +256,7 @@ class LogRecorder(FactRecorder):
             self._notes_waiting -= 1
             on_noted(note_not_recorded(problem) if problem else None)
 
-        # Counted first, because the thread may finish the record before this method returns.
+        # Count the note first, because the thread may write it before this method returns.
         self._notes_waiting += 1
         ticket = 0 if self._writer is None else self._writer.put(RecordKind.NOTE, data)
         if ticket:
@@ -293,23 +297,26 @@ class LogRecorder(FactRecorder):
 
 
 BURST_RECORDS: Final = 600
-"""Records of one tenant before any is omitted: more than an honest tenant causes in minutes."""
+"""Maximum number of minor records of one tenant at once, before any is omitted: more than an honest tenant causes in
+minutes."""
 
 RECORDS_PER_S: Final = 1
-"""Records of one tenant from then on: 30 MB a day for a tenant that is only denied."""
+"""Maximum number of minor records of one tenant per second after that: 30 MB a day for a tenant that is only denied."""
 
 NOTE_BYTES_PER_S: Final = 1 << 20
-"""Bytes of one tenant's notes: 500 a second of 1.5 KB. Stops a tenant from filling the disk in minutes."""
+"""Maximum number of bytes of one tenant's notes per second, for example 500 notes of 1.5 KB. Stops a tenant from
+filling the disk in minutes."""
 
 NOTE_BURST_BYTES: Final = 8 << 20
-"""Bytes of one tenant's notes that may come at once, such as those that a server kept while the daemon was not
+"""Maximum number of bytes of one tenant's notes at once, such as those that a server kept while the daemon was not
 running."""
 
 NOTE_FRAME_BYTES: Final = 512
-"""Counted for a note in addition to its own bytes: the record around it, so that many small ones are bounded too."""
+"""Number of bytes that count for each note in addition to its own, for the record around it. So many small notes are
+bounded too."""
 
 NOTE_DEPTH: Final = 2
-"""Objects around a note in its record."""
+"""Number of objects that contain the note in its record."""
 
 MAX_NOTES_WAITING: Final = 4096
 """Maximum number of notes of all tenants that wait for the disk: 16 MiB, and a quarter of the queue's room for
