@@ -201,9 +201,10 @@ class LeaseTable:
         self._handlers[type(event)](event, now_ns, effects)
         while True:
             # Handle the requests that waited for a session which has returned.
-            for request in self.parking.deferred.take_ready(now_ns, effects):
-                with answered(request.request, effects):
-                    self._handlers[type(request)](request, now_ns, effects)
+            if self._store.deferred:
+                for request in self.parking.deferred.take_ready(now_ns, effects):
+                    with answered(request.request, effects):
+                        self._handlers[type(request)](request, now_ns, effects)
             # Step 2: offer released bytes to the queue before anything else can take them.
             if self._store.has_freed_room:
                 self._admission.serve_queue(now_ns, effects)
@@ -213,7 +214,7 @@ class LeaseTable:
             # Step 4: let the pool use the rest, so that it never competes with leases.
             self._pool.update(now_ns, effects)
             # If step 4 released the room of a session that no worker could continue, offer that to the queue as well.
-            if not self._store.has_freed_room and not self.parking.deferred.has_ready():
+            if not self._store.has_freed_room and not (self._store.deferred and self.parking.deferred.has_ready()):
                 return effects
 
     def get(self, lease_id: int) -> LeaseSnapshot | None:
