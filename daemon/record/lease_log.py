@@ -462,9 +462,9 @@ def _fields_of(kind: RecordKind, particulars: Particulars) -> dict[str, Any]:
         fields["took_ms"] = particulars["waited_us"] / US_PER_MS
     if "latency_us" in particulars:
         fields["took_ms" if kind is RecordKind.OPERATOR else "reclaim_ms"] = particulars["latency_us"] / US_PER_MS
-    if kind in (RecordKind.PARK, RecordKind.RETURN, RecordKind.COLD, RecordKind.MOVE, RecordKind.UPGRADE):
+    if "took_us" in particulars:
         fields["took_ms"] = particulars["took_us"] / US_PER_MS
-    if kind is RecordKind.RETURN:
+    if "parked_us" in particulars:
         fields["parked_ms"] = particulars["parked_us"] / US_PER_MS
     if particulars.get("granted_us") is not None:
         fields["held_ms"] = (particulars["over_us"] - particulars["granted_us"]) / US_PER_MS
