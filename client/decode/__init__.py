@@ -5,8 +5,8 @@
             print(piece, end="", flush=True)
 
 `Decoder` serves prompts. For servers with their own loop, `DecodeEngine` computes steps and `ContinuousBatchScheduler`
-plans them. Importing all of them needs nothing beyond the client; opening a model's files needs the extra `decode`, and
-says so.
+plans them. Importing these names needs only the client. Opening a model's files needs the extra `decode`; without it,
+the error says so.
 """
 
 from gpulease.client.decode.checkpoint import Checkpoint, RandomCheckpoint, open_model

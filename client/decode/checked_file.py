@@ -13,14 +13,12 @@ from gpulease.client.http.settings_file import open_regular
 from gpulease.client.texts import quoted
 
 MAX_JSON_BYTES: Final = 16 << 20
-"""Most bytes of a JSON file other than a tokenizer's.
-
-Without a limit, its Python objects could fill the host's memory.
-"""
+"""Maximum size of a JSON file in bytes, other than a tokenizer's. Without a limit, its Python objects could fill the
+host's memory."""
 
 
 def quoted_value(value: Any) -> str:
-    """Return a value of a file as a quoted, bounded text for an error."""
+    """Return a value of a file as a quoted text of limited length, for an error."""
     try:
         return quoted(str(value))
     except RecursionError:
@@ -67,14 +65,14 @@ class Members:
     """The members of an object in a file, each of which is type-checked when it is read."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
-        """Args: values: The object, or GGUF's metadata. where: The path of the file, for errors."""
+        """Wrap an object, or GGUF's metadata. `where` is the path of the file, for errors."""
         self.values = values
         self.where = where
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Return an integer. Raises ModelRejected for another type, or if it is missing without a default.
 
-        One that no float holds is refused like another type, so callers may compute with floats.
+        An integer that is too large for a float is refused like another type, so callers may compute with floats.
         """
         value = self._value(key, default)
         # bool is a subclass of int in Python, but `true` is not a number in JSON.

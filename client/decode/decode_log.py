@@ -1,8 +1,8 @@
 """The log of a decoder's losses and recoveries: one line per event, rate-limited by event and tenant.
 
-A line is `event key=value ...`, in logfmt. Texts with characters other than a word's are JSON strings, so that a
-tenant's text can't end a line or forge another. For handlers in programs, a record of `logging` has event and fields in
-its attribute `gpulease`.
+A line is `event key=value ...`, in logfmt. A text that is not a simple word is written as a JSON string, so that a
+tenant's text can't end a line or forge another. For handlers in programs, each record of `logging` has the event and
+its fields in the attribute `gpulease`.
 """
 
 import json
@@ -21,10 +21,10 @@ from gpulease.protocol.time_units import NS_PER_S
 LOG: Final = logging.getLogger("gpulease.decode")
 
 LINES_AT_ONCE: Final = 64
-"""Lines of one event and tenant that are logged at once, typically for the replays of one lost region."""
+"""Number of lines of one event and tenant that may be logged in a burst, such as the replays of one lost region."""
 
 LINE_EVERY_S: Final = 1.0
-"""Seconds between lines after those, so that a tenant that continually loses regions can't fill a disk."""
+"""Seconds between lines after the burst, so that a tenant that keeps losing regions can't fill a disk."""
 
 MAX_TEXT_CHARACTERS: Final = 500
 """Maximum number of characters of a text in a line. Callers choose request ids, and messages may repeat them."""
@@ -43,11 +43,11 @@ class DecodeLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Bounded: the code names the events, and the settings the tenants.
+        # The number of entries is limited, because the code defines the events and the settings define the tenants.
         self._budgets: dict[tuple[str, str], LogBudget] = {}
 
     def info(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write an expected event, such as a recovery."""
+        """Log an expected event, such as a recovery."""
         self._write(logging.INFO, event, tenant, fields)
 
     def warning(self, event: str, *, tenant: str = "", **fields: Field) -> None:
@@ -55,11 +55,11 @@ class DecodeLog:
         self._write(logging.WARNING, event, tenant, fields)
 
     def error(self, event: str, *, tenant: str = "", **fields: Field) -> None:
-        """Write an event that the decoder does not recover from by itself."""
+        """Log an event from which the decoder does not recover without help."""
         self._write(logging.ERROR, event, tenant, fields)
 
     def failure(self, event: str, error: BaseException, *, tenant: str = "", **fields: Field) -> None:
-        """Write an error: as a warning if it is the library's own, else as an error with its traceback."""
+        """Log an exception: as a warning if it is a GpuLeaseError, otherwise as an error with its traceback."""
         fields = {"cause": cause_of(error), **fields}
         if isinstance(error, GpuLeaseError):
             self._write(logging.WARNING, event, tenant, fields)
@@ -79,18 +79,18 @@ class DecodeLog:
             return
         if tenant:
             fields = {"tenant": tenant, **fields}
-        # The first line after a gap says how many are missing.
+        # The first line after a gap shows how many lines are missing.
         if suppressed:
             fields["suppressed"] = suppressed
         line = " ".join([event, *(f"{name}={_shown(value)}" for name, value in fields.items())])
         if fault is not None:
-            # As text: a record that kept the exception would keep its frames, and so the lost engine, alive.
+            # Log the traceback as text: a record with the exception would keep its frames, and the engine, alive.
             line += "\n" + "".join(traceback.format_exception(fault)).rstrip()
         LOG.log(level, "%s", line, extra={"gpulease": (event, fields)})
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error as it is shown in a line: its class and its text."""
+    """Return an error in the form of log lines: its class and its text."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,8 +1,8 @@
-"""The effect of each key in a model's files: one table for each kind of file, by which keys are accepted or refused.
+"""Declares the effect of each key in a model's files: one table for each kind of file, which accepts or refuses keys.
 
-A key is used, refused, advice to callers, or without effect. A loader receives only the used keys, so it can't use one
-that the table does not declare. A key that the reference implementation obeys and the engine does not is never ignored
-silently.
+A key is used, refused, advice to callers, or without effect. A loader receives only the used keys, so it can't use a
+key that the table does not declare. A key that affects the reference implementation, but not the engine, is never
+ignored silently.
 """
 
 import logging
@@ -18,10 +18,10 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.texts import quoted
 
 MAX_LOGGED_KEYS: Final = 20
-"""Maximum number of keys of a file in a line of the log, so that a hostile file can't fill the log."""
+"""Maximum number of a file's keys in a log line, so that a hostile file can't fill the log."""
 
 MAX_LOGGED_FILES: Final = 1024
-"""Maximum number of log lines that are remembered, so that opening a model again does not repeat them."""
+"""Maximum number of log lines that are remembered. A remembered line is not repeated when a model is opened again."""
 
 LOG: Final = logging.getLogger("gpulease.decode")
 
@@ -32,9 +32,9 @@ class Effect(Enum):
     USED = "used"
     """The loader reads it."""
     REFUSED = "refused"
-    """The reference implementation obeys it and the engine does not, so only its neutral values are accepted."""
+    """The reference implementation supports it and the engine does not, so only its neutral values are accepted."""
     ADVICE = "advice"
-    """A default for callers that choose nothing. This engine's requests always choose, so it is only logged."""
+    """A default for callers that set no value. This engine's requests always have a value, so it is only logged."""
     NONE = "none"
     """It changes no token."""
 
@@ -46,7 +46,7 @@ class FileKey:
     Attributes:
         effect: Its effect on tokens.
         neutral: Values that change nothing, in addition to null, an empty object and lists of neutral values.
-        why: What the engine does instead, for the error.
+        why: A sentence for the error, about what the engine does instead.
     """
 
     effect: Effect
@@ -71,12 +71,12 @@ def used(*keys: str) -> dict[str, FileKey]:
 
 
 def refused(reason: str, keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
-    """Return entries for keys with which only neutral values are accepted. Args: why: What the engine does instead."""
+    """Return entries for keys that may have only neutral values. `reason` is their `why`."""
     return {key: FileKey(Effect.REFUSED, neutral, reason) for key, neutral in keys.items()}
 
 
 def advice(keys: Mapping[str, tuple[Any, ...]]) -> dict[str, FileKey]:
-    """Return entries for keys that advise callers, with the values that advise nothing."""
+    """Return entries for keys that advise callers, with the values that contain no advice."""
     return {key: FileKey(Effect.ADVICE, neutral) for key, neutral in keys.items()}
 
 
@@ -88,18 +88,17 @@ def no_effect(*keys: str) -> dict[str, FileKey]:
 def used_members(members: Members, table: KeyTable) -> Members:
     """Return the members that the table marks as used.
 
-    Logs once, in a line each, the keys that are not in the table and the advice that is not neutral. Raises
-    ModelRejected for a key that requires something that the engine does not compute.
+    Logs, once per file, a line with the keys that are not in the table, and a line with advice that is not neutral.
+    Raises ModelRejected for a key that requires something that the engine does not support.
     """
     used: dict[str, Any] = {}
     unknown, advised = [], []
     for name, value in members.values.items():
         key = find_key(name, table)
         if key is None:
-            # Unknown keys are ignored, as the reference does, but logged: they may come from a newer version of it.
+            # Ignore unknown keys, as the reference does, but log them: they may come from a newer version of it.
             unknown.append(name)
         elif key.effect is Effect.USED:
-            # Only these reach the loader, so it can't depend on a key that the table does not have.
             used[name] = value
         elif key.effect is Effect.REFUSED and not key.is_neutral(value):
             raise ModelRejected(f"{members.where}: {name} is {quoted_value(value)}; {key.why}")

@@ -1,7 +1,7 @@
-"""One vector of a text: its rows after the model's last norm, pooled, with a length of 1.
+"""Computes a text's vector from its rows after the model's last norm.
 
-Rows come in ascending order, however the prompt was cut into steps, and each is added by itself. So a text's vector,
-like its tokens, has the same bits whatever else is in the batch.
+Rows come in ascending order, however the prompt was divided into steps, and each is added separately. So a text's
+vector has the same bits whatever else is in the batch, like its tokens.
 """
 
 from enum import StrEnum
@@ -18,11 +18,11 @@ class Pooling(StrEnum):
 
 
 class PooledRows:
-    """The rows of one text, as they are computed.
+    """Collects the rows of one text.
 
     Attributes:
-        pooling: How they become one vector.
-        count: Rows that were added.
+        pooling: How the rows become one vector.
+        count: Number of rows that were added.
     """
 
     def __init__(self, pooling: Pooling, width: int) -> None:
@@ -30,7 +30,7 @@ class PooledRows:
         self._total = np.zeros(width)
 
     def add(self, position: int, rows: NDArray[np.float32]) -> None:
-        """Add rows from `position` on. Those that a lost attempt has added already are left out."""
+        """Add rows from `position` on, except for rows that an earlier attempt has added."""
         for row in rows[max(0, self.count - position) :]:
             if self.pooling is Pooling.MEAN:
                 self._total += row
@@ -39,7 +39,7 @@ class PooledRows:
         self.count = max(self.count, position + len(rows))
 
     def vector(self) -> NDArray[np.float32]:
-        """Return the vector, with a length of 1; zeros stay zeros. A mean's divisor makes no difference to that."""
+        """Return the vector, scaled to a length of 1; zeros stay zeros. So a mean need not be divided by the count."""
         length = np.sqrt(np.square(self._total).sum())
         return (self._total / length if length else self._total).astype(np.float32)
 

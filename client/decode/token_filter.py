@@ -1,4 +1,4 @@
-"""Lists of tokens that an answer may have, or may not: `allowed_token_ids`, and `bad_words` as sequences of tokens.
+"""Lists of tokens that an answer may or may not contain: `allowed_token_ids`, and `bad_words` as token sequences.
 
 The allowed next tokens follow from the emitted tokens alone, so a replay continues with the same choices.
 """
@@ -12,11 +12,11 @@ from gpulease.client.decode.row_records import mask_words
 
 
 class TokenFilter:
-    """The masks of one request's lists; a `TokenMasks` of its guide.
+    """The masks of one request's lists. It implements `TokenMasks`.
 
     Attributes:
         mask: The mask of the next token, [mask_words] u32.
-        is_ready: Always true: a mask is there with its token.
+        is_ready: Always true, because masks are computed at once.
         is_stepwise: Whether the mask depends on the emitted tokens.
     """
 
@@ -26,13 +26,13 @@ class TokenFilter:
         """Begin with no token emitted.
 
         Args:
-            vocabulary: Number of the model's tokens; all others here are below it.
+            vocabulary: Number of the model's tokens. All tokens in the lists are below it.
             allowed: The tokens that are allowed; () allows all.
             bad_words: Sequences of tokens. The last token of each is not allowed after its other tokens.
         """
         is_allowed = np.full(32 * mask_words(vocabulary), not allowed)
         is_allowed[list(allowed)] = True
-        # By the tokens before the last: the last tokens.
+        # For the beginning of each sequence (all tokens but the last), the possible last tokens.
         self._lasts: dict[tuple[int, ...], list[int]] = {}
         for *before, last in bad_words:
             if before:
@@ -46,17 +46,17 @@ class TokenFilter:
         self.is_stepwise = bool(self._lasts)
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
-        """Take the emitted token. The next mask is there at once, so `on_ready` is not called."""
+        """Process the emitted token. The next mask is computed at once, so `on_ready` is not called."""
         if not self.is_stepwise:
             return
         self._recent = (*self._recent, token)[-self._lengths[-1] :]
-        # Fewer tokens than a length are looked up as they are: they may still be another sequence's.
+        # If fewer tokens than a length were emitted, this looks up all of them, which does no harm.
         lasts = {last for length in self._lengths for last in self._lasts.get(self._recent[-length:], ())}
-        # Most tokens complete no sequence but one, and change nothing.
+        # After most tokens no sequence is about to be completed, and the mask is the usual one.
         self.mask = self._without(lasts) if lasts else self._usual
 
     def _without(self, tokens: set[int]) -> NDArray[np.uint32]:
         mask, places = self._usual.copy(), np.fromiter(tokens, np.uint32, len(tokens))
-        # Several tokens may be bits of one word.
+        # Several tokens may have their bits in the same word.
         np.bitwise_and.at(mask, places // 32, ~(np.uint32(1) << places % 32))
         return mask

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from gpulease.client.decode.row_records import ENTRY, Rows
 
 _GROWTH: Final = 64
-"""Entries that a guide has room for at first."""
+"""Number of entries that a new guide has room for."""
 
 
 class TokenMasks(Protocol):
-    """Which tokens may come next: a grammar's state, or a request's lists (token_filter.py).
+    """Decides which tokens may come next, by a grammar or by a request's lists (token_filter.py).
 
     Attributes:
         mask: The mask of the next token, [mask_words] u32.
-        is_ready: Whether `mask` is that of the next token, and not being computed.
+        is_ready: Whether `mask` is the mask of the next token. It is false while that mask is being computed.
         is_stepwise: Whether the mask depends on the emitted tokens.
     """
 
@@ -29,15 +29,15 @@ class TokenMasks(Protocol):
     is_stepwise: bool
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
-        """Take the emitted token, and compute the next mask; `on_ready` is called when it is there."""
+        """Process the emitted token, and compute the next mask. `on_ready` is called when that is done."""
 
 
 class TokenGuide:
     """The guide of one request.
 
     Attributes:
-        masks: Which tokens may come next; None for any.
-        emitted: Tokens that were accepted.
+        masks: Decides which tokens may come next; None for any.
+        emitted: Number of tokens that were accepted.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class TokenGuide:
         """Begin with no token emitted.
 
         Args:
-            prompt: The prompt's tokens; the repetition penalty is theirs, too.
+            prompt: The prompt's tokens, to which the repetition penalty also applies.
             repetition: The repetition penalty.
             presence: The presence penalty.
             frequency: The frequency penalty.
-            biases: Tokens, each with what is added to its logit.
-            min_tokens: Tokens that are emitted before one of `end_tokens` can be.
+            biases: Pairs of a token and the number that is added to its logit.
+            min_tokens: Number of tokens that must be emitted before one of `end_tokens`.
             end_tokens: Tokens that end the sequence.
-            masks: Which tokens may come next.
+            masks: Decides which tokens may come next.
         """
         self.masks, self.emitted = masks, 0
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
@@ -70,7 +70,7 @@ class TokenGuide:
         self._penalises = (repetition, presence, frequency) != (1.0, 0.0, 0.0)
         self._biases = dict(biases)
         self._entries: Rows = np.zeros(_GROWTH, ENTRY)
-        # By token, where its entry is: every token has one at most, because the kernel's lanes write at the same time.
+        # The index of each token's entry. A token has at most one entry, because the kernel's lanes write in parallel.
         self._places: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         for token, bias in self._biases.items():
@@ -84,7 +84,7 @@ class TokenGuide:
 
     @property
     def is_stepwise(self) -> bool:
-        """Whether the choice of a token depends on the one before: its row can't be planned before that is known."""
+        """Whether the choice of a token depends on the previous one, which then must be known to plan the row."""
         return self._penalises or (self.masks is not None and self.masks.is_stepwise)
 
     @property
@@ -94,11 +94,11 @@ class TokenGuide:
 
     @property
     def entries(self) -> Rows:
-        """ENTRY records for the next token: the logits that are changed, each once."""
+        """ENTRY records for the next token, at most one for each logit."""
         return self._entries[: len(self._places)]
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
-        """Take an emitted token. `on_ready` is called when the next one can be chosen, unless it can be now."""
+        """Process an emitted token. If the next token can't be chosen yet, `on_ready` is called when it can."""
         self.emitted += 1
         if self._penalises:
             count = self._counts[token] = self._counts.get(token, 0) + 1

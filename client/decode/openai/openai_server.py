@@ -12,8 +12,8 @@
     GET  /version                                the server's version
     GET  /metrics                                Prometheus' text format
 
-Each caller has a key (`Authorization: Bearer KEY`, or `X-Api-Key: KEY`), which identifies its tenant. The only sign of
-a lost region is the member `gpulease` of the first object after the replay.
+Each caller has a key (`Authorization: Bearer KEY`, or `X-Api-Key: KEY`), which identifies its tenant. After the loss of
+a region, the caller only sees the member `gpulease` in the first object after the replay.
 """
 
 import asyncio
@@ -84,24 +84,24 @@ ErrorForm = Callable[[ApiError], dict[str, Any]]
 """Makes the body of an error's reply."""
 
 SEND_LIMIT_S: Final = 60.0
-"""Longest time, in seconds, for a caller to receive a piece of a stream. A caller that does not read would hold its
-answer in memory."""
+"""Longest time, in seconds, for a caller to receive a piece of a stream. Without a limit, the answers of callers that
+do not read would stay in memory."""
 
 SILENCE_S: Final = 5.0
-"""Seconds after which a silent stream gets a comment; at the latest after twice as many. Proxies close connections that
-are silent for 60 s, some after 30 s."""
+"""A stream without events gets a comment after this many seconds, or at most twice as many. Proxies close connections
+that are silent for 60 s, some after 30 s."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
 
 HEALTH_PATHS: Final = ("/healthz", "/health", "/v1/health", "/ping")
-"""Paths of the health report: those of other servers, so that load balancers need no change."""
+"""Paths of the health report. Other servers use the same paths, so that load balancers need no change."""
 
 MESSAGES_PATH: Final = "/v1/messages"
 """The path of Anthropic's API."""
 
 LOADING: Final = b": loading\n\n"
-"""The comment of a stream with a model that is being loaded (HTML, 9.2.6): no client shows it."""
+"""The comment in a stream while its model is being loaded (HTML, 9.2.6). Clients ignore comments."""
 
 # Without X-Accel-Buffering, nginx would hold back events until its buffer is full.
 _STREAM_HEADERS: Final = {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -120,17 +120,17 @@ def make_openai_application(
     cors_origins: Sequence[str] = (),
     aliases: Sequence[str] = (),
 ) -> Starlette:
-    """Make the application of an opened decoder.
+    """Return the application for an open decoder.
 
     Args:
         decoder: The decoder, which must stay open for as long as the application serves.
         keys: The tenants' keys.
         model: The model's name.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Default tokens of a chat's answer.
+        chat_tokens: Default maximum number of tokens of a chat's answer.
         routes: Further routes.
         metrics: Renders the metrics.
-        health: Further members of the health report.
+        health: Returns further members of the health report.
         cors_origins: Origins of pages that may call it from a browser; "*" for all.
         aliases: Further names of the model in requests.
     """
@@ -138,7 +138,7 @@ def make_openai_application(
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
         report = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
-        # Load balancers see the status; operators also see since when, and why.
+        # Load balancers read the status. Operators can also read since when there is no engine, and why.
         if outage := decoder.outage:
             report |= {"engine_lost": outage.report(time.monotonic(), time.time())}
         return Response(json.dumps(report), 200 if is_serving else OVERLOADED, media_type=JSON)
@@ -159,7 +159,7 @@ def make_pool_application(
     metrics: Callable[[], bytes] = lambda: b"",
     cors_origins: Sequence[str] = (),
 ) -> Starlette:
-    """Make the application of an opened pool of models.
+    """Return the application for an open pool of models.
 
     Args:
         pool: The pool, which must stay open for as long as the application serves.
@@ -177,7 +177,7 @@ def make_pool_application(
         return Response(json.dumps({"status": "ok", "models": reports()}), media_type=JSON)
 
     async def show_ready(request: Request) -> Response:
-        """Reply 200 if a request would be served: of the model in `?model=`, or else of any."""
+        """Reply 200 if a request for the model in `?model=`, or without it for any model, would be served."""
         states, requested = reports(), request.query_params.get("model")
         model = None if requested is None else pool.name_of(requested)
         if requested is not None and model not in states:
@@ -222,7 +222,7 @@ def _application(
         Route("/version", show_version, methods=["GET"]),
         Route("/metrics", show_metrics, methods=["GET"]),
     ]
-    # The server's own routes come first, so that further routes can't shadow them.
+    # These routes come first, so that further routes can't replace them.
     return Starlette(
         routes=[*own_routes, *routes], exception_handlers=ERROR_REPLIES, middleware=browsers_of(cors_origins)
     )
@@ -232,7 +232,7 @@ def browsers_of(origins: Sequence[str]) -> list[Middleware]:
     """Return the middleware that lets pages of some origins call an application from a browser."""
     if not origins:
         return []
-    # Every endpoint that a page could use needs a key, and browsers send the key only if the page has it.
+    # This is safe: every endpoint that a page could use needs a key, which the page must know.
     return [
         Middleware(
             CORSMiddleware,
@@ -245,10 +245,10 @@ def browsers_of(origins: Sequence[str]) -> list[Middleware]:
 
 
 class OpenAiFace:
-    """Serves completions over HTTP; the endpoints of `make_openai_application`, and of a front."""
+    """Serves completions over HTTP, for `make_openai_application` and for fronts."""
 
     def __init__(self, source: CompletionSource, keys: ApiKeys) -> None:
-        """Prepare it.
+        """Prepare to serve.
 
         Args:
             source: Computes the completions.
@@ -263,18 +263,18 @@ class OpenAiFace:
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        # Step 1: take a place before the body is read, so that waiting bodies are bounded, too.
+        # Step 1: take a place before reading the body, so that the number of bodies in memory is limited, too.
         with _cancelled_on_failure() as started:
             async with self._source.place(tenant) as place:
                 body = await reply.read(request)
-                # Step 2: submit. A request that is refused at once gets its own status, unless its stream has begun
+                # Step 2: submit. A request that is refused at once gets a status, unless its stream has already begun
                 # because its model was being loaded.
                 async with reply.loading() as on_loading:
                     beginning = place.begin(body, reply.request_id, is_chat=is_chat, on_loading=on_loading)
                     submitted = await _unless_disconnected(beginning, request.receive)
                     started += submitted.generations
         async with _cancelled_after(submitted.generations, request.receive):
-            # Step 3: send the tokens. The generations end with this block, also if the caller disconnects.
+            # Step 3: send the tokens. The end of this block cancels the generations, and so does a disconnect.
             await self._answer(submitted, reply)
 
     async def _answer(self, submitted: Submitted, reply: "_Reply") -> None:
@@ -292,11 +292,11 @@ class OpenAiFace:
         tokenizer = await self._source.tokenizer(submitted.model)
         answers = [CompletionAnswer(tokenizer, request, submitted.end_tokens, begun) for begun in generations]
         if not request.is_stream:
-            # One reply: collect all pieces first, so an error can still be the reply's status.
+            # Collect all pieces first, so that an error can still determine the reply's status.
             await gather_or_cancel(answer.collect() for answer in answers)
             wholes: list[AnswerPiece] = []
             for first in range(0, len(answers), request.tries):
-                # Once for all answers to a prompt: those of 128 would fill memory.
+                # Compute these once for all answers to a prompt, because 128 copies would fill the memory.
                 prompt_logprobs = await answers[first].prompt_logprobs()
                 for answer in best_of(answers[first : first + request.tries], request.choices):
                     answer.whole.prompt_logprobs = prompt_logprobs
@@ -323,7 +323,7 @@ class OpenAiFace:
             for generation in generations:
                 generation.cancel()
 
-        # The head and comments are sent while the request waits; a caller that takes none of them ends it.
+        # While the request waits, the stream sends its head and comments. If the caller does not read them, abort.
         async with reply.stream(abort):
             await gather_or_cancel(send(index, answer) for index, answer in enumerate(answers))
             # OpenAI sends the token counts in a last object without choices.
@@ -334,8 +334,8 @@ class OpenAiFace:
 
 def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
     """Return the token counts of a request after all its answers."""
-    # A prompt counts once, however many answers it has: only the first answer's sequence began with blocks that existed
-    # before.
+    # Count the reused tokens of a prompt once, however many answers it has: only the first answer's sequence reused
+    # blocks of earlier requests.
     firsts = submitted.generations[:: submitted.request.tries]
     return TokenCounts(
         sum(map(len, submitted.prompts)),
@@ -387,7 +387,7 @@ class _Texts:
     """The endpoints that turn texts into tokens and back.
 
     Args:
-        models: The models, each of which reads texts in processes of its own.
+        models: The models. Each reads texts in separate processes.
         keys: The tenants' keys.
     """
 
@@ -395,7 +395,7 @@ class _Texts:
         self._models, self._keys = models, keys
 
     async def tokenize(self, request: Request) -> Response:
-        """Reply with the tokens of a prompt or a chat, as the model gets them."""
+        """Reply with the tokens that the model would get for a prompt or a chat."""
 
         async def run(source: DecoderSource, tenant: str, body: bytes) -> dict[str, Any]:
             tokens = tokens_of(await source.do(tenant, read_tokens, body))
@@ -421,7 +421,7 @@ class _Texts:
         return await self._reply(request, run)
 
     async def show_tokenizer(self, request: Request) -> Response:
-        """Reply with the data for programs that put chats into the template themselves, in vLLM's members.
+        """Reply with the data for programs that put chats into the template themselves, in the form of vLLM's reply.
 
         The model is the one in `?model=`.
         """
@@ -439,13 +439,12 @@ class _Texts:
         run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
     ) -> Response:
-        """Reply with the result of `run` for the model that the body names: the request's body, unless one is given."""
-        # The same id as in the log.
+        """Reply with the result of `run` for the model that `body`, by default the request's body, names."""
         tenant, request_id = "", request_id_of(request)
         headers = id_headers_of(request.scope, request_id)
         try:
             tenant = tenant_of(self._keys, request)
-            # A text costs as much as a prompt's, so it takes a place like one.
+            # Reading a text costs as much as reading a prompt, so take a place for it.
             async with self._models.place(tenant) as place:
                 if body is None:
                     body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
@@ -462,7 +461,7 @@ class _EngineEndpoint(ABC):
     """An endpoint that computes with the engine: an ASGI application that notices when its caller disconnects.
 
     Args:
-        models: Compute the answers.
+        models: The server's models.
         keys: The tenants' keys.
     """
 
@@ -476,17 +475,17 @@ class _EngineEndpoint(ABC):
 
     @abstractmethod
     async def _serve(self, request: Request, reply: "_Reply") -> None:
-        """Answer one request. Raises whatever fails; the caller turns it into an error reply."""
+        """Answer one request. The caller turns any exception into an error reply."""
 
 
 class _AnswerEvents(Protocol):
-    """An answer as it grows, in the form of another API than that of completions. Its events have a `type`."""
+    """A growing answer in the form of an API other than that of completions. Its events have a `type`."""
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """Yield the events at the beginning of a stream."""
 
     def add(self, piece: AnswerPiece) -> Iterator[dict[str, Any]]:
-        """Take a piece of the answer. Yield its events."""
+        """Add a piece of the answer. Yield its events."""
 
     def end(self, finish: str, counts: TokenCounts) -> Iterator[dict[str, Any]]:
         """End the answer with its finish reason. Yield the last events."""
@@ -495,15 +494,15 @@ class _AnswerEvents(Protocol):
         """End the answer. Return the body of a reply that is not a stream."""
 
     def fail(self, error: ApiError) -> dict[str, Any]:
-        """Return the last event of a stream that fails."""
+        """Return the last event of a stream that ends with an error."""
 
 
 class _ChatEndpoint(_EngineEndpoint):
-    """An endpoint for chats in the form of another API, whole or as a stream of events.
+    """An endpoint for chats in the form of another API, with a complete reply or a stream of events.
 
     Attributes:
-        job: Reads the chat of a body.
-        prompt: The parameter that has the prompt.
+        job: Reads the chat from a body.
+        prompt: The name of the prompt's parameter.
     """
 
     job: Job
@@ -550,7 +549,7 @@ class _ChatEndpoint(_EngineEndpoint):
             except TimeoutError:
                 raise
             except Exception as error:
-                # The head was sent, so the error is an event, in the form of this API.
+                # The head was sent, so send the error as an event in the form of this API.
                 event = events.fail(_api_error(self._models.log, reply, error))
                 await reply.end(named_event(event["type"], event))
                 return
@@ -591,7 +590,7 @@ class _Embeddings(_EngineEndpoint):
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        # The request keeps its place for as long as it has inputs that are not submitted.
+        # The request keeps its place while it has inputs that are not submitted.
         async with self._models.place(tenant) as place:
             body = await reply.read(request)
             source = await _unless_disconnected(place.source(body), request.receive)
@@ -603,10 +602,10 @@ class _Embeddings(_EngineEndpoint):
 
 
 def tenant_of(keys: ApiKeys, request: Request) -> str:
-    """Return the tenant of a request's key. No key is ever part of a reply or of the log. Raises ApiError."""
+    """Return the tenant of a request's key. Keys never appear in replies or in the log. Raises ApiError."""
     authorization = request.headers.get("Authorization", "")
     if not authorization and (key := request.headers.get("X-Api-Key")):
-        # Where clients of Anthropic's API send it.
+        # Clients of Anthropic's API send the key in this header.
         authorization = f"Bearer {key}"
     tenant = keys.tenant(authorization)
     if tenant is None:
@@ -672,7 +671,7 @@ class _Reply:
         self._is_silent = False
 
     async def read(self, request: Request) -> bytes:
-        """Return the body of the request; raises what `read_body` does."""
+        """Return the body of the request. Raises the errors of `read_body`."""
         body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
         self.is_body_read = True
         return body
@@ -685,17 +684,17 @@ class _Reply:
 
     @asynccontextmanager
     async def stream(self, abort: Callable[[], None]) -> AsyncIterator[None]:
-        """Begin a stream at once. While the block sends no event for a while, send comments.
+        """Begin a stream at once. Send comments whenever the block sends no event for a while.
 
         Args:
-            abort: Called if the caller does not receive a comment in time; it must make the block end.
+            abort: Called if the caller does not receive a comment in time. It must make the block end.
         """
         if not self.is_started:
             await self._begin(200, _STREAM_HEADERS)
             await self._put(COMMENT)
 
         async def comment() -> None:
-            # Events only clear a flag, which is cheaper than reading a clock for each token.
+            # `event` clears the flag, which is cheaper than reading a clock for each token.
             with suppress(TimeoutError):
                 while True:
                     self._is_silent = True
@@ -704,7 +703,7 @@ class _Reply:
                         await self._put(COMMENT)
             abort()
 
-        # In its own task, because the block is busy waiting for tokens.
+        # Use a separate task, because the block waits for tokens.
         commenting = asyncio.create_task(comment())
         try:
             yield
@@ -728,7 +727,8 @@ class _Reply:
         try:
             yield lambda: commenting.append(asyncio.create_task(comment()))
         finally:
-            # Not cancelled: the head would be lost if it was being sent. A caller that takes nothing is refused here.
+            # Do not cancel the tasks, because the head may be in the middle of being sent. If the caller does not
+            # receive it in time, this raises.
             is_over.set()
             await asyncio.gather(*commenting)
 
@@ -744,12 +744,12 @@ class _Reply:
         body = self._error_form(error)
         if self.is_started:
             event = body | {EXTENSION: error.event_body()[EXTENSION]}
-            # Events of other APIs have a type, which is also their name.
+            # Events of other APIs have a type, which is also the event's name.
             await self.end(named_event(event["type"], event) if "type" in event else json_event(event))
             return
         data = json.dumps(body).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
-        # An unread body may still be arriving, so this connection can't carry another request.
+        # If the body was not read, it may still be arriving, so the connection can't be reused.
         await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
         await self._put(data, is_last=True)
 
@@ -769,7 +769,7 @@ class _Reply:
 
 
 async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """Return the result of `work`. If the caller disconnects first, cancels it and raises ClientDisconnect."""
+    """Return the result of `work`. If the caller disconnects first, cancel `work` and raise ClientDisconnect."""
     working, _ = await first_ended(work, disconnected(receive))
     if working is None:
         raise ClientDisconnect
@@ -779,9 +779,10 @@ async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -
 
 @contextmanager
 def _cancelled_on_failure() -> Iterator[list[Generation]]:
-    """Cancel the generations that the block has put into the list if it fails, because no caller will read them.
+    """If the block fails, cancel the generations that it has put into the list, because no caller will read them.
 
-    A caller that takes nothing while its model is loaded is only refused after its sequences are submitted.
+    This may happen after the sequences were submitted: if a caller did not read while its model was being loaded, the
+    request fails only at the end of `_Reply.loading`.
     """
     started: list[Generation] = []
     try:
@@ -820,12 +821,12 @@ def request_id_of(request: Request) -> str:
 
 
 def error_form_of(scope: Scope) -> ErrorForm:
-    """Return the form of a request's errors: Anthropic's at its API's paths, also before an endpoint sees it."""
+    """Return the form of errors at a request's path: Anthropic's at the paths of its API, otherwise OpenAI's."""
     return message_events.error_body if _is_message(scope) else ApiError.body
 
 
 def id_headers_of(scope: Scope, request_id: str) -> dict[str, str]:
-    """Return the headers with a request's id; Anthropic's clients read it from another one."""
+    """Return the headers with a request's id. Anthropic's clients read it from a different header."""
     headers = {"X-Request-Id": request_id}
     return headers | {"Request-Id": request_id} if _is_message(scope) else headers
 
@@ -841,7 +842,7 @@ def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None, form: 
 
 
 def refuse(scope: Scope, problem: Problem) -> Response:
-    """Return the reply to a request that is refused before the application sees it, in the form that its path has."""
+    """Return the reply to a request that is refused before the application gets it, in the form of its path."""
     # The operator's page reads problems; all other paths are for clients of OpenAI's API.
     if scope["path"] == "/" or scope["path"].startswith("/page/"):
         return refuse_as_problem(scope, problem)
@@ -855,7 +856,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     headers, form = id_headers_of(request.scope, request_id_of(request)), error_form_of(request.scope)
     if status == 404:
         return refusal_of(ApiError(status, "not_found", f"{text}."), headers, form)
-    # Starlette knows the methods of the path (RFC 9110, 15.5.6: the reply must have them).
+    # The reply must list the allowed methods (RFC 9110, 15.5.6), which Starlette knows.
     allowed = getattr(error, "headers", None) or {}
     return refusal_of(
         ApiError(status, "method_not_allowed", f"{text}; send {allowed.get('Allow', 'another method')}."),

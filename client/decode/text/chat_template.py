@@ -1,9 +1,9 @@
 """Chat templates: Jinja, in its sandbox, with the names and filters that Hugging Face's templates expect.
 
 The names and filters are those of transformers' chat_template_utils. A template is code written by the model's author.
-The sandbox denies it the host's objects. Products of texts, powers, ranges and the resulting prompt are limited here.
-Time and some memory are not: a template can double, pad or replace a text without end. So templates run for several
-tenants in a process with limits (text_processes.py).
+The sandbox denies it access to the host's objects. Products of texts, powers, ranges and the resulting prompt are
+limited here. Time and some memory are not: a template can double, pad or replace a text endlessly. So a server for
+several tenants runs templates in a process with limits (text_processes.py).
 """
 
 import json
@@ -23,18 +23,18 @@ MAX_TEMPLATE_CHARACTERS: Final = 1 << 20
 """Longest template. Compiling a longer one could take minutes."""
 
 MAX_PROMPT_CHARACTERS: Final = 16 << 20
-"""Longest prompt that a template may produce, so that one that repeats a message can't fill memory."""
+"""Longest prompt that a template may produce, so that a template that repeats a message can't fill the memory."""
 
 MAX_REPEATED_CHARACTERS: Final = 1 << 20
 """Longest text or list that a product in a template may produce, for the same reason."""
 
 MAX_ERROR_CHARACTERS: Final = 1000
-"""Maximum number of characters of a template's own error message, so that it can't return a whole message to the
-caller."""
+"""Maximum number of characters of a template's error message that are passed on, so that it can't repeat a whole
+chat."""
 
 
 _END_MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put after a message to find its end in a prompt; that of transformers' chat_template_utils."""
+"""Appended to a message to find its end in the prompt. transformers' chat_template_utils uses the same mark."""
 
 
 class ChatTemplate:
@@ -78,11 +78,11 @@ class ChatTemplate:
         Args:
             messages: The chat in order; each message has `role` and `content`.
             variables: Further variables of the template.
-            continues: Whether the prompt ends with the last message's content instead, for the model to continue it, as
-                by transformers' `continue_final_message`.
+            continues: Whether the prompt ends with the last message's content instead, so that the model continues it,
+                like transformers' `continue_final_message`.
 
-        Raises RequestRejected for messages that the template refuses, with its own message, and for a last message that
-        it does not show as it is.
+        Raises RequestRejected, with the template's error message, for messages that the template refuses, and for a
+        last message that the template does not reproduce unchanged.
         """
         # The names that Hugging Face's templates expect; the caller's variables take precedence.
         context: dict[str, Any] = {"add_generation_prompt": not continues, "tools": None, "documents": None}
@@ -90,7 +90,7 @@ class ChatTemplate:
         if continues:
             *before, last = messages
             context["messages"] = [*before, {**last, "content": f"{last['content']}{_END_MARK}"}]
-        # Rendered piece by piece, so that a template that never ends is stopped at the limit instead of filling memory.
+        # Render piece by piece, so that a template that never ends is stopped at the limit before it fills the memory.
         pieces, size = [], 0
         try:
             for piece in self._template.generate(context):
@@ -108,7 +108,7 @@ class ChatTemplate:
 
 
 def _up_to_mark(text: str, content: str) -> str:
-    """Return a prompt up to the end of its last message's content, behind which the mark is."""
+    """Return a prompt up to the end of its last message's content, which the mark follows."""
     place = text.rfind(_END_MARK.strip())
     if place < 0 or content.strip() not in text:
         raise RequestRejected(
@@ -127,10 +127,10 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        # A power of two small numbers can take gigabytes of memory.
+        # A power of small numbers can take gigabytes of memory.
         if operator == "**":
             raise jinja2.exceptions.SecurityError("powers are not computed")
-        # A string or list times a number, in either order.
+        # The operands are a string or list and a number, in either order.
         if not numbers:
             size, count = (right, left) if isinstance(left, int) else (left, right)
             if isinstance(count, int) and len(size) * count > MAX_REPEATED_CHARACTERS:
@@ -139,7 +139,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """The block `generation`, which marks the assistant's words for training. Here only its content counts."""
+    """The block `generation`, which marks the assistant's words for training. Here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  # an instance variable to its base class
 
@@ -150,8 +150,8 @@ class _Generation(Extension):
 
 
 def _environment() -> _Environment:
-    # A template is compiled in the server, without limits. So compiling must not evaluate any of it: no constant
-    # folding (`optimized`), and a `finalize` that takes the context, which exists only when it is rendered.
+    # The server compiles templates without limits, so compiling must not evaluate any part of them. Turn off constant
+    # folding (`optimized`), and use a `finalize` that takes the context, which exists only when a template is rendered.
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,8 +1,8 @@
-"""Grammars: which tokens may come next, so that an answer has the form that its caller wants.
+"""Grammars decide which tokens may come next, so that an answer has the form that its caller requested.
 
-llguidance computes the masks: its work for one is bounded (usually about 50 us), it takes JSON Schema and context free
-grammars, compiles them lazily, and releases the interpreter's lock meanwhile. A grammar is a text in its Lark format.
-It comes from a tenant, so its size and the work for it are limited, and it is checked in a text process first.
+llguidance computes the masks. Its work for a mask is limited (usually about 50 us). It accepts JSON Schema and context
+free grammars, compiles them lazily, and releases the interpreter's lock meanwhile. A grammar is a text in llguidance's
+Lark format. It comes from a tenant, so its size and the work for it are limited, and a text process checks it first.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_GRAMMAR_BYTES: Final = 64 << 10
-"""Longest grammar. With the limits below it compiles within some two seconds."""
+"""Longest grammar in bytes. With the limits below it compiles within about two seconds."""
 
 GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
     "max_items_in_row": 2000,
@@ -38,35 +38,37 @@ GRAMMAR_LIMITS: Final[Mapping[str, Any]] = {
     "step_max_items": 50_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
-    # An error with the parser's state would be longer than the grammar.
+    # An error that contains the parser's state would be longer than the grammar.
     "verbose_errors": False,
 }
-"""llguidance's limits: of a grammar's compilation, of one mask, and of a grammar's states, of about 2 kB each."""
+"""llguidance's limits on a grammar's compilation, on one mask, and on a grammar's states, of about 2 kB each."""
 
 MAX_EXPANDED_ITEMS: Final = 100_000
-"""Most characters of a grammar's regular expressions, with their repetitions written out, and of its `minLength`s.
+"""Maximum number of characters of a grammar's regular expressions, with their repetitions written out, and of its
+`minLength`s.
 
-Where only one text can follow, the library computes all of it for a mask, which its limits do not bound: without this
-one, /a{1001}{1001}{1001}/ keeps a thread busy for as long as 10^9 characters take. 10^5 take about 0.1 s.
+If only one text can follow, the library computes the whole text for a mask, and its own limits do not apply. Without
+this limit, /a{1001}{1001}{1001}/ would keep a thread busy for 10^9 characters. 10^5 characters take about 0.1 s.
 """
 
 MAX_REMAINDERS: Final = 100_000
-"""Largest sum, and largest common multiple, of a grammar's `multipleOf`s, without their decimal points.
+"""Maximum of the sum and of the least common multiple of a grammar's `multipleOf`s, without their decimal points.
 
-For each the library visits every remainder, and of those that hold at once every combination, before its limits count:
-without this one, `multipleOf` 101, 103, 107 and 109 in one `allOf` take minutes. 10^5 remainders take about 0.3 s.
+For each `multipleOf` the library visits every remainder, and every combination if several apply together, before its
+own limits apply. Without this limit, `multipleOf` 101, 103, 107 and 109 in one `allOf` would take minutes. 10^5
+remainders take about 0.3 s.
 """
 
 WHITESPACE: Final = " ?"
-"""What may stand between the parts of a JSON text: at most one space. A model that has nothing to say would otherwise
-write spaces without end."""
+"""The whitespace that may be between the parts of a JSON text: at most one space. Otherwise a model without anything to
+say could write spaces endlessly."""
 
 MASK_THREADS: Final = 4
 """Number of threads that compile grammars and compute masks. One tenant may occupy all of them except one."""
 
 MAX_GRAMMARS: Final = 64
-"""Maximum number of compiled grammars that are kept, each only for its tenant: the time of a compilation must reveal
-nothing about others' grammars."""
+"""Maximum number of compiled grammars in the cache. Each is cached only for its tenant, so that the duration of a
+compilation reveals nothing about other tenants' grammars."""
 
 _COMBINING: Final = frozenset(
     {
@@ -74,10 +76,10 @@ _COMBINING: Final = frozenset(
         *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
     }
 )
-"""Keywords by which several schemas describe one object: members that one of them lists, another would forbid."""
+"""Keywords by which several schemas describe one object. If each were closed, each would forbid the others' members."""
 
 _OF_MEMBERS: Final = frozenset({"anyOf", "patternProperties", "minProperties", "propertyNames", "dependentRequired"})
-"""Keywords that, next to `properties`, are about members that it may not list."""
+"""Keywords that, next to `properties`, may refer to members that are not listed there."""
 
 _REF_SIBLINGS: Final = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
 """Keywords that add nothing to a `$ref`."""
@@ -85,29 +87,29 @@ _REF_SIBLINGS: Final = frozenset({"$ref", "$defs", "definitions", "title", "desc
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _LISTS: Final = frozenset({"anyOf", "prefixItems", "items"})
 _SCHEMAS: Final = frozenset({"items", "additionalItems", "additionalProperties", "contains"})
-"""Keywords with schemas in their values: as an object's values, as a list, or a single one."""
+"""Keywords that contain schemas: as an object's values, in a list, or a single one."""
 
 _ESCAPED: Final[Mapping[str, str]] = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-"""Parts of a regular expression that a grammar has in another form."""
+"""Parts of a regular expression that must be written differently in a grammar."""
 
 _REGEX_LINE: Final = re.compile(r"^\w+: /(.*)/$", re.MULTILINE)
 _SCHEMA: Final = re.compile("%json (?={)")
-"""Where a grammar has a regular expression (`regex_rule`) and where a schema follows (`json_rule`)."""
+"""They find a grammar's regular expressions (`regex_rule`) and its schemas (`json_rule`)."""
 
 _REGEX_PART: Final = re.compile(
     r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?|\{\s*(?:(\d+)\s*)?(?:,\s*(?:(\d+)\s*)?)?\}|.",
     re.DOTALL,
 )
-"""A part of a regular expression: an escape, the begin of a class, a repetition with its bounds, or a character.
+"""Matches a part of a regular expression: an escape, the beginning of a class, a repetition, or a character.
 
-No two of its parts could match the same spaces: trying both would take quadratic time.
+No two parts of this pattern can match the same spaces, because trying both would take quadratic time.
 """
 
 _VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
-"""The flag by which a regular expression has comments, in which brackets mean nothing."""
+"""Finds the flag that allows comments in a regular expression. Brackets in comments would be misread."""
 
 MAX_ERROR_CHARACTERS: Final = 300
-"""Maximum number of characters of the library's own message in an error."""
+"""Maximum number of characters of the library's message in an error."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -117,8 +119,8 @@ def json_rule(schema: Mapping[str, Any]) -> str:
 
 
 def regex_rule(regex: str) -> str:
-    """Return a grammar's rule for the texts that a regular expression matches as a whole, in the syntax of Rust's."""
-    # Between slashes, a slash must be escaped, and a line ends the rule.
+    """Return a grammar's rule for the texts that a regular expression, in Rust's syntax, matches as a whole."""
+    # The expression is between slashes on one line, so escape slashes and line ends.
     body = re.sub(r"\\[\s\S]|/|\n", lambda match: _ESCAPED.get(match[0], match[0]), regex)
     return f"/{body}/"
 
@@ -129,21 +131,21 @@ def choice_rule(texts: Iterable[str]) -> str:
 
 
 def string_literal(text: str) -> str:
-    """Return a text as a string of a grammar: that of JSON, with all but ASCII and the character DEL escaped."""
+    """Return a text as a string literal of a grammar: a JSON string in ASCII, with the character DEL escaped."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema that limits objects to the members in their `properties`, unless it allows others.
 
-    By JSON Schema an object may have any further members, and a model with nothing to say writes those until its tokens
-    are used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text of the result is a text of the schema:
-    a schema with keywords for which that would not hold is returned as it is.
+    In JSON Schema an object may have any further members, and a model without anything to say would write such members
+    until its tokens are used up. vLLM (by xgrammar) and llama.cpp close objects, too. Every text that the result allows
+    is allowed by the schema. A schema with keywords that could break this rule is returned unchanged.
     """
-    # A copy: the template may show the same schema.
+    # Make a copy, because the template may show the same schema.
     document = json.loads(json.dumps(schema))
     objects: list[dict[str, Any]] = []
-    # By a list and not by recursion: a tenant's schema may be nested deeply.
+    # Use a list instead of recursion, because a tenant's schema may be nested deeply.
     pending: list[Any] = [document]
     while pending:
         part = pending.pop()
@@ -173,7 +175,7 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_grammar(text: str) -> None:
-    """Compile a grammar within the limits, without a vocabulary. To be called in a text process.
+    """Compile a grammar within the limits, without a vocabulary. Call this in a text process.
 
     Raises GrammarRefused, which describes the mistake in the grammar or in its schema.
     """
@@ -187,23 +189,23 @@ def check_grammar(text: str) -> None:
 
 
 def grammar_digest(text: str) -> str:
-    """Return the SHA-256 of a grammar, as an audit record has it."""
+    """Return the SHA-256 of a grammar, for audit records."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def grammar_library() -> str:
-    """Return the library that computes the masks, with its version: tokens depend on both."""
+    """Return the name and version of the library that computes the masks, on which tokens depend."""
     return f"llguidance {_library().get_version()}"
 
 
 class GrammarMasks:
-    """The state of one sequence's grammar; a `TokenMasks` of the sequence's guide.
+    """The state of one sequence's grammar. It implements `TokenMasks`.
 
     Attributes:
         mask: The mask of the next token.
-        is_ready: Whether it is.
+        is_ready: Whether `mask` is the mask of the next token.
         is_stepwise: Always true.
-        on_failed: Called if no mask can be computed within the limits, and no token can follow.
+        on_failed: Called if no mask can be computed within the limits, or if no token can follow.
     """
 
     is_stepwise = True
@@ -214,7 +216,7 @@ class GrammarMasks:
         self._grammars, self._tenant_id, self._matcher = grammars, tenant_id, matcher
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
-        """Take the emitted token, and compute the next mask in a thread."""
+        """Process the emitted token, and compute the next mask in a thread."""
         self.is_ready = False
 
         def done(work: "asyncio.Future[NDArray[np.uint32]]") -> None:
@@ -231,23 +233,29 @@ class GrammarMasks:
         self._grammars.run(self._tenant_id, lambda: _next_mask(matcher, token, words)).add_done_callback(done)
 
     def fork(self) -> "GrammarMasks":
-        """Return the same state for another sequence. No token may have been accepted."""
+        """Return a copy for another sequence. No token may have been accepted yet."""
         return GrammarMasks(self._grammars, self._tenant_id, self._matcher.deep_copy(), self.mask)
 
 
 class Grammars:
-    """Compiles grammars for a decoder, and computes their masks during its steps: in threads, by turns of tenants.
+    """Compiles grammars for a decoder, and computes their masks during its steps, in threads. Tenants take turns.
 
     Attributes:
-        words: Words of a mask.
+        words: Number of words of a mask.
     """
 
     def __init__(
         self, tokenizer: "Callable[[], Awaitable[Tokenizer]]", vocabulary: int, end_tokens: frozenset[int]
     ) -> None:
-        """Args: tokenizer: Returns the model's. vocabulary: Number of the model's tokens. end_tokens: The model's."""
+        """Prepare to compile.
+
+        Args:
+            tokenizer: Returns the model's tokenizer.
+            vocabulary: Number of the model's tokens.
+            end_tokens: The model's end tokens.
+        """
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
-        # The library's masks have a bit more than there are tokens.
+        # The library's masks may be slightly longer than the vocabulary.
         self.words = mask_words(vocabulary)
         self._turns = TenantTurns[Callable[[], None]](MASK_THREADS - 1)
         self._busy = 0
@@ -255,7 +263,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, str], GrammarMasks] = OrderedDict()
 
     async def compile(self, tenant_id: str, text: str) -> GrammarMasks:
-        """Return the initial state of a grammar that `check_grammar` took. Each sequence needs one of its own.
+        """Return the initial state of a grammar that `check_grammar` accepted. Each sequence needs a separate one.
 
         Raises GrammarRefused for a grammar that the model's tokens can't follow within the limits, ModelRejected for a
         model without a tokenizer.
@@ -282,7 +290,7 @@ class Grammars:
         return masks.fork()
 
     def run(self, tenant_id: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Run work in a thread, when it is the tenant's turn. Returns its outcome."""
+        """Run work in a thread, when it is the tenant's turn. Returns a future of its result."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
 
@@ -306,7 +314,7 @@ class Grammars:
         return outcome
 
     async def stop(self) -> None:
-        """Forget waiting jobs. Work in progress ends on its own: it is bounded."""
+        """Drop waiting jobs. Jobs in progress end soon, because their work is limited."""
         self._turns.drain()
         if self._library is not None:
             self._library.cancel()
@@ -319,13 +327,13 @@ class Grammars:
             begin()
 
     async def _load(self) -> Any:
-        """Return the library's tokenizer: the bytes of every token, in a tree."""
+        """Return the library's form of the tokenizer: a tree with the bytes of every token."""
         tokenizer = await self._tokenizer()
         return await asyncio.to_thread(_library_tokenizer, tokenizer, self._vocabulary, self._end_tokens)
 
 
 def _check_work(text: str) -> None:
-    """Raise GrammarRefused for a grammar whose work llguidance's own limits would not bound."""
+    """Raise GrammarRefused for a grammar that needs much work to which llguidance's own limits do not apply."""
     expanded: float = sum(expanded_items(match[1]) for match in _REGEX_LINE.finditer(text))
     remainders, multiple = 0, 1
     decoder = json.JSONDecoder()
@@ -333,9 +341,9 @@ def _check_work(text: str) -> None:
         try:
             pending: list[Any] = [decoder.raw_decode(text, match.end())[0]]
         except (ValueError, RecursionError):
-            # Part of a text is not a schema, or is a schema that the library refuses.
+            # This is not a schema but a part of a text, or it is a schema that the library refuses.
             continue
-        # All values, of whatever keyword: a `$ref` may refer to each of them.
+        # Visit the values of all keywords, because a `$ref` may refer to any of them.
         while pending:
             part = pending.pop()
             if isinstance(part, list):
@@ -350,7 +358,7 @@ def _check_work(text: str) -> None:
             if isinstance(length := part.get("minLength"), int | float):
                 expanded += max(length, 0)
             divisor = part.get("multipleOf")
-            # A boolean is a number to Python, and the library refuses it.
+            # In Python a boolean is an int. The library refuses it.
             if isinstance(divisor, int | float) and not isinstance(divisor, bool) and 0 < abs(divisor) < inf:
                 coefficient = _coefficient(abs(divisor))
                 remainders += coefficient
@@ -370,15 +378,17 @@ def _check_work(text: str) -> None:
 def expanded_items(regex: str, *, is_least: bool = False) -> float:
     """Return the number of characters of a regular expression with its repetitions written out; inf beyond the limit.
 
-    With `is_least`, count the fewest repetitions and the longest alternative: a text that the expression matches has no
-    more characters left, whatever it has begun with.
+    With `is_least`, count the minimum of each repetition and the longest alternative. After any beginning, a text can
+    then match the expression with at most this many further characters.
 
-    The syntax is that of Rust's crate regex. An expression that is wrong has any number: the library refuses it.
+    The syntax is that of Rust's crate regex. For an invalid expression the result is arbitrary, because the library
+    refuses it.
     """
     if _VERBOSE.search(regex):
         raise _refused("a regular expression must not have the flag x")
-    # Of the open groups, from the outermost: the characters before the group, and in the longest alternative of the
-    # group around it. `total` is the current group's, of which `last` are of the part that a repetition would repeat.
+    # `outer` has, for each open group from the outermost on, the characters before it, and those of the longest
+    # alternative so far in the group around it. `total` counts the characters of the current group, and `last` those of
+    # the part that a repetition would repeat.
     outer: list[tuple[int, int]] = []
     total = last = depth = longest = 0
     for match in _REGEX_PART.finditer(regex):
@@ -386,7 +396,7 @@ def expanded_items(regex: str, *, is_least: bool = False) -> float:
         if part[0] == "[":
             depth += 1
         elif depth:
-            # In a class, which is one character.
+            # This is inside a class, which counts as one character.
             depth -= part == "]"
         if depth:
             last = 0
@@ -422,14 +432,14 @@ def _coefficient(divisor: float) -> int:
 
 def _library_tokenizer(tokenizer: "Tokenizer", vocabulary: int, end_tokens: list[int]) -> Any:
     library, special = _library(), tokenizer.special_tokens
-    # Special tokens have no text, and are named instead: no grammar's text matches them.
+    # Use the names of special tokens, which have no text. No text of a grammar matches them.
     tokens = [special.get(token, "").encode() or tokenizer.bytes_of(token) for token in range(vocabulary)]
     wrapped = library.TokenizerWrapper(_Vocabulary(tokenizer, tokens, sorted(special), end_tokens))
     return library.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=end_tokens or None)
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance's TokenizerWrapper expects it."""
+    """A tokenizer in the form that llguidance's TokenizerWrapper expects."""
 
     bos_token_id = None
 
@@ -446,7 +456,7 @@ class _Vocabulary:
 
 
 def _next_mask(matcher: Any, token: int, words: int) -> NDArray[np.uint32]:
-    # An ended sequence's last token may be one that the grammar does not have.
+    # The last token of a sequence that has ended may not match the grammar.
     if not matcher.consume_token(token):
         raise _refused(matcher.get_error())
     return _mask(matcher, words)
@@ -456,7 +466,7 @@ def _mask(matcher: Any, words: int) -> NDArray[np.uint32]:
     if matcher.is_error():
         raise _refused(matcher.get_error())
     mask: NDArray[np.uint32] = np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]
-    # Limits that are exceeded leave a mask, but it says nothing.
+    # If a limit is exceeded, the library still returns a mask, but a meaningless one.
     if matcher.is_error() or not mask.any():
         raise _refused(matcher.get_error() or "no token can follow")
     return mask
@@ -473,7 +483,7 @@ def _limits() -> Any:
 
 
 def _library() -> Any:
-    # Imported late: it needs the extra `decode`, and most requests have no grammar.
+    # Import this late, because it needs the extra `decode`, and most requests have no grammar.
     import llguidance
 
     return llguidance

@@ -34,10 +34,10 @@ BEGINNING_CLASSES: Final = (
     "GemmaTokenizer",
     "GemmaTokenizerFast",
 )
-"""Classes that rebuild the post-processor from the settings; "" if the settings name no class."""
+"""Tokenizer classes that rebuild the post-processor from the settings; "" stands for settings without a class."""
 
 MAX_TOKENIZER_BYTES: Final = 64 << 20
-"""Maximum number of bytes of tokenizer.json. The largest vocabularies need about 33 million."""
+"""Maximum size of tokenizer.json in bytes. The largest vocabularies need about 33 million."""
 
 
 def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
@@ -53,11 +53,11 @@ def folder_tokenizer(folder: Path, begin_token: int | None) -> Tokenizer:
 
 
 def folder_begin_token(folder: Path) -> int | None:
-    """Return the token that the tokenizer puts before a text; None if it puts none.
+    """Return the token that the tokenizer puts before a text; None if there is none.
 
-    tokenizer.json's post-processor decides it. Llama's and Gemma's classes rebuild that if the settings have
-    `add_bos_token` (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5, ignore the
-    setting. Raises ModelRejected for processing of a text that the engine does not do.
+    The post-processor in tokenizer.json decides this. Llama's and Gemma's classes rebuild the post-processor if the
+    settings have `add_bos_token` (transformers 4.57, and llama.cpp's converter); other classes, and transformers 5,
+    ignore the setting. Raises ModelRejected for a post-processor that the engine does not support.
     """
     path = folder / TOKENIZER
     if not path.exists():
@@ -67,14 +67,14 @@ def folder_begin_token(folder: Path) -> int | None:
         used_members(model, MODEL_KEYS)
     settings = _settings(folder)
     _check_prefix_space(members, settings)
-    # The setting wins only for the classes that rebuild the post-processor.
-    obeys = settings.text("tokenizer_class", "") in BEGINNING_CLASSES
-    if settings.values.get("add_bos_token") is None or not obeys:
+    # The setting applies only to the classes that rebuild the post-processor.
+    uses_setting = settings.text("tokenizer_class", "") in BEGINNING_CLASSES
+    if settings.values.get("add_bos_token") is None or not uses_setting:
         return _processor_token(members)
     if not settings.flag("add_bos_token", False):
         return None
     text = _token_text(settings.values.get("bos_token"))
-    # The settings name a text; the vocabulary has its id.
+    # The settings contain the token's text, and the vocabulary its id.
     token = _find_token(members, text)
     if token is None:
         raise ModelRejected(f"{settings.where}: add_bos_token is true, but bos_token {quoted(text)} is not a token")
@@ -100,9 +100,9 @@ def _processor_token(members: Members) -> int | None:
 
 
 def _template_token(template: Members) -> int | None:
-    """Return the token that a TemplateProcessing puts before the text; None if it puts none.
+    """Return the token that a TemplateProcessing puts before the text; None if there is none.
 
-    Raises ModelRejected if it puts more than one, or one after the text.
+    Raises ModelRejected if it puts several tokens before the text, or any after it.
     """
     # "single" is the template for one text: special tokens around the piece "Sequence".
     pieces = template.items("single")
@@ -142,10 +142,10 @@ def _check_prefix_space(members: Members, settings: Members) -> None:
     expected = settings.values.get("add_prefix_space")
     if expected is None:
         return
-    # Search the nested sequences of steps for one that prepends a space. Three kinds of steps can.
+    # Search the nested sequences of steps for a step that prepends a space, which three kinds of steps can do.
     pending, adds_space = [members.values.get("pre_tokenizer"), members.values.get("normalizer")], False
     while pending:
-        # A work list instead of recursion: files may nest steps deeply.
+        # Use a work list instead of recursion, because files may nest steps deeply.
         match pending.pop():
             case list(items):
                 pending += items
@@ -163,7 +163,7 @@ def _check_prefix_space(members: Members, settings: Members) -> None:
 
 
 def _settings(folder: Path) -> Members:
-    """Return the settings. Older models name special tokens in a separate file, special_tokens_map.json."""
+    """Return the settings. Older models have the special tokens in a separate file, special_tokens_map.json."""
     path = folder / SETTINGS
     values = json_object(read_bytes(path, MAX_JSON_BYTES), path) if path.exists() else {}
     legacy = folder / SPECIAL_TOKENS
@@ -174,9 +174,8 @@ def _settings(folder: Path) -> Members:
 
 
 def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
-    """Add the tokens that the settings name and tokenizer.json lacks, as transformers does when it loads."""
-    # First the numbered ones. Each must get the number that the settings give it, or the model's embedding would not
-    # match.
+    """Add the tokens that are in the settings but not in tokenizer.json, as transformers does when it loads them."""
+    # First add the tokens with a number. Each must get this number, or the model's embedding would not match.
     entries = settings.object("added_tokens_decoder")
     numbered = sorted((int(number), entry) for number, entry in (entries.values if entries else {}).items())
     added = {repr(token) for token in library.get_added_tokens_decoder().values()}
@@ -187,7 +186,7 @@ def _add_tokens(library: tokenizers.Tokenizer, settings: Members) -> None:
         if library.token_to_id(token.content) != number:
             where = f"{settings.where}: added_tokens_decoder"
             raise ModelRejected(f"{where} has {quoted(token.content)} as {number}, but tokenizer.json differs")
-    # Then those without a number: bos_token and so on, and the lists of additional ones.
+    # Then add those without a number: bos_token and so on, and the lists of additional tokens.
     special = [value for key, value in settings.values.items() if key.endswith("_token") and _token_text(value)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         additional = settings.values.get(key) or []
@@ -209,7 +208,7 @@ def _chat_template(folder: Path, members: Members) -> ChatTemplate | None:
     if path.exists():
         source = _text(read_bytes(path, MAX_JSON_BYTES), path)
     elif isinstance(source, list):
-        # Several named templates; a plain chat uses the default one.
+        # There are several named templates. A plain chat uses the one named "default".
         templates = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         path, source = folder / SETTINGS, templates.get("default")
     if source is None:
@@ -223,7 +222,7 @@ def _chat_template(folder: Path, members: Members) -> ChatTemplate | None:
 
 
 def _token_text(value: Any) -> str:
-    """Return a special token's text, which older files have in an object; "" for other values."""
+    """Return a special token's text, which is in an object in older files; "" for other values."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 

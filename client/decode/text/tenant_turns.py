@@ -9,11 +9,11 @@ Job = TypeVar("Job")
 class TenantTurns(Generic[Job]):
     """Queues of jobs, one for each tenant. Tenants take turns, one job each; a tenant's jobs keep their order.
 
-    The number of jobs of a tenant that are in progress is limited. At the limit, other tenants get its turns.
+    The number of a tenant's jobs in progress is limited. A tenant at its limit is skipped.
     """
 
     def __init__(self, max_concurrent: int) -> None:
-        """Args: max_concurrent: Most jobs of one tenant that are in progress at the same time."""
+        """Begin without jobs. `max_concurrent` limits the number of one tenant's jobs in progress."""
         self._max_concurrent = max_concurrent
         self._queues: dict[str, deque[Job]] = {}
         self._under_way: Counter[str] = Counter()
@@ -24,7 +24,7 @@ class TenantTurns(Generic[Job]):
         queue.appendleft(job) if is_first else queue.append(job)
 
     def drop(self, tenant_id: str, job: Job) -> None:
-        """Remove a job that waits. Has no effect on one that does not wait."""
+        """Remove a waiting job. Has no effect on a job that does not wait."""
         queue = self._queues.get(tenant_id, deque())
         if job in queue:
             queue.remove(job)
@@ -32,12 +32,12 @@ class TenantTurns(Generic[Job]):
                 del self._queues[tenant_id]
 
     def take(self) -> Job | None:
-        """Remove and return the next job, which is then in progress; None if no tenant may have another."""
-        # In the order of the round: the first tenant that is below its limit has the turn.
+        """Remove and return the next job, which is then in progress; None if no waiting job may begin."""
+        # The first tenant below its limit is next.
         for tenant_id, queue in self._queues.items():
             if self._under_way[tenant_id] < self._max_concurrent:
                 job = queue.popleft()
-                # The tenant goes to the end of the round. A dict keeps its keys in the order of insertion.
+                # Move the tenant to the end. A dict keeps its keys in the order of insertion.
                 del self._queues[tenant_id]
                 if queue:
                     self._queues[tenant_id] = queue

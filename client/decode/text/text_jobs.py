@@ -1,4 +1,4 @@
-"""Jobs for the processes that read texts: their messages, and the limits under which they are done.
+"""Jobs for the processes that read texts: their messages and their limits.
 
 A job and its answer are each a frame: a length of 4 bytes, little-endian, then msgpack. Answers are not pickles,
 because a template that escaped from its sandbox must not be able to run code in the server.
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.prompt_reader import PromptReader
 
 Job = Callable[..., dict[str, Any]]
-"""A module's function that does a job: it takes a PromptReader and named arguments, and returns the answer."""
+"""A module's function that implements a job: it takes a PromptReader and named arguments, and returns the answer."""
 
 LENGTH: Final = struct.Struct("<I")
 
 MAX_JOB_BYTES: Final = 24 << 20
-"""Maximum number of bytes of a job: the longest text or chat, and the names in it. Limits the memory of jobs that
-wait."""
+"""Maximum size of a job in bytes: the longest text or chat, and the names in it. It limits the memory of waiting
+jobs."""
 
 MAX_ANSWER_BYTES: Final = 16 << 20
-"""Maximum number of bytes of an answer: the tokens of the largest context, 4 bytes each, and the other results. Limits
+"""Maximum size of an answer in bytes: the tokens of the largest context, 4 bytes each, and the other results. It limits
 the memory that a worker out of control can take in the server."""
 
 NO_TOKEN: Final = -1
-"""Stands for a token id that no vocabulary can have. The scheduler refuses it."""
+"""Replaces a token id that no vocabulary can contain. The scheduler refuses it."""
 
 _TOKENS: Final = range(1 << 31)
 
@@ -42,10 +42,10 @@ class TextLimits:
     """Limits of one job. Raises ValueError for a limit that is not above 0.
 
     Attributes:
-        memory_bytes: Memory that a job may take in addition to the tokenizer's. A prompt of a million tokens takes
+        memory_bytes: Bytes that a job may use in addition to the tokenizer's memory. A prompt of a million tokens uses
             about 400 MB.
-        processor_s: Whole seconds of CPU time. 4 MiB of text take some five.
-        wall_s: Seconds of wall time, which is longer than CPU time on a busy host.
+        processor_s: Whole seconds of CPU time. 4 MiB of text take about five.
+        wall_s: Seconds of wall time, which passes faster than CPU time on a busy host.
     """
 
     memory_bytes: int = 512 << 20
@@ -59,18 +59,18 @@ class TextLimits:
 
 
 def read_text(reader: "PromptReader", text: str) -> dict[str, Any]:
-    """The job of a text prompt: returns its tokens, packed, by `PromptReader.read_text`."""
+    """Job for a text prompt: return its tokens, packed, by `PromptReader.read_text`."""
     return {"tokens": packed_tokens(reader.read_text(text))}
 
 
 def read_chat(reader: "PromptReader", messages: list[Any], variables: dict[str, Any]) -> dict[str, Any]:
-    """The job of a chat: returns the tokens of its prompt, packed, by `PromptReader.read_chat`."""
+    """Job for a chat: return the tokens of its prompt, packed, by `PromptReader.read_chat`."""
     return {"tokens": packed_tokens(reader.read_chat(messages, variables))}
 
 
 def packed_tokens(tokens: Iterable[int]) -> bytes:
     """Return tokens in an answer's format, i32. Ids that do not fit become NO_TOKEN."""
-    # i32, because every vocabulary fits into it and the scheduler's records have it, too.
+    # Every vocabulary fits into i32, which the scheduler's records use, too.
     return array("i", [token if token in _TOKENS else NO_TOKEN for token in tokens]).tobytes()
 
 
@@ -98,8 +98,8 @@ def framed(message: Mapping[str, Any]) -> bytes:
 
 
 def refusal(error: RequestRejected) -> dict[str, Any]:
-    """Return the answer that carries the refusal of a text."""
-    # The class of the error is one of two; the reason shows which.
+    """Return the answer that reports the refusal of a text."""
+    # The reason is "" for a plain RequestRejected.
     text, reason = error.message, ""
     if isinstance(error, AdmissionRefused):
         text, reason = error.detail, error.reason.value
@@ -107,7 +107,7 @@ def refusal(error: RequestRejected) -> dict[str, Any]:
 
 
 def refused(answer: Mapping[str, Any]) -> RequestRejected:
-    """Return the error that `refusal` packed, to be raised in the server."""
+    """Return the error that `refusal` packed, for the server to raise."""
     text, hint, reason, parameter = (str(answer[name]) for name in ("refused", "hint", "reason", "parameter"))
     if not reason:
         return RequestRejected(text, hint, parameter=parameter)
