@@ -1,7 +1,7 @@
-"""A host that systemd runs: this machine's files in namespaces of their own (systemd-nspawn(1)).
+"""A host booted by systemd: this machine's files in separate namespaces (systemd-nspawn(1)).
 
-What it changes lies in an overlay that goes with it. Its init may filter no system calls (SYSTEMD_SECCOMP=0), because
-the units' own filters are what is tried.
+Its changes are in an overlay that is removed with it. Its init filters no system calls (SYSTEMD_SECCOMP=0), because the
+tests are about the filters of the units.
 """
 
 import fcntl
@@ -23,14 +23,14 @@ BOOT_LIMIT_S: Final = 120.0
 COMMAND_LIMIT_S: Final = 120
 RESTART_LIMIT_S: Final = 120.0
 PYTHON: Final = "/opt/gpulease-tests"
-"""Where this Python and what it imports lie there: a unit sees nothing of /tmp."""
+"""The folder in the host with this Python and its modules, because units can't see /tmp."""
 
 DROP_IN: Final = """
 [Service]
 Environment={environment}
 ExecStart=
 ExecStart={python} -P -m gpulease.daemon --config /etc/gpulease/gpuleased.toml
-# The interpreter may lie in a home.
+# The interpreter may be in a home directory.
 ProtectHome=read-only
 WatchdogSec=5
 """
@@ -39,7 +39,7 @@ WatchdogSec=5
 class BootedHost:
     def __init__(self, root: Path, process: "subprocess.Popen[bytes]", path: str) -> None:
         self._root, self._process = root, process
-        # The second is where some hosts say that the driver's libraries lie.
+        # On some machines LD_LIBRARY_PATH contains the folder of the driver's libraries.
         libraries = os.environ.get("LD_LIBRARY_PATH")
         self._environment = [f"PYTHONPATH={path}", *([f"LD_LIBRARY_PATH={libraries}"] if libraries else [])]
         self.python = f"{PYTHON}/venv/bin/python"
@@ -54,7 +54,7 @@ class BootedHost:
         return self._process.poll() is None
 
     def install(self, **settings: str) -> None:
-        """Do what `gpulease install-service --install` does and says, and set these."""
+        """Run `gpulease install-service --install` and the commands that it prints, and change these settings."""
         self.do(self.python, "-P", "-m", "gpulease.client.cli.__main__", "install-service", "--install")
         folder = self._root / "etc/systemd/system/gpuleased.service.d"
         folder.mkdir()
@@ -68,7 +68,7 @@ class BootedHost:
         self.do("systemctl", "daemon-reload")
 
     def do(self, *command: str) -> str:
-        """What it prints; fails unless it ends well."""
+        """Run a command, and return its output. Fails if the command fails."""
         done = self._run(command)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}{self.log()}"
         return done.stdout
@@ -77,23 +77,23 @@ class BootedHost:
         return self._run(command).stdout.strip()
 
     def shown(self, name: str) -> str:
-        """A property of the daemon's unit (systemctl(1), "show")."""
+        """Return a property of the daemon's unit (systemctl(1), "show")."""
         return self.said("systemctl", "show", "gpuleased.service", f"--property={name}", "--value")
 
     def leasing(self, other_than: str = "0") -> str:
-        """The process id of the daemon, once one leases that is not `other_than`."""
+        """Wait until a daemon with a process id other than `other_than` grants leases. Returns its process id."""
 
-        def is_there() -> bool:
+        def is_leasing() -> bool:
             return self.shown("MainPID") not in (other_than, "0") and self.shown("StatusText").startswith("Leasing")
 
-        wait_until(is_there, "the daemon leases", RESTART_LIMIT_S, seen=self.log)
+        wait_until(is_leasing, "the daemon leases", RESTART_LIMIT_S, seen=self.log)
         return self.shown("MainPID")
 
     def log(self) -> str:
         return self.said("journalctl", "--unit=gpuleased", "--no-pager", "--output=cat", "--lines=10")
 
     def start(self, *command: str) -> "subprocess.Popen[str]":
-        """Start a program there and read its output."""
+        """Start a program in the host, with a pipe for its output."""
         return subprocess.Popen(
             self._inside(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -108,20 +108,20 @@ class BootedHost:
         return ["nsenter", f"--target={self._init()}", *namespaces, "--", "env", "-i", *variables, *command]
 
     def _init(self) -> int:
-        """Its process 1, as it is numbered here; 0 if there is none yet."""
+        """Return this machine's pid of the host's init; 0 if it does not run yet."""
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         return int(children[-1]) if children else 0
 
 
 def _home() -> Path:
-    """Where this gpulease lies, with what its links lead to: a checkout's packages are links (`.dev`)."""
+    """Return the folder with this gpulease, and with the targets of its links: in a checkout, packages are links."""
     package = Path(next(iter(gpulease.__path__)))
     linked = (package / "daemon").resolve()
     return Path(os.path.commonpath([package.parent.resolve(), linked.parent]))
 
 
 def missing() -> str:
-    """Why no host can be booted here, "" if one can, as far as is seen before."""
+    """Return why no host can be booted here; "" if no reason is known."""
     if os.geteuid() != 0:
         return "only root can boot a host"
     needed = ("systemd-nspawn", "nsenter", "mount", "umount")
@@ -130,14 +130,14 @@ def missing() -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One host at a time: they share a control group, because no systemd gives them one each."""
+    """Exclude other hosts during the block, because all would be in the same control group."""
     with (Path(tempfile.gettempdir()) / "gpulease-tests-booted.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _interpreter() -> tuple[list[str], str]:
-    """Options that show the host this Python and all that it imports from, and its PYTHONPATH there."""
+    """Return the options that mount this Python and its modules into the host, and the PYTHONPATH in the host."""
     given = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
     places = [(Path(sys.prefix), "venv"), (TESTS.parent, "tree"), (_home(), "package")]
     path = []
@@ -150,7 +150,7 @@ def _interpreter() -> tuple[list[str], str]:
 
 
 def _cards() -> list[str]:
-    """Options that give the host this machine's cards, and the files of their driver that its file system lacks."""
+    """Return the options that mount this machine's cards into the host, and the files of their driver."""
     mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
     driver = [place for place in mounted if "nvidia" in place and not place.startswith(("/dev/", "/proc/"))]
     devices = [str(device) for device in sorted(Path("/dev").glob("nvidia*"))]
@@ -159,7 +159,7 @@ def _cards() -> list[str]:
 
 @contextmanager
 def booted_host(folder: Path, has_cards: bool = False) -> Iterator[BootedHost | None]:
-    """A host that is up until the block is left; None if this machine's kernel does not let one boot."""
+    """Boot a host that runs during the block. Yields None if this machine's kernel does not permit it."""
     with _alone(), _booted(folder, _cards() if has_cards else []) as host:
         yield host
 
@@ -179,10 +179,10 @@ def _booted(folder: Path, shown: list[str]) -> Iterator[BootedHost | None]:
             [
                 *("systemd-nspawn", "--quiet", f"--directory={root}", "--machine=gpulease-tests", "--register=no"),
                 *("--keep-unit", "--console=pipe", "--capability=all", "--boot"),
-                # Its journal is its own, and some machines have no id to link it by.
+                # Do not link its journal, for which some machines have no machine id.
                 "--link-journal=no",
                 *(*interpreter, *shown),
-                # To its init: none of the services that this machine may have.
+                # An argument of its init: start none of the services that this machine may have.
                 *("--", "--unit=basic.target"),
             ],
             env=os.environ | {"SYSTEMD_SECCOMP": "0"},

@@ -42,7 +42,7 @@ _TLS: Final = re.compile(r'listens on (tls:[^\s"]+)')
 
 
 def python_environment() -> dict[str, str]:
-    """The environment of a Python that finds the same gpulease as this process, and the tests' helpers."""
+    """Return an environment in which Python finds the same gpulease as this process, and the tests' helpers."""
     package_parent = Path(next(iter(gpulease.__path__))).parent
     path = [str(package_parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
@@ -50,7 +50,7 @@ def python_environment() -> dict[str, str]:
 
 @dataclass
 class Faults:
-    """What to break in a daemon, from outside: see `helpers.faulty_daemon`."""
+    """The faults of a daemon, which `helpers.faulty_daemon` explains."""
 
     constants: dict[str, Any] = field(default_factory=dict)
     withhold_proof_while: Path | None = None
@@ -87,13 +87,13 @@ class Daemon:
 
     Attributes:
         address: Its Unix socket.
-        folder: A short path of its own, for the socket and whatever the test puts there.
+        folder: A folder with a short path, for the socket and the test's files.
         allowed_trouble: Patterns of ERROR lines that the test provokes on purpose.
-        kept_connections: Most connections that a program keeps open for several tests.
+        kept_connections: Maximum number of connections that a program keeps open for several tests.
 
     Args:
         tls_port: The port of its TLS listener; 0 for any.
-        within: The command by which it is started elsewhere, under the id of its own process.
+        within: A command that starts it elsewhere, for example in a namespace. It must exec, so that the pid stays.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Daemon:
         log_format: str = "human",
         within: Sequence[str] = (),
     ) -> None:
-        # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes.
+        # Do not use pytest's tmp_path, because a Unix socket's path has at most 107 bytes.
         self.folder = folder or Path(tempfile.mkdtemp(prefix="gpul-", dir="/tmp"))
         self.socket_path = self.folder / "d.sock"
         self.address = f"unix:{self.socket_path}"
@@ -132,7 +132,7 @@ class Daemon:
         module = ["gpulease.daemon"] if faults is None else ["helpers.faulty_daemon", faults.as_argument()]
         self._log_path = self.folder / f"log-{self._mark}"
         self._earlier_log = ""
-        # To append, so that it can be made short again.
+        # Open it to append, so that it can be truncated.
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [*within, sys.executable, "-P", "-m", *module, *arguments],
@@ -142,10 +142,10 @@ class Daemon:
                 env=python_environment() | {MARK: self._mark, FOLDER: str(self.folder)},
             )
 
-    # --- its life ---
+    # --- start and end ---
 
     def wait_until_it_answers(self) -> None:
-        """Return once it listens and answers. Fails with its log if it ends instead."""
+        """Return when it listens and replies. Fails with its log if it ends instead."""
 
         def listens() -> bool:
             if self.process.poll() is not None:
@@ -159,7 +159,7 @@ class Daemon:
         return self.process.wait(within_s)
 
     def stop(self) -> None:
-        """SIGTERM, and proof that it ended in good order and left nothing behind."""
+        """Send SIGTERM, and check that it exits with status 0 and leaves nothing behind."""
         try:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
@@ -176,11 +176,11 @@ class Daemon:
         self.process.wait()
 
     def check_nothing_is_left(self) -> None:
-        """Fails if a zygote or a worker outlives its daemon."""
+        """Fail if a zygote or a worker outlives its daemon."""
         wait_until(lambda: not self.processes(), "no process of the daemon is left")
 
     def discard(self) -> None:
-        """Take its folder away, and whatever may still run."""
+        """Kill its remaining processes, and remove its folder."""
         for info in self.processes():
             os.kill(info.pid, signal.SIGKILL)
         if self.process.poll() is None:
@@ -188,7 +188,7 @@ class Daemon:
         if self._owns_folder:
             shutil.rmtree(self.folder)
 
-    # --- what it says ---
+    # --- log and replies ---
 
     def log(self) -> str:
         return self._earlier_log + self._log_path.read_text(errors="replace")
@@ -199,7 +199,7 @@ class Daemon:
         os.truncate(self._log_path, 0)
 
     def trouble(self) -> list[str]:
-        """Logged lines that speak of an error and were not allowed."""
+        """Return the logged errors that are not allowed."""
         lines = [line for line in self.log().splitlines() if _TROUBLE.search(line)]
         return [line for line in lines if not any(re.search(pattern, line) for pattern in self.allowed_trouble)]
 
@@ -224,30 +224,30 @@ class Daemon:
         return self.inventory().entries[card].available_bytes
 
     def leases(self) -> list[dict[str, Any]]:
-        """What LEASE_LIST_ACTIVE says to an operator."""
+        """Return the report of LEASE_LIST_ACTIVE to an operator."""
         return list(ask(Opcode.LEASE_LIST_ACTIVE, Empty(), self.address).report)
 
     def query(self, lease_id: int) -> dict[str, Any]:
-        """The report of LEASE_QUERY to an operator."""
+        """Return the report of LEASE_QUERY to an operator."""
         return dict(ask(Opcode.LEASE_QUERY, LeaseRef(lease_id), self.address).report)
 
     def revoke(self, lease_id: int, reason: str = "maintenance") -> int:
         return int(ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason), self.address).outcome)
 
     def wait_for_end(self, lease_id: int) -> None:
-        """Return once the lease is over and its bytes are free."""
+        """Return when the lease has ended and its bytes are free."""
         wait_until(lambda: self.query(lease_id)["state"] == "torndown", "the lease is gone", seen=self.leases)
 
     def builder(self, size_bytes: int = 1 << 20, seconds: float = 60) -> GpuBuilder:
-        """Ask it for a small lease; the test says what is special."""
+        """Return a builder for a small lease, which the test may change."""
         return GpuBuilder(self.address).min_vram(size_bytes).lease_secs(seconds)
 
     def short_lease(
         self, set_up: Callable[[GpuLease], T], size_bytes: int = 1 << 20, submit_bytes: int = 0
     ) -> tuple[GpuLease, T, int]:
-        """A lease that ends by itself within moments, what `set_up` made in it, and its worker's process id.
+        """Return a lease that soon expires, the result of `set_up` with it, and its worker's process id.
 
-        A busy host may take longer for that than the lease has: then it is tried again with a longer one.
+        On a busy host the lease may expire before that. Then a longer lease is tried.
         """
         for seconds in SHORT_LEASES_S:
             builder = self.builder(size_bytes, seconds)
@@ -272,7 +272,7 @@ class Daemon:
 
     def worker_pid(self, lease_id: int) -> int:
         """The process id of a lease's worker. Raises KeyError if it has none."""
-        # A worker that its session has left has the lease's name until it is gone.
+        # A worker that its session has left has the same name until it has ended.
         wait_until(lambda: len(self._worker_pids(lease_id)) < 2, "the lease has one worker")
         for worker_pid in self._worker_pids(lease_id):
             return worker_pid
@@ -288,8 +288,8 @@ class Daemon:
         return open_files(self.process.pid)
 
     def check_idle(self, files_before: int) -> None:
-        """Fails unless it gets back to no lease, all bytes free, no worker, no zombie, no descriptor more."""
-        # Errors a test caught keep their frames, and so sessions and connections, in cycles.
+        """Fail unless it soon has no lease, all bytes free, no worker, no zombie and no further descriptor."""
+        # Caught exceptions keep frames, and so sessions and connections, alive in reference cycles.
         gc.collect()
         wait_until(lambda: not self.leases(), "no lease is left", seen=self.leases)
         for card in self.inventory().details:
@@ -306,7 +306,7 @@ class Daemon:
 
 @contextmanager
 def running(daemon: Daemon) -> Iterator[Daemon]:
-    """Wait until a daemon answers; behind the block it must stop in good order. If either fails, it is discarded."""
+    """Wait until a daemon replies. After the block, it must stop cleanly. If either fails, it is discarded."""
     try:
         daemon.wait_until_it_answers()
         yield daemon
@@ -317,12 +317,12 @@ def running(daemon: Daemon) -> Iterator[Daemon]:
 
 
 def lent(daemon: Daemon) -> Iterator[Daemon]:
-    """Lend a test a daemon that others use too; afterwards it must be idle again, with nothing left open."""
+    """Lend a test a daemon that other tests use, too. After the test it must be idle, with nothing left open."""
     files = len(daemon.open_files())
     yield daemon
     daemon.check_idle(files)
 
 
 def worker_name(lease_id: int) -> str:
-    """What a worker is called in /proc: the kernel keeps 15 bytes."""
+    """Return a worker's name in /proc, which the kernel truncates to 15 bytes."""
     return f"gpul-{WorkerSpec(lease_id, '', 1, False).to_map()['lease']}"[:15]

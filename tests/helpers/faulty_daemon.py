@@ -1,15 +1,19 @@
-"""`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with something broken on purpose.
+"""`python -m helpers.faulty_daemon FAULTS [gpuleased's arguments]`: the real daemon with faults.
 
-FAULTS is JSON: `constants`, module constants to set ("gpulease.daemon.broker.control_connection:HELLO_TIMEOUT_S": 0.3);
-`leaks_descriptors`, whether one is left open with each worker; `has_hostile_workers`, whether its zygote's workers of
-`helpers.hostile_worker.HOSTILE_BYTES` are taken over; `stops_workers_at`, the file that names the step of
-`helpers.stopping_worker` at which its workers stop themselves; `fleet_design`, that of `helpers.broken_fleet` by which
-its fleet process decides; and paths. As long as `withhold_proof_while` exists, no card shows a dead worker's bytes
-back; as long as `inflate_while` does, every worker seems to hold a TiB; as long as `hang_syncs_while` does, no file
-gets to the disk; as long as `hang_commits_while` does, no row gets to the journal.
-`others_in` is a file of two numbers: the bytes of each card that belong to no process, and those of a program outside
-the daemon; while it is not there, there are none.
-`names_in` is a folder in which `helpers.local_claims` keeps the claims of names.
+FAULTS is a JSON object with these members:
+
+- `constants`: module constants to set, such as "gpulease.daemon.broker.control_connection:HELLO_TIMEOUT_S": 0.3
+- `leaks_descriptors`: whether the daemon leaks a descriptor with each worker
+- `has_hostile_workers`: whether workers of `helpers.hostile_worker.HOSTILE_BYTES` are hostile
+- `stops_workers_at`: a file that names the step of `helpers.stopping_worker` at which workers stop themselves
+- `fleet_design`: the design of `helpers.broken_fleet` that the fleet process follows
+- `withhold_proof_while`: a path; while it exists, no card shows that a dead worker's bytes are free
+- `inflate_while`: a path; while it exists, every worker appears to hold a TiB
+- `hang_syncs_while`: a path; while it exists, syncs of files hang
+- `hang_commits_while`: a path; while it exists, commits of the journal hang
+- `others_in`: a file with two numbers: for each card, the bytes that belong to no process, and those of a program
+  outside the daemon; without the file both are 0
+- `names_in`: a folder in which `helpers.local_claims` stores claims of names
 """
 
 import contextlib
@@ -66,7 +70,7 @@ def break_things(faults: dict[str, Any]) -> None:
 
 
 def leak_descriptors() -> None:
-    """As somebody does who forgets to close one."""
+    """Leak a descriptor with each new worker."""
     spawn = Workers.spawn
 
     def leaking(self: Workers, spec: WorkerSpec) -> None:
@@ -77,7 +81,7 @@ def leak_descriptors() -> None:
 
 
 def run_instead(module: str, instead: str, *arguments: str) -> None:
-    """Have a process of another program started in the place of one of the daemon's, with more arguments."""
+    """Start the module `instead`, with additional arguments, whenever the daemon starts a process of `module`."""
     start = subprocess.Popen.__init__
 
     def starting(self: Any, command: list[str], **options: Any) -> None:
@@ -89,12 +93,12 @@ def run_instead(module: str, instead: str, *arguments: str) -> None:
 
 
 def hang_syncs(flag: Path, call: str = "fdatasync") -> None:
-    """A disk that takes its time: fdatasync(2), or that call, returns when the flag is gone."""
+    """Make fdatasync(2), or another function of `os`, wait while the file `flag` exists."""
     hang_while(flag, os, call)
 
 
 def hang_while(flag: Path, of: Any, name: str) -> None:
-    """Have a function of a class or module begin only when the flag is gone; it says in the flag that a call waits."""
+    """Make a function of a class or module wait while the file `flag` exists. It writes "waits" into the file."""
     call = getattr(of, name)
 
     def hanging(*arguments: Any) -> Any:
@@ -108,14 +112,14 @@ def hang_while(flag: Path, of: Any, name: str) -> None:
 
 
 def card_sources() -> list[type[CardSource]]:
-    """Those that this daemon may use; the real cards' need NVML's bindings."""
+    """Return the card sources that this daemon may use. That of real cards needs NVML's bindings."""
     if "cuda" not in sys.argv:
         return [EmbeddedCards]
     return [importlib.import_module("gpulease.daemon.gpus.nvidia").NvidiaCards]
 
 
 def withhold_proof(cards: type[CardSource], flag: Path) -> None:
-    """A fault injected from outside: production code has no switch for it."""
+    """Make readings of cards fail while the file `flag` exists."""
     read = cards.read
 
     def reading(self: CardSource, card_uuid: str) -> CardReading:

@@ -1,6 +1,6 @@
-"""The rules that a fleet's history must keep, as a pure function of what was seen of it.
+"""Checks the rules that a fleet's history must obey. Pure.
 
-All times are nanoseconds of CLOCK_BOOTTIME, of the one host that all nodes of a test run on.
+All times are nanoseconds of CLOCK_BOOTTIME of the host on which all nodes of a test run.
 """
 
 from bisect import bisect_right
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 
 class Served(NamedTuple):
-    """A claimed lease by its node's own records: from its grant until its end, or the last horizon before that."""
+    """A claimed lease by its node's records: from its grant until its end, or the last horizon before its end."""
 
     name: str
     node: str
@@ -22,7 +22,7 @@ class Served(NamedTuple):
 
 
 class Act(NamedTuple):
-    """An operation of a tenant's on a named lease that succeeded: it was done between these two times."""
+    """A successful operation of a tenant on a named lease. It was executed between these two times."""
 
     name: str
     node: str
@@ -32,7 +32,7 @@ class Act(NamedTuple):
 
 
 class HorizonSet(NamedTuple):
-    """A node's horizon, from a moment on. Claimed leases of the node may live until then."""
+    """A node's horizon, as it was set at `at_ns`. Claimed leases of the node may live until `horizon_ns`."""
 
     node: str
     at_ns: int
@@ -40,7 +40,7 @@ class HorizonSet(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A claim that is in etcd when all has healed."""
+    """A claim that is in etcd after all faults have ended."""
 
     name: str
     node: str
@@ -52,10 +52,10 @@ Seen = TypeVar("Seen", Served, Act)
 
 @dataclass(frozen=True)
 class History:
-    """What was seen.
+    """The observations of a test.
 
     Attributes:
-        live: What each node says that it serves when all has healed: the epochs by name.
+        live: The leases that each node reports after all faults have ended: epochs by name.
     """
 
     served: tuple[Served, ...] = ()
@@ -67,14 +67,14 @@ class History:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What broke the rules, a sentence each.
+    """The violations of the rules, with a sentence about each.
 
     Attributes:
-        overlaps: Two leases of one name were live at a time.
-        stale_acts: A tenant's operation was done under an older epoch than one before it.
-        falling_epochs: A later lease of a name has no higher epoch.
-        outside: A lease was granted, or an operation done, when its node's horizon was over.
-        orphans: A claim is left that its node does not serve.
+        overlaps: Two leases of a name were live at the same time.
+        stale_acts: An operation was executed under an older epoch than an earlier operation.
+        falling_epochs: A later lease of a name does not have a higher epoch.
+        outside: A lease was granted, or an operation executed, after its node's horizon.
+        orphans: A claim remains that its node does not serve.
     """
 
     leases: int
@@ -91,8 +91,8 @@ class Verdict:
 
     def __str__(self) -> str:
         counts = ("overlaps", "stale_acts", "falling_epochs", "outside", "orphans")
-        told = ", ".join(f"{name.replace('_', ' ')} {len(getattr(self, name))}" for name in counts)
-        return "\n".join([f"leases {self.leases}, operations {self.acts}: {told}", *self.broken])
+        text = ", ".join(f"{name.replace('_', ' ')} {len(getattr(self, name))}" for name in counts)
+        return "\n".join([f"leases {self.leases}, operations {self.acts}: {text}", *self.broken])
 
 
 def check(history: History) -> Verdict:
@@ -100,9 +100,9 @@ def check(history: History) -> Verdict:
     return Verdict(
         len(history.served),
         len(history.acts),
-        overlaps=tuple(told for leases in served.values() for told in _overlaps(leases)),
-        stale_acts=tuple(told for done in acts.values() for told in _stale_acts(done)),
-        falling_epochs=tuple(told for leases in served.values() for told in _falling(leases)),
+        overlaps=tuple(text for leases in served.values() for text in _overlaps(leases)),
+        stale_acts=tuple(text for done in acts.values() for text in _stale_acts(done)),
+        falling_epochs=tuple(text for leases in served.values() for text in _falling(leases)),
         outside=tuple(_outside(history)),
         orphans=tuple(
             f"orphan: {claim.name} is claimed by {claim.node} in {claim.epoch}, which serves "
@@ -121,7 +121,7 @@ def _by_name(seen: Iterable[Seen]) -> dict[str, list[Seen]]:
 
 
 def _overlaps(leases: list[Served]) -> Iterable[str]:
-    """Each lease that begins before the longest one before it ends; one of no length is none."""
+    """Yield a sentence about each lease that begins before an earlier one has ended. Ignore leases of no length."""
     last: Served | None = None
     for lease in sorted((lease for lease in leases if lease.from_ns < lease.to_ns), key=lambda each: each.from_ns):
         if last is not None and lease.from_ns < last.to_ns:
@@ -138,7 +138,7 @@ def _falling(leases: list[Served]) -> Iterable[str]:
 
 
 def _stale_acts(acts: list[Act]) -> Iterable[str]:
-    """Each operation that was sent after another of a higher epoch was done: no order of the two excuses it."""
+    """Yield a sentence about each operation that was sent after one with a higher epoch was done."""
     done = sorted(acts, key=lambda each: each.done_ns)
     newest = done[0]
     position = 0
@@ -151,7 +151,7 @@ def _stale_acts(acts: list[Act]) -> Iterable[str]:
 
 
 def _outside(history: History) -> Iterable[str]:
-    """Each grant, and each operation, that began after the latest horizon of its node that was set by then."""
+    """Yield a sentence about each grant or operation that began after its node's latest horizon at that time."""
     times: dict[str, list[int]] = defaultdict(list)
     highest: dict[str, list[int]] = defaultdict(list)
     for each in sorted(history.horizons, key=lambda each: each.at_ns):
@@ -160,7 +160,7 @@ def _outside(history: History) -> Iterable[str]:
     begun: list[tuple[Served | Act, int]] = [(lease, lease.from_ns) for lease in history.served]
     begun += [(act, act.sent_ns) for act in history.acts]
     for what, began_ns in begun:
-        # What began before a horizon was set may have been done under it.
+        # An operation that began before a horizon was set may have been executed after that.
         until_ns = what.done_ns if isinstance(what, Act) else began_ns
         known = bisect_right(times[what.node], until_ns)
         horizon_ns = highest[what.node][known - 1] if known else 0
@@ -174,7 +174,7 @@ def _words(what: Served | Act) -> str:
 
 
 def capped(lease: Served, horizons: Iterable[HorizonSet]) -> Served:
-    """A lease until the first gap between its node's horizons: there it ended, whatever its node wrote down later."""
+    """Return a lease that ends at the first gap between its node's horizons, whatever its node recorded later."""
     until_ns = 0
     for each in sorted((each for each in horizons if each.node == lease.node), key=lambda each: each.at_ns):
         if each.at_ns > max(until_ns, lease.from_ns):

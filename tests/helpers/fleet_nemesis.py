@@ -1,6 +1,6 @@
-"""A fleet in network namespaces, tenants that claim its names, and a nemesis that cuts off, stops and kills nodes.
+"""A fleet in network namespaces, tenants that claim its names, and faults that cut off, stop and kill nodes.
 
-It also copies a node's host, and puts a node's journal, or etcd, back to an earlier state.
+Other faults copy a node's host, or restore an earlier state of a node's journal or of etcd.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ RHO: Final = 0.01
 MEMBERS: Final = ("m0", "m1", "m2")
 NODES: Final = tuple(f"d{number}" for number in range(int(os.environ.get("GPULEASE_NEMESIS_NODES", "3"))))
 FASTER_PPM: Final = (0, -4_500, 4_500)
-"""How much faster each node's clock is than the host's, in turn: nearly as much as a fleet bears."""
+"""By how much nodes' clocks are faster than the host's, in turn: nearly as much as a fleet tolerates."""
 
 ONLOOKER: Final = "o0"
 """A host that is never cut off, from which etcd is read."""
@@ -48,21 +48,21 @@ ONLOOKER: Final = "o0"
 NAMES: Final = ("alpha", "beta", "gamma", "delta")
 TENANTS: Final = 2
 CLONES: Final = "c0"
-"""The host on which copies of nodes run, one at a time."""
+"""The host on which a copy of a node runs."""
 
 CLONE_UP_S: Final = 1_000_000
-"""How much longer that host is up by its own clocks: by this its beats are told from those of the node."""
+"""By how many seconds the clocks of that host are ahead. This distinguishes its beats from those of the node."""
 
 HOLD_S: Final = 5.0
 FAULT_S: Final = (0.5, 2.5 * HORIZON_S)
-"""Length of a fault: some pass within a horizon, some outlast fence and wait."""
+"""Shortest and longest fault in seconds: some end within a horizon, some last longer than fence and wait."""
 
 CALM_S: Final = (0.0, 1.5 * HORIZON_S)
 ALLOWED: Final = ("fleet", "zygote", "overdue", "hung", "died", "stopped", "killed", "journal", "No space left")
-"""Words of the errors that the nemesis makes the daemons log."""
+"""Words in the errors that daemons log because of the faults."""
 
 WORKER: Final = re.compile(r"gpul-[0-9a-f]{10}")
-"""What workers are called, as the kernel keeps 15 bytes."""
+"""The names of workers, which the kernel truncates to 15 bytes."""
 
 _BEGUN: Final = "lease.granted"
 _ENDED: Final = ("lease.reclaimed", "lease.fenced")
@@ -71,18 +71,18 @@ Fault = Callable[[], AbstractContextManager[None]]
 
 
 class FleetScene:
-    """Three members of etcd, nodes and two tenants, each on a host or in a process of its own.
+    """Three members of etcd and some nodes, each on a separate host, and two tenants in separate processes.
 
     Args:
-        horizon_s: All nodes' horizon.
-        nodes: Their ids.
-        design: The rules by which they make one fleet.
-        faster_ppm: Millionths by which their clocks are faster than the host's, in turn.
+        horizon_s: The horizon of all nodes, in seconds.
+        nodes: The nodes' ids.
+        design: The rules that the nodes follow.
+        faster_ppm: By how many millionths the nodes' clocks are faster than the host's, in turn.
 
     Attributes:
-        clocks: The nodes'.
+        clocks: The nodes' clocks.
         clones: Copies of the nodes' hosts, by node; most do not run.
-        faults: How many there were of each kind.
+        faults: Number of faults by kind.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class FleetScene:
         self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._clones_died_ns: list[int] = []
         self._restored: list[dict[str, Any]] = []
-        """Changes of stores that a backup has taken the place of."""
+        """Changes in stores that were replaced by a backup."""
         self.faults: Counter[str] = Counter()
 
     def __enter__(self) -> "FleetScene":
@@ -114,7 +114,7 @@ class FleetScene:
             self.network = stack.enter_context(Network((*MEMBERS, *self.clocks, ONLOOKER, CLONES)))
             places = [(self.network.address(member), self.network.within(member)) for member in MEMBERS]
             self.cluster = stack.enter_context(EtcdCluster(self._folder, len(MEMBERS), places=places))
-            # The first node of a new store waits for a horizon, lest the store was lost.
+            # Without this, the first node would wait for a horizon, because the store may have been lost.
             self.cluster.control("put", GENERATION.decode(), "made by the test")
             for name in self.clocks:
                 self._add(name, stack)
@@ -131,14 +131,14 @@ class FleetScene:
     # --- tenants ---
 
     def start_tenants(self) -> None:
-        """Have tenants want all names from all nodes."""
+        """Start tenants that request all names from all nodes."""
         for number in range(TENANTS):
             self.start_tenant(number)
 
     def start_tenant(
         self, number: int, names: Sequence[str] = NAMES, nodes: Sequence[str] = (), hold_s: float = HOLD_S
     ) -> None:
-        """Start one tenant, who holds a name for at most so long at a time, of all nodes or of some."""
+        """Start a tenant that requests names from `nodes`, by default from all, and holds each for at most `hold_s`."""
         hosts = self.nodes | {clone_of(name): clone for name, clone in self.clones.items()}
         addresses = [f"{name}={hosts[name].address}" for name in nodes or hosts]
         command = [sys.executable, "-P", "-m", "helpers.fleet_tenant", str(self._folder / f"acts-{number}")]
@@ -149,7 +149,7 @@ class FleetScene:
         )
 
     def stop_tenants(self) -> None:
-        """Have all tenants give their leases back; whoever does not end is killed."""
+        """Let all tenants free their leases and end. Tenants that do not end are killed."""
         for tenant in self._tenants.values():
             tenant.send_signal(signal.SIGCONT)
             tenant.terminate()
@@ -177,7 +177,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def stopped(self, pid: int) -> Iterator[None]:
-        """Stop a process by SIGSTOP, if it is there."""
+        """Stop a process by SIGSTOP, if it exists."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)
         yield
@@ -194,7 +194,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def member_stopped(self, is_leader: bool) -> Iterator[None]:
-        """Stop a member of etcd; its connections stay."""
+        """Stop a member of etcd by SIGSTOP. Its connections stay open."""
         member = self.cluster.leader() if is_leader else self.cluster.follower()
         self.cluster.pause(member)
         yield
@@ -224,7 +224,7 @@ class FleetScene:
 
     @contextlib.contextmanager
     def member_full(self) -> Iterator[None]:
-        """Leave a member of etcd no space, so that none writes any more."""
+        """Fill the space of a member of etcd, so that no member accepts writes."""
         member = self.cluster.follower()
         self.cluster.fill(member)
         yield
@@ -232,14 +232,14 @@ class FleetScene:
 
     @contextlib.contextmanager
     def disk_full(self, name: str) -> Iterator[None]:
-        """Leave a node's daemon no space for its journal."""
+        """Fill the disk with a node's journal."""
         self._disks[name].fill()
         yield
         self._disks[name].free()
 
     @contextlib.contextmanager
     def host_cloned(self, name: str) -> Iterator[None]:
-        """Run a copy of a node's host concurrently, with another boot id, and lose all of its processes at once."""
+        """Run a copy of a node's host, with another boot id. At the end, all of its processes are killed together."""
         clone = self.clones[name]
         shutil.rmtree(clone.state, ignore_errors=True)
         self._copy_state(name, clone.state)
@@ -264,26 +264,26 @@ class FleetScene:
 
     @contextlib.contextmanager
     def etcd_restored(self) -> Iterator[None]:
-        """Put etcd back to a backup, by the manual: no node reaches it before its generation is renewed."""
+        """Restore etcd from a backup as the manual says: no node reaches it before its generation is renewed."""
         backup, (restore, _) = self._folder / "backup.db", restore_commands()
         self.cluster.save(backup)
         yield
         with self.cut([*self.clocks, CLONES], MEMBERS):
-            # No node beats any more: these are all the beats that count.
+            # No node can send a beat now, so these are all beats before the restore.
             self._restored += self._changes("/gpulease/v1/nodes/")
             self.cluster.restore(backup, restore)
             self.cluster.control("put", GENERATION.decode(), f"restored at {time.time_ns()}")
         backup.unlink()
 
     def _copy_state(self, name: str, to: Path) -> None:
-        """Copy a node's journal while its daemon stands still; what listens there belongs to living processes."""
+        """Copy a node's journal while its daemon is stopped. Sockets are left out."""
         node = self.nodes[name]
         with self.stopped(node.now.process.pid):
             shutil.copytree(node.state, to, ignore=_sockets)
 
     @staticmethod
     def _lose_clone(clone: FleetNode) -> None:
-        """Kill all processes of a copy's host at once."""
+        """Kill all processes of a copy's host."""
         while left := clone.processes():
             for info in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -292,9 +292,9 @@ class FleetScene:
         clone.kill()
 
     def draw(self, dice: random.Random) -> list[tuple[str, Fault]]:
-        """One fault by chance, or two of different parts, with their names, in the order in which they are to begin."""
+        """Draw one fault, or two of different parts. Returns them with their names, in the order in which to begin."""
         node = self.nodes[dice.choice(sorted(self.nodes))]
-        # Cuts begin last and end first: what is started again has to find its peers.
+        # Cuts begin last and end first, because processes that are started again must find their peers.
         parts = [
             self._histories(node.node_id),
             self._faults_of_processes(node, dice),
@@ -336,7 +336,7 @@ class FleetScene:
         }
 
     def _faults_of_processes(self, node: FleetNode, dice: random.Random) -> dict[str, Fault]:
-        """Those of a node's processes, of its disk, and of a tenant."""
+        """Return the faults of a node's processes, of its disk, and of a tenant."""
         tenant, processes = dice.randrange(TENANTS), node.workers()
         faults: dict[str, Fault] = {
             "daemon stopped": lambda: self.stopped(node.now.process.pid),
@@ -354,7 +354,7 @@ class FleetScene:
         return faults
 
     def torment(self, for_s: float, dice: random.Random) -> None:
-        """Let faults come and go for so many seconds."""
+        """Cause one round of random faults after another for `for_s` seconds."""
         until_s = time.monotonic() + for_s
         while time.monotonic() < until_s:
             with ExitStack() as faults:
@@ -367,7 +367,7 @@ class FleetScene:
     # --- what was seen ---
 
     def settle(self) -> None:
-        """Heal everything, have the tenants leave, and wait until no claim is left, if that ever is."""
+        """End all faults, stop the tenants, and wait until no claim is left. A timeout is ignored."""
         self.network.heal()
         for node in self.nodes.values():
             node.wait_until_joined()
@@ -383,7 +383,7 @@ class FleetScene:
         ]
 
     def beats(self) -> Counter[str]:
-        """How often each node has written its record."""
+        """Return how often each node has written its record."""
         return Counter(change["key"].rpartition("/")[2] for change in self._changes("/gpulease/v1/nodes/"))
 
     def live(self) -> dict[str, dict[str, int]]:
@@ -399,7 +399,7 @@ class FleetScene:
         return "\n".join(node.logs() for node in self.nodes.values())
 
     def history(self) -> History:
-        """All that was seen, in the host's clock. A beat counts as a horizon even if its answer was lost."""
+        """Return all observations, by the host's clock. A beat sets a horizon even if its acknowledgement was lost."""
         horizons = tuple(self._horizons())
         served = [lease for name, node in self.nodes.items() for lease in served_by(name, node.logs(1 << 20))]
         for name, clone in self.clones.items():
@@ -429,7 +429,7 @@ class FleetScene:
                     yield HorizonSet(node, *map(self.clocks[node].host_ns, (beat_ns, horizon_ns)))
 
     def _changes(self, prefix: str) -> list[dict[str, Any]]:
-        """All changes of etcd's keys with a prefix, read where etcd is reached."""
+        """Return all changes of etcd's keys with a prefix, read on a host that can reach etcd."""
         path = self._folder / "changes"
         command = [sys.executable, "-P", "-m", "helpers.etcd_history", ",".join(self.cluster.endpoints), str(path)]
         subprocess.run(
@@ -438,7 +438,7 @@ class FleetScene:
         return [json.loads(line) for line in _lines(path.read_text())]
 
     def _add(self, name: str, stack: ExitStack) -> None:
-        """Start a node on a host, with a clock and a disk of its own."""
+        """Start a node on its host, with a separate clock and disk."""
         disk = self._disks[name] = stack.enter_context(SmallDisk())
         within = (*self.network.within(name), *self.clocks[name].within())
         node = self.nodes[name] = FleetNode(
@@ -448,7 +448,7 @@ class FleetScene:
             log_format="json",
             state=disk.folder / "state",
             horizon_s=self._horizon_s,
-            # The checker reads all of it.
+            # The checker reads the whole history.
             history_s=0,
         )
         stack.callback(self._end, node)
@@ -457,7 +457,7 @@ class FleetScene:
         stack.callback(self.clones[name].discard)
 
     def _clone(self, name: str) -> FleetNode:
-        """Make ready to run a copy of a node on a host that was booted at another time."""
+        """Prepare to run a copy of a node on a host that was booted at another time."""
         boot_id = self._folder / "boot-id-of-clones"
         boot_id.write_text("c10cc10c-0000-4000-8000-000000000000\n")
         up = ["--monotonic", str(CLONE_UP_S), "--boottime", str(CLONE_UP_S)]
@@ -477,7 +477,7 @@ class FleetScene:
         node.start(faults).allowed_trouble += ALLOWED
 
     def _end(self, node: FleetNode) -> None:
-        # A fault that a failed test broke off is not undone.
+        # If a test has failed during a fault, end the fault now.
         self._disks[node.node_id].free()
         if node.now.process.poll() is None:
             os.kill(node.now.process.pid, signal.SIGCONT)
@@ -491,15 +491,15 @@ def clone_of(node: str) -> str:
 
 
 def _sockets(folder: str, names: list[str]) -> list[str]:
-    """Return what `shutil.copytree` can't copy."""
+    """Return the names of sockets, which `shutil.copytree` can't copy."""
     return [name for name in names if stat.S_ISSOCK(os.lstat(f"{folder}/{name}").st_mode)]
 
 
 def served_by(node: str, log: str) -> Iterator[Served]:
-    """The named leases of a node's log, of all its daemons, until their memory was free, or for ever."""
+    """Yield the named leases in a node's log, from their grant until their memory was free. Others never end."""
     offset_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     records = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    # The first end counts: a daemon on an earlier state of its journal ends again what had ended.
+    # Use the first end of a lease: a daemon with an earlier state of its journal ends the lease once more.
     ends = {each["lease_id"]: _time_ns(each) - offset_ns for each in reversed(records) if each["event"] in _ENDED}
     for record in records:
         if record["event"] == _BEGUN and record.get("name"):
@@ -512,5 +512,5 @@ def _time_ns(record: dict[str, Any]) -> int:
 
 
 def _lines(text: str) -> list[str]:
-    """Whole lines: a process may be writing one more."""
+    """Return the complete lines. A process may be writing another one."""
     return text.split("\n")[:-1]

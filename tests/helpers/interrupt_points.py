@@ -1,7 +1,8 @@
-"""The points at which Python may run a signal's handler in the client's code, and interrupts at each of them.
+"""Interrupts an operation at each point at which Python may run a signal handler in the client's code.
 
-Python looks for signals where a function begins and behind a call of C's. A profile function is called just there, and
-what it raises comes out there. (It is not called where a loop goes round: a loop here has calls in it.)
+Python checks for signals at the start of a function and after a call of a C function. It calls a profile function at
+the same points, and an exception of the profile function is raised there. (Python also checks at the end of a loop's
+body, where it calls no profile function. The client's loops all contain calls.)
 """
 
 import sys
@@ -17,45 +18,44 @@ from gpulease.client.sync.clean_ups import due
 from helpers.waiting import wait_until
 
 PASSES = 2
-"""Times that a point is met in one run, at most: how often a wait looks again depends on the host."""
+"""Maximum number of times that a point counts in one run, because the number of polls of a wait depends on the host."""
 
-NOT_OURS = frozenset({"__del__", "<genexpr>", "<lambda>"})
-"""Functions that Python discards an interrupt in, and generators that it closes: tracing shows a call there."""
+IGNORED_FUNCTIONS = frozenset({"__del__", "<genexpr>", "<lambda>"})
+"""Functions in which Python discards an exception, and generators: tracing shows a call when Python closes one."""
 
 
 _FINALIZER = weakref.finalize.__call__.__code__
 
 _ENTERED = Region.__enter__.__code__
-"""It only returns the region, which is the program's by then: an interrupt there is as one after any call of ours."""
+"""It only returns the region, which the program owns by then. An interrupt there is like one after the call."""
 
 
 class Point(NamedTuple):
-    """A place in the code, what happens there, and how often it has happened in this run."""
+    """A place in the code, the event at this place, and how often the event has happened in this run."""
 
     code: CodeType
     at: int
     event: str
-    time: int
+    passes: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.code.co_filename}:{self.code.co_firstlineno} {self.code.co_name}+{self.at} {self.event} {self.time}"
-        )
+        place = f"{self.code.co_filename}:{self.code.co_firstlineno} {self.code.co_name}+{self.at}"
+        return f"{place} {self.event} {self.passes}"
 
 
 class InterruptPoints:
-    """Runs an operation again and again, with an interrupt at another point each time."""
+    """Runs an operation repeatedly, with an interrupt at a different point each time."""
 
     def __init__(self) -> None:
         self._met: dict[Point, None] = {}
         self._counts: dict[tuple[CodeType, int, str], int] = {}
         self._targets: tuple[Point, ...] = ()
         self.interrupts = 0
-        # How many interrupts come before the points that are walked.
+        # The number of interrupts after which points are recorded.
         self._walks_from = 0
 
     def _run(self, operation: Callable[[], Any], *targets: Point) -> Any:
-        """The operation's result; None if it was interrupted."""
+        """Run the operation with interrupts at `targets`. Returns its result; None if it was interrupted."""
         self._counts, self._targets, self.interrupts = {}, targets, 0
         sys.settrace(self._trace)
         sys.setprofile(self._profile)
@@ -66,13 +66,13 @@ class InterruptPoints:
         finally:
             sys.setprofile(None)
             sys.settrace(None)
-            # What it owes is given back before it runs again.
+            # Wait until the clean-up of an interrupted call is done, before the next run.
             wait_until(lambda: not due, "threads have given back what an interrupted call owes")
 
     def walk(self, operation: Callable[[], Any], end: Callable[[Any], None]) -> Iterator[Point]:
-        """Interrupt the operation at each point that it comes to; yields behind each interrupt.
+        """Interrupt the operation at each point that it reaches. Yields after each interrupt.
 
-        `end` gets what the operation has made, or None.
+        `end` is called after each run, with the operation's result or None.
         """
         end(self._run(operation))
         for first in self._not_walked():
@@ -83,10 +83,10 @@ class InterruptPoints:
     def walk_twice(
         self, operation: Callable[[], Any], end: Callable[[Any], None], every: int = 1
     ) -> Iterator[tuple[Point, Point]]:
-        """Interrupt the operation at each point that it comes to, and again at each point of what runs after that.
+        """Interrupt the operation at each point that it reaches, and again at each point that it reaches after that.
 
-        Yields behind each pair. `end` as in `walk`. With `every` above 1, some first points stand for all. Of first
-        points behind which the very same points follow, one stands for all: what is cleaned up is the same.
+        Yields after each pair. `end` is as in `walk`. Only one of `every` first points is used. If the same points
+        follow several first points, only one of these is used, because the clean-up is the same.
         """
         walked = set[frozenset[Point]]()
         end(self._run(operation))
@@ -102,14 +102,14 @@ class InterruptPoints:
             self._met, self._walks_from = before, 0
 
     def _not_walked(self) -> Iterator[Point]:
-        """The points met so far and while this is iterated, each once."""
+        """Yield each point that was recorded so far, or is recorded during the iteration, once."""
         met, done = self._met, set[Point]()
         while left := [point for point in met if point not in done]:
             done.add(left[0])
             yield left[0]
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        # Python drops a profile function that raises, so it is set again as soon as the interrupt is seen.
+        # Python removes a profile function that raises, so set it again when the exception is traced.
         if event == "exception":
             sys.setprofile(self._profile)
         frame.f_trace_lines = False
@@ -120,13 +120,13 @@ class InterruptPoints:
         is_made = event == "return" and code.co_name == "__init__"
         if event not in ("call", "c_return") and not is_made:
             return
-        if not _is_ours(code) or any(f in NOT_OURS for f in _names(frame)):
+        if not _is_of_client(code) or any(name in IGNORED_FUNCTIONS for name in _names(frame)):
             return
         place = code, frame.f_lasti, event
-        time = self._counts[place] = self._counts.get(place, 0) + 1
-        if time > PASSES:
+        count = self._counts[place] = self._counts.get(place, 0) + 1
+        if count > PASSES:
             return
-        point = Point(*place, time)
+        point = Point(*place, count)
         if self.interrupts == self._walks_from:
             self._met[point] = None
         if self.interrupts < len(self._targets) and point == self._targets[self.interrupts]:
@@ -135,14 +135,14 @@ class InterruptPoints:
             raise KeyboardInterrupt
 
 
-def _is_ours(code: CodeType) -> bool:
+def _is_of_client(code: CodeType) -> bool:
     return code.co_filename.startswith(gpulease.__path__[0]) and code is not _ENTERED
 
 
 def _names(frame: FrameType | None) -> Iterator[str]:
-    """The names of our functions that are running, and `__del__` for a finalizer: Python discards interrupts there."""
+    """Yield the names of gpulease's running functions, and `__del__` for finalizers, in which exceptions are lost."""
     while frame is not None:
-        if _is_ours(frame.f_code):
+        if _is_of_client(frame.f_code):
             yield frame.f_code.co_name
         elif frame.f_code is _FINALIZER:
             yield "__del__"
