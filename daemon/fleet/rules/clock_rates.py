@@ -1,14 +1,15 @@
-"""Clock rates: a node with a clock that runs at another rate than the others' compensates for that.
+"""Clock rates: a node whose clock runs at another rate than the others' compensates for that.
 
-Every deadline and every wait of the fleet is right only while no clock's rate is wrong by more than rho. So up to 16
-nodes publish facts about their last heartbeat in slots: its revision, and two times of their own clock between which
-etcd executed it. From its own heartbeats, every node knows two times of its clock around that revision. Two such
-revisions give an interval for the rate of one clock relative to the other, however late requests and answers are; the
-interval narrows with time. A node compensates only if the whole interval of the median lies outside the tolerance.
+The fleet's deadlines and waits are correct only while no clock's rate is wrong by more than rho. So up to 16 nodes
+publish facts about their last heartbeat in slots: its revision, and two times of their own clock between which etcd
+executed it. From its own heartbeats, every node knows two times of its own clock before and after that revision. Two
+such revisions give an interval for the rate of one clock relative to the other, however late requests and answers are.
+The interval becomes narrower with time. A node compensates only if the median's interval lies completely outside the
+tolerance.
 
-The slots contain claims of other nodes, which may be forged. So they never remove a node from the fleet. They only make
-it more careful, within bounds (`Membership.make_up_for`): deadlines on a slow clock come earlier, waits on a fast one
-last longer.
+What other nodes write in the slots may be forged. So it never removes a node from the fleet. It only makes the node
+more careful, within limits (`Membership.make_up_for`): deadlines on a slow clock come earlier, and waits on a fast
+clock last longer.
 """
 
 from collections import deque
@@ -26,19 +27,19 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 SLOTS: Final = 16
-"""Clocks that all nodes compare theirs with. Bounds the number of values that a heartbeat reads."""
+"""Maximum number of clocks with which nodes compare theirs. Limits the number of values that a heartbeat reads."""
 
 _SLOT_KEYS: Final = tuple(CLOCKS + b"%02d" % number for number in range(SLOTS))
 
 MIN_CLOCKS: Final = 3
-"""Clocks, including this node's, from which the median shows which one is wrong."""
+"""Minimum number of clocks, including this node's, from which the median can show that one is wrong."""
 
 WINDOW_NS: Final = 3 * 3600 * NS_PER_S
-"""Time after which a clock's rate is measured from scratch, so that a changed rate is noticed."""
+"""Nanoseconds after which the measurement of a clock's rate begins again, so that a changed rate is noticed."""
 
 MAX_POLLS: Final = 16
-"""Maximum number of heartbeats of this node that are remembered: a slot names a revision that is about one heartbeat
-old."""
+"""Maximum number of heartbeats of this node that are remembered. That is enough, because the revision in a slot is
+about one heartbeat old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class _Poll(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A revision on two clocks: the times around it on the slot's clock and on this node's."""
+    """A revision on two clocks: the times before and after it on the slot's clock and on this node's."""
 
     instance: str
     revision: int
@@ -96,8 +97,9 @@ class _Clock:
     last: _Reading
 
     def rate(self) -> tuple[float, float] | None:
-        """Return the bounds of its seconds per own second; None if the readings are too close."""
-        # Both readings are intervals. The shortest possible own time gives the highest rate, the longest the lowest.
+        """Return the limits of this clock's rate relative to this node's; None if the readings are too close."""
+        # Each reading is an interval. The shortest possible time on this node's clock gives the highest rate, and the
+        # longest gives the lowest.
         shortest = self.last.low_ns - self.first.high_ns
         longest = self.last.high_ns - self.first.low_ns
         if shortest <= 0:
@@ -122,11 +124,11 @@ class ClockRates:
         return Get(CLOCKS, is_prefix=True)
 
     def write(self) -> tuple[Put, ...]:
-        """Return the writes of a heartbeat: facts about the one before it, if this node has a slot."""
+        """Return the writes for a heartbeat: facts about the previous heartbeat, if this node has a slot."""
         return () if self._slot is None or not self._polls else (self._put(self._slot),)
 
     def lose_slot(self) -> None:
-        """Stop writing until a read shows that the slot is this node's: a heartbeat was not acknowledged."""
+        """Stop writing until a read shows that the slot is this node's, because a heartbeat was not acknowledged."""
         self._slot = None
 
     def forget(self, instance: str = "") -> None:
@@ -144,19 +146,19 @@ class ClockRates:
     def observe(self, items: tuple[KeyValue, ...], revision: int, sent_ns: int, now_ns: int) -> float | None:
         """Take the slots that an acknowledged heartbeat of that revision read.
 
-        Returns the others' rate if, by their readings, this node's clock is wrong; else None.
+        Returns the rate of the others' clocks if their readings show that this node's clock is wrong; otherwise None.
         """
-        # Step 1: this heartbeat is a revision between two times of the own clock.
+        # Step 1: remember this heartbeat: a revision between two times of this node's clock.
         self._polls.append(_Poll(revision, sent_ns, now_ns))
         own_key = None
         present: set[bytes] = set()
-        # Step 2: compare each slot's revision with the own heartbeats around it.
+        # Step 2: compare each slot's revision with this node's heartbeats before and after it.
         for item in items:
             if item.key not in _SLOT_KEYS:
                 self._membership.distrust(item, "its key must be one of the slots")
                 continue
             present.add(item.key)
-            # Remember when each slot last changed: a slot that stops changing has lost its owner.
+            # Remember when each slot last changed: a slot that does not change any more is abandoned.
             write = self._writes.get(item.key)
             if write is None or write[0] != item.mod_revision:
                 self._writes[item.key] = item.mod_revision, now_ns
@@ -168,7 +170,7 @@ class ClockRates:
                 own_key = item.key
             else:
                 self._take(item.key, record, now_ns)
-        # A clock counts for as long as its slot exists.
+        # A clock counts only while its slot exists.
         self._clocks = {key: clock for key, clock in self._clocks.items() if key in present}
         # Step 3: keep the own slot, or take an abandoned one.
         self._slot = own_key
@@ -179,16 +181,16 @@ class ClockRates:
 
     def _take(self, key: bytes, record: ClockRecord, now_ns: int) -> None:
         clock = self._clocks.get(key)
-        # The same reading again: the slot has not been written since.
+        # The reading is the same as before: the slot was not written since.
         if clock and (clock.last.instance, clock.last.revision) == (record.instance, record.revision):
             return
-        # The own heartbeats directly before and after the slot's revision enclose it on this clock.
+        # This node's heartbeats directly before and after the slot's revision give its times on this clock.
         before = [poll.sent_ns for poll in self._polls if poll.revision < record.revision]
         later_polls = [poll.answered_ns for poll in self._polls if poll.revision >= record.revision]
         if not before or not later_polls:
             return
         reading = _Reading(record.instance, record.revision, record.low_ns, record.high_ns, before[-1], later_polls[0])
-        # The same clock, within the window: the first reading stays, so that the interval narrows.
+        # For the same clock, keep the first reading within the window, so that the interval becomes narrower.
         if clock and clock.first.instance == record.instance and now_ns - clock.first.high_ns < WINDOW_NS:
             clock.last = reading
         else:
@@ -205,7 +207,7 @@ class ClockRates:
         for step in range(SLOTS):
             key = _SLOT_KEYS[(start + step) % SLOTS]
             if key not in revisions or now_ns - self._writes[key][1] > self._membership.wait_ns:
-                # An abandoned slot says nothing more about a clock.
+                # The slot is abandoned, so its clock does not count any more.
                 self._clocks.pop(key, None)
                 compare = ModRevisionIs(key, revisions.get(key, 0))
                 transaction = Transaction((compare,), (self._put(key),))
@@ -216,10 +218,10 @@ class ClockRates:
         rates = [rate for clock in self._clocks.values() if (rate := clock.rate())]
         if len(rates) + 1 < MIN_CLOCKS:
             return None
-        # This node's own rate is 1 by definition. With the median a minority of wrong or forged clocks decides nothing.
+        # This node's own rate is 1 by definition. The median does not let a minority of wrong or forged clocks decide.
         low = median([1.0, *(rate[0] for rate in rates)])
         high = median([1.0, *(rate[1] for rate in rates)])
-        # If the interval lies outside, use the end that demands more care.
+        # If the interval lies outside the tolerance, return the limit that demands more care.
         if low > 1 + self._membership.rho / 2:
             return high
         return low if high < 1 - self._membership.rho / 2 else None

@@ -1,8 +1,7 @@
 """Events that a fleet's member handles, and effects that it returns.
 
-The process around the member turns what happens into events and executes the effects in order; it never decides. An
-event that the broker sends, or an effect that is for the broker, is itself a message of their channel (see
-`fleet/fleet_messages.py`).
+The process around the member turns what happens into events and executes the effects in order; it never decides. Events
+from the broker and effects for the broker are themselves messages of their channel (see `fleet/fleet_messages.py`).
 
 All times are nanoseconds of CLOCK_BOOTTIME, which continues while the host sleeps. The process reads the time of an
 event before handling it, and sends an `Ask` afterwards. So a request's time is never later than its sending, and an
@@ -44,7 +43,7 @@ MAX_LABELS: Final = 1_024
 """Maximum number of labels of one node in a message."""
 
 MAX_CARDS: Final = 1_024
-"""Maximum number of cards of one node in a message: 16 cards, each in 7 partitions, and room."""
+"""Maximum number of cards of one node in a message. 16 cards with 7 partitions each are far fewer."""
 
 Number = Annotated[int, U64]
 
@@ -54,8 +53,8 @@ class FleetTerms:
     """Times that all nodes of a fleet agree on.
 
     Attributes:
-        horizon_s: T: the most seconds that a claimed lease outlives its node's last heartbeat.
-        rho: Largest error of a clock's rate: a clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
+        horizon_s: T: the maximum number of seconds for which a claimed lease lives after its node's last heartbeat.
+        rho: Maximum error of a clock's rate: a clock's second lasts between 1/(1 + rho) and 1/(1 - rho) seconds.
     """
 
     horizon_s: float = 30.0
@@ -64,14 +63,14 @@ class FleetTerms:
 
 @dataclass(frozen=True, slots=True)
 class FleetIdentity(Message):
-    """The store that a node joined. The node remembers it over restarts, to notice another store in its place.
+    """The store that a node joined. The node remembers it over restarts, to notice if another store is in its place.
 
     Attributes:
-        cluster_id: etcd's number of the cluster; 0: the node has joined none yet.
+        cluster_id: etcd's number of the cluster; 0: the node has not joined a store yet.
         generation: Text of the store's generation key. An operator renews it after restoring etcd from a backup.
         revision: A revision that the store had reached. Revisions never fall, unless a backup was restored.
         epoch_base: A claim's epoch is this plus its revision.
-        is_restored: The store was found to be an earlier state of itself. The node joins it once its generation
+        is_restored: Whether the store was found to be in an earlier state. The node joins it once its generation
           changes.
     """
 
@@ -84,7 +83,7 @@ class FleetIdentity(Message):
 
 @dataclass(frozen=True, slots=True)
 class DaemonMark(Message):
-    """Distinguishes records that this daemon wrote under its node's id from those of every other daemon.
+    """Distinguishes the records that this daemon wrote under its node's id from those of every other daemon.
 
     The daemon's journal has the mark before the heartbeat is sent. So a daemon that finds a record beyond its mark has
     a copy of the journal, or an earlier state of it.
@@ -92,7 +91,7 @@ class DaemonMark(Message):
     Attributes:
         beat: Number of the last heartbeat that was sent.
         run: Instance of the process that sent it.
-        entered: Nonce of the record with which that process continued; "": it wrote the record itself.
+        entered: Nonce of the record with which that process continued a membership; "": it wrote the record itself.
     """
 
     beat: Number = 0
@@ -100,7 +99,7 @@ class DaemonMark(Message):
     entered: Text = ""
 
     def covers(self, record: NodeRecord) -> bool:
-        """Return whether the daemon with this mark wrote a record, as far as the record shows it."""
+        """Return whether the record shows that the daemon with this mark wrote it."""
         if not self.run:
             return False
         if record.nonce == self.entered:
@@ -161,12 +160,12 @@ _CARD: Final = row(
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process runs. The member sends nothing until `LiveClaims` has come too."""
+    """The process runs. The member sends nothing until it has also received `LiveClaims`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetTimerFired:
-    """The last timer is due. An early, late or repeated one does no harm."""
+    """The last timer is due. It is harmless if this event comes early, late or repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class LiveClaims:
-    """The broker's claimed leases: sent at the start, and in answer to each EndClaimed, then empty.
+    """The broker's claimed leases. Sent at the start, and, without leases, in answer to each EndClaimed.
 
     A lease counts until its memory is proved free.
 
@@ -205,7 +204,7 @@ class ClaimWanted(Message):
     Attributes:
         request: Number of this request, unique among open ones.
         lease_id: The lease, in 32 hexadecimal digits.
-        wait_until_ns: How long to wait for a name that is taken. With a time in the past, one attempt.
+        wait_until_ns: Until when to wait for a name that is taken. If it is in the past, one attempt is made.
     """
 
     OP: ClassVar[str] = "claim"
@@ -226,7 +225,7 @@ class ClaimDropped(Message):
 
 @dataclass(frozen=True, slots=True)
 class ClaimEnded(Message):
-    """A claimed lease has ended and its memory is proved free, or the broker does not use a claim that it got."""
+    """A claimed lease has ended and its memory is proved free, or the broker does not use the claim."""
 
     OP: ClassVar[str] = "ended"
     name: Text
@@ -285,8 +284,8 @@ class Paused:
     """The machine was paused together with its clocks, and runs again.
 
     Attributes:
-        missed_ns: The shortest time for which its clocks can have stopped. None: the machine was restored from a
-          snapshot, or copied, so that another one may run with the same knowledge.
+        missed_ns: The minimum time for which its clocks have stopped. None: the machine was restored from a snapshot,
+          or copied, so another one may run with the same knowledge.
         instance: A new random text that replaces the one from the process's start.
     """
 
@@ -327,7 +326,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send a transaction, and answer with its number."""
+    """Send a transaction, and send Answered with its number."""
 
     number: int
     transaction: Transaction
@@ -335,14 +334,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Remove etcd's history before that revision. If it fails, a later one removes more."""
+    """Remove etcd's history before that revision. If this fails, a later order removes more."""
 
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class ArmFleetTimer:
-    """Send TimerFired at this time. The last order replaces earlier ones."""
+    """Send FleetTimerFired at this time. The last order replaces earlier ones."""
 
     due_ns: int
 
@@ -378,7 +377,7 @@ class KeepMark(Message):
 
 @dataclass(frozen=True, slots=True)
 class MoveHorizon(Message):
-    """Claimed leases may live until then, and no longer. The deadline (horizon) never moves back.
+    """Claimed leases may live until this deadline (horizon), and no longer. It never moves back.
 
     Attributes:
         incarnation: The create revision of the node's record.
@@ -429,7 +428,7 @@ class ClaimRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class QuotaGiven(Message):
-    """The bytes belong to the lease until QuotaEnded. It counts as a claimed lease: it ends at the horizon."""
+    """The bytes belong to the lease until QuotaEnded. The lease counts as a claimed lease: it ends at the horizon."""
 
     OP: ClassVar[str] = "counted"
     request: Request
@@ -439,7 +438,7 @@ class QuotaGiven(Message):
 
 @dataclass(frozen=True, slots=True)
 class QuotaRefused(Message):
-    """The lease gets no bytes. The members are those of ClaimRefused."""
+    """The lease gets no bytes. The fields are those of ClaimRefused."""
 
     OP: ClassVar[str] = "not_counted"
     request: Request
@@ -453,7 +452,8 @@ class Stopped(Message):
     """The answer to Stopping: nothing is in progress any more.
 
     Attributes:
-        has_left: The node's record is gone, and no claim remains. The next process joins as a new member.
+        has_left: Whether the node's record was deleted and no claim remains. Then the next process joins as a new
+          member.
     """
 
     OP: ClassVar[str] = "stopped"
@@ -473,7 +473,8 @@ class Note(Enum):
     """This node fenced another, named by `node_id`."""
     ORPHAN_DELETED = "orphan_deleted"
     CLOCK = "clock"
-    """This node's clock is faster or slower than the others', by their readings; without text it is right again."""
+    """The others' readings show that this node's clock is faster or slower than theirs; without text it is right
+    again."""
     FAULT = "fault"
     """A fault of the daemon prevented it from handling an answer, which counts as lost."""
     DUPLICATE_NODE_ID = "twin"
@@ -498,8 +499,8 @@ class RecordsUnreadable(Message):
     """Values in etcd could not be read.
 
     Attributes:
-        count: Unreadable values since the member began.
-        text: What an operator should know of the present ones; "" without any.
+        count: Number of unreadable values since the member began.
+        text: What an operator should know about those that are unreadable now; "" if none is.
     """
 
     OP: ClassVar[str] = "unreadable"

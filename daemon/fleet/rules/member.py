@@ -2,26 +2,26 @@
 
 A member rewrites its record with each heartbeat, on condition that the record is still at the revision that it wrote
 last. An acknowledged heartbeat moves the deadline of claimed leases (`horizon`) to T (1 - rho) after the sending of the
-heartbeat. After a lost answer the member repeats the heartbeat: if the first was done, the repetition fails and reads
-its nonce back. A member that finds another record than its own, or none, was fenced: it ends all claimed leases, and
-rejoins once their memory is proved free. The node's inventory has its own key: the heartbeat that finds it changed
-writes it, too.
+heartbeat. If the answer is lost, the member repeats the heartbeat: if the first one was executed, the repetition fails
+and reads its nonce back. A member that finds another record than its own, or none, was fenced: it ends all claimed
+leases, and rejoins once their memory is proved free. The node's inventory has its own key. A heartbeat also writes the
+inventory if it has changed.
 
 A record with this node's id that this daemon did not write belongs to another daemon: on a host with the same name, on
 a host with a copy of this one's journal, or on this host before its journal was lost or restored. The mark, which the
-journal stores before each heartbeat, distinguishes them. The other daemon's leases may live. So the record is deleted
-only after half a horizon of silence, and its claims are abandoned one more horizon later. While the other daemon sends
-heartbeats, this node stays out.
+journal stores before each heartbeat, distinguishes them. The other daemon's leases may still live. So the record is
+deleted only after it was unchanged for half a horizon, and its claims are abandoned one more horizon later. While the
+other daemon sends heartbeats, this node stays out.
 
-The store may be another one: restored from a backup, or created from scratch. A node stays out until an operator renews
-the generation key if it remembers a higher revision or another cluster, or if it finds an earlier record of its own or
-of the last join. The store lacks the claims that were made after the backup, and their leases may live. So no node
-claims anything under a new generation for T (1 + rho) after it saw that generation. Then one node settles it, by a
-record that all claims compare. The record also contains the base of epochs, above every epoch that the node knows:
-revisions may have fallen.
+The store may be another one: restored from a backup, or created from scratch. A node notices this if it remembers a
+higher revision or another cluster, or if it finds an earlier record of its own or of the last join. It then stays out
+until an operator renews the generation key. The store lacks the claims that were made after the backup, and their
+leases may live. So for T (1 + rho) after a node first saw a new generation, it claims nothing. Then one node settles
+the generation: it writes a record that all claims compare. The record also contains the base of epochs, which is above
+every epoch that the node knows, because revisions may have fallen.
 
-Nodes trust each other's horizon: a node that takes a silent node's names waits for its own. The first node to join
-writes the horizon down, and a node with another one stays out.
+All nodes must have the same horizon: a node that takes a silent node's names waits as long as its own horizon. The
+first node that joins writes its horizon to the store, and a node with another horizon stays out.
 """
 
 from collections.abc import Callable
@@ -123,10 +123,10 @@ FOREIGN_DAEMON: Final = (
 )
 
 REMEMBER_NS: Final = 60 * NS_PER_S
-"""Time from one storing of the store's revision by the broker to the next. A backup older than that is noticed."""
+"""Nanoseconds after which the broker stores the store's revision again. A backup that is older than that is noticed."""
 
 MAX_FAULT_CHARS: Final = 300
-"""Longest text about a fault. It may quote values from etcd."""
+"""Maximum length of a text about a fault. It may quote values from etcd."""
 
 RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
@@ -137,12 +137,12 @@ UNSETTLED: Final = "the fleet's generation was renewed, and leases of before may
 FOREIGN: Final = "etcd has this node's record from another daemon, or from a later state of this one's journal"
 
 EPOCH_GAP: Final = 10**9
-"""Epochs that a new generation skips. Epochs of claims that no living node knows lie there: more than etcd makes
-revisions in days."""
+"""Number of epochs that a new generation skips. Among them are the epochs of claims that no living node knows. It is
+more than the number of revisions that etcd makes in days."""
 
 _FORGETS: Final = frozenset({Reason.FORGOTTEN, Reason.RESTORED, Reason.RENEWED, Reason.PAUSED})
-"""Ends of a membership after which this daemon's knowledge of its claims may concern another daemon, or another
-store."""
+"""Reasons for the end of a membership after which what this daemon knows of its claims may concern another daemon, or
+another store."""
 
 OnAnswer = Callable[[TransactionAnswer, int, int], None]
 """Takes an answer, its sending time, and the time now."""
@@ -150,9 +150,9 @@ OnAnswer = Callable[[TransactionAnswer, int, int], None]
 
 class _Phase(Enum):
     STARTING = auto()
-    """The broker has not sent its claimed leases yet."""
+    """The broker has not yet sent its claimed leases."""
     ENDING = auto()
-    """ClaimGiven leases end; then the node rejoins."""
+    """Claimed leases end; then the node rejoins."""
     JOINING = auto()
     MEMBER = auto()
 
@@ -179,8 +179,8 @@ class Member:
     ) -> None:
         """Take incarnation, identity and mark as the last process stored them, if there was one.
 
-        `instance` is a random text, unique to this run of the process on this node. `history_s` is that of
-        StoreHistory.
+        `instance` is a random text, unique to this run of the process on this node. `history_s` is StoreHistory's
+        argument.
         """
         self._membership = Membership(node_id, terms, incarnation, instance)
         self._fences = NodeFences(self._membership)
@@ -196,7 +196,8 @@ class Member:
         self._highest_epoch = 0
         """An upper bound of all epochs from before a renewed generation, as far as this node knows."""
         self._unsettled_ns: int | None = None
-        """Since when this node knows a generation under which earlier leases may live; None: it knows none."""
+        """Since when this node knows the present generation, under which earlier leases may live; None: it knows
+        none."""
         self._is_settling = False
         self._joined_revision = 0
         """The revision of the last join that this node saw."""
@@ -218,7 +219,7 @@ class Member:
         self._no_generation_ns: int | None = None
         self._is_isolated = False
         self._rate: float | None = None
-        """The others' clock rate by their readings; None: the same as this node's."""
+        """The rate of the others' clocks, as their readings show it; None: the same as this node's."""
         self._is_stopping = False
         self._has_left = False
         self._armed_ns: int | None = None
@@ -259,7 +260,7 @@ class Member:
                 self._pause(event)
             case Stopping():
                 self._is_stopping = True
-        # After every event, do whatever has become due: the event may have unblocked it.
+        # After every event, do whatever is due now: the event may have made it possible.
         self._advance(now_ns)
         self._membership.report_unreadable()
         return self._membership.effects
@@ -267,18 +268,18 @@ class Member:
     # --- time ---
 
     def _advance(self, now_ns: int) -> None:
-        # An answer suggested a lost membership: a heartbeat finds out.
+        # An answer suggested that the membership is lost. Send a heartbeat at once to find out.
         if self._membership.is_suspect and self._phase is _Phase.MEMBER and not self._awaits_mark:
             self._due_ns = now_ns
         self._membership.is_suspect = False
-        # One question about the own record at a time, and none while the daemon stops.
+        # Ask only one question about the own record at a time, and none while the daemon stops.
         if self._is_running and not self._is_asking and now_ns >= self._due_ns:
             if self._phase is _Phase.JOINING:
                 self._read_store(now_ns)
             elif self._phase is _Phase.MEMBER:
                 self._beat(now_ns)
-        # The deadline has passed: claimed leases have ended by themselves. The membership stays, until another node
-        # fences it.
+        # The deadline has passed, so claimed leases have ended by themselves. The node stays a member until another
+        # node fences it.
         if self._phase is _Phase.MEMBER and self._membership.horizon_ns <= now_ns and not self._is_isolated:
             self._is_isolated = True
             self._membership.member_since_ns = None
@@ -291,7 +292,7 @@ class Member:
         self._arm(now_ns)
 
     def _arm(self, now_ns: int) -> None:
-        """Arm the timer for the next thing that is due, if it is armed for another time."""
+        """Arm the timer for the earliest time at which something is due, unless it is armed for that."""
         dues = []
         if self._is_running and not self._is_asking and self._phase in (_Phase.JOINING, _Phase.MEMBER):
             dues.append(self._due_ns)
@@ -305,9 +306,9 @@ class Member:
     # --- the store ---
 
     def _answered(self, answered: Answered, now_ns: int) -> None:
-        """Pass an outcome to the rule that asked. For a member, an answer from another store counts as none."""
+        """Pass an outcome to the rule that asked. For a member, an answer from another store counts as lost."""
         question = self._membership.take(answered.number)
-        # It was answered before, or asked by an earlier membership.
+        # The question was answered before, or an earlier membership asked it.
         if question is None:
             return
         outcome = answered.outcome
@@ -336,8 +337,9 @@ class Member:
     def _lose_store(self, text: str, answer: TransactionAnswer, due_ns: int = 0) -> None:
         """Lose the membership of a store that is not the joined one, or that is an earlier state of it.
 
-        An earlier state of the store can't be distinguished from the joined one once its revisions have risen. So the
-        identity remembers that it was one. Another cluster can be recognised by its number at any time.
+        An earlier state of the store can't be distinguished from the joined store once its revisions have risen again.
+        So the identity remembers that the store was restored. Another cluster can be recognised by its number at any
+        time.
         """
         if self._identity.cluster_id in (0, answer.cluster_id):
             self._identity = replace(self._identity, is_restored=True)
@@ -349,12 +351,12 @@ class Member:
     ) -> bool:
         """Return whether this node may join the store. If the store is new to this node, remember it."""
         known_generation = self._identity.generation
-        # A new store, or a lost one: create the key only after all leases of a lost store are over.
+        # The store is new, or it was lost. Create the key only after all leases of a lost store have ended.
         if generation is None and not known_generation:
             self._make_generation(now_ns)
             return False
-        # A new generation is the operator's word that the store is the right one, whatever its revisions say. Without
-        # it, the store must have reached what this node remembers.
+        # By a new generation the operator confirms that the store is the right one, whatever its revisions are.
+        # Otherwise the store must have reached the revision that this node remembers.
         value = read_generation(generation.value) if generation else ""
         is_renewed = bool(value) and bool(known_generation) and value != known_generation
         text = "" if is_renewed else self._difference(answer, self._membership.revision)
@@ -363,7 +365,7 @@ class Member:
         if not value:
             text = "etcd has lost the fleet's generation key"
         act = RENEW
-        # Nodes rely on each other's horizon, so one with a different value must not join.
+        # Nodes rely on each other's horizon, so a node with a different one must not join.
         if not text and horizon and (stored_s := self._membership.read(read_horizon_s, horizon)) != self._horizon_s:
             difference = (
                 "a value that can't be read as its horizon_s" if stored_s is None else f"horizon_s = {stored_s:g}"
@@ -381,8 +383,8 @@ class Member:
                 self._lose_store(text, answer, self._due_ns)
             return False
         self._membership.trouble = ISOLATED_TROUBLE
-        # Leases from before the renewal may live under epochs up to this one, so new epochs must begin above it, and
-        # not before those leases are over.
+        # Leases from before the renewal may live under epochs up to this one. So new epochs must begin above it, and
+        # only after those leases have ended.
         if is_renewed:
             self._highest_epoch = max(self._highest_epoch, self._membership.epoch_base + self._membership.revision)
             self._unsettled_ns = now_ns
@@ -398,7 +400,7 @@ class Member:
 
     def _make_generation(self, now_ns: int) -> None:
         """Create the generation key if it was absent for so long that all leases under a lost store have ended."""
-        # The wait starts with the first read that found no key.
+        # The wait begins at the first read that finds no key.
         if self._no_generation_ns is None:
             self._no_generation_ns = now_ns
         self._due_ns = self._no_generation_ns + self._membership.wait_ns
@@ -412,7 +414,7 @@ class Member:
     def _restore_claims(self, claims: LiveClaims, now_ns: int) -> None:
         """Take the broker's claims. The node joins if it has none, or if it knows their incarnation."""
         if self._phase is _Phase.STARTING:
-            # Leases live, and nothing says which membership claimed their names: end them.
+            # Leases live, and nothing shows which membership claimed their names. End them.
             if (claims.epochs or claims.quotas) and not self._membership.incarnation:
                 self._lose(Reason.FORGOTTEN, "the daemon no longer knows under which membership it claimed names")
                 return
@@ -432,7 +434,7 @@ class Member:
 
     def _store_read(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
         """Continue the earlier membership, or delete its record, or join."""
-        # The same snapshot holds the record, the generation and the horizon, so that they can be compared in the join.
+        # The answer has the record, the generation and the horizon at one revision. The join compares all of them.
         record, generation, horizon = _own_and_fleet(answer)
         *_, epochs = answer.found
         self._due_ns = now_ns
@@ -452,10 +454,10 @@ class Member:
                 self._enter(now_ns, record_nonce=self._nonce(record))
             else:
                 self._lose(Reason.FENCED, "another node fenced this one while its daemon was not running")
-        # An earlier join of this run had a lost answer, and was done.
+        # An earlier join of this run was executed, but its answer was lost.
         elif record and (attempt_ns := self._attempts.get(self._nonce(record))) is not None:
             self._join(record.create_revision, record.mod_revision, attempt_ns, now_ns)
-        # The record is another daemon's, which may live: wait until it has been silent for half a horizon.
+        # The record is another daemon's, which may run. Wait until the record was unchanged for half a horizon.
         elif record and not self._is_own(record) and not self._is_silent(record, now_ns):
             self._due_ns = now_ns + self._membership.poll_ns
         elif record:
@@ -463,8 +465,8 @@ class Member:
             compare = ModRevisionIs(self._key, record.mod_revision)
             self._ask(now_ns, Transaction((compare,), self._removal), self._read_again)
         else:
-            # Join. All conditions go into the transaction: the record is still absent, and generation, horizon and
-            # epochs are those just read.
+            # Join. The transaction has all conditions: the record is still absent, and the generation, the horizon and
+            # the epochs are those that were just read.
             self._membership.earlier_leases_end_ns = now_ns + self._membership.wait_ns
             compares = (
                 CreateRevisionIs(self._key, 0),
@@ -473,7 +475,7 @@ class Member:
                 ModRevisionIs(EPOCHS, self._membership.epochs_revision),
             )
             self._mark = DaemonMark(self._mark.beat + 1, self._membership.instance)
-            # The join also leaves a trace under one key of the fleet, which shows a restored backup to everyone.
+            # The join also writes one key of the fleet, by which every node can notice a restored backup.
             joined = Put(JOINED, self._membership.node_id.encode())
             writes: tuple[Put, ...] = (self._write(now_ns), self._inventory(), joined)
             writes += () if horizon else (Put(HORIZON, f"{self._horizon_s:g}".encode()),)
@@ -519,7 +521,7 @@ class Member:
         self._membership.incarnation = incarnation
         self._membership.mod_revision = mod_revision
         self._enter(now_ns)
-        # One transaction wrote both.
+        # One transaction wrote this node's record and the key of the last join.
         self._joined_revision = incarnation
         self._acknowledge(sent_ns)
 
@@ -543,7 +545,10 @@ class Member:
     # --- beats ---
 
     def _beat(self, now_ns: int) -> None:
-        """First have the heartbeat's mark stored. If the journal does not answer, ask again with the next mark."""
+        """Have the heartbeat's mark stored before it is sent.
+
+        If the journal does not answer, ask again with the next mark.
+        """
         self._mark = replace(self._mark, beat=self._mark.beat + 1)
         self._awaits_mark = True
         self._due_ns = now_ns + self._membership.beat_ns
@@ -569,21 +574,23 @@ class Member:
         self._ask(now_ns, Transaction((compare,), writes, reads), on_answer)
 
     def _beaten(self, answer: TransactionAnswer, sent_ns: int, now_ns: int) -> None:
-        """Take the answer to a heartbeat: acknowledged, done by an earlier attempt, or fenced."""
+        """Take the answer to a heartbeat: this or an earlier attempt was executed, or the node was fenced."""
         record, generation, horizon = _own_and_fleet(answer)
         *_, held_records, clocks, epochs, joins, history = answer.found
         joined = joins[0] if joins else None
         # First check that this is still the joined store: a restored backup has an older join, or an older record of
-        # this node. Nothing else in its answer can be trusted.
+        # this node. Then nothing else in the answer can be trusted.
         if joined and joined.mod_revision < self._joined_revision:
             self._lose_store("etcd has forgotten the last join", answer)
             return
         if record and record.mod_revision < self._membership.mod_revision:
             self._lose_store("etcd has an earlier state of this node's record", answer)
             return
-        # No daemon writes an unreadable record of this membership; the next heartbeat rewrites it.
+        # No daemon writes an unreadable record. If this membership's record is unreadable, the next heartbeat rewrites
+        # it.
         is_spoiled = record and record.create_revision == self._membership.incarnation and not self._nonce(record)
-        # A readable record by a foreign writer is a second daemon with this id. It got the record, so this one must go.
+        # If another daemon wrote a readable record, it has the same node id. It has the record, so this daemon must
+        # leave.
         if record and not is_spoiled and not self._is_own(record):
             self._note(Note.DUPLICATE_NODE_ID, DUPLICATE_NODE_ID)
             self._lose(Reason.FENCED, DUPLICATE_NODE_ID)
@@ -599,12 +606,12 @@ class Member:
         written_ns = sent_ns if answer.succeeded else self._attempts.get(self._nonce(record))
         self._due_ns = sent_ns + self._membership.beat_ns if answer.succeeded else now_ns
         self._attempts.clear()
-        # An operator has renewed the generation: leave before any claim under the old one.
+        # An operator has renewed the generation. Leave before anything is claimed under the old one.
         if self._is_renewed(generation, horizon):
             self._lose(Reason.RENEWED, RENEWED)
             return
         self._membership.generation_revision = _revision(generation)
-        # Learn whether nodes may claim names, and help to settle that if this store still waits for it.
+        # Read whether nodes may claim names. If that is not settled yet, help to settle it.
         if not self._take_epochs(epochs, answer.revision):
             return
         if not self._membership.is_settled or self._epochs(epochs) is None:
@@ -620,7 +627,7 @@ class Member:
             self._remembered_ns = now_ns
             self._identity = replace(self._identity, revision=answer.revision)
             self._membership.effects.append(Remembered(self._identity))
-        # Last of all, after every check that could end the membership, move the deadline: from the sending time, since
+        # Move the deadline last, after every check that could end the membership. Count from the sending time, because
         # etcd may have written the record at any moment after it.
         if written_ns is not None:
             self._acknowledge(written_ns)
@@ -632,7 +639,7 @@ class Member:
     def _is_renewed(self, generation: KeyValue | None, horizon: KeyValue | None) -> bool:
         """Return whether an operator renewed or deleted either key.
 
-        An unreadable horizon is not an operator's wish for another one: members keep the one that they know.
+        An unreadable horizon does not mean that an operator wants another one: members keep the one that they know.
         """
         previous = "" if generation is None else read_generation(generation.value)
         if previous != self._identity.generation or horizon is None:
@@ -640,8 +647,8 @@ class Member:
         return self._membership.read(read_horizon_s, horizon) not in (None, self._horizon_s)
 
     def _take_rate(self, rate: float | None) -> None:
-        """Take the others' clock rate, as their readings show it."""
-        # Compensate first, and then log only what has changed.
+        """Take the rate of the others' clocks, as their readings show it."""
+        # Compensate for it first. Then log it, if it has changed.
         self._membership.make_up_for(1.0 if rate is None else rate)
         if rate is None and self._rate is not None:
             self._note(Note.CLOCK)
@@ -657,7 +664,7 @@ class Member:
         membership, epochs = self._membership, self._epochs(items)
         membership.epochs_revision = _revision(items[0] if items else None)
         if items and epochs is None and membership.is_settled:
-            # An unreadable value sets no other base: this node keeps the known one, and writes that.
+            # An unreadable value does not change the base: this node keeps the base that it knows, and writes it.
             return True
         is_of_now = epochs is not None and epochs.generation == self._identity.generation
         if epochs is None or not is_of_now or epochs.base + revision <= self._highest_epoch:
@@ -674,14 +681,14 @@ class Member:
         return True
 
     def _missing_epochs(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> tuple[int, Put]:
-        """Return that record's write, which is missing, and the earliest time for it."""
+        """Return the write of the record that lets nodes claim names, and the earliest time for it."""
         epochs, own_base = self._epochs(items), self._membership.epoch_base
         if self._membership.is_settled or (not items and self._unsettled_ns is None):
-            # Either the generation was never renewed, or the record was deleted or spoiled: no wait is needed.
+            # No wait is needed: the generation was never renewed, or the record was deleted or made unreadable.
             base, due_ns = own_base, now_ns
         else:
-            # The generation is new, or the base is too low for what this node knows, or only earlier members know the
-            # base.
+            # The generation is new, or the base is not above all epochs that this node knows, or only earlier members
+            # know the base.
             self._unsettled_ns = now_ns if self._unsettled_ns is None else self._unsettled_ns
             is_low = epochs is not None and epochs.generation == self._identity.generation
             due_ns = now_ns if is_low else self._unsettled_ns + self._membership.wait_ns
@@ -689,25 +696,25 @@ class Member:
         return due_ns, Put(EPOCHS, EpochsRecord(self._identity.generation, base).encode())
 
     def _settle(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> None:
-        """Let nodes claim names once all leases from before the generation are over."""
+        """Let nodes claim names once all leases from before the generation have ended."""
         due_ns, write = self._missing_epochs(items, revision, now_ns)
-        # Too early: some lease from before the generation may live. Say so to whoever asks for a name.
+        # It is too early: some lease from before the generation may live. Tell this to clients that ask for a name.
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
             self._membership.trouble = ClaimRefusal.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
-        # Several nodes may write at once; the next heartbeat reads the record that won.
+        # Several nodes may write at the same time. The next heartbeat reads which record was written.
         elif not self._is_settling:
             self._is_settling = True
             self._membership.ask(now_ns, Transaction(self._membership.as_member(), (write,)), self._settled)
 
     def _settled(self, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-        """Send a heartbeat at once, to read which node's record won."""
+        """Send a heartbeat at once, to read which node's record was written."""
         self._is_settling = False
         self._membership.is_suspect |= isinstance(outcome, TransactionAnswer)
 
     def _acknowledge(self, written_ns: int) -> None:
-        """Move the deadline: etcd has the write of this node's record that was sent then."""
+        """Move the deadline: etcd has executed the write of this node's record that was sent at `written_ns`."""
         horizon_ns = written_ns + self._membership.cap_ns
         self._note(Note.BEAT)
         # The deadline never moves back, although answers may arrive in another order.
@@ -718,7 +725,7 @@ class Member:
 
     def _lose(self, reason: Reason, text: str, due_ns: int = 0) -> None:
         """Lose the membership: end all claimed leases, and rejoin after that, but not before `due_ns`."""
-        # From here on nothing of this membership is valid, neither its record nor its knowledge of the store.
+        # From here on nothing of this membership is valid: neither its record, nor what it knew of the store.
         self._due_ns = due_ns
         self._phase = _Phase.ENDING
         self._membership.incarnation = 0
@@ -731,7 +738,7 @@ class Member:
         self._history.forget()
         self._claims.lose(forgets=reason in _FORGETS)
         self._quotas.lose(forgets=reason in _FORGETS)
-        # The store, or the machine, may be another one: observations of it are void, too.
+        # The store, or the machine, may be another one. So earlier observations of it are not valid either.
         if reason in _FORGETS:
             self._fences.forget()
             self._clocks.forget()
@@ -747,11 +754,11 @@ class Member:
         Otherwise send a heartbeat.
         """
         missed_ns = paused.missed_ns
-        # Earlier measurements are void: those of this clock by others, and those of theirs by this node.
+        # Earlier measurements are not valid any more: neither the others' of this clock, nor this node's of theirs.
         self._clocks.forget(paused.instance)
         if missed_ns is None:
-            # The other copy may continue with this node's record and nonces, which count as another daemon's from now
-            # on.
+            # The other copy may continue with this node's record and nonces. From now on these count as another
+            # daemon's.
             self._membership.instance = paused.instance
             self._mark = DaemonMark(self._mark.beat + 1, paused.instance)
         elif missed_ns <= self._membership.cap_ns * self._membership.rho:
@@ -770,7 +777,7 @@ class Member:
     def _leave(self, now_ns: int) -> None:
         """Delete this node's record if no claims remain, so that others need not wait for this node."""
         self._has_left = True
-        # A claim that remains needs the record: other nodes wait for it by that.
+        # If a claim remains, the record must remain too: by the record other nodes know how long to wait for the claim.
         if self._phase is not _Phase.MEMBER or self._claims.live or self._quotas.has_entries:
             self._membership.effects.append(Stopped(has_left=False))
             return
@@ -808,13 +815,13 @@ class Member:
 
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._is_asking = False
-            # The membership ended meanwhile: the answer means nothing any more.
+            # The membership has ended since, so the answer does not matter any more.
             if self._phase is not phase:
                 return
             if isinstance(outcome, TransactionAnswer):
                 on_answer(outcome, sent_ns, now_ns)
                 return
-            # No answer: forget whatever only an unbroken row of answers proves.
+            # There was no answer. Forget everything that only answers without a gap prove.
             self._membership.member_since_ns = None
             self._foreign = None
             self._clocks.lose_slot()

@@ -1,4 +1,4 @@
-"""The present membership, and questions to etcd: shared by all rules of one member."""
+"""The present membership, and the questions to etcd. All rules of one member share them."""
 
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
@@ -23,20 +23,21 @@ from gpulease.daemon.fleet.rules.revision_dates import RevisionDates
 from gpulease.protocol.time_units import NS_PER_S
 
 SILENT_PART: Final = 0.5
-"""Part of the horizon after which the daemon of an unchanged record may be dead."""
+"""Part of the horizon after which a node counts as silent if its record was not changed."""
 
 ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
 """The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S
-"""How long an unreadable value is reported after it was last seen: the member never learns of its deletion."""
+"""Nanoseconds for which an unreadable value is reported after it was last read: no answer tells the member that the
+value was deleted."""
 
 MAX_CLOCK_ERROR: Final = 1.25
-"""Largest ratio of clocks' rates that is compensated for: adjtimex(2) changes a rate by at most a tenth. Bounds what
-forged clock records can do: deadlines come a fifth earlier, or waits last a quarter longer."""
+"""Maximum ratio of two clocks' rates that is compensated for: adjtimex(2) changes a rate by at most a tenth. Limits the
+effect of forged clock records: deadlines come at most a fifth earlier, and waits last at most a quarter longer."""
 
 NO_REVISION: Final = -1
-"""A revision that matches nothing; 0 is that of an absent key."""
+"""A revision that no key has. An absent key has revision 0."""
 
 OnOutcome = Callable[[Outcome, int, int], None]
 """Takes a transaction's outcome, its sending time, and the time now."""
@@ -70,16 +71,17 @@ class Membership:
         incarnation: Create revision of the node's record; 0: the node is not a member.
         mod_revision: Mod revision of the node's record after its last heartbeat.
         horizon_ns: Deadline of claimed leases.
-        member_since_ns: Time since which every heartbeat was acknowledged; None: the last was not.
+        member_since_ns: Time since which every heartbeat was acknowledged; None: the last heartbeat was not.
         revision: A revision that the store has reached.
         generation_revision: Mod revision of the generation key.
         epochs_revision: Mod revision of the key under which nodes may claim names.
         epoch_base: A claim's epoch is this plus its revision.
-        is_settled: Nodes may claim names: all leases from before the store's generation are over.
+        is_settled: Whether nodes may claim names, because all leases from before the store's generation have ended.
         earlier_leases_end_ns: When the leases of all earlier memberships with this node's id have ended, on any
-            daemon.
-        is_suspect: An answer suggested that this node may have lost its membership: send a heartbeat at once.
-        trouble: Refusal of claims while this node is not a member.
+          daemon.
+        is_suspect: Whether an answer suggested that this node has lost its membership, so that a heartbeat is sent at
+          once.
+        trouble: How claims are refused while this node is not a member.
         effects: Effects of the event that is being handled, in order.
         now_ns: The time of that event.
     """
@@ -103,14 +105,15 @@ class Membership:
         self.now_ns = 0
         horizon_ns = int(terms.horizon_s * NS_PER_S)
         self.cap_ns = self._honest_cap_ns = int(horizon_ns * (1 - terms.rho))
-        """The distance from sending a heartbeat to the deadline that it earns."""
+        """The time from the sending of a heartbeat to the deadline that it sets."""
         self.wait_ns = self._honest_wait_ns = int(horizon_ns * (1 + terms.rho))
-        """A wait on this node's clock that outlasts the deadline of every other node's last heartbeat."""
+        """A time on this node's clock after which the deadline set by any other node's last heartbeat has passed."""
         self.silence_ns = int(horizon_ns * SILENT_PART)
-        """The time for which a record with this node's id must be unchanged before its daemon may replace it."""
+        """The time for which another daemon's record with this node's id must be unchanged before this node may delete
+        it."""
         self.beat_ns = horizon_ns // 6
         self.poll_ns = horizon_ns // 30
-        """Pause from one attempt for a taken name to the next."""
+        """Pause between two attempts for a name that is taken."""
         self.retry_ns = horizon_ns // 60
         """Pause after a lost answer, before the next attempt. Keeps a node from flooding an etcd without a leader."""
         self.rho = terms.rho
@@ -144,15 +147,16 @@ class Membership:
     def ask_as_member(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
         """Send a claiming transaction with the comparisons of `as_member`, and with reads of the compared keys.
 
-        A store restored to a state before this node's last heartbeat passes the comparisons. Its answer counts as none.
+        A store that was restored to a state before this node's last heartbeat passes the comparisons, but its answer
+        counts as lost.
         """
-        # The last three reads are those of `is_standing`, in its order.
+        # `is_standing` takes the last three reads, in this order.
         floor = self.mod_revision
         compares = (*transaction.compares, *self.as_member())
         reads = (*transaction.reads, Get(node_key(self.node_id)), Get(GENERATION), Get(EPOCHS))
 
         def on_answer(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-            # The record is older than this node's last heartbeat, so the store went back in time.
+            # If the record is older than this node's last heartbeat, the store is in an earlier state.
             if isinstance(outcome, TransactionAnswer) and any(
                 record.mod_revision < floor for record in outcome.found[-3]
             ):
@@ -178,26 +182,26 @@ class Membership:
         return nonce.startswith(f"{self.instance}-")
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether no living lease depends any more on records written under this node's id by other runs.
+        """Whether no living lease depends on records that other runs wrote under this node's id.
 
         While this node is not a member, another daemon may be, under its id. A daemon that continues as a member does
         not know what its journal has lost.
         """
-        # A member waits one more horizon after it joined; outside a membership nothing is certain.
+        # A member waits one more horizon after it joined. A node that is not a member knows nothing for certain.
         return self.incarnation > 0 and now_ns >= self.earlier_leases_end_ns
 
     def make_up_for(self, rate: float) -> None:
-        """Be as careful as if this node's clock were wrong: by their readings, the others run `rate` times as fast.
+        """Compensate for this node's clock, because by the others' readings their clocks run `rate` times as fast.
 
         Readings of others can only make deadlines earlier and waits longer, each by at most MAX_CLOCK_ERROR.
         """
-        # A slow clock: its seconds are longer than the others', so its deadline must come earlier.
+        # If this clock is slow, its seconds are longer than the others', so its deadline must come earlier.
         self.cap_ns = int(self._honest_cap_ns / min(max(rate, 1.0), MAX_CLOCK_ERROR))
-        # A fast clock: its seconds are shorter, so its waits must last longer.
+        # If this clock is fast, its seconds are shorter, so its waits must last longer.
         self.wait_ns = int(self._honest_wait_ns / max(min(rate, 1.0), 1 / MAX_CLOCK_ERROR))
 
     def read(self, reader: Callable[[bytes], R | Unreadable], item: KeyValue) -> R | None:
-        """Return a reader's result for a key's value. Unreadable values are counted and reported, and give None."""
+        """Return a reader's result for a key's value; None, after counting and reporting it, if it is unreadable."""
         record = reader(item.value)
         if isinstance(record, Unreadable):
             self.distrust(item, record.reason)
@@ -214,7 +218,7 @@ class Membership:
         """Report unreadable values, if they differ from those of the last report."""
         self._unreadable.forget_older(self.now_ns - UNREADABLE_NS)
         now = RecordsUnreadable(self._unreadable.count, self._unreadable.sentence())
-        # Only a change is reported: this runs with every heartbeat.
+        # Report only a change, because this is called with every event.
         if now != self._reported:
             self._reported = now
             self.effects.append(now)
@@ -225,8 +229,8 @@ class Membership:
         return f"{self.instance}-{self._nonces}"
 
     def ask(self, now_ns: int, transaction: Transaction, on_outcome: OnOutcome) -> None:
-        # The floor is the revision that the store had reached when this was sent: a lower one comes from an earlier
-        # state.
+        # The floor is the revision that the store has reached now. An answer with a lower one comes from an earlier
+        # state of the store.
         self._numbers += 1
         self._pending[self._numbers] = PendingQuestion(now_ns, self.revision, on_outcome)
         self.effects.append(Ask(self._numbers, transaction))

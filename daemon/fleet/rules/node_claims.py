@@ -1,12 +1,12 @@
-"""Claims of names: at most one node has a name, under an epoch that only rises.
+"""Claims of names: at most one node has a name at a time, under an epoch that only rises.
 
-One transaction makes a claim. Its conditions: the name is absent, and this node's record and the store's generation are
-those it joined with. The transaction's revision plus the fleet's base gives the epoch; the base rises whenever the
-revisions of a restored store are lower. After a lost answer the node repeats the attempt with the same nonce: if the
-first was done, the repetition fails and reads the claim back. Nothing is granted until an answer shows the claim. Each
-heartbeat reads this node's claims and deletes those without a lease or a waiting request, however late an attempt was
-done. A claim that this run did not make, and that this daemon does not know, may be another daemon's: it is deleted
-once all leases of that daemon are over.
+One transaction makes a claim. Its conditions are that the name is absent, and that this node's record and the store's
+generation are those with which the node joined. The transaction's revision plus the fleet's base gives the epoch; the
+base rises whenever the revisions of a restored store are lower. If the answer is lost, the node repeats the attempt
+with the same nonce: if the first one was executed, the repetition fails and reads the claim back. Nothing is granted
+until an answer shows the claim. Each heartbeat reads this node's claims and deletes those without a lease or a waiting
+request, however late an attempt was executed. A claim that this run did not make, and that this daemon does not know,
+may be another daemon's. It is deleted once all leases of that daemon have ended.
 """
 
 from collections.abc import Mapping
@@ -48,18 +48,18 @@ from gpulease.daemon.fleet.rules.node_fences import NodeFences, reads_of
 from gpulease.protocol.fast_dataclass import dataclass
 
 MAX_REQUESTS: Final = 1_024
-"""Maximum number of claims that may wait on one node. Stops tenants from making a node ask etcd without end."""
+"""Maximum number of claims that may wait on one node. Limits how often tenants can make a node ask etcd."""
 
 MAX_HOLDERS: Final = 1_024
 """Maximum number of names with holders that are remembered from one request to the next. Bounds memory, whatever
 tenants ask for."""
 
 MAX_RELEASES: Final = 256
-"""Maximum number of claims that heartbeats are deleting at one time. Stops a writer of thousands of claims under this
-node's id from keeping the node busy with deletions."""
+"""Maximum number of claims that heartbeats delete at the same time. Stops someone who writes thousands of claims under
+this node's id from keeping the node busy with deletions."""
 
 RETRY_AFTER_MS: Final = 1_000
-"""Time after which a client should ask again for a name that is taken, or on a node that is cut off."""
+"""Milliseconds after which a client should ask again for a name that is taken, or on a node that is cut off."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class _ClaimRequest:
     Attributes:
         nonce: The nonce of all attempts.
         next_ns: When the next attempt is due.
-        refusal: Why the last attempt failed; None: none was answered.
+        refusal: Why the last attempt failed; None: no attempt was answered yet.
     """
 
     claim: ClaimWanted
@@ -91,7 +91,7 @@ class NodeClaims:
         self._releasing: set[tuple[str, int]] = set()
         self._holders: dict[str, str] = {}
         self._former: frozenset[tuple[str, int]] = frozenset()
-        """Claims of this daemon's earlier memberships; their leases are over."""
+        """Claims of this daemon's earlier memberships. Their leases have ended."""
 
     # --- requests of the broker ---
 
@@ -103,11 +103,14 @@ class NodeClaims:
         self._requests[claim.request] = _ClaimRequest(claim, self._membership.nonce(), now_ns)
 
     def drop(self, request: int) -> None:
-        """Forget a request. If its last attempt claims the name, the claim is deleted."""
+        """Forget a request. If its last attempt has claimed the name, or still does, the claim is deleted."""
         self._requests.pop(request, None)
 
     def end(self, name: str, epoch: int, now_ns: int) -> None:
-        """Delete the claim of a lease that is over. A claim unknown to this member waits like a foreign one."""
+        """Delete the claim of a lease that has ended.
+
+        If this member does not know the claim, a heartbeat deletes it later.
+        """
         claim = name, epoch - self._membership.epoch_base
         if claim in self.live.items():
             del self.live[name]
@@ -129,7 +132,7 @@ class NodeClaims:
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
-        # One that has waited long enough is refused with its last reason, but only after an attempt was answered.
+        # A request that has waited long enough is refused with its last reason, but only after an attempt was answered.
         for request in list(self._requests.values()):
             if request.is_asking:
                 continue
@@ -142,7 +145,7 @@ class NodeClaims:
                 self._attempt(request, now_ns)
 
     def due_ns(self, now_ns: int) -> int | None:
-        """Return when `advance` has something to do; None if nothing is due by itself."""
+        """Return when `advance` next has something to do; None if it only has to wait for events."""
         is_member = self._membership.is_member(now_ns)
         waiting = [request for request in self._requests.values() if not request.is_asking]
         deadlines = [max(request.claim.wait_until_ns, now_ns) for request in waiting]
@@ -173,7 +176,7 @@ class NodeClaims:
         request.is_asking = False
         claim = request.claim
         is_wanted = self._requests.get(claim.request) is request
-        # The claim may exist: repeat the attempt with the same nonce, which finds the claim if it does.
+        # The claim may exist. Repeat the attempt with the same nonce, which finds the claim if it exists.
         if isinstance(outcome, Unknown):
             request.next_ns = now_ns + self._membership.retry_ns
             request.refusal = (
@@ -193,15 +196,15 @@ class NodeClaims:
         if not revision:
             if is_wanted:
                 self._taken(request, holder, outcome, now_ns)
-        # The broker gave up meanwhile, so the claim would block the name for nothing.
+        # The broker has given the request up, so the claim would block the name for nothing.
         elif not is_wanted:
             self._release(claim.name, revision, now_ns)
         elif incarnation != self._membership.incarnation or not self._membership.is_member(now_ns):
-            # The claim can't be used now. A beat or the next attempt finds it.
+            # The claim can't be used now. A heartbeat or the next attempt finds it.
             request.refusal = ISOLATED_TROUBLE
             request.next_ns = now_ns + self._membership.retry_ns
         else:
-            # The claim is visible in etcd and this node is a member: only now may the broker admit the lease.
+            # The claim is in etcd and this node is a member. Only now may the broker admit the lease.
             del self._requests[claim.request]
             self.live[claim.name] = revision
             epoch = revision + self._membership.epoch_base
@@ -227,7 +230,8 @@ class NodeClaims:
         record = self._claim(answer.found[0])
         if record is None:
             request.refusal = ClaimRefusal.TAKEN, f"the claim of {name} can't be read; an operator must delete it"
-        # The claim is this node's own, from an earlier incarnation or an attempt that everyone has forgotten.
+        # The claim is this node's own. It is from an earlier incarnation, or from an attempt that no one knows any
+        # more.
         elif record.node_id == membership.node_id:
             self._holders.pop(name, None)
             is_earlier = record.incarnation != membership.incarnation
@@ -256,12 +260,12 @@ class NodeClaims:
     def sweep(self, items: tuple[KeyValue, ...], revision: int, now_ns: int) -> str | None:
         """Compare this node's claims, read by a heartbeat at that revision, with the leases that live.
 
-        Deletes claims without a lease or a waiting request. Returns the name of a living lease with a lost claim.
+        Deletes claims without a lease or a waiting request. Returns the name of a living lease whose claim was deleted.
         """
         claimed = {}
         for item in items:
             if is_quotas(item.key, self._membership.node_id):
-                # QuotaShards compares those.
+                # QuotaShards handles those.
                 continue
             name, claim_revision = held_name(item.key, self._membership.node_id), item.mod_revision
             if isinstance(name, Unreadable):
@@ -274,7 +278,7 @@ class NodeClaims:
                 continue
             if self._release_if_over(name, claim_revision, nonce, now_ns):
                 self._membership.effects.append(Noted(Note.ORPHAN_DELETED, name=name))
-        # A claim above the heartbeat's revision was made after it, so its absence proves nothing.
+        # A claim with a higher revision was made after the heartbeat, so its absence proves nothing.
         lost = (
             name
             for name, revision_of_claim in self.live.items()
@@ -285,7 +289,7 @@ class NodeClaims:
     def _is_orphan(self, name: str, revision: int, nonce: str) -> bool:
         """Return whether a claim of this node is an orphan.
 
-        It has neither a lease nor a request with a next attempt that will find it.
+        An orphan has no lease, and no request whose next attempt will find it.
         """
         if self.live.get(name) == revision or (name, revision) in self._releasing:
             return False
@@ -293,8 +297,8 @@ class NodeClaims:
 
     def _release_if_over(self, name: str, revision: int, nonce: str, now_ns: int) -> bool:
         """Delete a claim unless another daemon with this node's id may serve it. Returns whether it deletes."""
-        # Known as this daemon's own, by its memory or by the nonce; else every daemon that may have made it must be
-        # over.
+        # The claim is this daemon's own if it knows the claim or made the nonce. Otherwise the leases of every daemon
+        # that may have made it must have ended.
         is_known = (name, revision) in self._former or self._membership.is_own_nonce(nonce)
         is_over = is_known or self._membership.is_over(now_ns)
         if is_over:
@@ -314,7 +318,7 @@ class NodeClaims:
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._releasing.discard((name, revision))
             if isinstance(outcome, TransactionAnswer) and not outcome.succeeded:
-                # The claim was deleted by someone else, but this node's list entry for it remains.
+                # Someone else has deleted the claim, but this node's list entry for it remains.
                 leftover = Transaction((ModRevisionIs(held_record, revision),), (Delete(held_record),))
                 self._membership.ask(now_ns, leftover, lambda outcome, sent_ns, now_ns: None)
             self._freed(name, outcome, sent_ns, now_ns)
@@ -322,7 +326,7 @@ class NodeClaims:
         self._membership.ask(now_ns, transaction, on_outcome)
 
     def _freed(self, name: str, outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-        """Let the requests that wait for a name try again, because its claim was deleted."""
+        """Let the requests that wait for a name try again at once, because its claim was deleted."""
         if isinstance(outcome, TransactionAnswer):
             for request in self._requests.values():
                 if request.claim.name == name:

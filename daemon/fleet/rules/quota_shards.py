@@ -1,13 +1,13 @@
-"""Quotas over all nodes: claims of bytes, in shards with budgets that move to where they are used.
+"""Quotas over all nodes: claims of bytes, in shards between which the quota moves to where it is used.
 
-A tenant's quota is the sum of 16 budgets. A node admits a lease against the budget of one shard, which its id selects,
-so that nodes seldom wait for each other. If that budget is too small, one transaction takes from other shards the
-missing bytes and half of their rest, ahead of need; the sum stays the same. An entry has the lease's id as key: after a
-lost answer the node reads it back by that id. A node that gives up an entry rewrites the shard in any case, so that no
-late attempt succeeds. Each heartbeat reads the node's entries and removes those without a lease or a waiting request,
-as it does with names.
+A tenant's quota is the sum of 16 budgets, one for each shard. A node admits a lease against the budget of one shard,
+which the node's id selects, so that nodes seldom wait for each other. If that budget is too small, one transaction
+moves the missing bytes there from other shards, or half of what those have free if that is more. The sum stays the
+same. An entry has the lease's id as key: if an answer is lost, the node reads the entry back by that id. A node that
+gives up an entry rewrites the shard even if the entry is absent, so that no late attempt succeeds. Each heartbeat reads
+the node's entries and removes those without a lease or a waiting request, as it does with names.
 
-Entries of a fenced node count for as long as its leases may live, as its claims of names do.
+Entries of a fenced node count for as long as its leases may live, like its claims of names.
 """
 
 from collections.abc import Mapping
@@ -57,24 +57,24 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.sizes import size_text
 
 MAX_ENTRIES: Final = 256
-"""Maximum number of leases of one tenant in one shard. With node ids of 128 characters the shard has 50 KB, less than
-the largest record that is read."""
+"""Maximum number of leases of one tenant in one shard. With node ids of 128 characters the shard has 50 KB, which is
+less than the largest record that is read."""
 
 MAX_DROPS: Final = 64
-"""Maximum number of entries of dead nodes that one attempt removes. Bounds a transaction, as MAX_LOOKS does."""
+"""Maximum number of entries of dead nodes that one attempt removes. Limits a transaction, like MAX_LOOKS."""
 
 MAX_LOOKS: Final = 32
-"""Maximum number of nodes that one attempt checks, by two reads each. Bounds a transaction; etcd takes 128
-operations."""
+"""Maximum number of nodes that one attempt checks, by two reads each. Limits a transaction: etcd accepts 128 operations
+in one."""
 
 MAX_REQUESTS: Final = 1_024
-"""Maximum number of claims of bytes that may wait on one node. Stops tenants from making it ask etcd without end."""
+"""Maximum number of claims of bytes that may wait on one node. Limits how often tenants can make a node ask etcd."""
 
 MAX_TENANTS: Final = 1_024
-"""Maximum number of tenants with remembered nodes, from one request to the next. Bounds memory, whoever asks."""
+"""Maximum number of tenants whose nodes are remembered from one request to the next. Bounds memory, whoever asks."""
 
 MAX_REMOVALS: Final = 256
-"""Number of removals in progress above which a heartbeat starts no further ones. The same bound as MAX_RELEASES."""
+"""Maximum number of removals in progress that heartbeats begin. The reason is that of MAX_RELEASES."""
 
 RETRY_AFTER_MS: Final = 1_000
 
@@ -84,8 +84,8 @@ class _BytesRequest:
     """A claim of bytes that the broker has requested.
 
     Attributes:
-        nodes: Nodes with entries, to be checked because no bytes are left.
-        may_be_written: The answer to an attempt was lost: the entry may exist, or appear later.
+        nodes: Nodes that have entries, and that are checked because no bytes are left.
+        may_be_written: Whether an attempt may have written the entry, or may still write it.
         refusal: Why the last attempt failed.
     """
 
@@ -122,15 +122,16 @@ class QuotaShards:
         self.live: dict[str, str] = {}
         """Tenants of the leases that have bytes, by lease."""
         self._former: frozenset[str] = frozenset()
-        """Leases of this daemon's earlier memberships, which are over."""
+        """Leases of this daemon's earlier memberships. They have ended."""
         self._membership = membership
         self._fences = fences
         self._requests: dict[int, _BytesRequest] = {}
         self._endings: dict[tuple[str, str], int] = {}
-        """When to try to remove the entry of a tenant's lease; without attempts that are in progress."""
+        """By tenant and lease, when to try to remove the entry. Does not include removals in progress."""
         self._removing: set[tuple[str, str]] = set()
         self._read_nodes: dict[str, tuple[str, ...]] = {}
-        """By tenant, the nodes to check, so that the bytes of a dead one return even without a waiting request."""
+        """By tenant, the nodes to check, so that the next request can take the bytes of a dead node even if no request
+        waited."""
         self._slot = crc32(membership.node_id.encode()) % SHARDS
 
     @property
@@ -140,7 +141,7 @@ class QuotaShards:
 
     def add_request(self, demand: QuotaWanted, now_ns: int) -> None:
         """Take a request for bytes; `advance` makes the first attempt."""
-        # Bounded before it is kept.
+        # Check the limit before the request is kept.
         if len(self._requests) >= MAX_REQUESTS:
             self._refuse(demand, (ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node"))
         else:
@@ -154,7 +155,7 @@ class QuotaShards:
             self.end(pending.demand.tenant, pending.demand.lease_id, now_ns)
 
     def ended(self, tenant: str, lease_id: str, now_ns: int) -> None:
-        """Return the bytes of a lease that is over, if this member has them."""
+        """Return the bytes of a lease that has ended, if this member has them."""
         if lease_id in self.live or lease_id in self._former:
             self.end(tenant, lease_id, now_ns)
 
@@ -173,7 +174,7 @@ class QuotaShards:
         Args:
             forgets: Whether the earlier entries may belong to another daemon, or to another store.
         """
-        # As long as this daemon knows them, their bytes can return without a wait.
+        # While this daemon knows them, their bytes can be returned without a wait.
         self._former = frozenset() if forgets else frozenset(self.live)
         self.live = {}
 
@@ -196,10 +197,10 @@ class QuotaShards:
                 # Leave the rest to a later heartbeat.
                 return
             tenant, lease_id = key
-            # It has an owner, or its removal is in progress.
+            # The entry has an owner, or its removal is in progress.
             if lease_id in self.live or lease_id in awaited or key in self._endings or key in self._removing:
                 continue
-            # Another daemon with this node's id may have written it, and its lease may live until then.
+            # Another daemon with this node's id may have written the entry, and its lease may still live.
             if lease_id not in self._former and not self._membership.is_over(now_ns):
                 continue
             self._membership.effects.append(Noted(Note.ORPHAN_DELETED, f"bytes of {tenant}'s lease {lease_id}"))
@@ -208,8 +209,8 @@ class QuotaShards:
     def advance(self, now_ns: int) -> None:
         """Make the attempts that are due, and refuse requests that have waited long enough."""
         is_member = self._membership.is_member(now_ns)
-        # Step 1: waiting requests. One that has waited long enough is refused with the last reason, but gets at least
-        # one attempt.
+        # Step 1: go through the waiting requests. One that has waited long enough is refused with its last reason, but
+        # gets at least one attempt.
         for request in list(self._requests.values()):
             if request.is_asking:
                 continue
@@ -220,7 +221,7 @@ class QuotaShards:
                 )
             elif is_member and now_ns >= request.next_ns:
                 self._read(request, now_ns)
-        # Step 2: bytes to be returned.
+        # Step 2: return the bytes that are due.
         for key, due_ns in list(self._endings.items()):
             if now_ns >= due_ns:
                 del self._endings[key]
@@ -249,10 +250,10 @@ class QuotaShards:
         self, request: _BytesRequest, nodes: tuple[str, ...], outcome: Outcome, sent_ns: int, now_ns: int
     ) -> None:
         request.is_asking = False
-        # The request was dropped meanwhile, or etcd has not answered.
+        # The request was dropped in the meantime, or etcd has not answered.
         if self._requests.get(request.demand.request) is not request or not self._is_answer(outcome, request, now_ns):
             return
-        # Step 1: is there a quota that can be read?
+        # Step 1: check that there is a quota that can be read.
         tenant = request.demand.tenant
         quota = self._quota(tenant, outcome)
         if isinstance(quota, Unreadable):
@@ -260,11 +261,11 @@ class QuotaShards:
             self._refuse_at_once(request, ClaimRefusal.REJECTED, text, now_ns)
         elif quota is None:
             self._refuse_at_once(request, ClaimRefusal.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
-        # Step 2: an earlier attempt that got no answer has written the entry.
+        # Step 2: grant it if an earlier attempt without an answer has written the entry.
         elif self._is_mine(quota.home.used.get(request.demand.lease_id)):
             self._grant(request, now_ns)
         else:
-            # Step 3: drop the entries of dead nodes, and place the new one in what that leaves.
+            # Step 3: drop the entries of dead nodes, and then place the new entry if there is room.
             fence_answers = zip(outcome.found[2::2], outcome.found[3::2], strict=True)
             self._drop_dead(tenant, quota, dict(zip(nodes, fence_answers, strict=True)), now_ns)
             self._place(request, quota, now_ns)
@@ -273,7 +274,7 @@ class QuotaShards:
         """Return a tenant's quota, made from the default if it has none of its own; None without either."""
         shards, default = self._shards(answer.found[0]), read_default(answer.found[1])
         changed: set[bytes] = set()
-        # One unreadable shard makes the sum unknown, so nothing is granted by guess.
+        # If one shard is unreadable, the sum is unknown, so nothing may be granted.
         if not has_sound_budgets(shards.values()):
             return Unreadable("a shard can't be read")
         # Step 1: shards that an operator has set are the tenant's own, and the default does not count.
@@ -283,7 +284,7 @@ class QuotaShards:
             self._membership.distrust(answer.found[1][0], default.unreadable)
             return Unreadable("the default can't be read")
         elif default:
-            # Step 2: by the default. Shards of an earlier default get their new budgets with this write.
+            # Step 2: use the default. Shards of an earlier default get new budgets with this write.
             shards = all_shards(tenant, shards)
             if any(shard.default_revision != default.mod_revision for shard in shards.values()):
                 spread(shards.values(), default.total_bytes, default.mod_revision)
@@ -311,7 +312,7 @@ class QuotaShards:
         left_bytes = total_bytes - sum(shard.used_bytes for shard in shards)
         quota_text = f"tenant {demand.tenant!r} has a quota of {size_text(total_bytes)} in the fleet"
         request_text = f"{size_text(demand.size_bytes)} were asked for"
-        # Waiting can't help: only an operator can enlarge the quota.
+        # Waiting does not help: only an operator can enlarge the quota.
         if demand.size_bytes > total_bytes:
             self._refuse_at_once(request, ClaimRefusal.TOO_LARGE, f"{quota_text}, and {request_text}", now_ns)
             return
@@ -333,11 +334,11 @@ class QuotaShards:
             request.nodes = tuple(nodes)
             self._remember(demand.tenant, request.nodes)
             return
-        # The quota suffices. Move what the home shard lacks from the fullest shards, and half of the rest of each, so
-        # that the next leases of this tenant find it there.
+        # The quota suffices. Move what the home shard lacks from the shards with the most free bytes. Move at least
+        # half of the free bytes of each, for the tenant's next leases.
         missing = demand.size_bytes - (home.budget_bytes - home.used_bytes)
-        # While one shard is overdrawn, free bytes in others are not really the tenant's. So this write must compare all
-        # shards.
+        # While one shard is overdrawn, the free bytes of the others are fewer than they seem. So this write must
+        # compare all shards.
         is_overdrawn = any(shard.budget_bytes < shard.used_bytes for shard in shards)
         for other in sorted(shards, key=lambda shard: shard.free_bytes, reverse=True):
             if missing <= 0 or other is home:
@@ -347,7 +348,7 @@ class QuotaShards:
             home.budget_bytes += moved
             missing -= moved
             quota.changed.add(other.key)
-        # The entry, and its key in the node's list, are written in one transaction.
+        # Write the entry, and its key in the node's list, in one transaction.
         home.used[demand.lease_id] = QuotaEntry(membership.node_id, membership.incarnation, demand.size_bytes)
         quota.changed.add(home.key)
         held_record = held_entry_key(membership.node_id, demand.tenant, demand.lease_id)
@@ -355,7 +356,7 @@ class QuotaShards:
         self._write(request, quota, set(quota.shards) if is_overdrawn else quota.changed, now_ns)
 
     def _remember(self, tenant: str, nodes: tuple[str, ...]) -> None:
-        # Move the tenant to the end; the one that asked longest ago goes first.
+        # Move the tenant to the end. The tenant that asked least recently is removed first.
         self._read_nodes.pop(tenant, None)
         while len(self._read_nodes) >= MAX_TENANTS:
             del self._read_nodes[next(iter(self._read_nodes))]
@@ -363,7 +364,7 @@ class QuotaShards:
 
     def _write(self, request: _BytesRequest, quota: _Quota, compared: set[bytes], now_ns: int) -> None:
         membership = self._membership
-        # Compare every shard that is written, and the default: if one has changed meanwhile, nothing is written.
+        # Compare every shard that is written, and the default: if one has changed since, nothing is written.
         compares = [ModRevisionIs(key, quota.shards[key].mod_revision) for key in sorted(compared)]
         if quota.default:
             compares.append(ModRevisionIs(QUOTA_DEFAULT, quota.default.mod_revision))
@@ -377,11 +378,11 @@ class QuotaShards:
         request.may_be_written |= not isinstance(outcome, TransactionAnswer)
         demand = request.demand
         if self._requests.get(demand.request) is not request:
-            # Whoever dropped it has removed the entry, unless this attempt was done after that.
+            # Dropping the request has removed the entry, unless this attempt was executed after that. Remove it again.
             self.end(demand.tenant, demand.lease_id, now_ns)
         elif self._is_answer(outcome, request, now_ns):
-            # Another node was quicker, if this one is a member still: then try again at once, for one of them always
-            # gets on. If it is none, no attempt can succeed, until the next beat shows that.
+            # If this node is still a member, another node was faster: try again at once, because one of them always
+            # succeeds. If it is not a member, no attempt can succeed, and the next heartbeat shows that.
             request.next_ns = now_ns
             request.may_be_written |= outcome.succeeded
             if outcome.succeeded and incarnation == self._membership.incarnation:
@@ -408,8 +409,8 @@ class QuotaShards:
         return False
 
     def _grant(self, request: _BytesRequest, now_ns: int) -> None:
-        # The membership may have ended while the answer was on its way. The entry then stays until a later attempt, or
-        # the drop, finds it.
+        # The membership may have ended before the answer arrived. Then the entry stays until a later attempt or `drop`
+        # finds it.
         if self._membership.is_member(now_ns):
             del self._requests[request.demand.request]
             self.live[request.demand.lease_id] = request.demand.tenant
@@ -420,18 +421,19 @@ class QuotaShards:
             request.refusal, request.next_ns = self._membership.trouble, now_ns + self._membership.retry_ns
 
     def _drop_dead(self, tenant: str, quota: _Quota, fence_reads: dict[str, FenceReads], now_ns: int) -> None:
-        """Remove entries with leases that are surely over."""
+        """Remove the entries of leases that have certainly ended."""
         membership = self._membership
         for shard in quota.shards.values():
             for lease_id, entry in list(shard.used.items()):
                 if len(quota.writes) >= MAX_DROPS:
                     return
-                # This node's own entry is over if its membership is, and if no other daemon can have the lease.
+                # The lease of this node's own entry has ended if the entry's membership has, and if no other daemon can
+                # have the lease.
                 if entry.node_id == membership.node_id:
                     is_known = lease_id in self._former
                     is_earlier = entry.incarnation != membership.incarnation
                     is_over = is_earlier and (is_known or membership.is_over(now_ns))
-                # Another node's: only if its record was read in the same transaction.
+                # Another node's entry can be checked only if that node's record was read in the same transaction.
                 elif entry.node_id in fence_reads:
                     is_over, _ = self._fences.poll(entry.node_id, entry.incarnation, fence_reads[entry.node_id], now_ns)
                 else:
@@ -452,11 +454,11 @@ class QuotaShards:
         self._removing.add((tenant, lease_id))
 
         def on_read(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
-            # Read first: the write below compares the revision, so that it never removes another lease's entry.
+            # Read the shard first: the write below compares its revision, so that no other entry is lost.
             if not isinstance(outcome, TransactionAnswer):
                 on_written(outcome, sent_ns, now_ns)
                 return
-            # Without a shard, only the node's list entry is left to delete.
+            # If the shard is absent, only the node's list entry must be deleted.
             transaction = Transaction((ModRevisionIs(key, 0),), (held_record,))
             if shard := self._shards(outcome.found[0]).get(key):
                 shard.used.pop(lease_id, None)
