@@ -1,4 +1,4 @@
-"""What type checkers see of this package: the names that `__init__.py` imports when one of them is first asked for."""
+"""This package as type checkers see it: the names that `__init__.py` imports when one of them is first accessed."""
 
 from gpulease.client.sync.public import *  # noqa: F403
 

@@ -42,7 +42,7 @@ class ArrayLayout:
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], item_bytes: int) -> Self:
         """A C-contiguous layout that starts at the buffer's first byte."""
-        # From the last dimension to the first: the last one is the innermost.
+        # Go from the last dimension to the first, because the last one is the innermost.
         strides, step = [], item_bytes
         for length in reversed(shape):
             strides.append(step)
@@ -184,7 +184,7 @@ def _full_key(key: Any, shape: tuple[int, ...]) -> Iterator[Any]:
 def _range_of(part: slice, length: int, number: int) -> tuple[int, int, int]:
     """(start, step, count) of a slice of a dimension of that length. Raises InvalidRequest."""
     try:
-        # Python's own rules for slices: negative numbers count from the end, and parts outside the array are left out.
+        # Use Python's rules for slices: negative numbers count from the end, and parts outside the array are left out.
         start, stop, step = part.indices(length)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"index {number}: {quoted(part)}: {error}") from None

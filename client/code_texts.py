@@ -9,21 +9,20 @@ from gpulease.client.memory_views import readable_bytes
 from gpulease.client.texts import quoted, utf8
 
 _BINARY: Final = (b"\x7fELF", b"\x50\xed\x55\xba")
-"""First bytes of a cubin and of a fat binary (ELF's magic; `fatBinaryHeader` of CUDA's fatbinary_section.h)."""
+"""The first bytes of a cubin and of a fat binary (ELF's magic; `fatBinaryHeader` of CUDA's fatbinary_section.h)."""
 
-# Every PTX module must begin with this directive, after comments (PTX ISA, ".version").
+# Every PTX module begins with this directive, after comments (PTX ISA, ".version").
 _PTX: Final = re.compile(rb"^\s*\.version\s", re.MULTILINE)
 
-# The words that declare kernels and their helpers in CUDA C; neither is a word of PTX.
+# These words declare kernels and their helpers in CUDA C. PTX has neither.
 _CUDA_C: Final = re.compile(rb"\b__(?:global|device)__\b")
 
-# One line without the marks of code, and one of the usual endings.
+# A path is one line without the marks of code, with one of the usual endings.
 _PATH: Final = re.compile(r"[^\n;{}]+\.(?:ptx|cubin|fatbin|cu|cuh|c|cpp|txt)", re.IGNORECASE)
 
 
 def image_of(image: Any, operation: str) -> bytes:
     """The bytes of PTX text or of a binary. Raises InvalidRequest for a path, for CUDA C, and for other types."""
-    # Three mistakes are common: a path instead of its content, CUDA C, and a str of a binary.
     _check_path(image, operation, 'Give what is in the file: pathlib.Path("...").read_bytes()')
     code = utf8(image, operation) if isinstance(image, str) else bytes(readable_bytes(image, operation))
     if not code.startswith(_BINARY) and _CUDA_C.search(code) and not _PTX.search(code):
@@ -46,6 +45,6 @@ def cuda_c_of(source: Any, operation: str) -> str:
 
 
 def _check_path(path: Any, operation: str, hint: str) -> None:
-    # A path is never opened here: on a shared host, what is read must be the caller's own decision.
+    # Never open a path here: on a shared host, the caller must decide what is read.
     if isinstance(path, os.PathLike) or (isinstance(path, str) and _PATH.fullmatch(path.strip())):
         raise InvalidRequest(f"{operation}: {quoted(path)} is the path of a file", hint)

@@ -301,7 +301,7 @@ class RegionFailed(OperationFailed):
 def _answers_of_region(status: Status) -> Callable[[E], E]:
     """Make the decorated class the error of a status in failures that name a region."""
 
-    # A region's status has a class of its own: its session continues, unlike a lease's with the same status.
+    # A region's status has its own class, because the session continues, unlike after a lease's end with that status.
     def register(kind: E) -> E:
         _OF_REGION[status] = kind
         kind.default_status = status

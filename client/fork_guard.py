@@ -1,8 +1,8 @@
 """After fork(): the child inherits its parent's leases, sessions and connections, and must not use them.
 
 If two processes sent requests over one connection, each could get the other's replies. So every connection, lease and
-session registers here. In the child each is marked as the parent's, and its descriptors are closed. The checks that
-every operation makes anyway find that mark, so a launch costs nothing more.
+session registers here. In the child each is marked as the parent's, and its descriptors are closed. Checks that every
+operation makes anyway find that mark, so a launch does not take longer.
 """
 
 import os
@@ -17,14 +17,14 @@ OWNED_BY_PARENT: Final = Failure(
     "Acquire a lease of this process's own, or start the process with multiprocessing's spawn method; "
     "the parent's lease continues",
 )
-"""The end of an inherited lease or session, as the child sees it."""
+"""The failure with which an inherited lease or session has ended for the child."""
 
 
 class Inherited(Protocol):
     """A connection, lease or session, which a forked child inherits."""
 
     def disown(self) -> object:
-        """Leave it to the parent: send nothing, close this process's descriptors, refuse every use."""
+        """Leave the object to the parent: send nothing, close this process's descriptors, and refuse every use."""
 
 
 _inheritable: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
@@ -36,10 +36,10 @@ def register(inherited: Inherited) -> None:
 
 
 def _disown_all() -> None:
-    # A copy: disowning may drop the last references, which would change the set.
+    # Use a copy, because disowning may drop last references, which would change the set.
     for inherited in list(_inheritable):
         inherited.disown()
 
 
-# Only in the child: the parent's objects stay unchanged.
+# This runs only in the child; the parent's objects stay unchanged.
 os.register_at_fork(after_in_child=_disown_all)

@@ -58,14 +58,14 @@ class Handle:
             raise InvalidHandle(f"{subject}: {kind} {self.handle:#x} {reason}")
 
     def mark_freed(self) -> tuple[Opcode, int]:
-        """Mark it as freed; returns the (operation, handle) of the request that frees it."""
-        # From here on the destructor adds nothing: the caller sends the request that frees it.
+        """Mark the object as freed. Return the operation and the handle for the request that frees it."""
+        # From here on, the destructor adds nothing, because the caller sends the request that frees the object.
         self.owner = None
         return self._free_op, self.handle
 
     def __del__(self) -> None:
-        # This runs in whatever thread dropped the last reference: perhaps inside another operation of the session, on a
-        # half-built object, or at interpreter exit. So it only notes the handle. Appending to a list is atomic.
+        # This runs in any thread that drops the last reference, perhaps inside another operation of the session, on a
+        # half-built object, or at interpreter exit. So it only records the handle. Appending to a list is atomic.
         owner = getattr(self, "owner", None)
         if owner is not None:
             owner.dropped.append((self._free_op, self.handle))

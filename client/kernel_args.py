@@ -82,7 +82,7 @@ class KernelArgs:
     __slots__ = ("buffers", "data", "kinds", "parameters")
 
     def __init__(self) -> None:
-        # Immutable values: a launch uses them without copying.
+        # The values are immutable, so that a launch can use them without copying.
         self.data = b""
         self.kinds: tuple[ArgumentKind, ...] = ()
         self.buffers: tuple[Buffer, ...] = ()

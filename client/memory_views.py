@@ -1,4 +1,4 @@
-"""Flat views of the memory that a program passes to be copied: bytes, arrays, any buffer."""
+"""Flat views of memory that a program passes to be copied: of bytes, arrays, or any buffer."""
 
 import ctypes
 from typing import Any
@@ -19,7 +19,7 @@ def readable_bytes(data: Any, operation: str) -> memoryview:
         view = memoryview(data)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{operation}: the data must be a buffer of bytes: {error}") from None
-    # What is not contiguous is copied: for a write, only the bytes matter.
+    # Copy a buffer that is not contiguous. That is allowed, because it will only be read.
     return _flat(view) or memoryview(view.tobytes())
 
 
@@ -28,7 +28,7 @@ def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
 
     Args:
         into: A writable, C-contiguous object with Python's buffer protocol.
-        nbytes: How many bytes will be written.
+        nbytes: How many bytes will be written to the buffer.
         operation: The operation, for messages.
 
     Raises InvalidRequest.
@@ -37,15 +37,14 @@ def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
         view = memoryview(into)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{operation}: `into` must be a buffer of bytes: {error}") from None
-    # Three conditions, each with its own error: writable, large enough, contiguous.
     if view.readonly:
         raise InvalidRequest(f"{operation}: `into` is read-only")
     if view.nbytes < nbytes:
         raise InvalidRequest(f"{operation}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
-    # An empty view can't be cast; nothing will be written to it.
+    # An empty view can't be cast, and nothing will be written to it.
     if not view.nbytes:
         return memoryview(bytearray())
-    # Not contiguous: unlike for a write, a copy would not reach the caller's memory.
+    # Refuse a buffer that is not contiguous, because bytes written to a copy would not reach the caller's memory.
     flat = _flat(view)
     if flat is None:
         raise InvalidRequest(

@@ -1,7 +1,8 @@
-"""Old names of modules that have moved: importable until the next release, each with a DeprecationWarning.
+"""Old names of modules that have moved. They can be imported until the next release, each with a DeprecationWarning.
 
-A module imported by its old name is the same object as by its new one, so classes and exceptions are, too. `python -m`
-takes old names as well: during an upgrade, a program of the version before starts helpers by them.
+A module that is imported by its old name is the same object as the one with the new name, so classes and exceptions are
+the same, too. `python -m` accepts old names as well, because during an upgrade a program of the previous version starts
+its helpers by them.
 """
 
 import sys
@@ -32,7 +33,7 @@ _DECODE_ROOMS: Final = {
     "openai": ("decode_metrics",),
     "page": ("decode_page", "demo_traffic", "page_events", "page_history"),
 }
-"""Modules of the decode engine that stood in its one folder, by the room where they are now."""
+"""Modules of the decode engine that were in its only folder, by the folder where they are now."""
 
 MOVED: Final = {
     "gpulease.client.engine": "gpulease.client.core",
@@ -51,7 +52,7 @@ MOVED: Final = {
         for name in names
     },
 }
-"""Modules and packages by their old names. A package stands for all in it that has no row of its own."""
+"""New names of modules and packages by their old names. A package's row applies to all modules in it without a row."""
 
 _PREFIXES: Final = ("gpulease.client.engine", "gpulease.client.serve.")
 
@@ -59,7 +60,7 @@ _PREFIXES: Final = ("gpulease.client.engine", "gpulease.client.serve.")
 def new_name(old: str) -> str | None:
     """Return the name that a module has now; None if it has not moved."""
     package, suffix = old, ""
-    # The longest old name that has a row wins; what follows it is kept.
+    # Find the longest old name that has a row, and keep the part after it.
     while package:
         if package in MOVED:
             return MOVED[package] + suffix
@@ -69,23 +70,22 @@ def new_name(old: str) -> str | None:
 
 
 class _Moved(InspectLoader):
-    """Loads a module by its old name: as what its new name has."""
+    """Loads the module with the new name in place of one with the old name."""
 
     def __init__(self, new: str) -> None:
         self._new = new
 
-    # None: the module is made by the usual means.
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
+        return None  # the import system makes an ordinary module
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         warnings.warn(f"{old} has moved: import {self._new}", DeprecationWarning, stacklevel=2)
-        # The import system returns what stands there afterwards.
+        # The import system returns the module that sys.modules then has.
         sys.modules[old] = import_module(self._new)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        # Only `python -m` asks.
+        # Only `python -m` calls this.
         spec = find_spec(self._new)
         return spec.loader.get_code(self._new) if spec and isinstance(spec.loader, InspectLoader) else None
 
@@ -97,10 +97,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Cheap first: every import of every program passes here.
+        # Test the prefix first, which is fast, because every import of every program calls this.
         if not fullname.startswith(_PREFIXES) or (new := new_name(fullname)) is None:
             return None
-        # The old name was of a part that is gone in both places.
+        # The module does not exist under its new name either.
         if (new_spec := find_spec(new)) is None:
             return None
         is_package = new_spec.submodule_search_locations is not None
@@ -108,6 +108,6 @@ class _Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Have old names imported. First of all finders: the others would load modules of a moved package a second time."""
+    """Allow importing old names. The finder is the first, because others would load a moved package's modules twice."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

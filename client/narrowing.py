@@ -46,21 +46,21 @@ def attenuate(
     try:
         # The times are facts of the token's first block, which the node signed.
         biscuit = Biscuit.from_bytes(token, _key(public_key))
-        # The policy does not matter: only the facts are asked for.
+        # The policy does not matter, because only the facts are asked for.
         (times,) = AuthorizerBuilder("allow if true").build(biscuit).query(Rule(_TIMES))
         issued_ms, issued_unix_ms, expires_ms = times.terms
     except (BiscuitValidationError, TypeError, ValueError):
         raise InvalidRequest("attenuate: the token is not signed with that key") from None
     if ttl_secs is not None:
-        # The token has its issue on two clocks: the daemon's, in which it expires, and the date. The time since the
-        # issue, by this machine's date, gives the daemon's time now.
+        # The token has its time of issue by two clocks: the daemon's, by which it also expires, and the date. The time
+        # since the issue, by this machine's date, gives the daemon's time now.
         since_ms = int(unix_s() * 1000) - issued_unix_ms
         expires_ms = max(issued_ms, min(expires_ms, issued_ms + since_ms + int(ttl_secs * 1000)))
     try:
         narrowed = bytes(biscuit.append(BlockBuilder(narrowing_source(expires_ms, permissions))).to_bytes())
     except ValueError as error:
         raise InvalidRequest(f"attenuate: {error}") from None
-    # Each block adds to a token, so a chain of holders can exceed what a daemon reads.
+    # Each block makes a token longer, so after several holders it can exceed what a daemon reads.
     if len(narrowed) > MAX_TOKEN_BYTES:
         raise InvalidRequest(f"attenuate: the token would have more than {MAX_TOKEN_BYTES} bytes")
     return narrowed

@@ -1,4 +1,4 @@
-"""Checks of strings from the program: one that can't go over the wire is refused where it was passed."""
+"""Checks of strings from the program. A string that can't be sent is refused in the call to which it was passed."""
 
 from typing import Any, Final
 
@@ -6,7 +6,7 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.limits import MAX_KERNEL_NAME_BYTES
 
 MAX_QUOTED_CHARS: Final = 120
-"""Maximum number of characters that a message quotes. Stops an overlong string from filling the error message too."""
+"""Maximum number of characters of a value that a message quotes. Stops an overlong string from filling the message."""
 
 
 def quoted(value: Any) -> str:
@@ -16,7 +16,7 @@ def quoted(value: Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):
-        # An integer of thousands of digits, or endlessly nested lists.
+        # The value is an integer of thousands of digits, or lists that are nested too deeply.
         return "a value that can't be shown"
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
 
@@ -25,14 +25,14 @@ def utf8(text: Any, subject: str) -> bytes:
     """Encode a string.
 
     Args:
-        text: What the program gave.
-        subject: How messages name it.
+        text: The value that the program passed.
+        subject: The value's name, for messages.
 
     Raises InvalidRequest if it is not a string, or has lone surrogates, which UTF-8 excludes (RFC 3629).
     """
     if not isinstance(text, str):
         raise InvalidRequest(f"{subject} must be a string, not {quoted(text)}")
-    # Python strings may hold half of a surrogate pair, for example from a file name that is not UTF-8.
+    # Python strings may contain half of a surrogate pair, for example from a file name that is not UTF-8.
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -43,11 +43,11 @@ def utf8(text: Any, subject: str) -> bytes:
 
 def bounded(text: Any, subject: str, most_bytes: int) -> str:
     """Return a string that has 1 to `most_bytes` bytes of UTF-8 and no NUL; raises InvalidRequest for any other."""
-    # The limits are of bytes: a character takes up to four.
+    # Count bytes: a character takes up to four.
     size_bytes = len(utf8(text, subject))
     if not 0 < size_bytes <= most_bytes:
         raise InvalidRequest(f"{subject} must have 1 to {most_bytes} bytes, not {size_bytes}")
-    # C libraries and logs would end the text at a NUL.
+    # Refuse a NUL, because C libraries and logs would end the text there.
     if "\0" in text:
         raise InvalidRequest(f"{subject}: {quoted(text)} has a NUL in it")
     return str(text)

@@ -1,7 +1,7 @@
 """A daemon's address as one string: `unix:/path`, `tcp:HOST:PORT` or `tls:HOST:PORT` (IPv6: `tls:[::1]:PORT`).
 
 The parser also accepts `tls://HOST:PORT` and `tcp://HOST:PORT`, because people type URLs; addresses print without
-slashes. A fleet's address consists of those of its directories: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
+slashes. A fleet's address consists of its directories' addresses: `fleet:tls:HOST:PORT,tls:HOST:PORT`.
 """
 
 import errno
@@ -12,15 +12,16 @@ from gpulease.protocol.fast_dataclass import dataclass
 DEFAULT_ADDRESS: Final = "unix:/run/gpulease/gpuleased.sock"
 ADDRESS_VARIABLE: Final = "GPULEASE_ADDRESS"
 MAX_UNIX_PATH_BYTES: Final = 107
-"""The longest path in struct sockaddr_un (unix(7)). A longer one would fail later, with a less helpful error."""
+"""Length in bytes of the longest path in struct sockaddr_un (unix(7)). A longer one would fail later, with a less
+helpful error."""
 
 NOBODY_LISTENS: Final = frozenset({errno.ECONNREFUSED, errno.ENOENT})
 """Errors of connect(2) which show that no process listens at a Unix socket's path, so that a new socket may take it.
 Other errors, such as a full backlog or a missing permission, do not show that."""
 
 MAX_ADDRESS_CHARS: Final = 512
-"""The length of the string. The longest host name has 253 characters (RFC 1035, 2.3.4). A longer string is a
-mistake, and errors do not quote it."""
+"""Maximum number of characters of an address. The longest host name has 253 characters (RFC 1035, 2.3.4), so a longer
+string is a mistake. Errors do not quote all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class TcpAddress:
 
 @dataclass(frozen=True, slots=True)
 class TlsAddress:
-    """A TCP socket on which both ends present certificates (TLS 1.3, RFC 8446); `host` as in TcpAddress."""
+    """A TCP socket on which both ends present certificates (TLS 1.3, RFC 8446); `host` is as in TcpAddress."""
 
     host: str
     port: int
@@ -60,12 +61,13 @@ Address = UnixAddress | TcpAddress | TlsAddress
 FLEET_SCHEME: Final = "fleet:"
 
 MAX_DIRECTORIES: Final = 16
-"""Most directories of one fleet's address. A tenant tries one after the other; two to five are enough for any fleet."""
+"""Maximum number of directories in a fleet's address. A tenant tries one after the other; two to five are enough for
+any fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetAddress:
-    """A fleet, by the addresses of its directories: any of them answers for the fleet."""
+    """A fleet, named by the addresses of its directories. Any of them answers for the fleet."""
 
     directories: tuple[Address, ...]
 
@@ -110,7 +112,7 @@ def parse_fleet_address(text: str) -> FleetAddress:
     if len(parts) > MAX_DIRECTORIES:
         raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
     directories = tuple(parse_address(part) for part in parts)
-    # Refuse a directory that is given twice: it would be asked twice, and would hide that a fleet has only one.
+    # Refuse a directory that is named twice: it would be asked twice, and would hide that a fleet has only one.
     if len(set(directories)) < len(directories):
         raise ValueError(f"{text!r} names a directory twice")
     return FleetAddress(directories)
@@ -119,20 +121,20 @@ def parse_fleet_address(text: str) -> FleetAddress:
 def _parse_unix(text: str, path: str) -> UnixAddress:
     if not path.startswith("/"):
         raise ValueError(f"{text!r}: the path of a Unix socket must be absolute")
-    # Count bytes, not characters: the kernel's limit is for the encoded path.
+    # Count bytes, not characters, because the kernel's limit is for the encoded path.
     if len(path.encode()) > MAX_UNIX_PATH_BYTES or "\0" in path:
         raise ValueError(f"{text!r}: a Unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes and no NUL")
     return UnixAddress(path)
 
 
 def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
-    # The port comes after the last colon, so an IPv6 address may have more of them.
+    # The port follows the last colon; an IPv6 address has more colons before it.
     host, _, port = rest.removeprefix("//").rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise ValueError(f"{text!r}: write an IPv6 address in brackets, {scheme}:[::1]:PORT")
-    # `isdigit` alone would take digits of other scripts, which `int` reads too.
+    # `isdigit` alone would accept digits of other scripts, which `int` reads too.
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address: write {scheme}:HOST:PORT with a port from 0 to 65535")
     _check_host(text, host)
@@ -140,7 +142,10 @@ def _parse_host_and_port(text: str, scheme: str, rest: str) -> tuple[str, int]:
 
 
 def _check_host(text: str, host: str) -> None:
-    """Raise ValueError for a name that no look-up accepts: its look-up would not fail like that of an unknown name."""
+    """Raise ValueError for a name that no look-up accepts.
+
+    Looking it up would raise another kind of error than looking up an unknown name.
+    """
     try:
         # A NUL would end the name for the C library, and a slash shows that a URL's path was pasted with it. The IDNA
         # codec refuses empty and overlong labels (RFC 3490).

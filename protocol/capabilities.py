@@ -1,4 +1,4 @@
-"""The permissions of a token, and the way in which its holder narrows it: the parts that all sides must agree on.
+"""The permissions of a token, and how its holder narrows it: the parts on which all sides must agree.
 
 A token is opaque bytes to its carrier. Inside it is a Biscuit (biscuitsec.org, specification version 3): a block that
 the daemon signed, and any number of blocks that holders appended. An appended block can only take permissions away. A
@@ -76,16 +76,16 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
 
     Raises ValueError for a time that a daemon refuses, or for no permission at all.
     """
-    # A daemon's pattern has a bounded number of digits, so a token with a longer time could never be used.
+    # A daemon's pattern allows a bounded number of digits, so a token with a longer time could never be used.
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
         raise ValueError(f"{expires_ms} ms is not a time of a node's clock")
     source = f"check if time($t), $t <= {expires_ms};\n"
-    # Without permissions the block narrows only the time, and a reader assumes that all permissions are kept.
+    # Without permissions the block narrows only the time, and the daemon assumes that all permissions are kept.
     if permissions is None:
         return source
     if not permissions:
         raise ValueError("a token that permits nothing is of no use")
-    # Sort the names: the same permissions always give the same bytes, so a narrowing can be compared.
+    # Sort the names, so that the same permissions always give the same bytes.
     names = ", ".join(f'"{name}"' for name in sorted(names_of(permissions)))
     return f"{source}check if permission($p), {{{names}}}.contains($p);\n"
 

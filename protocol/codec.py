@@ -1,6 +1,7 @@
 """Converts bodies to payloads and back, by the construct definitions. A payload consists of exactly its body's bytes.
 
-The plain form of a definition is tried first. If it fails, construct decides, and says what is wrong.
+The plain form of a definition is tried first. If it fails, construct decides whether the body or payload is valid, and
+says what is wrong.
 """
 
 from typing import Any, Final, TypeVar
@@ -23,7 +24,7 @@ _BODIES: Final[set[type[Body]]] = {ErrorBody, *_REQUESTS.values(), *_REPLIES.val
 _SCHEMAS: Final[dict[type[Body], Any]] = {body: Record(body) for body in _BODIES}
 
 _GREETINGS: Final = frozenset({Hello, HelloReply, AttachReply})
-"""Bodies that begin a connection. Nearly all connections of a process send and receive the same ones."""
+"""Classes of the bodies that begin a connection. Nearly all connections of a process send and receive equal ones."""
 
 MAX_GREETING_BYTES: Final = 1024
 """Largest payload of a greeting that is kept."""
@@ -42,7 +43,7 @@ def build_body(body: Body) -> bytes:
     if is_greeting and (last := _last_built.get(kind)) is not None and last[1] == body:
         return last[0]
     schema = _SCHEMAS[kind]
-    # Step 1: try the plain form. It raises for everything that construct might refuse, so its success is final.
+    # Step 1: try the plain form. It raises for everything that construct might refuse, so its result is final.
     plain: bytes | None
     try:
         plain = schema.plain.write(body)
@@ -52,7 +53,7 @@ def build_body(body: Body) -> bytes:
         if is_greeting and len(plain) <= MAX_GREETING_BYTES:
             _last_built[kind] = plain, body
         return plain
-    # Step 2: use construct, for its verdict and its message. A value that the plain form refused wrongly is still
+    # Step 2: use construct, for its decision and its message. A value that the plain form refused without need is
     # encoded here.
     try:
         return bytes(schema.build(body))
@@ -65,11 +66,11 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     if not payload and kind is Empty:
         return _EMPTY  # type: ignore[return-value]
     schema, data = _SCHEMAS[kind], bytes(payload)
-    # Return the last body for the same bytes: a body can't change.
+    # For the same bytes, return the same body as before, because a body can't change.
     is_greeting = kind in _GREETINGS
     if is_greeting and (last := _last_parsed.get(kind)) is not None and last[0] == data:
         return last[1]  # type: ignore[return-value]
-    # Step 1: try the plain form, which must also have used every byte: a read past the payload's end gives another
+    # Step 1: try the plain form, which must also have used every byte. A read past the payload's end returns another
     # offset.
     try:
         body, end = schema.plain.read(data, 0)

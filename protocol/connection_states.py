@@ -1,4 +1,4 @@
-"""The states of a connection and the messages that change them: the same table for both peers, whichever side sends.
+"""The states of a connection and the messages that change them. The table is the same for both peers.
 
 `connection.py` describes the sequence.
 """
@@ -10,8 +10,9 @@ from typing import Final
 class State(Enum):
     """The state of a connection, by the latest message that either side sent.
 
-    OPENING: nothing was sent. GREETING: HELLO awaits its reply. CONTROL: the broker serves requests. ATTACHING: the
-    connection is on its way to a worker. SESSION: a worker serves requests. CLOSED: no more messages are taken or sent.
+    OPENING: nothing was sent. GREETING: HELLO was sent, and not its reply. CONTROL: the broker serves requests.
+    ATTACHING: the connection is on its way to a worker. SESSION: a worker serves requests. CLOSED: no more messages are
+    sent or accepted.
     """
 
     # States and triggers are looked up with each frame. `Enum` hashes the members' names, which is slow.
@@ -49,12 +50,12 @@ TRANSITIONS: Final[dict[tuple[State, WireTrigger], State]] = {
     (State.OPENING, WireTrigger.HELLO): State.GREETING,
     (State.GREETING, WireTrigger.HELLO_REPLY): State.CONTROL,
     (State.GREETING, WireTrigger.HELLO_REFUSED): State.CLOSED,
-    # Control requests do not change the state, in flight or answered.
+    # Control requests and their replies do not change the state.
     (State.CONTROL, WireTrigger.CONTROL_REQUEST): State.CONTROL,
     (State.CONTROL, WireTrigger.CONTROL_REPLY): State.CONTROL,
     (State.CONTROL, WireTrigger.PING): State.CONTROL,
     (State.CONTROL, WireTrigger.PING_REPLY): State.CONTROL,
-    # The broker answers a refused ATTACH itself and keeps the connection; a worker answers an accepted one.
+    # The broker answers an ATTACH that it refuses, and keeps the connection. A worker answers an accepted one.
     (State.CONTROL, WireTrigger.ATTACH): State.ATTACHING,
     (State.ATTACHING, WireTrigger.ATTACH_REPLY): State.SESSION,
     (State.ATTACHING, WireTrigger.ATTACH_REFUSED): State.CONTROL,

@@ -1,12 +1,12 @@
-"""Words for a number of things: "1 lease", "2 leases"."""
+"""Texts for a number of things: "1 lease", "2 leases"."""
 
 
 def counted(number: int, one: str, many: str = "") -> str:
     """Return "1 lease" or "2 leases".
 
     Args:
-        number: How many.
-        one: The noun in the singular, with its article or adjective.
-        many: Its plural; "" for `one` with an s.
+        number: The number of things.
+        one: The noun in the singular, perhaps with an adjective.
+        many: The noun in the plural; "" for `one` with an s.
     """
     return f"{number} {one if number == 1 else many or f'{one}s'}"

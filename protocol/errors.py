@@ -1,4 +1,4 @@
-"""The errors of the wire format, by the side at fault.
+"""The errors of the wire format, by the side that made the mistake.
 
     ProtocolError
     ├── LocalProtocolError      this side tried to send something that is not allowed
@@ -33,8 +33,8 @@ class RemoteProtocolError(ProtocolError):
 
 
 class FramingError(RemoteProtocolError):
-    """The header can't be trusted, so neither can what follows."""
+    """The header can't be trusted, so neither can the bytes after it."""
 
 
 class BodyError(RemoteProtocolError):
-    """A whole frame with a payload that does not fit its operation."""
+    """A complete frame has a payload that does not fit its operation."""

@@ -1,7 +1,7 @@
 """Makes foreign text safe for a log, a report or a terminal.
 
-A control character could clear the screen, forge a line or set the terminal's title (CWE-150); a bidirectional one
-could display a line in another order.
+A control character could clear the screen, forge a line or set the terminal's title (CWE-150). A bidirectional
+character could make a terminal display a line in another order.
 """
 
 
@@ -13,7 +13,7 @@ def printable(text: str, *, allowed: str = "", instead: str | None = None) -> st
         allowed: Characters that stay unchanged.
         instead: The replacement of each other character; None for its escape.
     """
-    # Return early, because nearly every text is printable: this test runs in C, the replacement below in Python.
+    # Test the whole text first. Nearly every text is printable, and this test runs in C, the replacement in Python.
     if text.isprintable():
         return text
     return "".join(
@@ -28,10 +28,10 @@ def escape(mark: str) -> str:
 
 
 def shortened(text: str, most_chars: int) -> str:
-    """Return text of at most `most_chars` characters; the last one of a text that was cut is an ellipsis."""
+    """Return text of at most `most_chars` characters. The last character of a text that was cut is an ellipsis."""
     return text if len(text) <= most_chars else f"{text[: most_chars - 1]}…"
 
 
 def encodable(text: str) -> str:
-    """Return text that UTF-8 can encode: lone surrogates, as in paths and certificates, are escaped (os.fsencode)."""
+    """Return text that UTF-8 can encode: lone surrogates, which paths and certificates may contain, are escaped."""
     return text.encode(errors="backslashreplace").decode()

@@ -6,13 +6,13 @@ from typing import Final
 
 _TEXT: Final = re.compile("[0-9a-fA-F]{32}")
 _INTEGER_KINDS: Final = frozenset("bcdeEfFgGnoxX%")
-"""The last letters of format specifications that ask for a number (Python's Format Specification Mini-Language)."""
+"""Last letters of format specifications for a number (Python's Format Specification Mini-Language)."""
 
 
 class LeaseId(int):
     """A lease's number, 128 bits, which prints as 32 hexadecimal digits.
 
-    A LeaseId compares, hashes and travels as an int. `json.dumps` writes every int in decimal digits: give it
+    A LeaseId is compared, hashed and sent like an int. `json.dumps` writes every int in decimal digits, so pass it
     `str(lease_id)`.
     """
 
@@ -34,7 +34,7 @@ class LeaseId(int):
 
 
 def lease_id_of(text: str) -> LeaseId:
-    """Return the id that a text of 32 hexadecimal digits names. Raises ValueError."""
+    """Return the id from a text of 32 hexadecimal digits. Raises ValueError."""
     if _TEXT.fullmatch(text) is None:
         raise ValueError(f"{text!r} is not a lease id, which has 32 hexadecimal digits")
     return LeaseId(text, 16)

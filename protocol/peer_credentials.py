@@ -6,16 +6,16 @@ from typing import Final, NamedTuple
 _UCRED: Final = struct.Struct("3i")
 
 UCRED_BYTES: Final = _UCRED.size
-"""Size of the kernel's `struct ucred`, to be passed to getsockopt(2)."""
+"""Size of the kernel's `struct ucred`, which getsockopt(2) needs."""
 
 
 class PeerCredentials(NamedTuple):
-    """The process that called connect(2), or that last called listen(2) on a listening socket, as of that call.
+    """The process that called connect(2), or last called listen(2) on a listening socket, at the time of that call.
 
     Attributes:
         pid: The process; 0 if it is in another pid namespace.
-        uid: Its effective user.
-        gid: Its effective group.
+        uid: The process's effective user.
+        gid: The process's effective group.
     """
 
     pid: int

@@ -1,4 +1,4 @@
-"""Sizes as people write them in settings, on command lines and in programs, and as sentences for people."""
+"""Sizes as people write them in settings, on command lines and in programs, and as texts for people."""
 
 import re
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from gpulease.protocol.counts import counted
 
 MAX_SIZE_DIGITS: Final = 18
-"""The digits before and after a size's point. More is a mistake, and may be a number that no computer holds."""
+"""Maximum number of digits before a size's point, and after it. More digits are a mistake."""
 
 _SIZE: Final = re.compile(
     rf"(\d{{1,{MAX_SIZE_DIGITS}}}(?:\.\d{{1,{MAX_SIZE_DIGITS}}})?)\s*(|[KMGT]I?B?|B)", re.IGNORECASE | re.ASCII
@@ -27,8 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(size_bytes: int) -> str:
-    """Return a number of bytes for people: the exact figure, and a rounded one where that helps."""
-    # Below one MiB the exact figure is short enough.
+    """Return a number of bytes for people: the exact figure, and from one MiB on also a rounded one."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size_bytes >= scale:
             return f"{size_bytes} bytes ({size_bytes / scale:.1f} {unit})"

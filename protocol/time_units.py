@@ -1,4 +1,4 @@
-"""Numbers that convert one unit of time into another, all exact integers."""
+"""Integers that convert one unit of time into another."""
 
 from typing import Final
 

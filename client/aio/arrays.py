@@ -80,12 +80,12 @@ async def make(session: SessionView, calls: Calls[T]) -> T:
     answer = None
     while True:
         try:
-            # Two kinds of steps: calls of the session, and procedures that only move bytes.
+            # A step is a call of the session or a procedure.
             step = calls.send(answer)
         except StopIteration as done:
             result: T = done.value
             return result
-        # A session's method runs in the caller's task: only that task may call it while the session records.
+        # Call a session's method in the caller's task, because only that task may call it while the session records.
         call = (
             getattr(session, step.method)(*step.args, **step.keywords)
             if isinstance(step, Call)

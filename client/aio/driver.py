@@ -71,7 +71,7 @@ async def drive_with_clean_up(clean_up: GrantCleanUp, procedure: Procedure[T], m
 
 
 async def ask(op: Opcode, body: Body, address: str | None = None) -> Any:
-    """Send one control request over a connection of its own; returns the body of the reply.
+    """Send one control request over a separate connection; return the body of the reply.
 
     Args:
         op: The opcode.
@@ -108,7 +108,7 @@ async def undisturbed(
     give_back: Callable[[T], Coroutine[Any, Any, None]] | None = None,
     lock: ConnectionLock | None = None,
 ) -> T:
-    """Run a coroutine in a task of its own, which continues to its end if the caller is cancelled; returns its result.
+    """Run a coroutine in a task that continues to its end if the caller is cancelled; return its result.
 
     The wire has no way to withdraw a request: its reply must be read before the connection can be used again.
 
@@ -122,18 +122,18 @@ async def undisturbed(
     results: list[T] = []
     task = _start_task(_store_result(work, results))
     try:
-        # shield(): cancelling the caller ends the wait, but not the task.
+        # Because of shield(), cancelling the caller ends the wait, but not the task.
         await asyncio.shield(task)
         return results.pop()
-    # The caller is gone. Whatever the task makes must be given back, or dropped with the task.
+    # The caller does not wait any more. What the task makes must be given back, or dropped with the task.
     except asyncio.CancelledError:
         _abandon(task, None if give_back is None else _give_back_when_done(task, results, give_back), lock)
         raise
     except GpuLeaseError as error:
         raise error.with_traceback(None)  # noqa: B904  # the same error, without the task's frames
     finally:
-        # The task refers to the error, and its traceback to this frame: a cycle, and a dropped lease would wait
-        # for the garbage collector.
+        # Break a cycle: the task refers to the error, whose traceback refers to this frame. Otherwise a dropped lease
+        # would wait for the garbage collector.
         del task, results
 
 
@@ -145,14 +145,14 @@ def _start_task(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 
 
 async def _store_result(work: Coroutine[Any, Any, T], results: list[T]) -> None:
-    # A task that is cancelled after its last wait loses its result; the list keeps it.
+    # A task that is cancelled after its last wait loses its result, so store that in the list.
     results.append(await work)
 
 
 def _abandon(
     task: "asyncio.Task[None]", giving_back: Coroutine[Any, Any, None] | None, lock: ConnectionLock | None
 ) -> None:
-    # A function of its own, so that the frame that raises refers to no task, and so to no result that should be
+    # This is a separate function, so that the frame that raises refers to no task, and so to no result that should be
     # dropped.
     clean_up = task if giving_back is None else _start_task(giving_back)
     if lock is not None:
@@ -163,10 +163,10 @@ async def _give_back_when_done(
     making: "asyncio.Task[None]", results: list[T], give_back: Callable[[T], Coroutine[Any, Any, None]]
 ) -> None:
     while not making.done():
-        # When the loop closes it cancels both tasks: the one that makes the result then ends on its own.
+        # A loop that closes cancels both tasks. Ignore that here, because the task that makes the result then ends.
         with suppress(asyncio.CancelledError):
             await asyncio.wait((making,))
-    # The operation finished after its caller had gone.
+    # The operation finished after its caller was cancelled.
     if results:
         await give_back(results.pop())
 
@@ -174,8 +174,7 @@ async def _give_back_when_done(
 def _on_task_end(task: "asyncio.Task[Any]") -> None:
     _tasks_in_progress.discard(task)
     if not task.cancelled():
-        # Retrieve the exception: otherwise the loop logs it as never retrieved, although its caller was cancelled on
-        # purpose.
+        # Retrieve the exception. Otherwise the loop logs that no one did, although the caller was cancelled on purpose.
         task.exception()
 
 
@@ -206,7 +205,7 @@ async def drive_at_once(lock: asyncio.Lock, operation: Callable[[], MaybePending
 
 
 def task_of(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Make a task of a coroutine. At whatever moment it is cancelled, it then no longer refers to the coroutine."""
+    """Make a task of a coroutine. Once the task is cancelled, it no longer refers to the coroutine."""
     task = asyncio.get_running_loop().create_task(_forgetting(work))
     # A task that is cancelled before its first step never starts `work`, and Python would warn that it was never
     # awaited.
@@ -247,9 +246,9 @@ class AsyncOpening(Coroutine[Any, Any, C]):
 
 
 async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
-    # From Python 3.12 on a cancelled task keeps its CancelledError, and with it the traceback. That refers to frames of
-    # the operation, hence to the lease, and to frames of the loop that cancels its tasks as it closes, hence to the
-    # task: a cycle that would keep the lease.
+    # From Python 3.12 on, a cancelled task keeps its CancelledError, and with it the traceback. The traceback refers to
+    # frames of the operation, and so to the lease. It also refers to frames of the loop that cancels its tasks as it
+    # closes, and so to the task. This cycle would keep the lease.
     try:
         return await work
     except asyncio.CancelledError as error:
@@ -257,7 +256,7 @@ async def _forgetting(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _wait(step: Wait) -> bool:
-    # The channel checks again before it sleeps: bytes may have come since the procedure decided to wait.
+    # The channel checks again before it sleeps, because bytes may have come since the procedure decided to wait.
     if not step.channel.doze(for_room=step.for_room):
         return True
     loop = asyncio.get_running_loop()
@@ -265,7 +264,7 @@ async def _wait(step: Wait) -> bool:
     fd = step.channel.sock.fileno()
     watches_room = step.for_room and step.channel.waits_for_room
     timer = loop.call_later(min(step.timeout_s, MAX_WAIT_S), _wake, ready, False)
-    # Whichever comes first resolves the future: bytes, room, or the time.
+    # The future is resolved by what happens first: bytes come, there is room, or the time is over.
     loop.add_reader(fd, _wake, ready, True)
     if watches_room:
         loop.add_writer(fd, _wake, ready, True)

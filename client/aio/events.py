@@ -32,8 +32,8 @@ class _Events(AsyncIterator[E], Generic[E]):
     async def __anext__(self) -> E:
         if not self._is_open:
             await drive(self._stream.open())
-            self._is_open = True  # not before: if open() is cancelled, the next call opens again
-        # The wait has no limit; `close` and the connection's end end it.
+            self._is_open = True  # not earlier: if open() is cancelled, the next call must open the stream
+        # This waits without a limit; `close` and the end of the connection end it.
         event = await drive(self._stream.next())
         if event is None:
             raise StopAsyncIteration
@@ -49,7 +49,7 @@ class _Events(AsyncIterator[E], Generic[E]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # Wake first: another task may still wait in `__anext__`.
+        # Wake the stream first, because another task may still wait in `__anext__`.
         self._stream.wake()
         self._stream.close()
 
@@ -101,7 +101,7 @@ class WarningWatch(_Watch):
     def __init__(self, stream: EventStream, on_warning: OnWarning) -> None:
         self.error: GpuLeaseError | None = None
         self._stream = stream
-        # task_of(): a cancelled task must not keep the stream and its connection alive.
+        # Use task_of(), because a cancelled task must not keep the stream and its connection alive.
         self._task = task_of(self._run(on_warning))
 
     async def stop(self) -> None:
@@ -120,7 +120,7 @@ class KeepAlive(_Watch):
     """Renews a lease until it is stopped, its `async with` block ends, the lease is freed, dropped or lost.
 
     When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
-    `on_loss`, leaving the block raises the error, unless the block is left by an exception of its own.
+    `on_loss`, leaving the block raises the error, unless the block is left by another exception.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
@@ -146,6 +146,7 @@ class KeepAlive(_Watch):
 
     async def _keep(self, lease: "weakref.ref[RenewableLease]", schedule: RenewalSchedule) -> None:
         self.loss = await drive(keep_renewed(lease, schedule))
+        # Report the loss here, once. The block does not raise it then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
@@ -156,7 +157,7 @@ def keep_alive(
     """Renew a lease or region in the background, each time three quarters of its granted time have passed.
 
     Args:
-        lease: The lease or region. It is held weakly: dropping it ends the renewals.
+        lease: The lease or region. It is referenced weakly, so dropping it ends the renewals.
         on_loss: Called once, from the task, with the error that says why the lease is lost.
         schedule: When to renew; the default is three quarters of the granted time.
     """

@@ -59,7 +59,7 @@ class Recorder:
         session = self._session
         graph = self._graph = Graph()
         try:
-            # The lock: no operation of another task may be in the middle of sending.
+            # Take the lock, because another task's operation may be in the middle of sending.
             async with session._lock:
                 # Until the block ends, the session's launches and copies go to the recording instead of the worker.
                 self._recording = Recording(session._session, asyncio.current_task)
@@ -78,11 +78,10 @@ class Recorder:
         except BaseException:
             self._end()  # interrupted: the session must not stay in recording
             raise
-        # The graph gets its handle only from make(), below: a block left by an error leaves it discarded.
+        # If an error left the block, the graph stays discarded; otherwise `make` below gives it a handle.
         self._graph.discarded()
         recording = self._recording
         if kind is None and recording is not None:
-            # Only now, with launches and copies going to the worker again.
             session = self._session._session
             await undisturbed(drive(session.graphs.make(self._graph, recording.record())))
 

@@ -59,7 +59,7 @@ class Kernel:
         Returns:
             The launch's number; 0 for an empty Triton grid, for which nothing is launched.
         """
-        # Compiling may take seconds: it runs in a thread, and the event loop continues.
+        # Compile in a thread, because that may take seconds, and the event loop must not be blocked.
         ready = await asyncio.to_thread(self._kernel.prepared, place, args, keywords)
         if ready.is_empty:
             return NOTHING_LAUNCHED
@@ -67,13 +67,13 @@ class Kernel:
         compiled = ready.compiled
         module = self._modules.get(compiled)
         if module is None:
-            # As in the blocking API: all variants are dropped at once beyond the limit.
+            # Drop all loaded variants at once, as in the blocking API.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[compiled] = await self._session.module_load(
                 checked_version(compiled.image, self._session.cuda_version)
             )
-        # A stream in the brackets, as numba allows, counts only if the call names none.
+        # Use a stream in the brackets, which numba allows, only if the call names none.
         put = (stream or ready.stream, regions, position)
         return await self._session.launch(*ready.on(module), *put, cooperative=compiled.is_cooperative)
 

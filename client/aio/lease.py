@@ -77,7 +77,7 @@ class GpuLease(LeaseView):
         by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session. The caller decides
         what to restore, and how often to try.
 
-        Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
+        Raises InvalidRequest if this lease has not ended, and the errors of `GpuBuilder.acquire`.
 
         Use `await` or `async with`, as for `GpuBuilder.acquire`.
         """
@@ -104,7 +104,7 @@ class GpuLease(LeaseView):
         await self._run(self._state.note(data))
 
     async def notes(self, several: Sequence[Mapping[str, Any]]) -> list[GpuLeaseError | None]:
-        """Write up to 256 records like `note`, all in flight together. No record is sent twice.
+        """Write up to 256 records like `note`, all at the same time. No record is sent twice.
 
         Returns one entry per record: None if it is on disk, else the error. Disconnected means that the record may or
         may not be in the log. Raises InvalidRequest for too many records, and the error of the lease's end if it has
@@ -139,11 +139,11 @@ class GpuLease(LeaseView):
             permissions: What the holder may do, such as `Permission.MEM_READ | Permission.TASKLET_SUBMIT`.
             audience: What `my_audience()` returned to the holder on this node; None for this program's own user.
             ttl_secs: The token's lifetime in seconds, at most 300 and never beyond the lease's deadline.
-            nonce: A 128-bit number that no other token of the lease has; the daemon draws one if 0.
+            nonce: A 128-bit number that no other token of the lease has; if 0, the daemon chooses one.
 
         Raises Denied if the daemon reserves one of the permissions for operators.
         """
-        # The request is checked before the connection's lock is taken: a wrong argument never waits for another task.
+        # Check the request before the lock is taken, so that a wrong argument never waits for another task.
         return await self._run(self._state.issue(issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)))
 
     async def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
@@ -177,8 +177,8 @@ class GpuLease(LeaseView):
             size: Bytes, or a string such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
             tenant: The tenant that may renew and free the region, in addition to this lease's tenant, who may always
                 renew and revoke it; None for this lease's tenant alone.
-            ttl_secs: Its lifetime in seconds, never beyond the lease's deadline; None for the time that the lease was
-                last granted.
+            ttl_secs: The region's lifetime in seconds, never beyond the lease's deadline; None for the time that the
+                lease was last granted.
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
 
@@ -187,7 +187,7 @@ class GpuLease(LeaseView):
         return AsyncOpening(self._region(size, tenant, ttl_secs))
 
     async def _region(self, size: int | str, tenant: str | None, ttl_secs: float | None) -> Region:
-        # If this is cancelled, the region is closed again in the background as soon as it was granted.
+        # If this is cancelled, the region is closed in the background as soon as it has been granted.
         clean_up = region_clean_up(self._state, tenant)
         opening = self._drive(with_clean_up(clean_up, open_region(clean_up, size, ttl_secs)))
         return Region(
@@ -295,7 +295,7 @@ class GpuLease(LeaseView):
         with suppress(*(() if kind is None else (GpuLeaseError,))):
             freeing = drive_with_clean_up(self._state.free_clean_up(), self._state.free_at_exit(), nothing)
             await undisturbed(freeing, lock=self._state.lock)
-        # Operations of cancelled callers still use the connection; the block ends after them.
+        # Operations of cancelled callers may still use the connection. Wait for them.
         await self._state.lock.wait_for_abandoned()
 
     async def _run(self, procedure: Procedure[T]) -> T:

@@ -20,12 +20,12 @@ class Module(ModuleBase):
         """Find a `__constant__` or `__device__` variable: a buffer for `mem_write`, `mem_read` and launches.
 
         Args:
-            name: Its name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable that no
-                kernel uses.
+            name: The variable's name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable
+                that no kernel uses.
 
         Raises InvalidHandle if the module has no such variable, Unsupported if the session's daemon is too old.
         """
-        # A variable is a buffer inside the module, so it lasts as long as that.
+        # A variable is a buffer inside the module, so it lasts as long as the module.
         return await undisturbed(drive(self._resources.variable(self, name)))
 
     async def kernel_figures(self) -> Mapping[str, KernelFigures]:

@@ -29,15 +29,18 @@ class Region(RegionView):
     __slots__ = ()
 
     async def renew(self, seconds: float) -> None:
-        """Move the deadline to at least `seconds` from now, but not beyond the lease's. If it has ended, raises how."""
+        """Move the deadline to at least `seconds` from now, up to the lease's. If it has ended, raises that error."""
         await self._run(self._state.renew(seconds))
 
     async def free(self) -> None:
-        """Free the region. When this returns, the session can't access its memory. If it had ended, raises how."""
+        """Free the region. On return, the session can't access its memory.
+
+        If it has ended already, raises that error.
+        """
         await self._run(self._state.free())
 
     async def revoke(self, reason: str = "revoked by its lease's tenant") -> RevokeOutcome | int:
-        """End the region, whoever uses it.
+        """End the region, even if it is in use.
 
         Args:
             reason: Reported to the region's tenant.
@@ -90,11 +93,11 @@ class Region(RegionView):
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
         reserved until the lease ends.
         """
-        # It was closed before; closing twice is harmless.
+        # Do nothing if it is closed already.
         if self.owner is None:
             return
         await self._run(close_with_clean_up(self._state))
-        # Without an owner it no longer belongs to the session, so launches and copies with it are refused.
+        # Without an owner the region no longer belongs to the session, so launches and copies with it are refused.
         self.owner = None
 
     async def __aenter__(self) -> Self:

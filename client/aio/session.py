@@ -66,7 +66,7 @@ class GpuSession(SessionView):
         """Describe a session, which `await` or `async with` opens.
 
         Args:
-            lease: The lease that it uses.
+            lease: The lease that the session uses.
             grant: A token of the lease. The session may do what the token permits, until the token expires. A token
                 opens one session.
             shared_memory: Whether to share memory with the worker; if not, all data goes through the socket.
@@ -113,7 +113,7 @@ class GpuSession(SessionView):
     async def _attached(
         cls, token: bytes | str | Grant | None, address: str | None, name: str | None, shared_memory: bool
     ) -> Self:
-        # The lease's own connection: it presents the token, or asks for the lease of `gpulease run`.
+        # Make a connection for the lease, which presents the token or asks for the lease of `gpulease run`.
         server, lock = address_of(address), asyncio.Lock()
         state = await drive(
             by_assignment(server, lock, name) if token is None else by_token(server, token_of(token), lock)
@@ -121,7 +121,7 @@ class GpuSession(SessionView):
         try:
             return await cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
-            # Nothing else refers to this connection yet.
+            # Close the connection, because nothing else refers to it yet.
             state.channel.close()
             raise
 
@@ -144,8 +144,8 @@ class GpuSession(SessionView):
 
         Args:
             buffer: The buffer.
-            name: The name under which any session of the lease finds it. Keeping it again under another name renames
-                it.
+            name: The name under which any session of the lease finds the buffer. Keeping the buffer again under another
+                name renames it.
 
         Raises:
             InvalidRequest: Another buffer is kept under that name.
@@ -162,7 +162,7 @@ class GpuSession(SessionView):
         return await self._run(self._session.kept.find(name))
 
     async def kept_names(self) -> dict[str, int]:
-        """List the buffers that the lease keeps: name to size in bytes. Raises Unsupported if the daemon is too old."""
+        """Return the sizes in bytes of all kept buffers, by name. Raises Unsupported if the daemon is too old."""
         return await self._run(self._session.kept.names())
 
     async def take(self, name: str) -> Buffer:
@@ -173,9 +173,10 @@ class GpuSession(SessionView):
         return await self._run(self._session.kept.take(name))
 
     async def reset(self) -> int:
-        """Wait as `sync` does, then free all memory that no open session holds; returns the number of bytes.
+        """Wait as `sync` does, then free all memory that no open session holds. Returns the number of bytes freed.
 
-        This frees the buffers that the lease keeps, what ended sessions left, and the reserved parts of ended regions.
+        This frees the buffers that the lease keeps, the memory that ended sessions left, and the reserved parts of
+        ended regions.
 
         Raises Denied unless the session may read and write memory and launch; Unsupported if the daemon is too old.
         """
@@ -186,7 +187,8 @@ class GpuSession(SessionView):
 
         Args:
             values: The elements.
-            dtype: The dtype to convert them to; theirs if None. "bfloat16" and "float8_..." come from ml_dtypes.
+            dtype: The dtype to convert the elements to; if None, they keep theirs. "bfloat16" and "float8_..." come
+                from ml_dtypes.
 
         Raises:
             InvalidRequest: The values are not an array of numbers, or have over 8 dimensions.
@@ -284,7 +286,7 @@ class GpuSession(SessionView):
 
         The compiler runs in a thread; the event loop continues.
         """
-        # Compile in a thread: it takes seconds, and the event loop must not be blocked.
+        # Compile in a thread, because that takes seconds, and the event loop must not be blocked.
         ptx = await asyncio.to_thread(ptx_of, source, options, arch or self._arch)
         return await self.module_load(checked_version(ptx, self.cuda_version))
 
@@ -357,11 +359,11 @@ class GpuSession(SessionView):
         cooperative: bool = False,
         cluster: Sequence[int] | None = None,
     ) -> int:
-        """Start a kernel; do not wait for it.
+        """Start a kernel, and do not wait for it.
 
         Args:
             module: The module that has the kernel.
-            kernel: Its name.
+            kernel: The kernel's name.
             grid: The number of blocks in one to three dimensions.
             block: The number of threads in one to three dimensions.
             args: KernelArgs, or a list of buffers, device arrays and numpy scalars, such as `[buffer, np.uint32(n),
@@ -383,11 +385,11 @@ class GpuSession(SessionView):
             LaunchFailed: The kernel can't be started, as far as the client can check: for example a float is given
                 where the PTX declares an integer.
         """
-        # As in `_begin`: the lock is released here if the launch was sent, otherwise by `_finish`.
+        # As in `_begin`, the lock is released here if the launch was sent, otherwise by `_finish`.
         await self._lock.acquire()
         number: MaybePending[int] = 0
         try:
-            # Three ways, as in the blocking API: with attributes, plain, and in regions.
+            # There are three operations, as in the blocking API: with attributes, plain, and in regions.
             if cooperative or cluster is not None:
                 attributes = LaunchAttributes(cooperative, cluster)
                 number = self._launches.launch_with(
@@ -455,10 +457,10 @@ class GpuSession(SessionView):
 
     async def close(self) -> None:
         """End the session; an operation that waits in another task fails. The lease continues."""
-        # Not opened, or closed in this task before.
+        # The session was not opened, or is closed already.
         if self._closing is None:
             return
-        # Another task's operation holds the lock and waits: wake it, so that it fails and releases the lock.
+        # If another task's operation holds the lock and waits, wake it, so that it fails and releases the lock.
         if self._lock.locked():
             self._session.attachment.wake()
         async with self._lock:
@@ -467,7 +469,7 @@ class GpuSession(SessionView):
     async def __aenter__(self) -> Self:
         if self._closing is None:
             try:
-                # Not `undisturbed`: cancelling the opening closes the connection, which ends the session.
+                # Do not use `undisturbed`: cancelling the opening closes the connection, which ends the session.
                 await drive(self._session.attach())
             except BaseException:
                 self._session.attachment.give_up()
@@ -500,8 +502,7 @@ class GpuSession(SessionView):
         await self._lock.acquire()
         remaining = None
         try:
-            # The operation is tried at once, under the lock. Only if it has to wait does it become a task, which keeps
-            # the lock.
+            # Try the operation at once, under the lock. Only if it has to wait, it becomes a task that keeps the lock.
             remaining = operation()
         except GpuLeaseError as error:
             raise error.with_traceback(None)  # noqa: B904  # as `drive` does
@@ -512,7 +513,7 @@ class GpuSession(SessionView):
             await undisturbed(self._finish(remaining))
 
     async def _finish(self, remaining: Procedure[T]) -> T:
-        # The caller acquired the lock, so that no other operation comes between its part and this one.
+        # The caller has acquired the lock, so that no other operation comes between its part and this one.
         try:
             return await drive(remaining)
         finally:

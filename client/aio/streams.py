@@ -64,7 +64,7 @@ class Stream(StreamHandle):
 
     async def close(self) -> None:
         """Free the stream now. Queued work still runs, and `GpuSession.sync` still waits for it."""
-        # It may have been closed before; closing twice is harmless.
+        # Do nothing if it is closed already.
         if self.owner is not None:
             await undisturbed(drive(self.streams("close").destroy(self)))
 
@@ -83,7 +83,7 @@ class Stream(StreamHandle):
 
 
 async def fence(streams: Streams, stream: Stream | None = None) -> None:
-    """Wait for a session's, or one stream's, last work within the lease's remaining time; raises what failed in it.
+    """Wait for the last work of a session, or of one stream, within the lease's remaining time. Raises its failure.
 
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
@@ -92,7 +92,7 @@ async def fence(streams: Streams, stream: Stream | None = None) -> None:
         return
     lock = streams.attachment.lock
     try:
-        # The wait for the lock counts, too: another task's operation may hold it.
+        # Waiting for the lock counts against the deadline, too, because another task's operation may hold it.
         async with asyncio.timeout(deadline.remaining_s()):
             await lock.acquire()
     except TimeoutError:

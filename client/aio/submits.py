@@ -18,7 +18,7 @@ class Submission(SubmissionBase):
         self._run = run
 
     async def launch(self) -> list[bytes]:
-        """Run the job and wait for its outputs. It can be run again.
+        """Run the job and wait for its outputs. The job can be run again.
 
         Returns:
             The bytes of each `out` and `inout` argument, in order.
@@ -36,7 +36,7 @@ class Submission(SubmissionBase):
 
         Cancelling the call ends the job.
         """
-        # Not `undisturbed`: cancelling closes the job's connection, which ends the job.
+        # Do not use `undisturbed`: cancelling closes the job's connection, which ends the job.
         return await drive(self._run(self))
 
 

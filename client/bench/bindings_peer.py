@@ -1,6 +1,6 @@
 """`python -m gpulease.client.bench.bindings_peer LAUNCHES SAMPLES`: the round trips with cuda-bindings, as JSON.
 
-No daemon and no lease: the calls of a program without gpulease, with its arguments packed once.
+It uses no daemon and no lease: these are the calls of a program without gpulease, which packs its arguments once.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ class BindingsCallFailed(Exception):
 
 
 def measure(launches: int, samples: int) -> dict[str, float]:
-    """Time the calls on the first card that this process sees. Raises DriverFailed and WrongResult."""
-    # The time of a program's own start: from cuInit to a context that has finished its first wait.
+    """Time the calls on the first card that this process sees. Raises BindingsCallFailed and WrongResult."""
+    # Measure a program's start: from cuInit until a context has finished its first wait.
     started = time.perf_counter()
     _checked(api.cuInit(0))
     card = _checked(api.cuDeviceGet(0))
@@ -45,7 +45,7 @@ def measure(launches: int, samples: int) -> dict[str, float]:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The result of a call, without its status. Raises DriverFailed."""
+    """The result of a call, without its status. Raises BindingsCallFailed."""
     if answer[0]:
         raise BindingsCallFailed(str(answer[0]))
     return answer[1] if len(answer) > 1 else None
@@ -58,7 +58,7 @@ def _alloc_and_free() -> None:
 
 
 def _open_calls() -> Calls:
-    # The handles first, then the memory: the timed allocations come after OTHER_BYTES of another one.
+    # Allocate OTHER_BYTES first, so that the timed allocations are not the process's first ones.
     text = ctypes.create_string_buffer(kernel_text())
     module = _checked(api.cuModuleLoadData(ctypes.addressof(text)))
     function = _checked(api.cuModuleGetFunction(module, b"count"))
@@ -67,11 +67,11 @@ def _open_calls() -> Calls:
         _checked(api.cuMemAlloc(size)) for size in (THREADS * 4, SMALL_COPY_BYTES, PINNED_BYTES)
     )
     _checked(api.cuMemsetD8(counters, 0, THREADS * 4))
-    # Two kinds of host memory: an ordinary array, and pinned memory that the driver allocates.
+    # Use two kinds of host memory: an ordinary array, and pinned memory that the driver allocates.
     small, counts = np.empty(SMALL_COPY_BYTES, np.uint8), np.empty(THREADS, np.uint32)
     pinned_address = int(_checked(api.cuMemHostAlloc(PINNED_BYTES, 0)))
     pinned = np.ctypeslib.as_array((ctypes.c_uint8 * PINNED_BYTES).from_address(pinned_address))
-    # Pack the arguments once: a launch passes an array of pointers to their values.
+    # Pack the arguments once. A launch passes an array of pointers to their values.
     values = ctypes.c_uint64(int(counters)), ctypes.c_uint32(THREADS), ctypes.c_uint32(STEP)
     pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     packed, small_address = ctypes.addressof(pointers), small.ctypes.data

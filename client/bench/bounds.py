@@ -148,7 +148,7 @@ def _bound(name: str, promise: Mapping[str, Any], row: Mapping[str, Any]) -> Bou
     if len(limits) != 1:
         raise ValueError(f"{name}: it must have either at_most or at_least")
     is_least, limit, goal = limits == ["at_least"], float(row[limits[0]]), row.get("goal")
-    # Step 2: the bound. A ratio has no unit of its own.
+    # Step 2: make the bound. A ratio has the unit "x".
     unit = "x" if "of" in row else str(promise["unit"])
     bound = Bound(
         name,

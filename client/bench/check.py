@@ -28,7 +28,8 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 from gpulease.client.console.private_daemon import running_address
 
 AGAIN_S: Final = 75.0
-"""Longest time for measuring parts again, in seconds: a host that misses much must not take much longer than others."""
+"""Longest time for measuring parts again, in seconds. Stops a run on a host that misses many bounds from taking much
+longer than others."""
 
 MAX_FILE_BYTES: Final = 1 << 20
 """Largest earlier file that is read, in bytes; a run's file has 20 KiB. Stops a wrong path from filling memory."""
@@ -45,7 +46,7 @@ def measure_promises(driver: str, log: LogLine, warn: LogLine) -> dict[str, Any]
     Raises MissingPrerequisite if the running daemon has another driver, or a prerequisite is missing.
     """
     require_decode()
-    # A private daemon can be reached in all ways, so the parts that need that share it.
+    # Without a running daemon, one private daemon serves both the parts that need TCP and TLS and those that take any.
     has_running = running_address() is not None
     run: _Run | None = None
 
@@ -104,13 +105,13 @@ class _Run:
 
 
 def check_promises(report: Mapping[str, Any]) -> list[BoundOutcome]:
-    """How a report keeps the bounds of its driver."""
+    """The outcomes of a report for its driver's bounds."""
     return outcomes(load_bounds(report["driver"]), report)
 
 
 def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier run's report. Raises MissingPrerequisite if the file is not one, or is of another kind of card."""
-    # One byte more than allowed shows that the file is too large.
+    """An earlier run's report. Raises MissingPrerequisite if the file has none, or one of another kind of card."""
+    # Read one byte more than allowed, to notice a file that is too large.
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
@@ -133,7 +134,7 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fallen(now: list[BoundOutcome], before: Mapping[str, BoundOutcome]) -> list[Bound]:
-    """The bounds with a value that is worse than the earlier run's, by `bounds.FALL` or more."""
+    """The bounds whose value is worse than in the earlier run, by `bounds.FALL` or more."""
     return [
         promise.bound
         for promise in now

@@ -49,11 +49,11 @@ BATCHES: Final = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 DECODER_BATCHES: Final = {"cuda": (8, 64), "cpu": (8,)}
 DECODER_S: Final = 2.0
 CONTEXT: Final = 128
-"""Sizes of a run: less than five minutes on a card, one on the embedded driver."""
+"""Sizes of a run, chosen so that it takes less than five minutes on a card, and one on the embedded driver."""
 
 
 class DaemonKind(Enum):
-    """The requirements that a part has for the daemon on which it is measured."""
+    """The daemon that a part needs to be measured on."""
 
     ANY = "the running one, or a private one"
     REACHABLE = "one that listens for TCP and TLS"
@@ -88,8 +88,8 @@ class CheckPart:
 
     Attributes:
         name: The first key of its figures' paths.
-        text: What it measures.
-        kind: The daemon that it needs.
+        text: A description of what it measures.
+        kind: The kind of daemon that it needs.
         measure: Returns its figures.
     """
 
@@ -101,7 +101,7 @@ class CheckPart:
 
 @contextlib.contextmanager
 def daemon_of(kind: DaemonKind, driver: str, log: LogLine, warn: LogLine) -> Iterator[MeasuredDaemon]:
-    """The daemon for parts of a kind, until the block ends. Raises MissingPrerequisite."""
+    """Provide the daemon for parts of a kind, until the block ends. Raises MissingPrerequisite."""
     with contextlib.ExitStack() as stack:
         tcp = tls = ""
         running = running_address() if kind is DaemonKind.ANY else None
@@ -121,7 +121,8 @@ def daemon_of(kind: DaemonKind, driver: str, log: LogLine, warn: LogLine) -> Ite
 
 def _session(daemon: MeasuredDaemon) -> Mapping[str, Any]:
     driver, address = daemon.driver, daemon.address
-    # Only the embedded driver's bounds include the socket: its copies would take a card's run half a minute.
+    # Only the embedded driver's bounds include the socket. On a card, copies through the socket would take half a
+    # minute.
     rounds = session_rounds(address, driver, ROUNDS[driver], LAUNCHES[driver], daemon.log, has_socket=driver == "cpu")
     return {**rounds, "fresh": fresh_copies(address, max(copy_sizes(driver)))}
 
@@ -136,7 +137,7 @@ def _gate(daemon: MeasuredDaemon) -> Mapping[str, Any]:
 
 
 def _remote(daemon: MeasuredDaemon) -> Mapping[str, Any]:
-    # Each is compared with another program's stream: a plain one, and openssl's.
+    # Compare each way with the stream of another program: a plain one for TCP, and openssl's for TLS.
     ways: dict[str, Callable[[], Figures]] = {
         "tcp": lambda: bulk_copies(daemon.tcp, COPY_SIZES),
         "stream": lambda: stream_rates(COPY_SIZES),
@@ -144,12 +145,12 @@ def _remote(daemon: MeasuredDaemon) -> Mapping[str, Any]:
     if daemon.tls:
         ways["tls"] = lambda: bulk_copies(daemon.tls, COPY_SIZES)
         ways["openssl"] = _openssl_rates
-    # In turn, in each round, so that a change of the host's speed affects all.
+    # Measure the ways in turn in each round, so that a change of the host's speed affects all.
     rounds: dict[str, list[Figures]] = {way: [] for way in ways}
     for _ in range(ROUNDS[daemon.driver]):
         for way, measure in ways.items():
             rounds[way].append(measure())
-    # Where openssl is missing or fails, its rounds are empty.
+    # If openssl is missing or fails, its rounds are empty.
     measured = {way: [figures for figures in each if figures] for way, each in rounds.items()}
     return {way: medians(each) if each else {} for way, each in measured.items()}
 
@@ -165,7 +166,7 @@ def _regions(daemon: MeasuredDaemon) -> Mapping[str, Any]:
 
 def _round_trips(daemon: MeasuredDaemon) -> Mapping[str, Any]:
     driver = daemon.driver
-    # The other callers of the driver are compared by `--round-trips`: no bound is a ratio to theirs.
+    # Only `--round-trips` compares the other callers of the driver, because no bound is a ratio to their figures.
     report = measure_with_peers(
         daemon.address, daemon.card, ROUNDS[driver], LAUNCHES[driver], SAMPLES, daemon.log, (LEASED, C)
     )
@@ -195,12 +196,12 @@ def _decode(daemon: MeasuredDaemon) -> Mapping[str, Any]:
     steps: dict[str, dict[str, Figures]] = {"step": {}, "direct": {}, "torch": {}}
 
     def keep(figure: Mapping[str, object]) -> None:
-        # Keep only steps, by the way in which they ran: other figures have no bound.
+        # Keep only the figures of steps, by how the steps ran, because others have no bound.
         kind, batch, took_ms = (figure.get(key) for key in ("figure", "batch", "ms"))
         if kind in steps and batch is not None and isinstance(took_ms, float):
             steps[str(kind)][str(batch)] = {"ms": took_ms}
 
-    # The kernels alone are not promised, so their times are left out.
+    # Do not time the kernels alone, because nothing is promised about them.
     driver = daemon.driver
     plan = DecodePlan((SHAPES[driver],), BATCHES[driver], (CONTEXT,), ("decode_torch",), times_kernels=False)
     measure_decode(daemon.address, plan, keep, daemon.log)
@@ -261,4 +262,5 @@ PARTS: Final = (
         "gateway", "requests of one lease each, the tenant's own contexts used again", DaemonKind.RECYCLING, _gateway
     ),
 )
-"""All parts, those of one daemon in a row. `decode` is before `rebind`: that is compared with a decode step."""
+"""All parts; those of one daemon follow each other. `decode` is before `rebind`, which is compared with a decode step.
+"""

@@ -92,7 +92,7 @@ async def _print_copies(address: str) -> None:
     async with _lease(address, COPIED_BYTES) as lease, GpuSession(lease) as session:
         buffer = await session.mem_alloc(COPIED_BYTES)
         ordinary, shared = np.ones(COPIED_BYTES, np.uint8), session.empty(ARENA_BYTES, np.uint8)
-        # Touch every page: memory that was never written costs a fault at its first copy.
+        # Touch every page, because memory that was never written causes a page fault at its first copy.
         shared[:] = 1
         for name, values in (("ordinary memory", ordinary), ("the arena", shared)):
             figure = {"figure": "mem_write", "of": name, "bytes": values.nbytes}

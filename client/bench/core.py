@@ -1,4 +1,4 @@
-"""Measures the lease core alone: ten thousand leases without their processes."""
+"""Measures the lease core alone, with ten thousand leases without processes."""
 
 import json
 import subprocess
@@ -10,14 +10,14 @@ from gpulease.client.console.exit_status import MissingPrerequisite
 
 LEASES: Final = 10_000
 TIMEOUT_S: Final = 300
-"""Longest time for one run, in seconds. Stops a core that hangs from hanging the benchmark."""
+"""Longest time for one run, in seconds. Stops a core that hangs from blocking the benchmark."""
 
 KEPT: Final = ((), ("journal",), ("audit",), ("journal", "audit"), ("journal", "audit", "log"))
-"""Records that the daemon keeps in each run. The log is complete then: every event of each tenant is logged."""
+"""The records that the daemon keeps in each run. "log" is a complete log, with every event of each tenant."""
 
 
 def measure_core(leases: int) -> dict[str, dict[str, float]]:
-    """Measure the core once for each set of KEPT; returns the figures by the set's name. Raises MissingPrerequisite."""
+    """Measure the core once for each set in KEPT. Returns the figures by the set's name. Raises MissingPrerequisite."""
     return {" + ".join(kinds) or "nothing kept": core_figures(leases, kinds) for kinds in KEPT}
 
 
@@ -31,8 +31,8 @@ def keeps_core_bounds(figures: dict[str, dict[str, float]]) -> bool:
 
 
 def core_figures(leases: int, kinds: tuple[str, ...], *, has_expiry: bool = True) -> dict[str, float]:
-    """Measure one run, in a process of its own; how late leases expire only if asked. Raises MissingPrerequisite."""
-    # A process of its own: the client imports nothing of the daemon.
+    """Measure one run, and with `has_expiry` also how late leases expire. Raises MissingPrerequisite."""
+    # Measure in a separate process, because the client imports nothing of the daemon.
     command = [sys.executable, "-P", "-m", "gpulease.daemon.bench.lease_table"]
     command += [*([] if has_expiry else ["--no-expiry"]), str(leases), *kinds]
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False)

@@ -112,7 +112,7 @@ class DirectSession:
 
     async def mem_write(self, buffer: Buffer, offset: int, data: Any) -> None:
         """Copy bytes to the card, from byte `offset` of the buffer on."""
-        # Flat bytes: the driver takes an address and a length.
+        # Make a flat array, because the driver takes an address and a length.
         source = np.frombuffer(memoryview(data).cast("B"), np.uint8)
         self.call("cuMemcpyHtoD", buffer.handle + offset, source.ctypes.data, source.nbytes)
 
@@ -227,7 +227,7 @@ class DirectEngine:
     async def _capture(self) -> None:
         session, forward = self._session, self._forward
         self._session.call("cuCtxSynchronize")
-        # A graph for each number of rows and each of the two streams: its copies have fixed addresses.
+        # Make a graph for each number of rows in each of the two streams: a graph's copies have fixed addresses.
         for parity, stream in enumerate(self._streams):
             rows_address, results_address = self._rows[parity].ctypes.data, self._results[parity].ctypes.data
             for bucket in self._buckets:
@@ -280,7 +280,7 @@ if __name__ == "__main__":
     # Arguments as the parent process passed them.
     shape, target, batches, contexts = sys.argv[1:]
     try:
-        # Without a driver this is not a failure: the run's other figures are still worth printing.
+        # A missing driver is not a failure, because the run's other figures are still worth printing.
         api = cuda_driver()
     except NoDriver as error:
         print_figures({"figure": "direct", "shape": shape, "skipped": str(error)})

@@ -114,7 +114,7 @@ def variants(launch: KernelLaunch, target: str) -> Iterator[KernelLaunch]:
         if "chunk" not in values:
             yield KernelLaunch(name, grid_of(name, rows, count), **values)
             continue
-        # The parts' sums need room in a buffer of the engine: leave out what does not fit.
+        # The parts' sums need room in a buffer of the engine. Leave out a number of parts that does not fit.
         parts = values["parts"]
         assert isinstance(parts, Buffer)
         for chunk in _chunks(columns, _whole(launch, "chunk")):
@@ -152,7 +152,7 @@ def _whole(launch: KernelLaunch, name: str) -> int:
 
 
 async def _give_rows(engine: DecodeEngine, blocks: RowBlocks, batch: int, context: int) -> None:
-    # Rows must be valid: kernels follow their tables and blocks.
+    # Rows must be valid, because kernels follow their tables and blocks.
     rows = decode_rows(blocks, engine.limits, batch, context)
     await engine.session.mem_write(engine.forward.rows, 0, rows)
 

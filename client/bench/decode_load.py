@@ -124,7 +124,7 @@ class DecodeClient:
         self._max_tokens = max_tokens
 
     async def complete(self, key: str, prompt: str, seed: int, outcome: RequestOutcome) -> None:
-        """Send one request, and record in `outcome` what comes back."""
+        """Send one request, and record the reply in `outcome`."""
         # With log-probabilities a reply lists its tokens; one object of a stream may have several.
         request = {"prompt": prompt, "max_tokens": self._max_tokens, "seed": seed, "stream": True, "logprobs": 0}
         try:

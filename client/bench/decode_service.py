@@ -137,7 +137,7 @@ class _Service:
             while True:
                 output_tokens = await self.output(tenant, number, length, tokens)
                 counts["outputs"] += 1
-                # The same request must give the same output each time, whatever was revoked meanwhile.
+                # The same request must give the same output each time, even if regions were revoked meanwhile.
                 counts["wrong_outputs"] += outputs.setdefault((tenant, number), output_tokens) != output_tokens
 
         tasks = [asyncio.create_task(repeat(tenant, number)) for tenant in tenants for number in range(per_tenant)]
@@ -262,7 +262,7 @@ class _ReplayedSteps:
         self._engine, self._count, live = service.decoder.engine, count, service.live()
         self._pools = [service.decoder.regions.pools[sequence.tenant.config.id] for sequence in live]
         self._first = np.array(first)
-        # Blocks before a sequence's window are free again: its rows take the region's first block instead.
+        # Blocks before a sequence's window are free. Its rows name the region's first block instead.
         max_blocks = max(len(sequence.blocks) for sequence in live)
         self._blocks = np.array(
             [sequence.blocks + [0] * (max_blocks - len(sequence.blocks)) for sequence in live]
@@ -316,7 +316,7 @@ async def survivors(service: _Service, names: Sequence[str], for_s: float) -> di
         for name, gaps_s in gaps.items()
         for label, part in (("p50", 50), ("p99", 99), ("worst", 100))
     }
-    # The ratio is what matters: it does not depend on the card's speed.
+    # The ratio matters most, because it does not depend on the card's speed.
     ratio = figures["revoking_p99_ms"] / figures["quiet_p99_ms"]
     return {"figure": "survivors' inter-token"} | figures | {"p99_ratio": ratio} | counts
 
@@ -370,7 +370,7 @@ def _sequences_per_tenant(service: _Service) -> int:
 async def _until_idle(service: _Service) -> None:
     """Wait until nothing is served, and every tenant has its region."""
     scheduler, decoder = service.decoder.scheduler, service.decoder
-    # First the requests, then the regions: a revoked one is opened again in the background.
+    # Wait for the requests, then for the regions, because revoked ones are opened again in the background.
     await _until(lambda: not (scheduler.live_sequences or scheduler.waiting_requests or decoder.engine.steps_under_way))
     await _until(lambda: len(decoder.regions.pools) == TENANTS)
 

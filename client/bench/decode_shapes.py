@@ -12,4 +12,4 @@ SHAPES: Final = {
     ),
     "llama-8b": ModelConfig(Family.LLAMA, 32, 4096, 32, 8, 128, 14336, 128256, 131072, 500_000.0, 1e-5, is_tied=False),
 }
-"""Llama-3.2-1B, Qwen3-0.6B, Llama-3.1-8B, and one for a machine without a card."""
+"""The shapes of Llama-3.2-1B, Qwen3-0.6B and Llama-3.1-8B, and one for a machine without a card."""

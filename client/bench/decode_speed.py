@@ -140,8 +140,8 @@ def _with_comparison(figure: Figure, steps: Steps) -> Figure:
 
 
 def _figures_of(module: str, shape: str, target: str, plan: DecodePlan) -> Iterator[Figure]:
-    """Yield the figures that a module prints in a process of its own, and one with the reason if some are missing."""
-    # Arguments as the modules take them: a shape, an architecture if there is one, batches, contexts.
+    """Yield the figures that a module prints in a separate process, and one with the reason if some are missing."""
+    # The modules' arguments are a shape, an architecture if there is one, batches and contexts.
     lists = [",".join(map(str, values)) for values in (plan.batches, plan.contexts)]
     arguments = [word for word in (shape, target, *lists) if word]
     command = [sys.executable, "-P", "-m", f"gpulease.client.bench.{module}", *arguments]
@@ -175,7 +175,7 @@ async def measure(address: str, shape: str, plan: DecodePlan, report: Report = p
         report({"figure": "memory", "shape": shape, "bytes_per_s": rate})
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
-            # One pool for all rows; each sequence has blocks of its own in it.
+            # Use one pool for all rows. Each sequence has its own blocks in it.
             pool = await engine.open_pool(count)
             blocks = RowBlocks(pool.region.address, pool.blocks)
             await engine.session.mem_write(engine.forward.tables, 0, block_tables(limits))

@@ -1,4 +1,4 @@
-"""Steps of random rows with which the decode engine is measured: their rows, and the loop that times them."""
+"""Steps of random rows, with which the decode engine is measured: makes the rows, and times the steps."""
 
 import hashlib
 import time
@@ -19,14 +19,14 @@ SEED: Final = 1
 
 WARM_STEPS: Final = 5
 STEPS: Final = 40
-"""Steps of each figure; two are in progress at a time, as under a decoder."""
+"""Number of steps for each figure; two are in progress at a time, as in a decoder."""
 
 
 class Stepper(Protocol):
-    """The part of an engine that timing its steps uses."""
+    """The part of an engine that is needed to time its steps."""
 
     async def start(self, rows: Rows, pools: Iterable[Any]) -> int:
-        """Start a step after those in progress; do not wait for it."""
+        """Start a step after those in progress, and do not wait for it."""
 
     async def finish(self) -> Results:
         """Wait for the oldest step in progress. Returns RESULT records."""
@@ -37,8 +37,8 @@ class RowBlocks:
     """Blocks of keys and values that rows name.
 
     Attributes:
-        address: Where they begin on the card.
-        count: Their number.
+        address: Where the blocks begin on the card.
+        count: Number of blocks.
     """
 
     address: int
@@ -63,8 +63,8 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 
 def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:
-    """Limits that fit all steps of these batches and contexts, and a prompt's step."""
-    # Positions for every step that is timed, since each one adds a token.
+    """Limits that suffice for all steps of these batches and contexts, and for a prompt's step."""
+    # Allow a position for every step, since each one adds a token.
     max_batch = max(batches)
     return StepLimits(max(max_batch, PREFILL), max_batch, max(contexts) + WARM_STEPS + STEPS)
 
@@ -76,7 +76,7 @@ def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":
 
 def decode_rows(blocks: RowBlocks, limits: StepLimits, batch: int, context: int) -> Rows:
     """The rows of a step of `batch` sequences at the position `context`."""
-    # All rows at the same position, each of another sequence; the block follows from both.
+    # Each row belongs to another sequence, and all are at the same position.
     rows = _rows(blocks, batch)
     rows["position"], rows["table"] = context, np.arange(batch)
     rows["block"] = rows["table"] * limits.table_blocks + context // PAGE
@@ -84,7 +84,7 @@ def decode_rows(blocks: RowBlocks, limits: StepLimits, batch: int, context: int)
 
 
 def prompt_rows(blocks: RowBlocks, limits: StepLimits) -> Rows:
-    """The rows of a step of one prompt, at most as many as a sequence has positions."""
+    """The rows of a step that computes one prompt: PREFILL rows, or as many as a sequence has positions."""
     rows = _rows(blocks, min(PREFILL, limits.positions))
     rows["position"] = np.arange(len(rows))
     rows["block"] = rows["position"] // PAGE
@@ -92,7 +92,7 @@ def prompt_rows(blocks: RowBlocks, limits: StepLimits) -> Rows:
 
 
 def _rows(blocks: RowBlocks, count: int) -> Rows:
-    # A token per row and no sampling choice: what a row computes depends on these fields alone.
+    # What a row computes depends only on these fields: it samples nothing.
     rows = np.zeros(count, ROW)
     rows["token"], rows["source"], rows["top_p"] = np.arange(count) + 5, NO_ROW, 1
     rows["base"], rows["blocks"] = blocks.address, blocks.count
@@ -101,7 +101,7 @@ def _rows(blocks: RowBlocks, count: int) -> Rows:
 
 async def step_time(engine: Stepper, rows: Rows, pools: Iterable[Any]) -> StepTime:
     """The time of a step of these rows, with two in progress."""
-    # Two steps in progress from here on, so that each finish() overlaps with the next step.
+    # Keep two steps in progress from here on, so that each finish() overlaps with the next step.
     await engine.start(rows, pools)
     for _ in range(WARM_STEPS):
         await engine.start(rows, pools)

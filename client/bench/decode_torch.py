@@ -2,8 +2,8 @@
 
     python -m gpulease.client.bench.decode_torch SHAPE BATCH,... CONTEXT,...
 
-Linear layers use cuBLAS, attention is torch's; the keys and values of each sequence are contiguous. This is the loop
-that a user without an engine would write. Sampling takes the highest logit.
+Linear layers use cuBLAS, and attention is torch's. The keys and values of each sequence are contiguous. Sampling takes
+the highest logit. This is the loop that a user without an engine would write.
 """
 
 import math
@@ -34,7 +34,7 @@ class TorchModel:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         width, heads = config.width, config.heads * config.head_width
-        # Weights joined as engines do it: queries, keys and values in one matrix, gate and up in another.
+        # Join weights as engines do: queries, keys and values in one matrix, gate and up in another.
         columns = heads + 2 * config.key_heads * config.head_width
         shapes = ((columns, width), (width, heads), (2 * config.inner_width, width), (width, config.inner_width))
         self.layers = [[_weights(*shape) for shape in shapes] for _ in range(config.layers)]
@@ -55,22 +55,21 @@ class TorchModel:
         return F.rms_norm(x, (self.config.width,), self.norm, self.config.norm_epsilon)
 
     def step(self, tokens: Any, keys: Sequence[Any], values: Sequence[Any]) -> None:
-        """Compute the next token of each sequence, at the last position of `keys` and `values`, in place."""
+        """Replace each token by its sequence's next one. The tokens are at the last position of `keys` and `values`."""
         config, batch = self.config, len(tokens)
         heads, key_heads, inner = config.heads, config.key_heads, config.inner_width
-        # One row per sequence through all layers.
         h = self.embedding[tokens]
         for (qkv, output, gate_up, down), key, value in zip(self.layers, keys, values, strict=True):
             y = F.linear(self.normalise(h), qkv).view(batch, heads + 2 * key_heads, 1, config.head_width)
-            # Queries and keys in one pass: half as many kernels as one after the other.
+            # Rotate queries and keys in one pass, which takes half as many kernels as two passes.
             q, k = self.rotate(y[:, : heads + key_heads]).split([heads, key_heads], 1)
-            # The new key and value go to the last position; attention reads all of them.
+            # Store the new key and value at the last position; attention reads all positions.
             key[:, :, -1:], value[:, :, -1:] = k, y[:, heads + key_heads :]
             attended = F.scaled_dot_product_attention(q, key, value, enable_gqa=True)
             h = h + F.linear(attended.reshape(batch, -1), output)
             gates = F.linear(self.normalise(h), gate_up)
             h = h + F.linear(F.silu(gates[:, :inner]) * gates[:, inner:], down)
-        # In place, so that a graph's next replay finds them.
+        # Write in place, so that a graph's next replay reads the new tokens.
         tokens.copy_(F.linear(self.normalise(h), self.embedding).argmax(-1))
 
 
@@ -78,7 +77,7 @@ def model_step_s(model: TorchModel, batch: int, context: int) -> float:
     """Seconds per step of the model, as a CUDA graph."""
     config = model.config
     shape = (batch, config.key_heads, context, config.head_width)
-    # Keys and values of `context` positions for each layer, of random contents.
+    # Make random keys and values of `context` positions for each layer.
     caches = [
         [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for _ in range(config.layers)] for _ in range(2)
     ]
@@ -90,7 +89,7 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
     """Seconds per call of `step`, over STEPS calls after WARM_STEPS."""
     for _ in range(WARM_STEPS):
         step()
-    # Everything before the clock has finished; the same holds when it stops.
+    # Wait for everything before the clock starts, and again before it stops.
     fence()
     begin_s = time.perf_counter()
     for _ in range(STEPS):
@@ -101,7 +100,7 @@ def step_s(step: Callable[[], object], fence: Callable[[], object]) -> float:
 
 def recorded(step: Callable[[], object]) -> Callable[[], object]:
     """The replay of a step, recorded as a CUDA graph."""
-    # A warm-up on another stream, as CUDA graphs in torch require.
+    # Warm up on another stream, as CUDA graphs in torch require.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -116,7 +115,7 @@ def recorded(step: Callable[[], object]) -> Callable[[], object]:
 
 if __name__ == "__main__":
     name, batches, contexts = sys.argv[1:]
-    # Inference only: no memory for gradients.
+    # Use no memory for gradients.
     with torch.no_grad():
         model = TorchModel(SHAPES[name])
         for context in numbers_of(contexts):

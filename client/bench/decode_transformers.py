@@ -2,8 +2,8 @@
 
     python -m gpulease.client.bench.decode_transformers SHAPE BATCH,... CONTEXT,...
 
-Weights are random, in bf16; attention is torch's. Steps are first called one by one, as `generate` does without
-compilation. Then all are measured again as a CUDA graph of such a call. Sampling takes the highest logit.
+Weights are random, in bf16; attention is torch's. Sampling takes the highest logit. Steps are first called one by one,
+as `generate` does without compilation. Then all are measured again, each as a CUDA graph of such a call.
 """
 
 import sys
@@ -20,15 +20,14 @@ from gpulease.client.bench.figures import print_figures
 from gpulease.client.decode import Family, ModelConfig
 
 SPARE_STEPS: Final = 8
-"""Positions of the cache beyond those of timed steps: for the first step, and for recording."""
+"""Number of positions of the cache in addition to those of timed steps: for the first step, and for recording."""
 
 FAMILIES: Final = {Family.LLAMA: (LlamaConfig, LlamaForCausalLM), Family.QWEN3: (Qwen3Config, Qwen3ForCausalLM)}
 
 
 def model_of(config: ModelConfig, device: str) -> Any:
-    """Make the model of transformers that has a shape, on that device."""
+    """Make transformers' model of a shape on a device."""
     settings, model = FAMILIES[config.family]
-    # The shape in the terms of the family's own configuration.
     model_settings = settings(
         vocab_size=config.vocabulary,
         hidden_size=config.width,
@@ -43,14 +42,14 @@ def model_of(config: ModelConfig, device: str) -> Any:
         tie_word_embeddings=config.is_tied,
         attn_implementation="sdpa",
     )
-    # Weights are made in bf16 directly, on the card.
+    # Make the weights in bf16 on the device, without a copy.
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         return model(model_settings).eval()
 
 
 class StaticSteps:
-    """Steps of a batch, each at the position after the previous one, starting at `context`."""
+    """Steps of a batch, each at the position after the previous one. The first is at `context`."""
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
         """Make a cache with room for the steps, marked as filled up to `context`."""
@@ -59,13 +58,13 @@ class StaticSteps:
         self.cache = StaticCache(config=model.config, max_cache_len=context + WARM_STEPS + STEPS + SPARE_STEPS)
         self.tokens = torch.zeros((batch, 1), dtype=torch.long, device=device)
         self._position = torch.full((1, 1), context, dtype=torch.long, device=device)
-        # The cache allocates its tensors in the first step. Their contents don't affect a step's time.
+        # The cache allocates its tensors in the first step. Their contents do not affect a step's time.
         self.step()
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(context)
 
     def step(self) -> None:
-        """Compute the next token of each sequence, in place."""
+        """Replace each token by its sequence's next one."""
         model_output = self._model(
             input_ids=self.tokens, past_key_values=self.cache, position_ids=self._position, use_cache=True
         )
@@ -73,9 +72,9 @@ class StaticSteps:
 
 
 def measure(shape: str, batches: Sequence[int], contexts: Sequence[int]) -> None:
-    """Print a shape's figures; those of graphs last, because a recording that fails makes torch's context unusable."""
+    """Print a shape's figures."""
     model = model_of(SHAPES[shape], "cuda")
-    # Graphs last: a failed recording leaves the process without a usable context.
+    # Measure graphs last, because a recording that fails makes the process's context unusable.
     steps_by_name: dict[str, Callable[[StaticSteps], Callable[[], object]]] = {
         "transformers": lambda steps: steps.step,
         "transformers_graph": lambda steps: recorded(steps.step),

@@ -23,7 +23,7 @@ LogLine = Callable[[str], object]
 
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile of the samples."""
-    # The smallest sample that at least that share of all does not exceed: of 100 samples, p99 is the second largest.
+    # This is the smallest sample that is not less than `percent` % of all samples: of 100, p99 is the second largest.
     rank = math.ceil(len(samples) * percent / 100)
     return sorted(samples)[max(rank, 1) - 1]
 
@@ -36,8 +36,8 @@ def print_figures(figures: Mapping[str, object]) -> None:
 
 def timed_us(action: Callable[[], object], count: int) -> list[float]:
     """The microseconds of each of `count` calls, timed one by one."""
-    # The clock in a local variable, so that a sample holds as little else as possible.
     samples = []
+    # A local variable takes less time to read, so a sample contains less besides the call.
     clock = time.perf_counter
     for _ in range(count):
         started = clock()
@@ -48,7 +48,7 @@ def timed_us(action: Callable[[], object], count: int) -> list[float]:
 
 def per_call_us(action: Callable[[], object], fence: Callable[[], object], count: int) -> float:
     """Microseconds per call if `count` calls are issued back to back and then waited for by `fence`."""
-    # Nothing is queued when the clock starts, and everything is done when it stops.
+    # Wait before the clock starts and before it stops, so that the time is that of these calls only.
     fence()
     started = time.perf_counter()
     for _ in range(count):
@@ -63,7 +63,7 @@ def gigabytes_per_s(action: Callable[[], object], size_bytes: int, count: int) -
 
 
 def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Figures:
-    """Keep `at_a_time` calls of `ask` in progress for `seconds`.
+    """Keep `at_a_time` calls of `ask` in progress for `seconds`, each in a thread.
 
     Returns:
         The rate, and percentiles of the seconds that `ask` returns.
@@ -75,16 +75,15 @@ def load_figures(ask: Callable[[], float], at_a_time: int, seconds: float) -> Fi
     errors: list[BaseException] = []
     started = time.perf_counter()
 
-    def go_on() -> None:
+    def repeat() -> None:
         try:
             while time.perf_counter() - started < seconds and not errors:
                 took_s.append(ask())
-        # One failure ends all threads, as the rate would be meaningless.
+        # One failure ends all threads, because the rate would be meaningless.
         except BaseException as error:
             errors.append(error)
 
-    # All threads begin together and end with the time, each after its last call.
-    threads = [threading.Thread(target=go_on) for _ in range(at_a_time)]
+    threads = [threading.Thread(target=repeat) for _ in range(at_a_time)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,13 +104,13 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 
 
 def in_a_process(
-    module: str, *words: str, standard_input: bytes = b"", timeout_s: float = PROCESS_TIMEOUT_S
+    module: str, *arguments: str, standard_input: bytes = b"", timeout_s: float = PROCESS_TIMEOUT_S
 ) -> Figures:
-    """Run a measurement module of the daemon in a process of its own; returns its figures.
+    """Run a measurement module of the daemon in a separate process; return its figures.
 
     Raises MissingPrerequisite.
     """
-    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *words]
+    command = [sys.executable, "-P", "-m", f"gpulease.daemon.bench.{module}", *arguments]
     return figures_of(command, standard_input=standard_input, timeout_s=timeout_s)
 
 
@@ -132,13 +131,13 @@ def figures_of(
 
     Raises MissingPrerequisite, with the last line that the command wrote to stderr.
     """
-    # Nothing of this process's environment is left out: libraries may need it.
+    # Pass on the whole environment of this process, because libraries may need it.
     environment = os.environ | (variables or {})
     try:
         result = subprocess.run(
             command, input=standard_input, capture_output=True, timeout=timeout_s, check=False, env=environment
         )
-        # Only the first line: a library may print more at exit.
+        # Read only the first line, because a library may print more at exit.
         figures: Figures = json.loads(result.stdout.splitlines()[0])
     except (IndexError, ValueError):
         last_line = (result.stderr.decode(errors="replace").strip() or "no output").splitlines()[-1]

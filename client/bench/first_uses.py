@@ -1,6 +1,6 @@
 """Times of a session's first uses: its first module, launch, copies, graph and region.
 
-The times of repeated calls don't include the preparations of a first call, and short programs make mostly first calls.
+Times of repeated calls do not include the preparations of a first call, but short programs make mostly first calls.
 """
 
 import secrets
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def first_uses(address: str, count: int) -> Figures:
-    """Microseconds of each first use, medians of `count` sessions that each take a ready context."""
+    """Microseconds of each first use: medians of `count` sessions, each with a ready context."""
     sessions = []
     for _ in range(count):
         await_pool(address)
@@ -42,12 +42,12 @@ def _one_session_us(address: str) -> Figures:
         taken_us[name] = (time.perf_counter() - started) * 1e6
         return result
 
-    # Arrays are touched before: the first touch of their pages is not part of a copy.
+    # Make arrays of ones, so that their pages are touched before the copies.
     small, large = np.ones(SMALL_BYTES, np.uint8), np.ones(LARGE_BYTES, np.uint8)
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60)
     with builder.acquire() as lease, GpuSession(lease) as session:
         session.sync()
-        # A kernel with a new name: no compiler's cache knows it.
+        # Give the kernel a new name, so that no compiler's cache has it.
         ptx = FIRST_PTX % secrets.token_hex(8).encode()
         buffer = first("alloc", partial(session.mem_alloc, LARGE_BYTES))
         module = first("module", partial(session.module_load, ptx))

@@ -1,4 +1,4 @@
-"""Requests per second through the gateway without HTTP, each on a lease of its own."""
+"""Requests per second through the gateway without HTTP, each on its own lease."""
 
 import itertools
 import secrets
@@ -26,18 +26,18 @@ AT_A_TIME: Final = (1, 4, 8)
 """Numbers of requests in flight together."""
 
 REQUESTS_TO_FLOOR: Final = 4
-"""Requests between two measurements of the host's floor, which take a hundredth of their time."""
+"""Number of requests between two measurements of the host's floor, which take a hundredth of the requests' time."""
 
 INPUT: Final = np.arange(1024, dtype=np.float32)
 SPACED: Final = 10
-"""Number of requests that each find the pool full."""
+"""Number of requests that are sent one by one, each when the pool is full."""
 
 
 class _GatewayLoad:
-    """Threads that send one new request after the other.
+    """A load of requests, from threads that each send one after the other.
 
     Attributes:
-        floors_us: The host's floor of parses, in CPU time, between the requests.
+        floors_us: The host's floor of parses, in microseconds of CPU time, measured between the requests.
     """
 
     def __init__(self, store: SqliteStore, address: str) -> None:
@@ -49,10 +49,10 @@ class _GatewayLoad:
         self.floors_us: list[float] = []
 
     def ask(self) -> float:
-        """Send one request; returns its seconds. Raises GpuLeaseError."""
-        # A request id of this run's own, so that a stored answer is never taken for a new one.
+        """Send one request. Returns the seconds that it took. Raises GpuLeaseError."""
         started = time.perf_counter()
         model = self._model
+        # Give the request an id of this run, so that the answer can't be one from an earlier run's store.
         request = InferenceRequest(
             f"{self._run}-{next(self._numbers)}",
             self._name,
@@ -64,11 +64,10 @@ class _GatewayLoad:
             token_nonce=0,
             now_secs=time.time(),
         )
-        # The whole way of a request but HTTP: lease, session, kernel, result, store.
+        # Serve the request completely, except for HTTP: lease, session, kernel, result, store.
         effects = DaemonEffects(self._store, self._address, wait_s=30.0, spare=self._spare)
         output = serve_inference_request(effects, NodeAuthority(), request, model.image, model.kernel).output
         took_s = time.perf_counter() - started
-        # A wrong output makes all times meaningless.
         if not np.array_equal(np.frombuffer(output, np.float32), 2 * INPUT + 1):
             raise GpuLeaseError("a request's output is wrong")
         if next(self._until_floor) % REQUESTS_TO_FLOOR == 0:
@@ -76,17 +75,17 @@ class _GatewayLoad:
         return took_s
 
     def loaded(self, at_a_time: int, seconds: float) -> dict[str, float]:
-        """Keep requests in flight; returns their rate and times, the reciprocal of the rate, and the floor."""
+        """Keep requests in flight. Returns their rate, its reciprocal in milliseconds, their times, and the floor."""
         self.floors_us.clear()
         figures = load_figures(self.ask, at_a_time, seconds)
-        # A short load may end before its first floor.
+        # A short load may end before the floor was measured.
         if not self.floors_us:
             self.floors_us.append(parse_cpu_us())
         return figures | {"each_ms": 1e3 / figures["per_s"], "floor_us": percentile(self.floors_us, 50)}
 
 
 def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str, dict[str, float]]:
-    """Measure rates and times by requests in flight; with a pool, also requests that find it full.
+    """Measure rates and times for each number of requests in flight; with a pool, also requests that find it full.
 
     Args:
         address: The daemon's address.
@@ -101,7 +100,7 @@ def request_figures(address: str, seconds: float, *, has_pool: bool) -> dict[str
             figures = {f"{count} at a time": load.loaded(count, seconds) for count in AT_A_TIME}
             if has_pool:
                 durations = []
-                # Requests that each find a full pool, so that each takes as long as a single request.
+                # Wait for a full pool before each request, so that each takes as long as a single request.
                 for _ in range(SPACED):
                     await_pool(address)
                     durations.append(load.ask())

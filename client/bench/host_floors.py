@@ -94,7 +94,7 @@ class _Frames:
 
 
 class _NumberedCalls:
-    """Checks and numbers a call before it is packed, in a method of its own, as the client does."""
+    """Checks and numbers a call before it is packed, in a separate method, as the client does."""
 
     def __init__(self, frames: _Frames) -> None:
         self._frames, self._lock, self._sent = frames, threading.RLock(), 0

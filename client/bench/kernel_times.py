@@ -17,10 +17,10 @@ from gpulease.client.handles import Buffer, Module
 SLICE_BYTES: Final = 64 << 20
 SAMPLES: Final = 15
 SHORT_SAMPLES: Final = 300
-"""Samples of kernels that take microseconds."""
+"""Number of samples of kernels that take microseconds."""
 
 IMAGES: Final = 3
-"""Images loaded in each of two workers."""
+"""Number of images that each of two workers loads."""
 
 MATRIX: Final = 256
 TILE: Final = 16
@@ -64,7 +64,7 @@ def kernel_figures(address: str) -> dict[str, Figures]:
     """Median milliseconds of each kernel, of numpy, and of loading images: first, and again in another worker."""
     # Random comments make images that are in no cache.
     images = [kernels_ptx() + f"\n// {secrets.token_hex(16)}\n".encode() for _ in range(IMAGES)]
-    # A new lease has another worker: its first load shows whether a cache outlives a worker.
+    # A new lease has another worker, whose first load shows whether a cache outlives a worker.
     with _session(address) as session:
         cold = [_load_ms(session, image) for image in images]
     with _session(address) as session:
@@ -96,17 +96,17 @@ def kernels_ptx() -> bytes:
 
 
 def works() -> dict[str, KernelWork]:
-    """The measured kernels by name: each with its operands, and numpy's way to compute the same."""
+    """The measured kernels by name, each with its operands and with numpy's way to compute the same."""
     rng = np.random.default_rng(1)
 
     def drawn(*shape: int) -> Array:
-        # Values of a normal distribution: sums in another order stay within the tolerance.
+        # Draw from a normal distribution, so that sums in another order stay within the tolerance.
         return rng.standard_normal(shape, np.float32)
 
     left, right, rows = drawn(MATRIX, MATRIX), drawn(MATRIX, MATRIX), drawn(ROWS, COLUMNS)
     x, y, weight, bias = drawn(VALUES), drawn(VALUES), drawn(COLUMNS), drawn(COLUMNS)
     few_x, few_y = x[:SMALL], y[:SMALL]
-    # From heavy to light, so that the arithmetic, the memory and the launch itself each dominate one.
+    # Choose kernels in which the arithmetic, the memory or the launch itself dominates.
     return {
         "matmul": KernelWork(
             kernel="matmul",
@@ -167,10 +167,10 @@ def _layernorm(rows: Array, weight: Array, bias: Array) -> Array:
 
 
 class Prepared:
-    """A kernel ready to launch: its arrays are on the card, its arguments packed."""
+    """A kernel ready to launch: its arrays are on the card, and its arguments are packed."""
 
     def __init__(self, session: GpuSession, module: Module, work: KernelWork) -> None:
-        # Pack once: the arguments are the same for each launch.
+        # Pack the arguments once, because they are the same for each launch.
         self._session, self._module, self._work = session, module, work
         self._expected = work.numpy()
         self._buffers = [_upload(session, array) for array in (work.into, *work.operands)]
@@ -190,7 +190,7 @@ class Prepared:
 
     def check(self) -> None:
         """Launch the kernel on its first values. Raises WrongResult unless the result equals numpy's."""
-        # The first values again: earlier launches may have changed them.
+        # Write the first values again, because earlier launches may have changed them.
         self._session.mem_write(self._buffers[0], 0, self._work.into)
         self.launch()
         output = np.empty_like(self._work.into)
@@ -199,7 +199,7 @@ class Prepared:
             raise WrongResult(f"kernel {self._work.kernel} is off by up to {abs(output - self._expected).max()}")
 
     def free(self) -> None:
-        """Free the arrays on the card; `launch` can't be called after it."""
+        """Free the arrays on the card. After that, `launch` can't be called."""
         for buffer in self._buffers:
             self._session.mem_free(buffer)
 
@@ -209,13 +209,12 @@ def _measure(session: GpuSession, module: Module, work: KernelWork) -> Figures:
 
     Raises WrongResult unless the first launch's result equals numpy's.
     """
-    # Check before timing.
     prepared = Prepared(session, module, work)
     prepared.check()
     leased, numpy = (percentile(timed_us(action, work.samples), 50) / 1e3 for action in (prepared.launch, work.numpy))
     prepared.free()
     figures = {"leased_ms": leased, "numpy_ms": numpy, "ratio": leased / numpy}
-    # A rate per core makes embedded drivers on different hosts comparable.
+    # A rate per core allows comparing embedded drivers on different hosts.
     if work.flop:
         rate = work.flop / leased / 1e6
         figures |= {"gflop_s": rate, "gflop_s_per_core": rate / len(os.sched_getaffinity(0))}

@@ -46,12 +46,12 @@ FIRST_PTX: Final = b""".version 7.0
 
 
 def acquisition(address: str, count: int) -> dict[str, float]:
-    """Time a lease from acquire to its session's first answer, and from free to memory proved free."""
+    """Time leases: to the session's first reply, to the end of a first kernel, and from free to memory proved free."""
     return _percentiles_by_column([_one_lease_ms(address) for _ in range(count)], ("acquire", "first_kernel", "free"))
 
 
 def warm_acquisition(address: str, count: int) -> dict[str, float]:
-    """Time leases that take a ready context; each is acquired once the pool is full."""
+    """Time leases that take a ready context. Each is acquired once the pool is full."""
     rounds = []
     for _ in range(count):
         await_pool(address)
@@ -61,7 +61,7 @@ def warm_acquisition(address: str, count: int) -> dict[str, float]:
 
 def _one_lease_ms(address: str) -> tuple[float, ...]:
     """Return three times in milliseconds: to the session's first reply, to the end of a new kernel, and of `free()`."""
-    # A kernel with a new name: no cache of any compiler has it.
+    # Give the kernel a new name, so that no compiler's cache has it.
     ptx = FIRST_PTX % secrets.token_hex(8).encode()
     started = time.perf_counter()
     lease = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(60).acquire()
@@ -69,12 +69,12 @@ def _one_lease_ms(address: str) -> tuple[float, ...]:
         # A granted lease is usable only once its session has replied.
         session.sync()
         answered = time.perf_counter()
-        # The first kernel, from its PTX to its end.
+        # Run the first kernel, from its PTX to its end.
         module, into = session.module_load(ptx), session.mem_alloc(4)
         session.launch(module, next(iter(module.kernels)), (1,), (1,), KernelArgs().push_buffer(into))
         session.sync()
         finished = time.perf_counter()
-    # Freed once the daemon has proved its memory free.
+    # `free` returns once the daemon has proved the memory free.
     freeing = time.perf_counter()
     lease.free()
     freed = time.perf_counter()
@@ -106,7 +106,7 @@ SPINNING_S: Final = 0.05
 """Seconds for which a kernel runs before its lease is revoked."""
 
 NOTICE_LIMIT_S: Final = 10.0
-"""Limit on the seconds until the tenant gets its error, after a revocation."""
+"""Longest wait for the tenant's error after a revocation, in seconds."""
 
 SPIN_PTX: Final = b""".version 7.0
 .target sm_75
@@ -135,10 +135,10 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
     errors_ms, free_ms = [], []
     for _ in range(count):
         lease = GpuBuilder(address).min_vram(SPIN_SLICE_BYTES).lease_secs(ttl_s).acquire()
-        # The deadline on this side's clock; the daemon's began a little before.
+        # This is the deadline by this program's clock. The daemon's lease began a little earlier.
         deadline = time.monotonic() + lease.remaining_s
         with GpuSession(lease) as session:
-            # Something that holds the card until the lease's end takes it away.
+            # Launch a kernel that runs until the lease ends.
             spinning = _spin(session)
             try:
                 session.sync()
@@ -147,7 +147,7 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
             else:
                 raise RuntimeError("a kernel that never ends has ended")
             del spinning
-        # The daemon's own figure: from its deadline to the proof.
+        # This figure is the daemon's own, from its deadline to the proof.
         free_ms.append(_wait_until_torn_down(lease)["ended_after_deadline_us"] / 1e3)
     return _end_figures("expiry", errors_ms, free_ms)
 
@@ -155,7 +155,8 @@ def expiry(address: str, count: int, ttl_s: float = 0.5) -> dict[str, float]:
 def revocation(address: str, count: int) -> dict[str, float]:
     """Time from an operator's revoke, under an endless kernel, to the tenant's error and to memory proved free.
 
-    Both begin before the revoke is sent, so they include the way to the daemon and, the latter, the way back.
+    Both times begin before the revoke is sent, so they include the request's way to the daemon. The time to the proof
+    also includes the reply's way back.
     """
     errors_ms, free_ms = [], []
     for _ in range(count):
@@ -168,7 +169,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
             waiting.start()
             time.sleep(SPINNING_S)
             started = time.monotonic()
-            # Answered once the memory is proved free.
+            # The reply comes once the memory is proved free.
             ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease.lease_id, "a measurement"), address)
             free_ms.append((time.monotonic() - started) * 1e3)
             waiting.join(NOTICE_LIMIT_S)
@@ -181,7 +182,7 @@ def revocation(address: str, count: int) -> dict[str, float]:
 
 def _spin(session: GpuSession) -> tuple[Module, Buffer]:
     """Launch the endless kernel; return the handles that must be kept alive."""
-    # The kernel waits until its flag is not 0, which it never is.
+    # The kernel waits until its flag is not 0, but nothing changes the flag.
     flag = session.mem_alloc(4)
     module = session.module_load(SPIN_PTX)
     session.launch(module, "spin", (1,), (1,), KernelArgs().push_buffer(flag))

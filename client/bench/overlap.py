@@ -10,11 +10,11 @@ from gpulease.client import Buffer, GpuBuilder, GpuLeaseError, GpuSession, Kerne
 from gpulease.client.bench.figures import percentile, timed_us
 
 PIECE_BYTES: Final = {"cuda": 64 << 20, "cpu": 1 << 20}
-"""Bytes copied to the card and back around each kernel, by driver. The embedded driver runs all streams in one order:
-it can gain nothing, so there is little to measure."""
+"""Number of bytes copied to the card and back around each kernel, by driver. A small piece suffices for the embedded
+driver, which runs all streams in one order and so can gain nothing."""
 
 ROUNDS: Final = {"cuda": 1000, "cpu": 1}
-"""Multiplications per value: on a large card the kernel then takes about as long as either copy."""
+"""Number of multiplications per value. On a large card the kernel then takes about as long as either copy."""
 
 PIECES: Final = 8
 SAMPLES: Final = 5
@@ -61,7 +61,7 @@ class WrongOrder(GpuLeaseError):
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """The stream, the buffer and the arrays of one lane: `data` and `back` are (values,) uint32."""
+    """The stream, the buffer and the arrays of one lane. `data` and `back` are one-dimensional arrays of uint32."""
 
     stream: Stream
     buffer: Buffer
@@ -70,11 +70,11 @@ class _Lane:
 
 
 def overlap(address: str, driver: str) -> dict[str, float]:
-    """Median milliseconds per piece (copy in, kernel, copy back), in one stream and in two."""
+    """Median milliseconds per piece (a copy in, a kernel, a copy back), in one stream and in two."""
     size = PIECE_BYTES[driver]
     builder = GpuBuilder(address).device("0").min_vram(2 * size).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease) as session:
-        # Two lanes with memory of their own: nothing is shared but the card.
+        # Each of the two lanes has its own memory, so they share nothing but the card.
         module = session.module_load(STIR_PTX)
         lanes = [_lane(session, size) for _ in range(2)]
         spans = {}
@@ -89,7 +89,7 @@ def overlap(address: str, driver: str) -> dict[str, float]:
 
 
 def _lane(session: GpuSession, size: int) -> _Lane:
-    # Arrays in the arena: their copies can be left to run in a stream.
+    # Use arrays in the arena, because only their copies can continue in a stream while the program goes on.
     data, read_back = (session.empty(size // 4, np.uint32) for _ in range(2))
     data[:] = np.arange(size // 4, dtype=np.uint32)
     read_back[:] = 0
@@ -98,7 +98,7 @@ def _lane(session: GpuSession, size: int) -> _Lane:
 
 def _run(session: GpuSession, module: Module, lanes: list[_Lane], rounds: int) -> None:
     for at in range(PIECES):
-        # Pieces go to the lanes in turn; the order within a lane is its stream's.
+        # Give pieces to the lanes in turn. Within a lane, the stream keeps their order.
         lane = lanes[at % len(lanes)]
         count = lane.data.size
         args = KernelArgs().push_buffer(lane.buffer).push_u32(count).push_u32(rounds)
@@ -109,9 +109,8 @@ def _run(session: GpuSession, module: Module, lanes: list[_Lane], rounds: int) -
 
 
 def _check(lane: _Lane, rounds: int) -> None:
-    # x -> a x + b, repeated, is x -> A x + B with constants that follow from the rounds.
+    # Each round maps x to a x + b, so all rounds together map x to A x + B, modulo 2**32. Compute A and B.
     factor, summand = 1, 0
-    # All rounds together are one multiplication and one addition modulo 2**32.
     for _ in range(rounds):
         factor, summand = factor * _MULTIPLIER % 2**32, (summand * _MULTIPLIER + _INCREMENT) % 2**32
     if not (lane.back == lane.data * np.uint32(factor) + np.uint32(summand)).all():

@@ -1,11 +1,11 @@
-"""Models that share a card which holds only some of them: parked and brought back, compared with being loaded again.
+"""Models that share a card with room for only some of them: parking them compared with loading them again.
 
     gpulease bench --park
 
-Each model is a lease filled with addresses into its own bytes (woven_data.py). A request launches kernels that follow
-them, and every word is compared afterwards, outside of the time. The requests come in turn, at random, and at random by
-Zipf's law, from one client. A server without parking loads models again: it frees the lease used least recently,
-acquires another one, and writes its bytes from a file in the page cache.
+Each model is a lease filled with addresses within its own bytes (woven_data.py). A request launches kernels that follow
+these addresses; afterwards, every word is compared, which is not timed. One client sends the requests: to the models in
+turn, at random, and at random by Zipf's law. A server without parking loads models again: it frees the lease used least
+recently, acquires another one, and writes its bytes from a file in the page cache.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from gpulease.protocol.messages import LeaseRef
 
 MODELS: Final = 8
 RESIDENT: Final = 4
-"""Models that the card holds at a time."""
+"""Number of models for which the card has room."""
 
 MODEL_BYTES: Final = {"cpu": 64 << 20, "cuda": 16 << 30}
 
@@ -39,7 +39,7 @@ WAIT_S: Final = 60.0
 LEASE_S: Final = 1800.0
 
 PIECE_BYTES: Final = 64 << 20
-"""Bytes that are written from the file at a time."""
+"""Number of bytes that are written from the file in one call."""
 
 _SETTINGS: Final = """\
 [limits]
@@ -57,8 +57,8 @@ class PatternFigures:
     Attributes:
         hits_s: Seconds of each request to a model that was on the card.
         misses_s: Seconds of each request to one that was not.
-        refused: Requests that found no room in time.
-        wrong: Wrong words and results.
+        refused: Number of requests that found no room in time.
+        wrong: Number of wrong words and results.
     """
 
     hits_s: list[float] = field(default_factory=list)
@@ -90,22 +90,22 @@ def patterns() -> dict[str, Iterator[int]]:
 
 
 def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLine) -> dict[str, Any]:
-    """Measure models that are parked, and models that are loaded again, `seconds` in all; returns the report.
+    """Measure models that are parked, and models that are loaded again, for `seconds` together; returns the report.
 
     Raises MissingPrerequisite.
     """
-    # Step 1: a daemon on the whole card, which shows how many bytes a model's lease is charged.
+    # Step 1: start a daemon on the whole card, to see how many bytes a model's lease is charged.
     with private_daemon(driver) as address:
         card = first_card(address, "held_bytes")
         size_bytes = woven_bytes(size_bytes or MODEL_BYTES[card["driver"]])
         slice_bytes = size_bytes + EXTRA_BYTES[card["driver"]]
         with _builder(address, slice_bytes).acquire():
             charge_bytes = int(first_card(address, "held_bytes")["held_bytes"])
-    # Step 2: one with a card that holds only some models, and the contexts of all.
+    # Step 2: start one with so little memory that the contexts of all models fit, but only some models.
     over_bytes = charge_bytes - slice_bytes
     vram_bytes = MODELS * over_bytes + RESIDENT * slice_bytes + slice_bytes // 2
     vram_bytes = min(vram_bytes, int(card["capacity_bytes"]))
-    # Host memory for those that are parked, the one that leaves, and the one that comes.
+    # Reserve host memory for the parked models, the one that leaves the card, and the one that returns.
     settings = _SETTINGS.format(park_memory=(MODELS - RESIDENT + 2) * (slice_bytes + (4 << 20)))
     pattern_s = seconds / 2 / len(patterns())
     report: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _measure_parked(
             session = stack.enter_context(GpuSession(lease))
             models.append((lease, WovenData(session, size_bytes, 2 * number + 1)))
             models[-1][1].begin()
-        # A first round, in which host memory is populated.
+        # Use each model once, so that the host memory is populated.
         for _, model in models:
             model.begin()
 
@@ -164,7 +164,7 @@ def _phase(address: str, lease: GpuLease) -> str:
 
 
 class _LoadedModels:
-    """Leases that are filled from a file; the one used least recently gives way."""
+    """Leases that are filled from a file. If there is no room, the one used least recently is freed."""
 
     def __init__(self, address: str, slice_bytes: int, size_bytes: int, source: mmap.mmap) -> None:
         self._address, self._source = address, source
@@ -205,7 +205,7 @@ def _measure_loaded(
 ) -> dict[str, Figures]:
     log("the same from the page cache")
     with tempfile.TemporaryFile() as file:
-        # The bytes as the card weaves them, with 0 as the origin: every model reads this file.
+        # Let the card compute the bytes, with 0 as the origin. Every model is loaded from this file.
         with _builder(address, slice_bytes).acquire() as lease, GpuSession(lease) as session:
             model = WovenData(session, size_bytes, 1, is_woven=False)
             model.weave(model.block)

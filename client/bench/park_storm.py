@@ -224,7 +224,7 @@ class _Work:
         _retried(self._data.begin)
 
     def park(self) -> None:
-        """Park the session, and count whether the daemon did, could not, or was gone."""
+        """Park the session, and count whether the daemon did that, could not, or did not answer."""
         try:
             self._lease.park()
             self._counts.did["parked"] += 1
@@ -342,7 +342,7 @@ def _kill_worker(lease_id: int) -> None:
 
 
 class _Operator:
-    """Parks, moves and hands over leases' sessions at random, and may drain cards, until `until`."""
+    """Parks and moves leases' sessions at random, also to other processes, and may drain cards, until `until`."""
 
     def __init__(self, address: str, cards: int, seed: int, counts: StormCounts, until: float, *, drains: bool) -> None:
         self._address, self._cards, self._counts, self._until = address, cards, counts, until
@@ -434,7 +434,7 @@ def measure_storm(driver: str, minutes: float, log: LogLine) -> dict[str, Any]:
         tenants = [_Tenant(address, gpu, seed, counts, until) for seed in range(TENANTS)]
         work: list[Callable[[], None]] = [tenant.run for tenant in tenants]
         cards = cards_of(ask(Opcode.GET_INVENTORY, Empty(), address))
-        # Only one of the operators drains cards: if all cards were drained at once, tenants would only wait.
+        # Let only one operator drain cards, because tenants would only wait if all cards were drained at once.
         work += [_Operator(address, len(cards), seed, counts, until, drains=seed == 7).run for seed in (7, 8)]
         work.append(lambda: _kill_brokers(daemon, counts, until))
         log(f"the storm, for {minutes:g} minutes")

@@ -89,7 +89,7 @@ def measure_with_peers(
     log: LogLine,
     callers: Collection[str] = CALLERS,
 ) -> dict[str, Any]:
-    """Measure the callers in turn, all except the session in processes of their own. Returns the medians of the rounds.
+    """Measure the callers in turn, all except the session in separate processes. Returns the medians of the rounds.
 
     Every round starts with another caller. A caller that fails is left out, and the report says why. Raises WrongResult
     if a session's results are wrong.

@@ -22,11 +22,11 @@ from gpulease.client.decode.row_records import PAGE
 
 PREFIX: Final = 192
 BLOCKS: Final = 60
-"""The region's default size: three sequences with the default prefix, if each has blocks of its own."""
+"""Default number of the region's blocks: enough for three sequences with the default prefix, if they share none."""
 
 ROUNDS: Final = 5
 OWN_TOKENS: Final = 16
-"""Tokens of each prompt after the prefix."""
+"""Number of tokens of each prompt after the prefix."""
 
 ANSWER: Final = 32
 SEQUENCES: Final = 64
@@ -58,7 +58,7 @@ async def measure(
             figures.append(await load.first_tokens(rounds) | {"reuses_prefixes": reuses})
             figures.append(await load.at_once(sequences) | {"reuses_prefixes": reuses})
             outputs[reuses] = load.outputs
-    # The whole point is that nothing else changes.
+    # Reuse of prefixes must not change the tokens.
     wrong = sum(one != other for one, other in zip(outputs[False], outputs[True], strict=True))
     return [*figures, {"figure": "outputs", "compared": len(outputs[True]), "wrong": wrong}]
 
@@ -111,7 +111,7 @@ class _PrefixLoad:
         """Count the sequences that live at the same time in the region, out of `sequences` with one prefix."""
         tenant = self._decoder.scheduler.tenants["bench"]
         begin_s = time.perf_counter()
-        # The prefix is there, as it is in a server; without reuse that changes nothing.
+        # Compute the prefix once before, as in a server. Without reuse that changes nothing.
         await self._read(self._prompt(0, 0))
         tasks = [asyncio.create_task(self._read(self._prompt(0, unique))) for unique in range(1, sequences + 1)]
         peak = 0
@@ -119,7 +119,7 @@ class _PrefixLoad:
             peak = max(peak, len(tenant.live))
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
-        # In the order of the prompts, not in that of their ends.
+        # The answers ended in any order. Sort them, so that those of two decoders can be compared.
         self.outputs[-sequences:] = sorted(self.outputs[-sequences:])
         return {
             "figure": "at once",
@@ -132,7 +132,7 @@ class _PrefixLoad:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, as the words say (see the module's docstring)."""
+    """Measure what the command line's words name (see the module's docstring)."""
     chosen, prefix, blocks = (*words[:3], *(str(TINY_MODEL), str(PREFIX), str(BLOCKS))[len(words) :])
     with contextlib.ExitStack() as stack:
         address = running_address() or stack.enter_context(private_daemon("auto"))

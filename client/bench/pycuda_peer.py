@@ -1,6 +1,6 @@
 """`python -m gpulease.client.bench.pycuda_peer LAUNCHES SAMPLES`: the round trips with pycuda, as JSON.
 
-No daemon and no lease. Launches are prepared calls, pycuda's fastest.
+It uses no daemon and no lease. Launches are prepared calls, which are pycuda's fastest.
 """
 
 import json
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 def measure(launches: int, samples: int) -> dict[str, float]:
     """Time the calls on the first card that this process sees. Raises pycuda's Error and WrongResult."""
     started = time.perf_counter()
-    # The time of a program's own start, as in the other callers.
     cuda.init()
-    # The variable keeps the context alive: pycuda destroys one that nothing refers to.
+    # This variable keeps the context alive. pycuda destroys a context without references.
     context = cuda.Device(0).make_context()
     context.synchronize()
     opened_ms = (time.perf_counter() - started) * 1e3
@@ -45,7 +44,7 @@ def _alloc_and_free() -> None:
 
 
 def _open_calls() -> Calls:
-    # Prepared once: a call then packs three numbers.
+    # Prepare the function once, so that a call only packs three numbers.
     module = cuda.module_from_buffer(kernel_text())
     function = module.get_function("count")
     function.prepare("PII")
@@ -55,10 +54,10 @@ def _open_calls() -> Calls:
     cuda.memset_d8(counters, 0, THREADS * 4)
     small, counts = np.empty(SMALL_COPY_BYTES, np.uint8), np.empty(THREADS, np.uint32)
     pinned = cuda.pagelocked_empty(PINNED_BYTES, np.uint8)
-    # Bind what a call needs, so that it costs no look-up.
+    # Look up once what every call needs.
     call, address, grid, block = function.prepared_call, int(counters), (1, 1), (THREADS, 1, 1)
 
-    # pycuda unloads modules and frees memory that nothing refers to.
+    # The default argument keeps module and memory, which pycuda unloads and frees without references.
     def launch(_alive: object = (module, other, counters)) -> None:
         call(grid, block, address, THREADS, STEP)
 

@@ -1,4 +1,4 @@
-"""Times of two ways for a tenant's sequence to continue in another region: computed again, or copied out and in.
+"""Times of two ways to continue a tenant's sequence in another region: compute it again, or copy it out and in.
 
     python -m gpulease.client.bench.rebind_times [MODEL | llama-1b [PROMPT...]]
 
@@ -33,7 +33,7 @@ from gpulease.client.decode.row_records import NO_ROW, PAGE, ROW, Rows
 PROMPTS: Final = (64, 128, 256, 512, 1024)
 ROUNDS: Final = 5
 CHUNK_ROWS: Final = 64
-"""Rows of a prompt per step, the most of a decoder's step."""
+"""Number of a prompt's rows per step: the maximum of a decoder's step."""
 
 LEASE_S: Final = 120.0
 
@@ -44,10 +44,10 @@ class RebindTimes:
 
     Attributes:
         prompt: Number of the prompt's tokens.
-        replay_ms: Time to compute it again, with no other load.
-        out_ms: Time to copy its blocks to host memory.
-        in_ms: Time to copy them back.
-        copied_bytes: Their size.
+        replay_ms: Time to compute the prompt again, with no other load.
+        out_ms: Time to copy the prompt's blocks to host memory.
+        in_ms: Time to copy the blocks back.
+        copied_bytes: Size of the blocks.
     """
 
     prompt: int
@@ -58,16 +58,16 @@ class RebindTimes:
 
     @property
     def stateful_ms(self) -> float:
-        """Milliseconds of the stateful way: both copies, one after the other."""
+        """Milliseconds to copy the sequence out and in, one after the other."""
         return self.out_ms + self.in_ms
 
 
 async def measure_rebinds(
     address: str, checkpoint: Checkpoint, prompts: Sequence[int] = PROMPTS, rounds: int = ROUNDS
 ) -> list[RebindTimes]:
-    """Measure each length of the prompt on an engine of its own. Raises what opening the engine raises."""
+    """Measure each length of the prompt, all on one engine. Raises the errors of `DecodeEngine.open`."""
     longest = max(prompts)
-    # One sequence, with as many positions as the longest prompt.
+    # Limit the engine to one sequence, with room for the longest prompt.
     limits = StepLimits(min(CHUNK_ROWS, longest), 1, longest + PAGE)
     blocks = limits.table_blocks
     size_bytes = lease_bytes(checkpoint, limits, [blocks, blocks])
@@ -75,7 +75,7 @@ async def measure_rebinds(
     async with builder.acquire() as lease, lease.keep_alive():
         engine = await DecodeEngine.open(lease, checkpoint, limits)
         try:
-            # Two regions: the lost one, and the one in which the sequence continues.
+            # Open two regions: the one that is lost, and the one in which the sequence continues.
             old, new = await engine.open_pool(blocks), await engine.open_pool(blocks)
             return [await _times(engine, old, new, prompt, rounds) for prompt in prompts]
         finally:
@@ -83,13 +83,13 @@ async def measure_rebinds(
 
 
 async def _times(engine: DecodeEngine, old: BlockPool, new: BlockPool, prompt: int, rounds: int) -> RebindTimes:
-    # The blocks that the prompt fills, the last one perhaps in part.
+    # These are the blocks that the prompt fills; it may fill only part of the last one.
     used = list(range(-(-prompt // PAGE)))
     await _compute(engine, old, prompt)
     # The contents of the first region are the reference for both ways.
     saved = await engine.save_pool(old, used)
     replay_ms = await _median_ms(rounds, lambda: _compute(engine, new, prompt))
-    # Both ways must give the same bits, or their times must not be compared.
+    # Compare the times only if both ways give the same bits.
     if not np.array_equal(await engine.save_pool(new, used), saved):
         raise AssertionError("what was computed again has other bits")
     out_ms = await _median_ms(rounds, lambda: engine.save_pool(old, used))
@@ -101,7 +101,7 @@ async def _compute(engine: DecodeEngine, pool: BlockPool, prompt: int) -> None:
     """Compute a prompt in chunks, with two steps in progress."""
     max_rows = engine.limits.max_rows
     for begin in range(0, prompt, max_rows):
-        # As in a decoder: the next step is queued while one computes.
+        # As in a decoder, queue the next step while one computes.
         if engine.steps_under_way == MAX_STEPS:
             await engine.finish()
         await engine.start(_rows(engine, pool, range(begin, min(begin + max_rows, prompt))), [pool])
@@ -120,7 +120,7 @@ def _rows(engine: DecodeEngine, pool: BlockPool, positions: range) -> Rows:
 
 async def _median_ms(rounds: int, work: Callable[[], Awaitable[object]]) -> float:
     took_ms = []
-    # Once before the clock starts: buffers are allocated, and kernels loaded.
+    # Run once before the clock starts, so that buffers are allocated and kernels loaded.
     await work()
     for _ in range(rounds):
         begin_s = time.perf_counter()
@@ -140,7 +140,7 @@ def table_of(runs: Sequence[RebindTimes]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the model that the arguments name, for the prompts they name."""
+    """Measure the model that the arguments name, for the lengths of prompts that they name."""
     checkpoint = checkpoint_named(arguments[0] if arguments else str(TINY_MODEL))
     prompts = [int(argument) for argument in arguments[1:]] or PROMPTS
     lengths = [prompt for prompt in prompts if prompt + PAGE <= checkpoint.config.context]

@@ -29,7 +29,7 @@ END_S: Final = 20.0
 FLOOR_TIMEOUT_S: Final = 120
 LAUNCHES: Final = 10_000
 GATE_BURSTS: Final = 10
-"""Bursts in which LAUNCHES are made, without and with regions in turn."""
+"""Number of bursts into which LAUNCHES are divided, without and with regions in turn."""
 
 
 def measure_regions(address: str, ptx: bytes, samples: int, log: LogLine) -> Figures:
@@ -37,7 +37,7 @@ def measure_regions(address: str, ptx: bytes, samples: int, log: LogLine) -> Fig
     driver, card_uuid = (first_card(address)[key] for key in ("driver", "uuid"))
     size_bytes = REGION_BYTES[driver]
     figures = {"region_mib": size_bytes / MIB} | _floor(driver, card_uuid, size_bytes, samples, log)
-    # One session for all parts: a region's cost must not depend on what came before.
+    # Use one session for all parts, because a region's cost must not depend on what was measured before.
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).lease_secs(TTL_S)
     with builder.acquire() as lease, GpuSession(lease) as session:
         bench = _Bench(address, lease, session, ptx, size_bytes)
@@ -54,21 +54,21 @@ def measure_regions(address: str, ptx: bytes, samples: int, log: LogLine) -> Fig
 
 
 def _floor(driver: str, card_uuid: str, size_bytes: int, samples: int, log: LogLine) -> Figures:
-    """Time the same driver calls in a process of their own, without a lease."""
+    """Time the same driver calls in a separate process, without a lease."""
     log("regions: the driver's own calls")
-    words = (driver, card_uuid, str(size_bytes), str(samples))
-    return in_a_process("region_floor", *words, timeout_s=FLOOR_TIMEOUT_S)
+    arguments = (driver, card_uuid, str(size_bytes), str(samples))
+    return in_a_process("region_floor", *arguments, timeout_s=FLOOR_TIMEOUT_S)
 
 
 def _quantiles(name: str, samples: list[float]) -> Figures:
-    # The unit is the end of the name, and stays there.
+    # The unit is at the end of the name, and stays there.
     unit = name.rsplit("_", 1)[1]
     stem = name.removesuffix(f"_{unit}")
     return {f"{stem}_p{part}_{unit}": percentile(samples, part) for part in (50, 90, 99)}
 
 
 class _Bench:
-    """Measures regions in one session, each method one part of their life."""
+    """Measures regions in one session; each method measures one part of their life."""
 
     def __init__(self, address: str, lease: GpuLease, session: GpuSession, ptx: bytes, size_bytes: int) -> None:
         self._address, self._lease, self._session, self._size_bytes = address, lease, session, size_bytes
@@ -80,26 +80,26 @@ class _Bench:
         """Open a region and revoke it, one after the other."""
         opened_us, returned_us = [], []
         for _ in range(samples):
-            # Opened once the reply has come: its memory is mapped by then.
+            # The region's memory is mapped when the reply comes.
             started = time.perf_counter()
             region = self._open()
             opened_us.append((time.perf_counter() - started) * 1e6)
             started = time.perf_counter()
             region.revoke("bench")
             returned_us.append((time.perf_counter() - started) * 1e6)
-            # Not timed: closing releases the addresses.
+            # Closing releases the addresses, and is not timed.
             region.close()
         return _quantiles("open_us", opened_us) | _quantiles("revoke_to_returned_us", returned_us)
 
     def gate(self, samples: int) -> Figures:
         """Time launches without a region, with one, and with as many as a set can name."""
-        # Enough launches that the syncs at both ends don't count.
+        # Make enough launches that the syncs at both ends hardly matter.
         launches = max(100, LAUNCHES * samples // 100 // GATE_BURSTS)
         bursts: dict[str, list[float]] = {}
         for count in (1, MAX_REGIONS):
             regions = [self._lease.region(2 * MIB, ttl_secs=TTL_S) for _ in range(count)]
             names = self._session.region_set(regions)
-            # The set names all regions; each launch compares their words. Launch without and with it in turn.
+            # Launch without and with the set in turn. Each launch with it compares the words of all its regions.
             for _ in range(GATE_BURSTS):
                 for name, launch in (("launch", self._launch), (f"launch_in_{count}", partial(self._launch, names))):
                     bursts.setdefault(name, []).append(per_call_us(launch, self._session.sync, launches))
@@ -109,11 +109,11 @@ class _Bench:
         return {f"{name}_us": percentile(taken_us, 50) for name, taken_us in bursts.items()}
 
     def refused(self, samples: int) -> Figures:
-        """Revoke during launches that are each waited for; the time from the word's flip to the typed refusal."""
+        """Revoke while each launch is waited for; time from the change of the region's word to the refusal."""
         return self._refusals(samples, "revoke_wall_clock_us", self._launch)
 
     def refused_in_graphs(self, samples: int) -> Figures:
-        """Revoke during graphs that are each waited for; the time from the word's flip to the typed refusal."""
+        """Revoke while each graph is waited for; time from the change of the region's word to the refusal."""
         with self._session.record() as graph:
             for _ in range(GRAPH_NODES):
                 self._launch()
@@ -122,14 +122,14 @@ class _Bench:
             graph.launch()
             self._session.sync()
 
-        # One graph's own time, to which a refusal's can be compared.
+        # Time one graph alone, for comparison with the refusals.
         step_us = percentile(timed_us(step, 20), 50)
         figures = self._refusals(samples, "revoke_in_graphs_us", lambda names: graph.launch(regions=names))
         graph.close()
         return figures | {"graph_step_us": step_us}
 
     def neighbour(self, samples: int) -> Figures:
-        """Time launches in one region, quiet and while others are opened and revoked."""
+        """Time launches in one region, first undisturbed, then while other regions are opened and revoked."""
         kept_region = self._open()
         names = self._session.region_set([kept_region])
 
@@ -137,12 +137,11 @@ class _Bench:
             self._launch(names)
             self._session.sync()
 
-        # The same steps quiet and during revocations, of the same number.
         quiet_us = timed_us(step, 20 * samples)
-        is_over = threading.Event()
+        is_stopped = threading.Event()
 
         def churn() -> None:
-            while not is_over.is_set():
+            while not is_stopped.is_set():
                 region = self._open()
                 region.revoke("bench")
                 region.close()
@@ -152,7 +151,7 @@ class _Bench:
         try:
             beside_us = timed_us(step, 20 * samples)
         finally:
-            is_over.set()
+            is_stopped.set()
             churning.join()
         kept_region.free()
         kept_region.close()
@@ -165,9 +164,9 @@ class _Bench:
         self._session.launch(self._module, "scale", (1, 1, 1), (THREADS, 1, 1), self._args, regions=names)
 
     def _refusals(self, samples: int, name: str, launch: Callable[[Any], object]) -> Figures:
-        told_us, proved_ms = [], []
+        refused_us, proved_ms = [], []
         with _revoker(self._address) as revoke:
-            # A new region each time: a revoked one never comes back.
+            # Open a new region each time, because a revoked one never becomes active again.
             for _ in range(samples):
                 region = self._open()
                 names = self._session.region_set([region])
@@ -175,11 +174,11 @@ class _Bench:
                 self._session.sync()
                 # Revoke from another process, and keep launching here until the refusal comes.
                 answer = revoke(region)
-                flipped_ns, told_ns = self._launch_until_refused(partial(launch, names))
-                told_us.append((told_ns - flipped_ns) / 1e3)
+                flipped_ns, refused_ns = self._launch_until_refused(partial(launch, names))
+                refused_us.append((refused_ns - flipped_ns) / 1e3)
                 proved_ms.append((answer() - flipped_ns) / 1e6)
                 region.close()
-        return _quantiles(name, told_us) | _quantiles(name.replace("_us", "_proved_ms"), proved_ms)
+        return _quantiles(name, refused_us) | _quantiles(name.replace("_us", "_proved_ms"), proved_ms)
 
     def _launch_until_refused(self, launch: Callable[[], object]) -> tuple[int, int]:
         deadline_s = time.monotonic() + END_S
@@ -188,7 +187,7 @@ class _Bench:
                 launch()
                 self._session.sync()
             except RegionRevoked as error:
-                # When the word was written, by the error; and when the error was here, on the same clock.
+                # The error has the time at which the word was written, on the same clock.
                 return error.flipped_ns or 0, time.monotonic_ns()
         raise TimeoutError("a revoked region's launches are still taken")
 
@@ -209,7 +208,7 @@ def _revoker(address: str) -> Iterator[Callable[[Region], Callable[[], int]]]:
         def revoke(region: Region) -> Callable[[], int]:
             ids.write(f"{region.lease_id_text}\n")
             ids.flush()
-            # The answer is read later, so that this thread launches meanwhile.
+            # Read the answer later, so that this thread can launch meanwhile.
             return lambda: int(times.readline())
 
         yield revoke

@@ -1,4 +1,4 @@
-"""The cost of distance: the same work over TLS, through a relay, and over plain TCP, both on loopback."""
+"""The cost of distance: the same work over TLS, through a relay, and over plain TCP, all on loopback."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ class NoCertificates(Exception):
 
 def remote_figures(address: str, ptx: bytes, launches: int, sizes: tuple[int, ...]) -> dict[str, float]:
     """Measure one address: connecting, a session's hot path, large copies."""
-    # Connections first: each is a handshake of its own.
+    # Measure connections first; each has its own handshake.
     connects = sorted(_connect_ms(address) for _ in range(CONNECTS))
     hot = hot_path(address, ptx, launches, 500)
     return {
@@ -67,16 +67,16 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
     if program is None:
         return None
     files = TlsFiles().completed()
-    # A free port: the kernel chooses one, and openssl takes it over.
+    # Let the kernel choose a free port for openssl.
     with socket.create_server((HOST, 0)) as free:
         at = f"{HOST}:{free.getsockname()[1]}"
     serve = ("s_server", "-accept", at, "-cert", str(files.certificate), "-key", str(files.key), "-tls1_3", "-quiet")
     send = ("s_client", "-connect", at, "-tls1_3", "-quiet", "-no_ign_eof")
     nowhere = subprocess.DEVNULL
     with tempfile.TemporaryFile() as zeros, contextlib.ExitStack() as stack:
-        # A file of zeros that takes no space on the disk.
+        # The file has only zeros, and takes no space on the disk.
         zeros.truncate(size)
-        # A pipe as input: the server would exit at the end of its input.
+        # Give the server a pipe as its input, because it would exit at the end of its input.
         server = stack.enter_context(
             subprocess.Popen([program, *serve], stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
         )
@@ -89,12 +89,12 @@ def openssl_stream_rate(size: int = STREAM_BYTES) -> float | None:
             [program, *send], stdin=zeros, stdout=nowhere, stderr=nowhere, timeout=_STREAM_TIMEOUT_S, check=False
         )
         seconds = time.perf_counter() - started
-        # Every byte must have left: a server that stopped would look fast.
+        # Check that every byte was sent, because a server that stopped would look fast.
         return None if result.returncode or os.lseek(zeros.fileno(), 0, os.SEEK_CUR) < size else size / seconds / 1e9
 
 
 def _listens(at: str) -> bool:
-    """Wait until a program listens there; False if none does in time."""
+    """Wait until a program listens at `at`. Return False if none does in time."""
     host, _, port = at.rpartition(":")
     deadline_s = time.monotonic() + _LISTEN_TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -105,7 +105,7 @@ def _listens(at: str) -> bool:
 
 
 def _connect_ms(address: str) -> float:
-    """Milliseconds from nothing to a connection that has completed HELLO and PING."""
+    """Milliseconds to open a connection and complete HELLO and PING."""
     started = time.perf_counter()
     ask(Opcode.PING, Ping(1), address)
     return (time.perf_counter() - started) * 1e3
@@ -116,13 +116,12 @@ def make_certificates(folder: Path) -> tuple[str, dict[str, str]]:
 
     Raises NoCertificates.
     """
-    # The test tools of the daemon: a CA, a certificate for the host, and one for the tenant.
+    # Use the daemon's tool for test certificates to make a CA, a certificate for the host, and one for the tenant.
     for words in (("init",), ("issue", "--server", HOST), ("issue", "--tenant", "bench")):
         command = [sys.executable, "-P", "-m", "gpulease.daemon.remote.pki", words[0], str(folder), *words[1:]]
         result = subprocess.run(command, capture_output=True, text=True, timeout=PKI_TIMEOUT_S, check=False)
         if result.returncode:
             raise NoCertificates((result.stderr.strip().splitlines() or ["no output"])[-1])
-    # The daemon's settings, then the variables by which a tenant names its files.
     paths = {"certificate": f"server-{HOST}.pem", "key": f"server-{HOST}.key", "client_ca": "ca.pem"}
     settings = "".join(f'{name} = "{folder / path}"\n' for name, path in paths.items())
     environment = {

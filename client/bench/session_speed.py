@@ -19,21 +19,21 @@ COPY_SIZES: Final = (16 << 20,)
 """Sizes of large copies in bytes, whole MiB."""
 
 CARD_COPY_SIZES: Final = (16 << 20, 256 << 20)
-"""Sizes if there is a bus; the embedded driver's memory is the host's."""
+"""The sizes for a card. The embedded driver's memory is the host's, so there is no bus to measure."""
 
 COPIES: Final = 15
 """Number of copies that are timed for each large size and direction; the median is reported."""
 
 FRESH_ARRAYS: Final = 3
 FRESH_COPIES: Final = (1, 2, 5)
-"""The numbers of the copies of a fresh array that are timed."""
+"""Which copies of a fresh array are reported, counted from 1."""
 
 SMALL_COPY_BYTES: Final = 4096
 THREADS: Final = 32
 
 OWN_LAUNCHES: Final = 500
-"""Launches in a burst that times the client's own time: few enough never to wait for room in the ring, whatever the
-worker does meanwhile."""
+"""Number of launches in a burst that measures the client's own time. They are few enough never to wait for room in the
+ring, whatever the worker does meanwhile."""
 
 OWN_BURSTS: Final = 40
 
@@ -48,7 +48,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         args = KernelArgs().push_buffer(buffer).push_u32(THREADS).push_f32(1.0)
         grid, block = (1, 1, 1), (THREADS, 1, 1)
 
-        # Each action is a call of the public client, as a tenant's program makes it.
+        # Each action calls the public client, as a tenant's program does.
         def launch() -> None:
             session.launch(module, "scale", grid, block, args)
 
@@ -59,7 +59,7 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
         def alloc_and_free() -> None:
             session.mem_free(session.mem_alloc(1 << 20))
 
-        # Warm-up, so that the first samples are like the others.
+        # Warm up, so that the first samples are like the others.
         timed_us(launch_and_sync, 50)
         round_trips = timed_us(launch_and_sync, samples)
         return {
@@ -73,8 +73,8 @@ def hot_path(address: str, ptx: bytes, launches: int, samples: int, *, shared_me
 
 
 def _own_share(launch: Callable[[], object], sync: Callable[[], object]) -> dict[str, float]:
-    """How long a launch occupies its caller while the worker executes earlier ones, and the host's floor then."""
-    # Fewer launches than the ring holds, from an empty queue, so that none waits for room.
+    """The time that a launch takes its caller while the worker executes earlier ones, and the host's floor then."""
+    # Start with an empty queue and make fewer launches than the ring holds, so that none waits for room.
     with contextlib.closing(CallFloor()) as floor:
         samples, floor_us = floor.bursts_beside(launch, sync, OWN_LAUNCHES, OWN_BURSTS)
     return {"launch_own_us": percentile(samples, 50), "launch_own_floor_us": floor_us}
@@ -126,12 +126,12 @@ def fresh_copies(address: str, size: int) -> dict[str, float]:
 
 def _fresh_copies(address: str, size: int) -> dict[str, float]:
     figures: dict[str, float] = {}
-    # A session of its own: memory that an earlier array had is pinned already.
+    # Open a new session, because memory of an earlier array may be pinned already.
     builder = GpuBuilder(address).device("0").min_vram(size).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(size)
         for prefix, new in (("", partial(np.empty, size)), ("arena_", partial(session.empty, size))):
-            # An array for each direction; its pages are touched, as a user's are, before it is copied.
+            # Make an array for each direction, and touch its pages before the copy, as a user's program does.
             source, into = (new(np.uint8) for _ in range(2))
             source[:], into[:] = 1, 0
             for name, copy in (
@@ -163,7 +163,7 @@ def _small_copies(session: GpuSession, samples: int) -> dict[str, float]:
 GRAPH_LAUNCHES: Final = 20
 GRAPH_SLICE_BYTES: Final = 64 << 20
 GRAPH_CALLS: Final = 200
-"""Graphs launched without waiting: fewer than the driver queues."""
+"""Number of graphs launched without waiting: fewer than the driver queues."""
 
 
 def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool = True) -> dict[str, float]:
@@ -171,7 +171,7 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
     builder = GpuBuilder(address).device("0").min_vram(GRAPH_SLICE_BYTES).lease_secs(600)
     with builder.acquire() as lease, GpuSession(lease, shared_memory=shared_memory) as session:
         module = session.module_load(ptx)
-        # A parameter, so that the graph's launches can give it another value.
+        # Use a parameter, so that each launch of the graph can give it another value.
         args = KernelArgs().push_buffer(session.mem_alloc(THREADS * 4)).push_u32(THREADS)
         args.push_parameter("factor", "f32", 1.0)
 
@@ -181,7 +181,7 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
 
         with session.record() as graph:
             launch()
-        # Another value in each launch, so that rebinding really happens.
+        # Give another value in each launch, so that rebinding really happens.
         factors = iter(range(1 << 30))
 
         def launch_and_sync() -> None:
@@ -196,13 +196,13 @@ def graph_figures(address: str, ptx: bytes, samples: int, *, shared_memory: bool
             graph.launch(factor=next(factors))
             session.sync()
 
-        # Warm up each way by itself: the first launch of a graph prepares it.
+        # Warm up each way by itself, because the first launch of a graph prepares the graph.
         for warm in (launch_and_sync, graph_and_sync, rebind_and_sync):
             timed_us(warm, 20)
         calls: list[float] = []
         floors = []
         with contextlib.closing(CallFloor()) as floor:
-            # Wait after every few hundred graphs, before the driver's queue fills.
+            # Wait after every GRAPH_CALLS graphs, before the driver's queue is full.
             for _ in range(samples // GRAPH_CALLS + 1):
                 samples_us, floor_us = floor.beside(graph.launch, GRAPH_CALLS)
                 calls += samples_us

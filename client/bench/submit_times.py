@@ -25,25 +25,25 @@ _X: Final = np.arange(1, THREADS + 1, dtype=np.float32)
 
 
 def submit_figures(address: str, ptx: bytes, count: int, *, has_pool: bool) -> dict[str, float]:
-    """Milliseconds as the tenant sees them. Raises GpuLeaseError, also for a wrong output.
+    """Times of jobs in milliseconds, as the tenant sees them. Raises GpuLeaseError, also for a wrong output.
 
-    On a daemon with a pool, only jobs with a ready context are timed, each after the pool is full: otherwise it would
-    be chance whether a job gets one.
+    On a daemon with a pool, only jobs with a ready context are timed, each when the pool is full. Otherwise chance
+    would decide whether a job gets a ready context.
     """
     builder = GpuBuilder(address).device("0").min_vram(SLICE_BYTES).submits(ROOM_BYTES).lease_secs(600)
     with builder.acquire() as lease:
-        # One description, run many times: only the run is timed.
+        # Describe the job once, so that only its runs are timed.
         submission = lease.submit("scale", ptx).block([THREADS]).inout(_X).args(_arguments(KernelArgs()))
         single = []
         for _ in range(count):
-            # The job before must have left its memory, or this one would wait for it.
+            # Wait until the previous job's memory is free, because this job would wait for that.
             _await_end(lease)
             if has_pool:
                 await_pool(address)
             single.append(_run(submission))
         if has_pool:
             return _figures("warm_submit", single)
-        # One job right after the other, as for a tenant that does not pause.
+        # Run one job right after the other, as a tenant does that does not pause.
         in_a_row = [_run(submission) for _ in range(count)]
         return _in_a_session(lease, ptx) | _figures("submit", single) | _figures("submit_next", in_a_row)
 
@@ -54,7 +54,6 @@ def _arguments(args: KernelArgs) -> KernelArgs:
 
 def _run(submission: Submission) -> float:
     started = time.perf_counter()
-    # From the call to the output in this process.
     (output,) = submission.launch()
     took_ms = (time.perf_counter() - started) * 1e3
     if not np.array_equal(np.frombuffer(output, np.float32), 2 * _X):
@@ -71,13 +70,13 @@ def _in_a_session(lease: GpuLease, ptx: bytes) -> dict[str, float]:
             session.launch(module, "scale", (1,), (THREADS,), args)
             session.sync()
 
-        # Warm-up, as for the session's other figures.
+        # Warm up, as for the session's other figures.
         timed_us(launch_and_sync, 50)
         return _figures("submit_session", [span / 1e3 for span in timed_us(launch_and_sync, SESSION_SAMPLES)])
 
 
 def _await_end(lease: GpuLease) -> None:
-    """Wait until no job is in progress: the next one would wait for its memory. Raises GpuLeaseError."""
+    """Wait until no job is in progress, because the next one would wait for that job's memory. Raises GpuLeaseError."""
     deadline_s = time.monotonic() + TEARDOWN_LIMIT_S
     while "submit" in lease.query():
         if time.monotonic() > deadline_s:

@@ -74,7 +74,7 @@ def measure_with_direct_calls(plan: RunSize, log: LogLine, warn: LogLine) -> dic
             address, plan = daemon.address, replace(plan, tcp=daemon.tcp, tls=daemon.tls)
         card = card_for(address, plan.driver)
         measured = _measure(address, card, plan, log)
-        # On a running daemon measure the peers now, with whatever pool it has.
+        # On a running daemon, measure the peers now, with the pool that the daemon has.
         if running is not None:
             measured.round_trips = _with_peers(address, card, plan, log)
     # The private daemon above has no pool of contexts, so measure warm leases on another one.
@@ -117,7 +117,7 @@ def _with_peers(address: str, card: dict[str, Any], plan: RunSize, log: LogLine)
 def measure_requests(driver: str, seconds: float, log: LogLine) -> dict[str, dict[str, Figures]]:
     """Measure requests with a lease each, on private daemons with and without a pool, for `seconds` each."""
     figures, count, same_tenant = {}, REQUEST_CONTEXTS, 'recycle = "same-tenant"\n'
-    # Three daemons: without a pool, with one, and with one that gives a tenant its own contexts again.
+    # Start three daemons: without a pool, with a pool, and with one that gives a tenant its own contexts again.
     daemons = {
         "fresh contexts": (0, ""),
         f"pool of {count}": (count, ""),
@@ -220,7 +220,7 @@ def _report(card: dict[str, Any], plan: RunSize, measured: _Measured) -> dict[st
         "round_trips": measured.round_trips,
     }
     if "acquire_p50_ms" in measured.leases:
-        # Comparisons across groups: an acquire to a bare context, and a launch to pycuda's call.
+        # Compare across groups: an acquire with a bare context, and a launch with pycuda's call.
         report["acquire_to_bare"] = round(measured.leases["acquire_p50_ms"] / measured.bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)
@@ -317,7 +317,7 @@ def _free_port() -> int:
 
 
 def direct_figures(driver: str, launches: int) -> Figures:
-    """The driver's own calls and copies, in a process of their own. Raises MissingPrerequisite."""
+    """Times of the driver's own calls and copies, in a separate process. Raises MissingPrerequisite."""
     sizes = [str(size) for size in copy_sizes(driver)]
     with as_file(files("gpulease.client.console").joinpath("transform.ptx")) as ptx:
         return in_a_process("direct", driver, str(ptx), str(launches), str(SAMPLES), *sizes)

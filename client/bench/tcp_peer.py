@@ -1,6 +1,6 @@
 """A plain TCP stream, the baseline for bulk copies over TCP.
 
-Two processes share one connection on loopback, and neither does anything but send or receive into one buffer.
+Two processes have one connection on loopback. Each only sends from one buffer, or receives into it.
 `python -m gpulease.client.bench.tcp_peer PORT BYTES` is the far end.
 """
 
@@ -18,7 +18,7 @@ _WRITE: Final = b"w"
 
 
 def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
-    """Return GB/s by size, to the far end (write) and back (read); the far end acknowledges each write with a byte."""
+    """Return GB/s by size, to the far end (write) and back (read). The far end acknowledges each write with a byte."""
     figures: dict[str, float] = {}
     for size in sizes:
         # The far end is another process, as a remote daemon would be.
@@ -40,7 +40,7 @@ def stream_rates(sizes: tuple[int, ...]) -> dict[str, float]:
 
 
 def _rates(sock: socket.socket, size: int) -> dict[str, float]:
-    # As in the client: small messages must not wait for an acknowledgement.
+    # As in the client, small messages must not wait for an acknowledgement.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data = memoryview(bytearray(size))
     answer = memoryview(bytearray(1))
@@ -78,7 +78,7 @@ def serve(port: int, size: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while _fill(sock, direction):
-            # The byte before each copy is its direction.
+            # The byte before each copy tells its direction.
             if direction.tobytes() == _WRITE:
                 _fill(sock, data)
                 sock.sendall(direction)

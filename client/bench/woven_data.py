@@ -1,6 +1,7 @@
-"""Data full of addresses into itself (woven.ptx), which a session that leaves its card must have at the same addresses.
+"""Data of pointers into itself (woven.ptx), which a session that leaves its card must have at the same addresses later.
 
-Kernels weave it, follow it and compare every word of it on the card, so a request of many gigabytes takes milliseconds.
+Kernels write the pointers, follow them and compare every word on the card, so a request over many gigabytes takes
+milliseconds.
 """
 
 import struct
@@ -10,11 +11,11 @@ from typing import Final
 from gpulease.client import Buffer, GpuSession, KernelArgs, Module
 
 FACTOR: Final = 2654435761
-"""Word i leads to word i * FACTOR + seed, modulo the number of words: one ring of all words if the seed is odd (Hull
-and Dobell, "Random number generators", 1962)."""
+"""Word i points to word i * FACTOR + seed, modulo the number of words. If the seed is odd, all words form one ring
+(Hull and Dobell, "Random number generators", 1962)."""
 
 STEPS: Final = 100
-"""Pointers that a request follows."""
+"""Number of pointers that a request follows."""
 
 WORD_BYTES: Final = 8
 
@@ -22,7 +23,8 @@ GRID: Final = (256,)
 BLOCK: Final = (256,)
 
 _WORDS: Final = struct.Struct("<3Q")
-"""The values that a request's kernels store: where the pointers led to, the module's calls, the wrong words."""
+"""The values that a request's kernels store: where the pointers led, the number of calls that the module has counted,
+and the number of wrong words."""
 
 
 def woven_ptx() -> bytes:
@@ -30,7 +32,7 @@ def woven_ptx() -> bytes:
 
 
 EXTRA_BYTES: Final = {"cpu": 2 << 20, "cuda": 64 << 20}
-"""Bytes of a lease in addition to its woven data: results and code, by driver."""
+"""Bytes of a lease in addition to its woven data, for results and code, by driver."""
 
 
 def woven_bytes(most_bytes: int) -> int:
@@ -39,7 +41,7 @@ def woven_bytes(most_bytes: int) -> int:
 
 
 def end_of(base: int, words: int, seed: int) -> int:
-    """Return where STEPS pointers lead to from the beginning of a block."""
+    """Return the address at which STEPS pointers from the beginning of a block end."""
     at = 0
     for _ in range(STEPS):
         at = (at * FACTOR + seed) % words
@@ -53,10 +55,10 @@ class WovenData:
         session: The session.
         size_bytes: A power of two.
         seed: An odd number.
-        is_woven: False if its bytes are to be written from outside, with 0 as the origin of its words.
+        is_woven: False if the bytes are written from elsewhere, with 0 as the origin of the pointers.
 
     Attributes:
-        wrong: Wrong words and wrong results so far.
+        wrong: Number of wrong words and wrong results so far.
     """
 
     def __init__(self, session: GpuSession, size_bytes: int, seed: int, *, is_woven: bool = True) -> None:
@@ -71,17 +73,17 @@ class WovenData:
             self.weave(self.block)
 
     def weave(self, block: Buffer) -> None:
-        """Weave a block of this size. Its words lead into this object's own block."""
+        """Write the pointers of a block of this size. They point into this object's own block."""
         args = KernelArgs().push_buffer(block).push_u64(self.origin)
         self.session.launch(self.module, "weave", GRID, BLOCK, args.push_u64(self.mask).push_u64(self.seed))
 
     @property
     def mask(self) -> int:
-        """The number of words less one, which selects a word: the number is a power of two."""
+        """The number of words less one. It selects a word, because the number of words is a power of two."""
         return self.size_bytes // WORD_BYTES - 1
 
     def begin(self) -> None:
-        """Launch a request's first kernels, and wait: the time of a model's answer."""
+        """Launch a request's first kernels, and wait for them, as for a model's answer."""
         session, results = self.session, self.results
         if self.origin:
             args = KernelArgs().push_buffer(self.block).push_u32(STEPS).push_buffer(results, 0)
@@ -98,7 +100,7 @@ class WovenData:
         at, calls, wrong_words = _WORDS.unpack(session.mem_read(self.results, 0, _WORDS.size))
         end = end_of(self.block.handle, self.mask + 1, self.seed) if self.origin else 0
         wrong: int = wrong_words + (at != end) + (calls != self._requests)
-        # Count it once: the kernel adds to the earlier value.
+        # Reset the number of wrong words, because the kernel adds to the earlier value.
         session.mem_write(self.results, 2 * WORD_BYTES, bytes(WORD_BYTES))
         self.wrong += wrong
         return wrong

@@ -1,4 +1,4 @@
-"""`gpulease`: the group of commands. Each is imported when it is called: importing all of them takes a while."""
+"""`gpulease`: the group of commands. Each is imported when it is called, because importing all takes a while."""
 
 import sys
 from importlib import import_module
@@ -42,14 +42,14 @@ COMMANDS: Final = {
     "upgrade-workers": ("upgrade_workers:upgrade_workers", "Move sessions out of the workers of an earlier daemon."),
     "verify": ("verify:verify", "Try to break every rule on this host's card while a tenant works."),
 }
-"""Every command by name: its module below this package and its function, and its line in the help text."""
+"""All commands by name, each with its module below this package, its function, and its line in the help text."""
 
 
 class _Commands(click.Group):
     """Finds commands by name, and reports a failure as a sentence, never as a traceback."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **kwargs: Any) -> click.Context:
-        # Failures while the command line is parsed become sentences, too.
+        # Report failures while the command line is parsed as sentences, too.
         with failures_as_sentences():
             check_words(args)
             return super().make_context(info_name, args, *more, **kwargs)
@@ -61,7 +61,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # click would suggest only commands that are imported already, so suggest from all of them here.
+        # Suggest from all commands. click would suggest only those that are imported already.
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from gpulease.protocol.did_you_mean import did_you_mean
 
@@ -76,27 +76,27 @@ class _Commands(click.Group):
         # click reports an unknown name itself.
         if cmd_name not in COMMANDS:
             return None
-        # Import the one module that is needed: all of them would take longer than most commands run.
+        # Import only the module that is needed, because importing all takes longer than most commands run.
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(import_module(f"gpulease.client.cli.{module}"), name)
         interrupt_unwinds()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # The lines of the table above, so that the help text imports no command.
+        # Use the lines of the table above, so that the help text imports no command.
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in COMMANDS if name.startswith(incomplete)]
-        # click's group would import every command to complete their names.
+        # Complete the names here, because click's group would import every command for that.
         return [CompletionItem(name, help=COMMANDS[name][1]) for name in names] + click.Command.shell_complete(
             self, ctx, incomplete
         )
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, is_wanted: bool) -> None:
-    # A shell that completes a command line parses it without running anything.
+    # Print nothing when a shell parses the line only to complete it.
     if not is_wanted or ctx.resilient_parsing:
         return
     click.echo(f"{PROGRAM}, version {gpulease.__version__}")

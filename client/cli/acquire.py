@@ -145,7 +145,7 @@ def _reset(lease_id: LeaseId) -> int:
 
     Raises the errors of `GpuSession.reset`.
     """
-    # Imported only here: importing these takes longer than the other commands take to run.
+    # Import these only here, because that takes longer than the other commands take to run.
     from gpulease.client.sync.lease import GpuSharedLease
     from gpulease.client.sync.session import GpuSession
 

@@ -132,7 +132,7 @@ def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
 
 def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], SamplingParameters]:
     """The prompts of a request's body, and its sampling, as the server read them."""
-    # Imported late: it needs the extras `decode` and `serve`.
+    # Import these only here, because they need the extras `decode` and `serve`.
     from gpulease.client.decode.openai.api_errors import ApiError
     from gpulease.client.decode.openai.completion_request import parse_request
     from gpulease.client.decode.openai.prompt_job import read_prompts, with_grammar, with_tokens

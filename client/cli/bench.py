@@ -50,7 +50,7 @@ QUICK_REGION_SAMPLES: Final = 20
 """Number of regions opened and revoked for each figure."""
 
 REQUEST_S: Final = 5.0
-"""Seconds of each load."""
+"""Duration of each load, in seconds."""
 
 STORM_MINUTES: Final = 10.0
 
@@ -232,7 +232,7 @@ def _run_park(driver: str, model_mib: int | None, minutes: float, log: LogLine, 
 
 
 def _run_decode(driver: str, quick: bool, log: LogLine, as_json: bool) -> None:
-    # Imported only here: a decoder needs an extra, and the other figures don't.
+    # Import this only here, because a decoder needs an extra, and the other figures don't.
     from gpulease.client.bench.decode_speed import measure_decode, plan_for
 
     figures: list[Mapping[str, object]] = []

@@ -23,25 +23,25 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.messages import Empty, LeaseMove, LeaseRef
 
 PATIENCE_S: Final = 10.0
-"""How long to try a session of a card that is emptied while it is busy, in seconds."""
+"""How long to try to move a session that is busy, in seconds."""
 
 
 def move_sessions(uuid: str, target: str | None = None) -> list[Report]:
-    """Move the sessions of a card one after the other, the largest first: small ones fit into the remaining room.
+    """Move the sessions of a card one after the other, the largest first, because small ones fit into less room.
 
     Args:
-        uuid: The card that they leave.
-        target: The card that they go to; None: each to the card with the most room.
+        uuid: The card that the sessions leave.
+        target: The card to which they go. If None, each goes to the card with the most room.
 
     Returns:
-        A report for each lease of the card, with its `outcome`, and the `reason` if it stays.
+        A report for each lease of the card, with its `outcome`, and the `reason` if the session was not moved.
     """
     active = sorted((lease for lease in leases_on(uuid) if lease["state"] == "active"), key=_size_of, reverse=True)
     return [_leave(lease, uuid, target) for lease in active]
 
 
 def print_moves(outcomes: list[Report], uuid: str, *, as_json: bool) -> None:
-    """Print what became of a card's sessions, and exit with 1 if any stays."""
+    """Print the outcomes of a card's sessions, and exit with 1 if any stays."""
     print_outcomes(
         outcomes,
         {"lease": "lease_id", "tenant": "tenant"},
@@ -59,7 +59,7 @@ def leases_on(uuid: str) -> list[Report]:
 
 
 def card_uuid_of(name: str, option: str) -> str:
-    """Return the UUID of a card that is named by it or by its index. Raises UsageError."""
+    """Return the UUID of the card that has this UUID or index. Raises UsageError."""
     cards = cards_of(ask(Opcode.GET_INVENTORY, Empty()))
     for card in cards:
         if name in (card["uuid"], str(card["index"])):
@@ -98,14 +98,14 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
 
 
 def _card_with_room(size_bytes: int, uuid: str, target: str | None) -> str | None:
-    """Return the card other than `uuid` with the most room, or `target`; None if it has too little."""
+    """Return the card other than `uuid` with the most room, or `target`. None if it has too little room."""
     cards = [card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty())) if card["uuid"] != uuid]
     able = [card for card in cards if card["available_bytes"] >= size_bytes and target in (None, card["uuid"])]
     return max(able, key=lambda card: card["available_bytes"])["uuid"] if able else None
 
 
 def _not_moved(number: int, uuid: str, error: GpuLeaseError) -> Report:
-    """Report a session after the daemon refused its move: it is on its card, or parked on its way to the other one."""
+    """Report a session whose move the daemon refused. It is on its card, or parked on its way to the other one."""
     try:
         is_on_card = ask(Opcode.LEASE_QUERY, LeaseRef(number)).report["card_uuid"] == uuid
     except NotFound:

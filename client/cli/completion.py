@@ -1,4 +1,4 @@
-"""`gpulease completion`: print a shell's completion script for `gpulease`."""
+"""`gpulease completion`: prints a shell's completion script for `gpulease`."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -15,10 +15,10 @@ def completion(shell: str) -> None:
     fish: gpulease completion fish > ~/.config/fish/completions/gpulease.fish
     """
     kind = get_completion_class(shell)
-    # Every choice of the argument has a class; this is for a newer click that drops one.
+    # All choices of the argument have a class now. A newer click may drop one.
     if kind is None:
         raise click.UsageError(f"this version of click has no completion for {shell}")
     root = click.get_current_context().find_root().command
-    # Fill in the template here: click's own method would start the shell to learn its version.
+    # Fill in the template here, because click's own method would start the shell to ask for its version.
     script = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")
     click.echo(script.source_template % script.source_vars())

@@ -17,29 +17,29 @@ _STARTER: Final = "from gpulease.client.cli.start import run_module_instead; run
 
 DAEMON: Final = "daemon"
 FLEET: Final = "daemon,fleet"
-"""Extras with the packages that modules of the daemon need."""
+"""Extras that install the packages that modules of the daemon need."""
 
 
 def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoReturn:
-    """Replace this process by a module of the daemon, with these arguments.
+    """Replace this process by one that runs a module of the daemon.
 
     Args:
         module: The module's name.
-        words: Its arguments.
-        extra: The extra that has the packages it needs.
+        words: The module's arguments.
+        extra: The extra that installs the packages that the module needs.
 
     Raises MissingPrerequisite if no daemon is installed.
     """
-    # The daemon need not be installed where its client is.
+    # The client may be installed without the daemon.
     if find_spec(module.rpartition(".")[0]) is None:
         raise MissingPrerequisite(
             f"no daemon is installed with this client: pip install '.[{extra}]' in gpulease's repository"
         )
-    # execv keeps the process id and the terminal: for a shell it is the same command.
+    # execv keeps the process id and the terminal, so for a shell it is still the same command.
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
 
 
-# Settings of commands that pass on all their words, including --help.
+# These are the settings of commands that pass on all their words, including --help.
 PASSES_ON: Final[dict[str, Any]] = {"context_settings": {"ignore_unknown_options": True}, "add_help_option": False}
 words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED)
 
@@ -53,7 +53,7 @@ AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
 def audit(words: tuple[str, ...]) -> None:
     """Read audit logs: verify, show, usage, head, recompute. `gpulease audit -h` says more."""
     if words[:1] == (RECOMPUTE,):
-        # The daemon imports nothing of the client, so its module can't decode.
+        # The daemon's module can't decode, because the daemon imports nothing of the client.
         from gpulease.client.cli.audit_recompute import recompute
 
         recompute.main(list(words[1:]), f"gpulease audit {RECOMPUTE}", standalone_mode=False)

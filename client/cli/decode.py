@@ -31,7 +31,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    # Not at run time: this needs the extra `decode`, without which `open_model` says what to install.
+    # This import needs the extra `decode`. Without it, `open_model` says what to install.
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS: Final = 64
@@ -181,7 +181,7 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
     context, length = prompt.checkpoint.config.context, len(prompt.tokens)
     # Limit the output to the model's context. If the prompt alone is too long, the decoder refuses it.
     max_tokens = max(1, min(prompt.max_tokens, context - length + 1))
-    # There is only one sequence: a step's rows serve its prompt, and then one token at a time.
+    # There is only one sequence. A step computes rows of its prompt, and later one token.
     settings = DecoderSettings(PROMPT_ROWS, PROMPT_ROWS, 1, min(context, length + max_tokens))
     began = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
@@ -192,7 +192,7 @@ async def _continue(address: str, prompt: _Prompt, show: Callable[[str], None]) 
         stream = prompt.tokenizer.stream()
         began = time.monotonic()
         generation = decoder.submit(prompt.tokens, max_tokens=max_tokens, sampling=prompt.sampling)
-        # Measure the first token separately: it includes the prompt's computation.
+        # Measure the first token separately, because its time includes the prompt's computation.
         async for emitted in generation:
             if not answer.tokens:
                 answer.first_token_s = time.monotonic() - began

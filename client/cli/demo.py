@@ -48,7 +48,7 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
         if as_json:
             click.echo(indented_json(report))
         return
-    # A private daemon ends with this block, also if a claim fails.
+    # A private daemon ends with this block, even if a claim fails.
     with contextlib.ExitStack() as stack:
         running = running_address()
         if running is None:
@@ -61,7 +61,7 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
         )
         lines.say("ann, bob and carol are three leases of yours, each with a process and a context of its own.\n")
         report, claims = run_tenants_demo(address, lines, transform_ptx(), is_private=running is None)
-    # Claims are printed in the order in which they were made; one that failed decides the status.
+    # Print the claims in the order in which they were tested. If any failed, so does the command.
     broken = [claim for claim in claims if not claim.holds]
     if as_json:
         click.echo(indented_json(report))

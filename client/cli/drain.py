@@ -24,7 +24,7 @@ POLL_S: Final = 0.2
 """Seconds between two queries for the remaining leases."""
 
 DAEMON_RESTART_S: Final = 30.0
-"""How long to wait for a daemon that restarts meanwhile, in seconds."""
+"""How long to wait for a daemon that is restarting, in seconds."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -73,7 +73,7 @@ def drain(
     `state`, until the daemon restarts. With --wait, the exit status is 1 if memory of a lease could not be proved free,
     or if the drain was cancelled.
     """
-    # --cancel ends the drain and has no deadline, so the options of one contradict it.
+    # --cancel ends the drain, so a deadline, moves and waiting make no sense with it.
     if cancel and (wait or moves or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE):
         raise click.UsageError("--cancel can't be combined with --within, --move or --wait")
     if moves and (device is None or wait):
@@ -83,7 +83,7 @@ def drain(
     if not (as_json and (wait or moves)):
         _show(uuid, status, [], as_json)
     if moves and uuid is not None:
-        # The card grants nothing any more, so no other lease takes the place of one that is moved.
+        # The drained card grants no leases, so no other lease takes the place of a moved one.
         print_moves(move_sessions(uuid), uuid, as_json=as_json)
     elif wait:
         _wait(uuid, status, as_json)
@@ -100,7 +100,7 @@ def _set_drain(uuid: str | None, within_ms: int | None) -> DrainStatus:
 
 
 def _wait(uuid: str | None, status: DrainStatus, as_json: bool) -> None:
-    """Wait until no lease is left on the node, or on the card. The request is the whole drain; this only watches it."""
+    """Wait until no lease is left on the node, or on the card. The drain itself does not need this command."""
     # Fenced leases never end by themselves, so they are only reported at the end.
     while _remaining_leases(uuid, with_fenced=False):
         _check_drained(uuid)
@@ -122,8 +122,8 @@ def _wait(uuid: str | None, status: DrainStatus, as_json: bool) -> None:
 
 
 def _check_drained(uuid: str | None) -> None:
-    """Raise InvalidRequest if leases are granted again: a caller that waits must not believe that nothing is left."""
-    cards = cards_of(_ask_patiently(Opcode.GET_INVENTORY))
+    """Raise InvalidRequest if the node or card is no longer drained, so that new leases may be granted."""
+    cards = cards_of(_ask_with_retries(Opcode.GET_INVENTORY))
     # Every card reports the node's drain, and its own.
     key, subject = ("drain_left_ms", "node") if uuid is None else ("card_drain_left_ms", "card")
     if all(card.get(key) is None for card in cards if uuid in (None, card["uuid"])):
@@ -134,12 +134,11 @@ def _check_drained(uuid: str | None) -> None:
         )
 
 
-def _ask_patiently(op: Opcode) -> Any:
-    """Send a request, again while the daemon is away: with `state`, its successor continues the drain.
+def _ask_with_retries(op: Opcode) -> Any:
+    """Send a request, and repeat it while the daemon restarts: with `state`, the next daemon continues the drain.
 
-    Raises Disconnected.
+    Raises Disconnected after DAEMON_RESTART_S.
     """
-    # A daemon that restarts is away for seconds; one that stays away is gone.
     deadline_s = time.monotonic() + DAEMON_RESTART_S
     while True:
         try:
@@ -151,7 +150,7 @@ def _ask_patiently(op: Opcode) -> Any:
 
 
 def _remaining_leases(uuid: str | None, *, with_fenced: bool) -> list[str]:
-    leases: list[Report] = leases_of(_ask_patiently(Opcode.LEASE_LIST_ACTIVE).report)
+    leases: list[Report] = leases_of(_ask_with_retries(Opcode.LEASE_LIST_ACTIVE).report)
     leases = [lease for lease in leases if uuid in (None, lease["card_uuid"])]
     return [lease["lease_id"] for lease in leases if with_fenced or lease["state"] != "fenced"]
 

@@ -36,7 +36,7 @@ def nodes(as_json: bool) -> None:
     """List the fleet's nodes, for operators: their free memory, and which are draining or silent."""
     listing = _operators_listing()
     nodes = listing["nodes"]
-    # The directory could not read some records: say so, and list the rest.
+    # If the directory could not read some records, say so, and list the rest.
     if unreadable := listing.get("unreadable"):
         click.echo(f"gpulease: fleet nodes: {shown(str(unreadable))}", err=True)
     if as_json:
@@ -88,7 +88,6 @@ def drain_node(node: str, within_ms: int, cancel: bool) -> None:
 
     The request goes to the node itself, so you must be an operator there.
     """
-    # Both go to the node itself, which decides who is its operator.
     op, body = (Opcode.DRAIN_CANCEL, Empty()) if cancel else (Opcode.DRAIN, Drain(within_ms))
     status: DrainStatus = _ask_node(_node(node), op, body)
     click.echo(shown(drain_text(f"Node {node}", status)))
@@ -123,9 +122,9 @@ def _listing() -> Report:
 
 
 def _operators_listing() -> Report:
-    """The fleet's nodes and names. Raises Denied: directories list the nodes for operators only."""
+    """The fleet's nodes and names. Raises Denied if the user is not an operator: only operators see the nodes."""
     listing = _listing()
-    # A directory of an older version does not say who asks, and lists everything.
+    # A directory of an older version does not say whether the user is an operator, and lists everything.
     if not listing.get("operator", True):
         raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
     return listing
@@ -150,7 +149,7 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
 
     A directory knows only leases with names. Raises NotFound for a lease without one.
     """
-    # A single daemon is asked directly. In a fleet, a directory first names the node that serves the lease's name.
+    # Ask a single daemon directly. In a fleet, a directory first names the node that serves the lease's name.
     if fleet_of(None) is None:
         return ask(op, body)
     node_ids = [name["node_id"] for name in _listing()["names"] if name["lease_id"] == str(lease_id)]
@@ -164,7 +163,7 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
 
 def _ask_node(node: Report, op: Opcode, body: Body) -> Any:
     """Send a request to a node, at the first of its addresses that answers."""
-    # Any of its addresses will do. If none works, raise the error of the last one.
+    # Try its addresses in order. If none works, raise the last one's error.
     error: GpuLeaseError = Disconnected(f"node {node['node_id']} has no address")
     for address in node["addresses"]:
         try:

@@ -15,12 +15,12 @@ from gpulease.client.console.private_fleet import PrivateFleet, private_etcd
 NODES: Final = 3
 NAME: Final = "model-a"
 HORIZON_S: Final = 4
-"""The membership deadline (horizon) in seconds: a dead node's names are free this long after its last heartbeat. The
-default is 30 s."""
+"""The membership deadline (horizon) in seconds. A dead node's names are free this long after its last heartbeat. A
+daemon's default is 30 s."""
 
 JOIN_S: Final = 60.0
 KERNELS: Final = 100
-"""Kernels that run on the second node before the demonstration ends."""
+"""Number of kernels that run on the second node before the demonstration ends."""
 
 
 def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
         ptx: PTX with the kernel `bias`.
         say: Prints a line.
     """
-    # Signals end the block in order: otherwise daemons and etcd would stay behind.
+    # End the block in order after a signal, so that no daemon and no etcd is left running.
     with unwound_by_signals(), tempfile.TemporaryDirectory(prefix="gpulease-", dir=short_folder()) as name:
         folder = Path(name)
         with private_etcd(folder / "etcd") as (etcd,), PrivateFleet(folder, [etcd.endpoint], HORIZON_S) as fleet:
@@ -41,20 +41,20 @@ def run_fleet_demo(ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]) -> dict[str, Any]:
-    # Step 1: node-1 serves the name; node-2 refuses it to another tenant.
+    # Step 1: node-1 serves the name, and node-2 refuses it to another tenant.
     first = acquire_name(nodes[0].address, NAME, JOIN_S)
     say(f"Named    node-1 serves {NAME} under epoch {first.epoch}: lease {first.lease_id_text}")
     before = Tenant(first, ptx)
     before.start()
     refused = _refusal(nodes[1].address)
     say(f"Refused  at node-2: {refused}")
-    # Its session must be at work before the daemon is gone: a dead daemon hands over no connection.
+    # Wait until the session runs kernels, because a dead daemon can't pass its connection to a worker.
     before.await_kernels(1)
-    # Step 2: kill the daemon only. Its worker lives on, but must stop before another node may serve the name.
+    # Step 2: kill only the daemon. Its worker continues, but must stop before another node may serve the name.
     nodes[0].kill()
     killed_s = time.monotonic()
     say("Killed   node-1's daemon, by SIGKILL; its session continues until the last horizon that the daemon wrote")
-    # Step 3: acquire the name at node-2, which succeeds once node-1's membership deadline has surely passed.
+    # Step 3: acquire the name at node-2. That succeeds once node-1's membership deadline has certainly passed.
     second = acquire_name(nodes[1].address, NAME, JOIN_S)
     back_s = time.monotonic() - killed_s
     after = Tenant(second, ptx)
@@ -62,11 +62,11 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
     before.join()
     after.await_kernels(KERNELS)
     after.stop()
-    # The last kernel that ended: the session ran on after the daemon's death, and then stopped.
+    # The session continued after the daemon's death until its last kernel ended.
     ended_s = before.work.spans[-1][1] - killed_s
     say(f"Ended    node-1's session {ended_s:.1f} s after the kill: {before.work.end}")
     say(f"Back     node-2 serves {NAME} {back_s:.1f} s after the kill under epoch {second.epoch}")
-    # Step 4: the proof. No kernel of the first session may overlap with one of the second.
+    # Step 4: prove that no kernel of the first session overlaps with one of the second.
     count = overlaps(before.work, after.work)
     say(f"Overlaps {count}: {len(before.work.spans)} kernels before, {len(after.work.spans)} after")
     second.free()
@@ -86,7 +86,7 @@ def _fail_over(nodes: list[PrivateDaemon], ptx: bytes, say: Callable[[str], Any]
 
 def _refusal(address: str) -> str:
     """The error that a second tenant gets when it asks for the name."""
-    # At first the node may not have joined; then its refusal names the reason.
+    # At first the node may not have joined the fleet, and refuses the request for that reason.
     until_s = time.monotonic() + JOIN_S
     while True:
         try:

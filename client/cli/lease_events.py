@@ -28,7 +28,6 @@ from gpulease.protocol.counts import counted
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
     """Print the phases of leases, one line each: of LEASE_ID until it has ended, or of all until interrupted."""
-    # Refusals and phases are different subscriptions; a command shows one of them.
     if refused:
         if lease_id is None:
             raise click.UsageError("--refused needs a LEASE_ID: a region's, or that of a lease with regions.")
@@ -42,7 +41,7 @@ def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
 
 
 def _fields(event: LeaseEvent) -> dict[str, Any]:
-    # Names of fields as in the wire's event, times in seconds.
+    # The names of fields are those of the wire's event; times are in seconds.
     return {
         "lease_id": str(event.lease_id),
         "phase": event.phase_text,
@@ -74,7 +73,7 @@ def _status_text(status: Status | int) -> str:
 def refusal_text(refusal: ForwardRevoked) -> str:
     """Describe a refused launch in one line, without characters that a terminal interprets."""
     refused = f"launch {refusal.site} of {refusal.kernel}" if refusal.kernel else "a graph"
-    # How long after the broker's decision the session noticed it.
+    # This is how long after the broker's decision the session noticed it.
     after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
     parts = [
         str(refusal.lease_id),
@@ -86,7 +85,7 @@ def refusal_text(refusal: ForwardRevoked) -> str:
 
 
 def _lost_text(lost: int) -> list[str]:
-    # Events are dropped for a reader that is too slow; say how many.
+    # Say how many events were dropped because the reader was too slow.
     lost_text = counted(lost, "event before this one was", "events before this one were")
     return [f"{lost_text} not read in time and lost"] if lost else []
 
@@ -97,15 +96,14 @@ _NEXT: Final = {
     Phase.GRACE: "what still runs is killed in {} at most",
     Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
 }
-"""The phase that follows a phase, and when. Only a warning's time is the time to the lease's end."""
+"""What follows a phase, and when. Only a warning's time is the time to the lease's end."""
 
 
 def event_text(event: LeaseEvent) -> str:
     """Describe an event in one line, without characters that a terminal interprets."""
     parts = [str(event.lease_id), event.phase_text]
-    # Only phases with a time have something that follows.
     if event.left_s and isinstance(event.phase, Phase) and event.phase in _NEXT:
-        # Rounded up, so that "0.0 s" means that the time has passed.
+        # Round up, so that "0.0 s" means that the time has passed.
         parts.append(_NEXT[event.phase].format(seconds_text(math.ceil(event.left_s * 10) / 10)))
     parts += [part for part in (event.cause, event.reason) if part]
     return shown("  ".join([*parts, *_lost_text(event.lost)]))

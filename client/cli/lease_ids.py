@@ -1,4 +1,4 @@
-"""A lease id as an argument: complete, or its first digits; completed by the shell from the daemon's list."""
+"""A lease id as an argument: complete, or only its first digits. The shell completes it from the daemon's list."""
 
 import re
 import threading
@@ -18,21 +18,21 @@ from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 from gpulease.protocol.messages import Empty
 
 COMPLETION_LIMIT_S: Final = 0.5
-"""Longest time for the daemon to list leases while a person waits for a completion, in seconds; then there is none."""
+"""Longest time for the daemon to list leases for a completion, in seconds. After that there is no completion."""
 
 MAX_COMPLETIONS: Final = 256
 """Maximum number of ids offered to a shell, which asks before it shows more than fit on the screen."""
 
 MIN_PREFIX_DIGITS: Final = 4
-"""Minimum number of digits of an id's prefix; fewer are more likely a slip than a choice."""
+"""Minimum number of digits of an id's prefix. Fewer are more likely a mistake than a choice."""
 
 MAX_LISTED: Final = 8
 """Maximum number of leases that the error about an ambiguous prefix lists."""
 
 _PREFIX: Final = re.compile(f"[0-9a-fA-F]{{{MIN_PREFIX_DIGITS},31}}")
 _LEASE_ID: Final = re.compile("[0-9a-fA-F]{32}")
-"""A complete id. Only ids of this form may come from the daemon to a shell's command line. Stops a daemon from placing
-a command there."""
+"""Matches a complete id. Only ids of this form are passed from the daemon to a shell's command line, so that a daemon
+can't put a command there."""
 
 
 def lease_id_argument(
@@ -42,7 +42,7 @@ def lease_id_argument(
 
     Args:
         required: Whether the argument is required.
-        variable: The environment variable that has the id if the argument is missing.
+        variable: The environment variable whose value is used if the argument is missing.
     """
     return click.argument(
         "lease_id",
@@ -54,10 +54,10 @@ def lease_id_argument(
 
 
 def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | None) -> LeaseId | None:
-    # Nothing was given, or a shell only completes the line.
+    # The argument is missing, or a shell only completes the line.
     if value is None or ctx.resilient_parsing:
         return None
-    # A complete id is not looked up: it may have ended, and still be queried.
+    # Do not look up a complete id, because a lease that has ended is not listed, but may still be queried.
     if _LEASE_ID.fullmatch(value):
         return lease_id_of(value)
     if not _PREFIX.fullmatch(value):
@@ -72,7 +72,7 @@ def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | Non
 
 def _lease_with_prefix(prefix: str) -> LeaseId:
     """The only lease with these first digits. Raises NotFound, or InvalidRequest if there are several."""
-    # The list has only leases that this user may see, so a prefix reveals nothing about others'.
+    # The list has only leases that this user may see, so a prefix reveals nothing about other users' leases.
     ids = [lease["lease_id"] for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)]
     matches = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
     if not matches:
@@ -89,16 +89,15 @@ def _lease_with_prefix(prefix: str) -> LeaseId:
 def complete_lease_ids(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Ids of leases that this user may see; none if the daemon does not answer in time."""
     items: list[CompletionItem] = []
-    # In a thread that is abandoned after the limit: resolving a host name has no time limit of its own.
+    # Ask in a thread that is abandoned after the limit, because resolving a host name has no time limit.
     thread = threading.Thread(target=_list_leases_into, args=(items, incomplete.lower()), daemon=True)
-    # Wait for the answer, but no longer than a person would.
     thread.start()
     thread.join(COMPLETION_LIMIT_S)
     return list(items)
 
 
 def _list_leases_into(items: list[CompletionItem], begin: str) -> None:
-    # Drop every error: its message would appear in the shell's command line.
+    # Drop every error, because its message would appear in the shell's command line.
     with suppress(Exception):
         report = ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report
         those = (lease for lease in report if _LEASE_ID.fullmatch(lease["lease_id"]))
@@ -106,6 +105,6 @@ def _list_leases_into(items: list[CompletionItem], begin: str) -> None:
 
 
 def _item(lease: dict[str, object]) -> CompletionItem:
-    # The tenant's name may contain anything: shown() escapes what a shell's line would interpret.
+    # The tenant's name may contain anything. shown() escapes the characters that a terminal would interpret.
     description = f"{lease['tenant']}, {lease['state']}, {size_text(int(str(lease['size_bytes'])))}"
     return CompletionItem(str(lease["lease_id"]), help=shown(description))

@@ -18,16 +18,16 @@ class LeaseArguments(NamedTuple):
     """The lease that a command line describes.
 
     Attributes:
-        vram_bytes: Its device memory.
-        ttl_ms: Its duration.
+        vram_bytes: The lease's device memory.
+        ttl_ms: The lease's duration.
         wait_ms: Longest wait for room.
-        device: Its card, by UUID or index; None for any.
-        name: Its name in the fleet; None for none.
-        labels: Labels that its node must have.
-        weight: Its weight when its card's time is shared; None for the default.
-        is_latency: Whether the card's other sessions hold back for it.
-        is_parkable: Whether its session may be parked.
-        park_idle_ms: Idle time after which it is parked; 0: not by idleness.
+        device: The lease's card, by UUID or index; None for any.
+        name: The lease's name in the fleet; None for none.
+        labels: Labels that the lease's node must have.
+        weight: The lease's weight when its card's time is shared; None for the default.
+        is_latency: Whether the card's other sessions hold back for the lease.
+        is_parkable: Whether the lease's session may be parked.
+        park_idle_ms: Idle time after which the session is parked; 0 if idleness never parks it.
     """
 
     vram_bytes: int
@@ -42,8 +42,8 @@ class LeaseArguments(NamedTuple):
     park_idle_ms: int
 
     def described_to(self, builder: Builder) -> Builder:
-        """Set all of it in a builder, and return the builder. Raises InvalidRequest."""
-        # Sizes and times always have a value; the others are set only if they were given.
+        """Set all arguments in a builder, and return the builder. Raises InvalidRequest."""
+        # The size and the times always have a value. Set the others only if they were given.
         builder.min_vram(self.vram_bytes).lease_secs(self.ttl_ms / 1000).timeout(self.wait_ms / 1000)
         if self.device is not None:
             builder.device(self.device)
@@ -63,7 +63,7 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_lease(**values: Any) -> Any:
-        # Take this command's own options out; the rest goes to the command unchanged.
+        # Replace the lease's options by one argument, and pass the others on unchanged.
         lease_request = LeaseArguments(**{name: values.pop(name) for name in LeaseArguments._fields})
         if lease_request.park_idle_ms and not lease_request.is_parkable:
             raise click.UsageError("--park-idle needs --parkable.")
@@ -118,7 +118,7 @@ def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:
 
 
 def _labels_of(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    # Only the first equals sign separates: a value may have more.
+    # Split only at the first equals sign, because a value may contain more.
     pairs = [value.partition("=") for value in values]
     for key, equals, value in pairs:
         if not (key and equals and value):

@@ -1,4 +1,4 @@
-"""Progress lines: a terminal's last line is rewritten; a pipe gets a line now and then."""
+"""Progress lines: rewrites the last line of a terminal, and writes a line into a pipe now and then."""
 
 import os
 import time
@@ -10,7 +10,7 @@ import click
 from gpulease.client.console.tables import is_terminal, output_width, shown
 
 PIPE_LINE_S: Final = 1.0
-"""Seconds between two lines of `show` in a pipe: its reader keeps all of them."""
+"""Seconds between two lines of `show` in a pipe, whose reader keeps all of them."""
 
 _ERASE: Final = "\r\x1b[2K"
 """Carriage return, then erase the line (ECMA-48, EL)."""
@@ -27,7 +27,7 @@ class LiveLines:
             clock: The monotonic time in seconds.
         """
         self._is_silent, self._clock = is_silent, clock
-        # A dumb terminal can't erase a line.
+        # A terminal of the type `dumb` can't erase a line.
         self._is_live = is_terminal() and os.environ.get("TERM") != "dumb"
         self._shown = ""
         self._last_s = clock()
@@ -36,21 +36,21 @@ class LiveLines:
         """Print a line that stays, or several lines."""
         if self._is_silent:
             return
-        # A line that stays first removes the one that is rewritten.
+        # First erase the line that `show` has left.
         click.echo(f"{_ERASE if self._shown else ''}{text}", color=self._is_live)
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Print the current state: on a terminal, the next call replaces it."""
+        """Print a line about the current state. On a terminal, the next call replaces it."""
         now_s = self._clock()
         if self._is_silent:
             return
         if self._is_live:
-            # A line that wraps could not be erased.
+            # Cut the line at the width, because a line that wraps could not be erased.
             width = output_width()
             self._shown = shown(text)[: width - 1 if width else None]
             click.echo(f"{_ERASE}{self._shown}", nl=False, color=True)
-        # A pipe gets a line now and then: its reader should see that something happens.
+        # Write a line into a pipe now and then, so that its reader sees that something happens.
         elif now_s - self._last_s >= PIPE_LINE_S:
             self._last_s = now_s
             click.echo(text)

@@ -16,7 +16,7 @@ def metrics() -> None:
     """Print the node's metrics in Prometheus's format; for operators."""
     text = ask(Opcode.METRICS, Empty()).exposition
     if is_terminal():
-        # A program gets the daemon's bytes unchanged; a terminal would interpret control characters in them.
+        # Escape control characters, which a terminal would interpret. A program gets the daemon's text unchanged.
         text = "\n".join(map(shown, text.split("\n")))
     click.echo(text, nl=False)
 
@@ -25,7 +25,6 @@ def metrics() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def health(as_json: bool) -> None:
     """Show whether the daemon can grant leases, and if not, why. The exit status is then 1."""
-    # The report is printed as received with --json, and checked only for the table.
     report = ask(Opcode.HEALTH, Empty()).report
     is_ready, checks = health_of(report)
     if as_json:
@@ -38,7 +37,7 @@ def health(as_json: bool) -> None:
 
 
 def _word(check: Report) -> str:
-    """A check's result in one word: one that passes may still have a detail for the operator."""
+    """A check's result in one word. A check that passes may still warn the operator."""
     if not check["ok"]:
         return "FAILS"
     return "warning" if check["detail"] else "ok"

@@ -55,7 +55,7 @@ def _move_one(lease_id: LeaseId, device: str, as_json: bool) -> None:
 
 
 def _way_of(lease_id: LeaseId) -> MoveReport | None:
-    """Return how the bytes of a lease's last move travelled; None if the daemon does not report that any more."""
+    """Return how the bytes of a lease's last move were copied; None if the daemon does not report that any more."""
     try:
         report = ask(Opcode.LEASE_QUERY, LeaseRef(lease_id)).report
     except NotFound:

@@ -28,7 +28,7 @@ from gpulease.protocol import Phase
 from gpulease.protocol.address import ADDRESS_VARIABLE
 
 if TYPE_CHECKING:
-    # Not at run time: this imports numpy, which starts threads, and these must start after `_block`.
+    # At run time this is imported only after `_block`, because it imports numpy, which starts threads.
     from gpulease.client.sync.public import GpuLease
 
 EXIT_LEASE_ENDED: Final = 124
@@ -77,7 +77,7 @@ def run(lease_request: LeaseArguments, command: tuple[str, ...]) -> None:
     # Step 1: check that the program can be started before a lease is acquired for it.
     _check_program(command[0])
     usual = _block()
-    # Imported after `_block`: importing numpy starts threads, and they inherit the blocked signals.
+    # Import this after `_block`, because importing numpy starts threads, which must inherit the blocked signals.
     from gpulease.client.sync.public import GpuBuilder
 
     builder = lease_request.described_to(GpuBuilder()).orphan_secs(ORPHAN_S)
@@ -91,7 +91,7 @@ def run(lease_request: LeaseArguments, command: tuple[str, ...]) -> None:
         status = program.run(command, usual)
     finally:
         _give_back(lease)
-    # Signals stay blocked: those that arrive after the program's end were meant for the program.
+    # Keep signals blocked, because those that arrive after the program's end were meant for the program.
     if program.end_reason:
         sys.exit(EXIT_LEASE_ENDED)
     _end_as(status)
@@ -110,7 +110,7 @@ def _check_program(program: str) -> None:
     """End if the program can't be started; checked before acquiring a lease, as far as possible."""
     if shutil.which(program) is not None:
         return
-    # Find out why, in the shell's words: no such file, a folder, or not executable.
+    # Find out why, and say it in the shell's words: no such file, a folder, or not executable.
     path = program if os.path.dirname(program) else shutil.which(program, os.F_OK)
     try:
         os.stat(path or "")
@@ -172,7 +172,7 @@ class _LeasedProgram:
         """
         # Subscribe before the program starts, so that no end of the lease is missed.
         events = self._lease.events()
-        # A daemon thread: it waits for events until the process ends.
+        # Use a daemon thread, because it waits for events until the process ends.
         threading.Thread(target=self._watch, args=(events,), daemon=True).start()
         try:
             self._pid = _start(command, self._environment(), mask)
@@ -186,7 +186,7 @@ class _LeasedProgram:
         return os.environ | {ADDRESS_VARIABLE: self._lease.address, LEASE_ID_VARIABLE: self._lease.lease_id_text}
 
     def _watch(self, events: LeaseEvents) -> None:
-        """Wake the main thread when the daemon reports the lease's end. Returns if the daemon is gone permanently."""
+        """Wake the main thread when the daemon reports the lease's end. Returns if the daemon can't be reached."""
         while not self._has_ended:
             try:
                 for event in events:
@@ -195,7 +195,7 @@ class _LeasedProgram:
                         signal.pthread_kill(threading.main_thread().ident or 0, _LEASE_ENDED)
                         return
             except Disconnected:
-                # The daemon is gone, or has restarted: try to reach it once.
+                # The daemon has ended, or restarted. Try once to reach it.
                 with suppress(GpuLeaseError):
                     # A restarted daemon does not count this process as a connection until it renews the lease. The
                     # deadline stays as it was.
@@ -207,13 +207,13 @@ class _LeasedProgram:
     def _wait(self) -> int:
         kill_s = 0.0
         while True:
-            # Each round: has the program ended? Then wait for a signal, at most until the time by which the lease must
-            # have ended or, after its end, until the program is to be killed.
+            # In each round, check whether the program has ended. Then wait for a signal, at most until the lease must
+            # have ended or, after its end, until the program must be killed.
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 return status
             now_s = time.monotonic()
-            # The lease has ended: the program has KILL_AFTER_S to clean up after SIGTERM.
+            # After the lease's end and SIGTERM, the program has KILL_AFTER_S to clean up.
             if self.end_reason:
                 if now_s >= kill_s:
                     self._send(signal.SIGKILL)
@@ -227,7 +227,7 @@ class _LeasedProgram:
                     kill_s = time.monotonic() + KILL_AFTER_S
                     self._report_end()
             elif signal_info.si_signo in FORWARDED and signal_info.si_code <= 0:  # sent by a process (sigaction(2))
-                # Signals from the terminal (a positive si_code: the kernel's) reach the program by themselves.
+                # The terminal sends its signals to the program, too; they have a positive si_code, from the kernel.
                 self._send(signal.Signals(signal_info.si_signo))
 
     def _report_end(self) -> None:

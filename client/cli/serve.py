@@ -1,4 +1,4 @@
-"""`gpulease serve`: servers that lease on behalf of others' requests: a gateway, a model server, a decode server."""
+"""`gpulease serve`: servers that acquire leases for requests of others: a gateway, a model server, a decode server."""
 
 import contextlib
 import tempfile
@@ -13,7 +13,7 @@ from gpulease.client.console.private_daemon import private_daemon, running_addre
 from gpulease.client.errors import InvalidRequest
 
 STOP_MARGIN_S = 10.0
-"""How long a gateway may take to finish requests, beyond the longest wait and the longest lease, in seconds."""
+"""How long a gateway may take to finish requests, in addition to the longest wait and the longest lease, in seconds."""
 
 _POSITIVE = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
@@ -88,7 +88,7 @@ def gateway(
     demo: bool,
 ) -> None:
     """Serve each request on a lease of its own, once however often it is asked."""
-    # The extra may be missing: import its packages first, so that the error names it.
+    # First import what needs the extra, so that the error names the extra if it is missing.
     with needing("serve"):
         from gpulease.client.http.uvicorn_server import known_hosts, listening, serve
         from gpulease.client.serve.gateway.admission import GatewayBounds
@@ -101,14 +101,13 @@ def gateway(
     if models is None and not demo:
         raise click.UsageError("give the models with --models FILE, or try --demo")
     served = load_models(models or EXAMPLE)
-    # All limits of admission in one value: in flight, queue, and the times of each wait.
     bounds = GatewayBounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)
-        # A demonstration's outcomes are of no use later.
+        # Do not keep a demonstration's outcomes.
         if demo:
             store_url = f"sqlite:{stack.enter_context(tempfile.TemporaryDirectory())}/gateway.sqlite"
-        # Listen before the store is opened: a taken port is the most common mistake.
+        # Listen before the store is opened, because a port that is taken is the most common mistake.
         sock, url = stack.enter_context(listening(listen))
         hosts = known_hosts(sock, host_names)
         store = stack.enter_context(contextlib.closing(open_store(store_url)))
@@ -155,7 +154,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     served = load_settings(config or EXAMPLE)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)
-        # HTTP first, then the calls through shared memory: each is a listener of its own.
+        # Open one listener for HTTP, and one for calls through shared memory.
         sock, url = stack.enter_context(listening(listen))
         hosts = known_hosts(sock, host_names)
         callers = stack.enter_context(listening(rpc))[0] if rpc else None
@@ -166,7 +165,7 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
 
 
 def _daemon_address(stack: contextlib.ExitStack, *, is_demo: bool) -> str | None:
-    """The running daemon's address; for a demonstration, that of a private one; else None."""
+    """The running daemon's address. If none runs: a private daemon's for a demonstration, otherwise None."""
     address = running_address()
     if address is None and is_demo:
         click.echo("No daemon runs here: starting a private one on the embedded driver (no GPU needed).")

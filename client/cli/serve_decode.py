@@ -27,7 +27,7 @@ from gpulease.client.decode.page.demo_traffic import DemoTraffic
 from gpulease.protocol.fast_dataclass import dataclass
 
 if TYPE_CHECKING:
-    # Not at run time: these need the extra `serve`, without which the command says what to install.
+    # These imports need the extra `serve`. Without it, the command says what to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.protocol.http_origin import KnownHosts
 
@@ -69,7 +69,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
 
     See client/decode/openai/example/decode.toml for the file's settings.
     """
-    # The extras may be missing: import their packages first, so that the error names them.
+    # First import what needs the extras, so that the error names them if they are missing.
     with needing("serve,decode"):
         from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.http.uvicorn_server import known_hosts, listening, log_to_stderr
@@ -204,7 +204,7 @@ async def _serve(
             reloading.begin(prefixes_reload(decoder, positions, path, settings))
         servers: list[Any] = []
 
-        # If the decoder ends, a server without it could only refuse: stop it.
+        # If the decoder ends, stop the server, which could only refuse requests.
         async def stop_with_decoder() -> None:
             await decoder.wait_ended()
             servers[0].should_exit = True
@@ -229,7 +229,7 @@ def prefixes_reload(
     async def apply(reloaded: "DecodeSettings") -> str:
         nonlocal shared
         check_kind(path, reloaded, settings)
-        # Keys have no comparison of their own.
+        # Compare the keys by their digests, because keys define no comparison.
         others = replace(reloaded, prefixes=settings.prefixes, keys=settings.keys)
         if others != settings or reloaded.keys.digests != settings.keys.digests:
             log.warning("%s: of a server of one model, all settings but [prefixes] are read at the start only", path)

@@ -13,13 +13,13 @@ from gpulease.client.cli.settings_reload import SettingsReload, check_kind, log
 from gpulease.client.decode import DecoderObserver
 
 if TYPE_CHECKING:
-    # Needs the extra `serve`, without which the command says what to install.
+    # These imports need the extra `serve`. Without it, the command says what to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.client.decode.supervisor.model_pool import ModelPool
     from gpulease.protocol.http_origin import KnownHosts
 
 STOP_POLL_S: Final = 0.2
-"""Seconds between two checks whether the server stops: requests that wait for a model are refused then."""
+"""Seconds between two checks whether the server stops. Once it does, requests that wait for a model are refused."""
 
 
 async def serve_models(
@@ -31,13 +31,13 @@ async def serve_models(
     host_names: Sequence[str] = (),
     stop_s: float = 30.0,
 ) -> None:
-    """Open the pool, and serve until a signal; the leases end with this call.
+    """Open the pool, and serve until a signal. The leases end with this call.
 
     Args:
         settings: The settings.
-        path: Their file, which SIGHUP reads again.
+        path: The settings file, which is read again on SIGHUP.
         sock: The listening socket.
-        url: Its URL.
+        url: The socket's URL.
         hosts: The host names that the server answers to.
         host_names: Further names of the server.
         stop_s: Seconds for a stopping server to finish the answers that it has started.
@@ -75,11 +75,11 @@ async def serve_models(
         observers=observers,
         is_audited=settings.audit,
     )
-    # Before the models are read, which takes seconds for each.
+    # Handle SIGHUP before the models are read, which takes seconds for each.
     tasks = BackgroundTasks()
     reloading = SettingsReload(path, tasks)
     async with pool.serving(), contextlib.AsyncExitStack() as stack:
-        # From here on page and metrics have a pool.
+        # From here on, page and metrics have a pool.
         serving.append(pool)
         models = ManyModels(pool, settings.tenants, settings.pool.load_wait_s)
         app = make_pool_application(
@@ -108,14 +108,14 @@ async def serve_models(
         stack.callback(reloading.close)
         reloading.begin(pool_reload(pool, path, settings))
         await serve_within(app, sock, hosts=hosts, stop_s=stop_s, began=servers.append, refuse=refuse)
-        # Streams that fronts have open would otherwise wait for models until their own limit.
+        # Drain here, too: streams that fronts have open would otherwise wait for models until their own limit.
         pool.drain()
 
 
 def pool_reload(
     pool: "ModelPool", path: Path, settings: "DecodeSettings"
 ) -> "Callable[[DecodeSettings], Awaitable[str]]":
-    """Return what applies the models of a settings file to a pool, for `SettingsReload`."""
+    """Return a function that applies the models of a settings file to a pool, for `SettingsReload`."""
 
     async def apply(reloaded: "DecodeSettings") -> str:
         check_kind(path, reloaded, settings)

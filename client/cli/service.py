@@ -166,7 +166,7 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
         if installs and root == Path("/"):
             raise MissingPrerequisite(complaint)
         click.echo(f"gpulease: {complaint}", err=True)
-    # Printing is the default: nothing is written without --install.
+    # Printing is the default. Nothing is written without --install.
     if prints or not installs:
         if root != Path("/"):
             click.echo(f"gpulease: nothing was written below {root}: add --install", err=True)

@@ -1,4 +1,4 @@
-"""Code shared by commands that move several sessions: retries, the list of outcomes, and refusals of ended leases."""
+"""Code shared by commands that move several sessions: retries, the list of outcomes, and errors of ended leases."""
 
 import sys
 import time
@@ -15,16 +15,16 @@ from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.json_text import indented_json
 
 ENDED: Final = (LeaseExpired, Revoked, NotFound)
-"""Refusals of a lease that has ended meanwhile."""
+"""Errors of a request for a lease that has ended meanwhile."""
 
 RETRY_S: Final = 0.05
 MOST_RETRY_S: Final = 0.5
-"""First and longest pause before a session that was busy is tried again, in seconds. Each try is a park, and the node's
-`parks_per_minute` (240 by default) bounds those."""
+"""First and longest pause before a session that was busy is tried again, in seconds. Each attempt is a park, and the
+node's `parks_per_minute` (240 by default) limits their number."""
 
 
 class BusyRetries:
-    """The pauses between the tries of one busy session.
+    """The pauses between attempts to move one busy session.
 
     Args:
         patience_s: Seconds from now after which the session is not tried again.
@@ -34,7 +34,7 @@ class BusyRetries:
         self._until, self._tries = time.monotonic() + patience_s, 0
 
     def pause(self) -> bool:
-        """Sleep before the next try, each time longer. Returns False at once if the patience is exhausted."""
+        """Sleep before the next attempt, each time longer. Returns False at once if `patience_s` is over."""
         if time.monotonic() >= self._until:
             return False
         time.sleep(back_off_s(self._tries, RETRY_S, MOST_RETRY_S))
@@ -51,15 +51,15 @@ def print_outcomes(
     if_none: str,
     if_stays: Callable[[int], str],
 ) -> None:
-    """Print what became of each session, and exit with 1 if any stays.
+    """Print the outcome of each session, and exit with 1 if any stays.
 
     Args:
         outcomes: A report for each session, with its `outcome`: "stays" for those that could not be moved.
         columns: The table's headings, and their keys in the reports.
         text_of: Returns an outcome as text, for the last column.
         as_json: Whether the reports are printed instead.
-        if_none: What is printed for no session.
-        if_stays: Returns the line under the table for a number of sessions that stay.
+        if_none: The line that is printed if there is no session.
+        if_stays: Returns the line under the table that says how many sessions stay.
     """
     stays = sum(outcome["outcome"] == "stays" for outcome in outcomes)
     if as_json:

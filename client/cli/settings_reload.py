@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gpulease.client.errors import GpuLeaseError, InvalidRequest
 
 if TYPE_CHECKING:
-    # Needs the extra `serve`, without which the commands say what to install.
+    # These imports need the extra `serve`. Without it, the commands say what to install.
     from gpulease.client.decode.openai.decode_settings import DecodeSettings
     from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 
@@ -25,13 +25,14 @@ def check_kind(path: Path, reloaded: "DecodeSettings", settings: "DecodeSettings
 
 
 class SettingsReload:
-    """Reads a settings file again on each SIGHUP, and has its settings applied, in tasks of the server's.
+    """Reads a settings file again on each SIGHUP and applies it, in tasks of the server.
 
-    Without it, SIGHUP ends the process. So it is there while a model is loaded, and a signal waits for `begin`.
+    A SIGHUP without a handler ends the process, so make this object before a model is loaded. Signals before `begin`
+    are handled after it.
 
     Args:
         path: The file.
-        tasks: The tasks.
+        tasks: The server's tasks.
     """
 
     def __init__(self, path: Path, tasks: "BackgroundTasks") -> None:
@@ -42,9 +43,11 @@ class SettingsReload:
         self._loop.add_signal_handler(signal.SIGHUP, self._start)
 
     def begin(self, apply: "Callable[[DecodeSettings], Awaitable[str]]") -> None:
-        """Have settings applied from now on.
+        """Apply settings from now on.
 
-        `apply` returns the text for the log. If it raises a GpuLeaseError, the server keeps its earlier settings.
+        Args:
+            apply: Applies settings, and returns the text for the log. If it raises a GpuLeaseError, the server keeps
+                its earlier settings.
         """
         self._apply = apply
         self._begun.set()
@@ -62,10 +65,9 @@ class SettingsReload:
         assert self._apply is not None
         async with self._one_at_a_time:
             try:
-                # In a thread, because it reads files.
+                # Load the settings in a thread, because that reads files.
                 applied = await self._apply(await asyncio.to_thread(load_decode_settings, self._path))
             except GpuLeaseError as error:
-                # The server keeps its earlier settings.
                 log.error("the settings were not reloaded: %s", error)
                 return
             log.info("the settings were reloaded: %s", applied)

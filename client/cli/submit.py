@@ -1,4 +1,4 @@
-"""`gpulease submit`: run one kernel of a file, on a lease that lasts as long as that takes."""
+"""`gpulease submit`: runs one kernel of a file, on a lease that is freed afterwards."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from gpulease.client import GpuBuilder, KernelArgs, Submission
 from gpulease.client.console.exit_status import MissingPrerequisite
 
 DEFAULT_ROOM_MIB: Final = 64
-"""MiB reserved for the job: a small image, and the largest outputs of a job several times over."""
+"""MiB reserved for the job: enough for a small image, and for several times the largest outputs of a job."""
 
 SESSION_BYTES: Final = 1 << 20
 """Memory of the lease's session, which computes nothing, in bytes."""
@@ -61,16 +61,15 @@ def submit(
     secs: float,
 ) -> None:
     """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write its outputs."""
-    # The session stays unused, so its part of the lease is as small as possible. The job's memory comes in addition.
+    # Make the session's part of the lease as small as possible, because it stays unused. The job's memory is added.
     builder = GpuBuilder().min_vram(SESSION_BYTES).submits(room << 20).lease_secs(secs)
     with builder.acquire() as lease:
         submission = lease.submit(kernel, image.read_bytes()).grid(_numbers(grid, "--grid"))
         submission.block(_numbers(block, "--block"))
-        # Arguments in the order of the command line.
         for argument in arguments:
             _push(submission, argument)
         results = submission.launch()
-    # Each output goes to the next file; those left over to standard output.
+    # Write each output to the next file. If there are not enough files, write the others to standard output.
     for index, result in enumerate(results):
         if index < len(outputs):
             outputs[index].write_bytes(result)
@@ -88,7 +87,7 @@ def _numbers(text: str, option: str) -> list[int]:
 def _push(submission: Submission, text: str) -> None:
     kind, _, value = text.partition(":")
     try:
-        # KIND:VALUE, where VALUE is a file for inputs, a size for outputs, and a number for the rest.
+        # VALUE is a file for inputs, a size for outputs, and a number for other kinds.
         if kind == "in":
             submission.arg(Path(value).read_bytes())
         elif kind == "inout":

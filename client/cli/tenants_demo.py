@@ -131,11 +131,11 @@ class Ann:
     def watch(
         self, is_over: Callable[[], bool], wait: Callable[[float], Any] = time.sleep, note: Callable[[], str] = str
     ) -> None:
-        """Show her work until something is over.
+        """Show her work until `is_over` returns true.
 
         Args:
-            is_over: Whether it is over.
-            wait: Waits for a number of seconds; may return early, when it is over.
+            is_over: Returns whether to stop.
+            wait: Waits for a number of seconds. It may return earlier, when `is_over` has become true.
             note: Returns the text to show after her work.
         """
         while not is_over():
@@ -161,7 +161,7 @@ class Ann:
         """The claim that no launch of hers was wrong or failed, in any phase."""
         errors = sum(phase.errors for phase in self.phases)
         first = next((f": {phase.first_error}" for phase in self.phases if phase.first_error), "")
-        # No error is not enough: in each phase something must have run.
+        # It is not enough that there is no error: in each phase a launch must have run.
         holds = not errors and all(phase.launches for phase in self.phases)
         counts = ", ".join(f"{phase.launches:,} {phase.name}" for phase in self.phases)
         return Claim("every launch of ann's was right, all the time", holds, f"{counts}; {errors} errors{first}")
@@ -388,7 +388,7 @@ def _carol(
 ) -> tuple[dict[str, Any], list[Claim]]:
     words = read_bytes // WORD_BYTES
     with GpuSession(lease) as session:
-        # She looks before she writes: any word that is not 0 would be bob's.
+        # Look at the memory before anything is written. A word that is not 0 would be bob's.
         module = session.module_load(rule_breakers())
         memory = session.mem_alloc(read_bytes)
         nonzero_words = count_set(session, module, memory, words)
@@ -420,7 +420,7 @@ def _carol(
 def _transformed(session: GpuSession, ptx: bytes) -> "np.ndarray[Any, np.dtype[np.float32]]":
     array = session.array(np.arange(VALUES, dtype=np.float32))
     module = session.module_load(ptx)
-    # scale, then bias: in order, without a wait between them.
+    # Launch scale, then bias, without a wait between them.
     for kernel, operand in (("scale", FACTOR), ("bias", SUMMAND)):
         args = KernelArgs().push_buffer(array).push_u32(VALUES).push_f32(operand)
         session.launch(module, kernel, (VALUES // BLOCK[0], 1, 1), BLOCK, args)
@@ -436,7 +436,7 @@ def _one_region_revoked(lease: GpuLease, session: GpuSession, module: Module, li
     ):
         words = kept_region.size_bytes // WORD_BYTES
         kept_set, revoked_set = session.region_set([kept_region]), session.region_set([revoked_region])
-        # Fill both, then revoke one: its launches must be refused, and the other's words must be untouched.
+        # Fill both, then revoke one. Its launches must be refused, and the other's words must be unchanged.
         for region, regions in ((kept_region, kept_set), (revoked_region, revoked_set)):
             fill(session, module, region.address, words, PATTERN, regions)
         session.sync()

@@ -57,7 +57,7 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
 
 
 def _upgrade(lease: Report, patience_s: float) -> Report:
-    """Give one session another worker, and report it."""
+    """Move one session to another worker, and report it."""
     outcome = {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]}
     retries = BusyRetries(patience_s)
     while True:
@@ -72,7 +72,7 @@ def _upgrade(lease: Report, patience_s: float) -> Report:
         except (Unsupported, CapacityExceeded, Denied) as error:
             return outcome | {"outcome": "stays", "reason": error.message}
         except InvalidRequest:
-            # It has left its worker meanwhile, because it was parked cold.
+            # The session has left its worker meanwhile, because it was parked cold.
             return outcome | {"outcome": "upgraded", "moved_bytes": 0, "took_us": 0}
         return outcome | {"outcome": "upgraded", "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
 

@@ -1,4 +1,4 @@
-"""`gpulease verify`: the command and its tables; `client.verify` tests that leases keep their promises on this card."""
+"""`gpulease verify`: the command and its tables. `client.verify` has the tests."""
 
 import sys
 from dataclasses import asdict
@@ -27,7 +27,7 @@ def verify(driver: str, only: str, as_json: bool) -> None:
     Starts a private daemon, so a running daemon's leases are not touched, but the card is busy meanwhile. The exit
     status is 1 if any guarantee of leases does not hold.
     """
-    # Progress goes to stderr as each fault ends; the report comes at the end.
+    # Show progress on stderr after each fault, and print the report at the end.
     report = run_matrix(driver, only, _ignore if as_json else _show_progress)
     click.echo(_json(report) if as_json else _tables(report))
     sys.exit(EXIT_BREACH if report.breaches else 0)
@@ -70,7 +70,7 @@ def _tables(report: MatrixReport) -> str:
     ]
     parts, width = [report.scene.title()], output_width()
     if report.faults:
-        # A narrow terminal drops the baseline figures first, then the others of the neighbour.
+        # On a narrow terminal, leave out the baseline figures first, then the neighbour's other figures.
         droppable = ("baseline p99", "baseline p50", "p99 us", "p50 us", "within ms")
         parts.append(fitted(head, [_cells(row) for row in report.faults], width, droppable=droppable, texts=("fault",)))
     if report.claims:

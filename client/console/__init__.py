@@ -1,1 +1,1 @@
-"""Code of programs for operators: exit statuses, checked reports, tables, daemons that end with their program."""
+"""Code of programs for operators: exit statuses, checked reports, tables, and daemons that end with their program."""

@@ -1,4 +1,4 @@
-"""The title of a table of figures: the card, its driver and the date, without which figures mean nothing later."""
+"""The title of a table of figures: the card, its driver and the date."""
 
 import subprocess
 import time
@@ -12,18 +12,14 @@ QUERY_S: Final = 30.0
 
 def card_title(driver: str, card_name: str, card_uuid: str) -> str:
     """The title line: the card, its driver and the date. Raises MissingPrerequisite."""
-    # The version matters for a card; the embedded driver is of this package's own.
+    # Only a card's driver has a version. The embedded driver is a part of this package.
     version = f" {ask_card(card_uuid, 'driver_version')}" if driver == "cuda" else ""
     return f"{card_name}, driver {driver}{version}, {time.strftime('%Y-%m-%d')}"
 
 
 def ask_card(card_uuid: str, field: str) -> str:
-    """Query one property of the card from nvidia-smi.
-
-    Raises MissingPrerequisite: without the program, nothing would be proved.
-    """
+    """Ask nvidia-smi for one property of the card. Raises MissingPrerequisite if it does not answer."""
     command = ["nvidia-smi", f"--id={card_uuid}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    # One figure, without its title and unit, so that nothing has to be parsed.
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -23,7 +23,7 @@ EXIT_CANNOT_WRITE: Final = 74
 """EX_IOERR: a file or the output can't be read or written."""
 
 TRACEBACK_VARIABLE: Final = "GPULEASE_TRACEBACK"
-"""If set, a bug in this program is shown as Python's traceback, for its authors."""
+"""If this variable is set, a bug in this program is shown as Python's traceback, for its authors."""
 
 
 class MissingPrerequisite(Exception):
@@ -41,7 +41,7 @@ def needing(extra: str) -> Iterator[None]:
     except ImportError as error:
         # An import error inside this package is a bug, and must not be reported as a missing extra.
         if error.name is None or error.name.partition(".")[0] == "gpulease":
-            raise  # our own bug
+            raise
         # If a package is installed in a version that lacks a name, the message names the package.
         problem = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
         raise MissingPrerequisite(f"{problem}: pip install '.[{extra}]' in gpulease's repository") from None
@@ -62,7 +62,7 @@ def failures_as_sentences() -> Iterator[None]:
         die_by_signal(signal.SIGPIPE)
     except MissingPrerequisite as error:
         fail(str(error), EXIT_FAILED)
-    # Often the output itself: a full disk, for example. Nothing more can be written there.
+    # Often writing the output has failed, for example on a full disk, so drop the rest of it.
     except OSError as error:
         _drop_output()
         fail(_about(error), EXIT_CANNOT_WRITE)
@@ -71,10 +71,9 @@ def failures_as_sentences() -> Iterator[None]:
 
 
 def _fail_by(error: Exception) -> NoReturn:
-    # Imported only here: importing these takes longer than most commands take to run.
+    # Import these only here, because that takes longer than most commands take to run.
     from gpulease.client.errors import Disconnected, GpuLeaseError
 
-    # From the most specific to the least: no daemon, the library's own sentence, and at last a bug.
     if isinstance(error, Disconnected):
         fail(str(error), EXIT_NO_DAEMON)
     if isinstance(error, GpuLeaseError):
@@ -86,7 +85,7 @@ def _fail_by(error: Exception) -> NoReturn:
 
 
 def check_words(words: Iterable[str]) -> None:
-    """End with EXIT_USAGE if an argument is not valid text: no message could carry it."""
+    """End with EXIT_USAGE if an argument is not valid text, because no request can contain it."""
     for word in words:
         # Python passes bytes that the locale can't decode as surrogates (PEP 383).
         if any("\ud800" <= mark <= "\udfff" for mark in word):
@@ -97,7 +96,7 @@ def fail(message: str, status: int) -> NoReturn:
     """Print a sentence on stderr, and exit with that status."""
     from gpulease.client.console.tables import shown
 
-    # The output may be gone as well; the status says enough then.
+    # If stderr is closed as well, only the status reports the failure.
     with suppress(OSError):
         click.echo("gpulease: " + "\n".join(map(shown, message.splitlines())), err=True)
     sys.exit(status)
@@ -107,7 +106,7 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
     """End as the signal ends any program: a shell sees that, and stops its script, too."""
     if number == signal.SIGPIPE:
         _drop_output()
-    # The user still gets the output that was printed before the signal.
+    # Write the output that was printed before the signal.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError):  # SIGKILL has no other handler

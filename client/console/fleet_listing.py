@@ -1,4 +1,4 @@
-"""A fleet's listing, as its directories report it: nodes and names, checked."""
+"""A fleet's nodes and names, as its directories list them, checked."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def listing_of(fleet: Fleet) -> Report:
 
 def _checked(report: Any) -> Report:
     """Check a directory's answer. Raises Disconnected if it is not a listing."""
-    # Collect what is used later, by kind, and check all of a kind at once. A missing member raises here.
+    # Collect the members that are used later, by type, and check all of a type at once. A missing member raises here.
     try:
         texts = [text for node in report["nodes"] for text in (node["node_id"], node["version"], *node["addresses"])]
         texts += [name[key] for name in report["names"] for key in ("name", "node_id", "tenant", "lease_id")]

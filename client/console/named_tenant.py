@@ -1,4 +1,4 @@
-"""Tenants of a name: how they acquire its lease, and when their session's kernels ran."""
+"""Tenants of a name: acquire the name's lease, and record when the kernels of a session ran."""
 
 import threading
 import time
@@ -17,10 +17,10 @@ ASK_PAUSE_S: Final = 0.2
 
 @dataclass(slots=True)
 class Work:
-    """Kernels that a tenant ran in one session and waited for, each from its launch to its end.
+    """The kernels that a tenant ran in one session and waited for.
 
     Attributes:
-        spans: (start, end) of each, in monotonic seconds.
+        spans: The time of each kernel's launch and of its end, in monotonic seconds.
         end: The error with which the session ended.
     """
 
@@ -39,11 +39,11 @@ class Tenant:
         self._thread = threading.Thread(target=self._run, name="tenant")
 
     def start(self) -> None:
-        """Start to compute, in a thread of its own."""
+        """Start to compute, in a separate thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop computing: waits for the kernel in progress, and for the end of the session."""
+        """Stop computing. Waits for the kernel in progress, and for the end of the session."""
         self._is_over.set()
         self._thread.join()
 
@@ -53,12 +53,11 @@ class Tenant:
 
     def await_kernels(self, count: int) -> None:
         """Wait until `count` kernels have run, or the session has ended."""
-        # A session that has ended runs no more kernels, however few there were.
         while len(self.work.spans) < count and self._thread.is_alive():
             time.sleep(WORK_PAUSE_S)
 
     def _run(self) -> None:
-        # Each kernel is waited for before the next one: so its end is known, and spans of one session never overlap.
+        # Wait for each kernel before the next one, so that its end is known and spans of one session never overlap.
         try:
             with GpuSession(self._lease) as session:
                 module, buffer = session.module_load(self._ptx), session.mem_alloc(4 * VALUES)
@@ -73,16 +72,16 @@ class Tenant:
 
 
 def builder_of(address: str, name: str) -> GpuBuilder:
-    """A request for the name's lease, at that address."""
+    """A request for the name's lease, to the daemon at `address`."""
     return GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).name(name)
 
 
 def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
-    """Acquire the name, again and again while the node has not joined or the name is not free."""
+    """Acquire a name's lease. Retries for `wait_s` while the node has not joined or the name is not free."""
     until_s = time.monotonic() + wait_s
     while True:
         try:
-            # Each attempt waits for the name at the node for the remaining time.
+            # In each attempt the node itself waits for the name, for the remaining time.
             return builder_of(address, name).timeout(max(1.0, until_s - time.monotonic())).acquire()
         except GpuLeaseError:
             if time.monotonic() >= until_s:
@@ -91,6 +90,6 @@ def acquire_name(address: str, name: str, wait_s: float) -> GpuLease:
 
 
 def overlaps(first: Work, second: Work) -> int:
-    """Number of pairs of kernels, one of each session, that ran at the same time."""
+    """Number of pairs of kernels, one from each session, that ran at the same time."""
     # Two spans overlap if each begins before the other ends.
     return sum(a < d and c < b for a, b in first.spans for c, d in second.spans)

@@ -63,13 +63,13 @@ class PrivateServer:
     """A process of gpulease that listens at a socket in a folder of its own.
 
     Attributes:
-        address: Where it listens.
+        address: The address at which the process listens.
 
     Args:
-        folder: Its folder.
+        folder: The process's folder.
         module: The module that it runs.
-        options: Its options.
-        environment: What its environment has in addition to this process's.
+        options: The module's options.
+        environment: Environment variables in addition to this process's.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PrivateServer:
         self._path = str(folder / SOCKET_NAME)
         self.address = f"unix:{self._path}"
         self._log_path = folder / "log"
-        # -P: a module in the current folder must not shadow one of the daemon's.
+        # Pass -P, because a module in the current folder must not shadow one of the daemon's.
         self._command = [sys.executable, "-P", "-m", module, "--listen", self.address, *options]
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
@@ -224,7 +224,7 @@ def unwound_by_signals() -> Iterator[None]:
     """
     received: list[signal.Signals] = []
 
-    # Only the first signal counts: a second one must not interrupt the clean-up.
+    # Only the first signal has an effect, because a second one must not interrupt the clean-up.
     def interrupt(number: int, frame: FrameType | None) -> None:
         if received:
             return

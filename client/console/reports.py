@@ -18,7 +18,7 @@ Report = dict[str, Any]
 T = TypeVar("T")
 
 REGION_MARK: Final = "- "
-"""Precedes a region's id or tenant in a list. A region is listed after its lease."""
+"""The text before a region's id or tenant in a list. A region is listed after its lease."""
 
 
 class MalformedReport(GpuLeaseError):
@@ -66,7 +66,6 @@ CHECK: Final = {"check": WORD, "ok": TRUTH, "detail": WORD}
 def cards_of(inventory: Inventory) -> list[Report]:
     """The cards of GET_INVENTORY, each with the sandbox's measures if it lists any. Raises MalformedReport."""
     cards = _maps(inventory.details, "card", CARD, CARD_PERHAPS)
-    # A card's list is checked where it is read, so that a table never meets another type.
     for card in cards:
         _maps(card.get("sandbox") or [], "measure of the sandbox", MEASURE)
     return cards
@@ -77,7 +76,7 @@ def first_card(address: str, *figures: str) -> Report:
 
     Args:
         address: The daemon's address.
-        figures: Numbers that the card's report must have, too.
+        figures: Names of further numbers that the card's report must have.
 
     Raises MalformedReport, or an error of `ask`.
     """
@@ -99,7 +98,7 @@ def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable
     """Order each region directly after its lease. A region without its lease in the list keeps its place."""
     leases = {id_of(item) for item in records if not parent_of(item)}
     under: dict[str, list[T]] = {}
-    # First the leases, by id; then each region under its lease, or as a row of its own.
+    # Collect each region under its lease. Leases, and regions whose lease is not listed, are rows of the tree.
     tree = []
     for item in records:
         parent = parent_of(item)
@@ -111,7 +110,7 @@ def as_tree(records: Sequence[T], id_of: Callable[[T], str], parent_of: Callable
 
 
 def health_of(report: object) -> tuple[bool, list[Report]]:
-    """(whether leases can be granted, the checks) of HEALTH. Raises MalformedReport."""
+    """Return from a HEALTH report whether leases can be granted, and the checks. Raises MalformedReport."""
     health = _map(report, "the daemon's answer", {"ready": TRUTH, "checks": LIST}, {})
     return health["ready"], _maps(health["checks"], "check", CHECK)
 
@@ -129,7 +128,7 @@ def _maps(
 ) -> list[Report]:
     if not isinstance(value, list):
         raise MalformedReport(f"the daemon's answer is not a list of {subject}s")
-    # Numbered from 1, as a person counts the items of a list.
+    # Count from 1, as people do.
     numbered = enumerate(value, 1)
     return [
         _map(item, f"{subject} {number} of the daemon's answer", needed, perhaps or {}) for number, item in numbered
@@ -137,7 +136,7 @@ def _maps(
 
 
 def _map(item: object, subject: str, needed: Mapping[str, str], perhaps: Mapping[str, str]) -> Report:
-    # Three checks: it is a map, it has what is required, and what may be there has the right type.
+    # Check that it is a map, that the required members are there, and that all have the right types.
     if not isinstance(item, dict):
         raise MalformedReport(f"{subject} is not a map")
     for name, kind in needed.items():
@@ -156,7 +155,7 @@ def _check(value: object, subject: str, kind: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    # bool is an int in Python, and nan would break every comparison.
+    # In Python, a bool is an int. NaN and infinity can't be compared or converted like other numbers.
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

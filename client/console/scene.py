@@ -23,11 +23,11 @@ POOL_S: Final = 60.0
 """Longest time for the pool of ready contexts to be full again, in seconds."""
 
 CARD_S: Final = 5.0
-"""Longest time for the card's own figure to fall back, in seconds; the daemon proved the memory free before the
-teardown's end."""
+"""Longest time for the memory use that the card reports to go back, in seconds. That may be later than the daemon's
+proof."""
 
 NAME_CHARS: Final = 15
-"""Characters of a process's name that the kernel keeps."""
+"""Number of characters of a process's name that the kernel stores."""
 
 _POLL_S: Final = 0.001
 
@@ -79,7 +79,7 @@ class Scene:
 
     def wait_for_pool(self) -> None:
         """Wait until the pool of ready contexts is full. Raises Breach."""
-        # A lease takes a warm context; the pool makes another one in the background.
+        # A lease takes a context from the pool, and the pool makes another one in the background.
         deadline_s = time.monotonic() + POOL_S
         while (card := first_card(self.address, "warm_contexts", "warm_wanted"))["warm_contexts"] < card["warm_wanted"]:
             if time.monotonic() > deadline_s:
@@ -97,7 +97,7 @@ class Scene:
 
     def wait_for_end(self, lease_id: int, within_s: float = END_S) -> str:
         """Wait until the lease is torn down; returns the cause of its end. Raises Breach."""
-        # FENCED is an end as well, but not one that these proofs accept.
+        # A fenced lease has ended as well, but the proofs do not accept that.
         deadline_s = time.monotonic() + within_s
         while (report := self.query(lease_id))["state"] != "torndown":
             if time.monotonic() > deadline_s or report["state"] == "fenced":
@@ -112,7 +112,7 @@ class Scene:
         try:
             ask(Opcode.LEASE_FREE, LeaseRef(lease_id), self.address)
         except GpuLeaseError:
-            # The lease has ended already, which is just as good.
+            # The lease may have ended already.
             self.wait_for_end(lease_id)
         return (time.perf_counter() - started) * 1e3
 

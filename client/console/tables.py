@@ -28,7 +28,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Collecti
     Args:
         head: The columns' titles.
         rows: One cell per column. Unprintable characters are escaped.
-        texts: Titles of columns that are never figures, whatever their cells begin with: ids, names.
+        texts: Titles of columns that are never figures, even if their cells begin with digits: ids, names.
     """
     # Work by columns, because a column's width follows from all its cells, its title included.
     columns = [[shown(cell) for cell in column] for column in zip(head, *rows, strict=True)]
@@ -110,7 +110,7 @@ def _fits(text: str, width: int) -> bool:
 
 def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
     """The table with its last column wrapped; "" if it does not fit."""
-    # Not splitlines(): it would drop a last row that is empty except for its text.
+    # Do not use splitlines(), which would drop a last row that is empty except for its text.
     others = table(head[:-1], [row[:-1] for row in rows]).split("\n")
     begin = max(width_of(line) for line in others) + len(GAP)
     if width - begin < MIN_TEXT:
@@ -125,7 +125,7 @@ def _with_text_wrapped(head: Sequence[str], rows: Sequence[Sequence[str]], width
 
 
 def _stacked(head: Sequence[str], row: Sequence[str], width: int, title_column: int, *, is_text_last: bool) -> str:
-    """Lay out the row's title, then `head cell` pairs, as many per line as fit; text is a paragraph of its own."""
+    """Lay out the row's title, then `head cell` pairs, as many per line as fit. Text is a separate paragraph."""
     cells = [(shown(name), shown(cell)) for name, cell in zip(head, row, strict=True)]
     # Text last is a paragraph; the title comes first, with cells that need no head.
     text = cells.pop()[1] if is_text_last else ""
@@ -259,7 +259,7 @@ def wrap(text: str, width: int) -> list[str]:
         if line and width_of(line) + 1 + width_of(word) <= width:
             line += f" {word}"
             continue
-        # The word begins a new line; the pieces of an overlong one fill lines of their own.
+        # Begin a new line with the word. The pieces of an overlong word fill separate lines.
         lines += [line] if line else []
         *pieces, line = _pieces(word, width)
         lines += pieces

@@ -162,7 +162,7 @@ def assign(array: SessionArray, value: Any, stream: StreamHandle | None) -> Call
 
     Raises InvalidRequest if shape or dtype do not fit.
     """
-    # Three sources: a device array, one number, or host values.
+    # The source is a device array, one number, or host values.
     if isinstance(value, SessionArray):
         yield from _assign_from_card(array, value, stream)
         return

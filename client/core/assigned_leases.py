@@ -1,8 +1,8 @@
 """Leases that were acquired for this program: the one in GPULEASE_LEASE_ID, or a container's, with a file for each.
 
-A container runtime merges the environment variables of a container's devices, and the last value of a name wins, so
-they can't carry several leases. Therefore a cluster's driver gives a container a folder, which GPULEASE_LEASES names,
-with one JSON file for each of its leases.
+A container runtime merges the environment variables of a container's devices, and keeps only the last value of a name,
+so variables can't name several leases. Therefore a cluster's driver gives a container a folder, which GPULEASE_LEASES
+names, with one JSON file for each of its leases.
 """
 
 import json
@@ -18,7 +18,7 @@ from gpulease.protocol.lease_ids import LeaseId, lease_id_of
 FOLDER_VARIABLE: Final = "GPULEASE_LEASES"
 
 MAX_FILE_BYTES: Final = 64 << 10
-"""Maximum number of bytes of a file that are read; a file has about 300."""
+"""Maximum number of bytes that are read of a file; a file has about 300."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class AssignedLease:
 
     Attributes:
         lease_id: The lease.
-        names: Names that select it: `CLAIM/REQUEST/NUMBER`, `CLAIM/REQUEST`, `REQUEST` and its id.
+        names: Names that select the lease: `CLAIM/REQUEST/NUMBER`, `CLAIM/REQUEST`, `REQUEST` and its id.
     """
 
     lease_id: LeaseId

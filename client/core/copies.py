@@ -138,13 +138,14 @@ class Copies(CopyCommands):
         """Send MEM_WRITEs of one chunk each. All but the last are quiet, and the last one's reply answers for all."""
         attachment, operations = self._attachment, self._operations
         link, deadline = attachment.channel.link, operations.deadline
-        # The quiet requests of this copy: a failure that names one of them is this copy's, not an earlier operation's.
+        # Collect the quiet requests of this copy. A failure that names one of them is this copy's, not an earlier
+        # operation's.
         own_requests: list[int] = []
         first_id = link.connection.last_request_id + 1
         for at in range(0, len(data), attachment.chunk_bytes):
             piece = data[at : at + attachment.chunk_bytes]
             is_last = at + len(piece) == len(data)
-            # Only the last request has a reply; the worker keeps a failure of the quiet ones for it.
+            # Only the last request has a reply. If a quiet one fails, this reply reports it.
             if is_last:
                 request_id = link.expect(Opcode.MEM_WRITE)
             else:

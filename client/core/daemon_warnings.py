@@ -1,4 +1,4 @@
-"""Warnings that a daemon sends to tenants with a lease (HelloOption.WARNING): each is logged once per process."""
+"""Warnings that a daemon sends to tenants with a lease (HelloOption.WARNING). Each is logged once per process."""
 
 import logging
 from typing import Final
@@ -14,8 +14,8 @@ _logged: Final = set[str]()
 
 def log_warning(text: str) -> None:
     """Log a daemon's text as a warning, unless it was logged before."""
-    # A daemon sends its warning with each connection; a program should see it once.
+    # A daemon sends its warning with each connection, but a program should see it only once.
     if text not in _logged and len(_logged) < MAX_WARNINGS:
         _logged.add(text)
-        # printable(): a terminal would interpret control characters.
+        # Escape control characters, which a terminal would interpret.
         _log.warning("the daemon warns: %s", printable(text))

@@ -1,6 +1,6 @@
 """Calls of elementwise kernels: check the arguments, make the outputs, compile CUDA C for them once, and launch.
 
-All of it is written as `Calls`, so both APIs share it.
+Everything here is written as `Calls`, so that both APIs share it.
 """
 
 import math
@@ -66,7 +66,7 @@ class ElementwiseOperation:
         if not outputs:
             for parameter in source.outputs:
                 outputs.append((yield from new(session, kind, shape, types[parameter.kind], source.name)))
-        # Without elements nothing is compiled: an empty call succeeds even where no compiler is installed.
+        # Without elements, don't compile: an empty call succeeds even if no compiler is installed.
         count = math.prod(shape)
         if count:
             # The text depends on dtypes and dimensions, so it is the key of the compiled module.
@@ -79,7 +79,7 @@ class ElementwiseOperation:
     def _module(self, text: str) -> Calls[Any]:
         module = self._modules.get(text)
         if module is None or not module.is_alive:
-            # A program with ever new shapes drops all variants at once; those in use are compiled again.
+            # If a program uses ever new shapes, drop all variants at once; those in use are compiled again.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[text] = yield Call("compile", (text,), self._compile)
@@ -99,7 +99,7 @@ class ElementwiseOperation:
     def _check_kind(self, parameter: SourceParameter, value: Any, needs_array: bool) -> None:
         if isinstance(value, SessionArray):
             return
-        # A common mistake, with a remedy of its own.
+        # This is a common mistake, so it has its own hint.
         if isinstance(value, np.ndarray) and value.ndim:
             hint = f"Copy it to the card: {parameter.name} = session.array({parameter.name})"
             raise self._failed(f"{parameter.name} is an array of the host's memory", hint)
@@ -129,7 +129,7 @@ class ElementwiseOperation:
                 raise self._failed(f"{parameter.name} has elements of {dtype}, the kernel's are {expected}")
         for kind, dtypes in untyped.items():
             dtype_by_kind.setdefault(kind, np.result_type(*dtypes))
-        # Every letter has a type by now, or no argument determines it.
+        # If a letter still has no type, no argument determines it.
         for parameter in self._parameters:
             dtype = dtype_by_kind.get(parameter.kind)
             if dtype is None:
@@ -153,7 +153,7 @@ class ElementwiseOperation:
             if type(size) is not int or size < 0:
                 raise self._failed(f"size must be a number of elements, not {quoted(size)}")
             return (size,)
-        # numpy's broadcasting rules for the inputs; outputs that were given must have exactly that shape.
+        # Broadcast the inputs by numpy's rules; outputs that were given must have exactly the resulting shape.
         try:
             shape = np.broadcast_shapes(*shaped)
         except ValueError:

@@ -78,7 +78,7 @@ def control_limit_s(op: Opcode) -> float:
 
 
 class FixedDeadline:
-    """A deadline a fixed number of seconds from now; raises Disconnected when it is over.
+    """A deadline a fixed number of seconds from now. Raises Disconnected when it is over.
 
     If this process was stopped meanwhile, the peer gets up to CONNECT_LIMIT_S again, at most MAX_EXTENSIONS times: the
     peer may have been waiting for this process to read or to send.
@@ -168,8 +168,8 @@ def receive_from_living(
         # The daemon answered the PING: wait for PING_AFTER_S again.
         if ping_id and take(ping_id) is not None:
             ping_id, silence = 0, FixedDeadline(PING_AFTER_S, operation, channel.address, clock)
-        # Five cases: a time is over, but something has come, as in `_wait`; the request's own time is over; no time is
-        # over, so wait; the PING was not answered in time; no PING was sent yet, so send one.
+        # There are five cases. A time is over, but bytes were received meanwhile, as in `_wait`. The request's own time
+        # is over. No time is over, so wait. The PING was not answered in time. No PING was sent yet, so send one.
         if min(deadline.remaining_s(), silence.remaining_s()) <= 0 and channel.pump():
             continue
         if deadline.remaining_s() <= 0:
@@ -212,13 +212,13 @@ def _wait(channel: Channel, deadline: Deadline, *, for_room: bool) -> Procedure[
         channel.finish_step()
     elif remaining_s > 0:
         yield Wait(channel, for_room, remaining_s)
-    # The time is over, but this process may have been stopped since it last received: take what has come meanwhile.
+    # The time is over, but this process may have been stopped since it last received. Take the bytes that have come.
     elif not channel.pump():
         yield from deadline.raise_or_extend()
 
 
 def answer_to(channel: Channel, op: Opcode, body: Body, deadline: Deadline, session_id: int = 0) -> Procedure[Any]:
-    """Send a request; returns the reply's body, or the Failure of a refusal. Raises the errors of `receive_reply`."""
+    """Send a request. Returns the reply's body, or the Failure of a refusal. Raises the errors of `receive_reply`."""
     # Number the request, send it, then wait. If the reply comes during the send, the link keeps it.
     request_id, frame = channel.link.request(op, body, session_id)
     yield from send(channel, (frame,), deadline)
@@ -325,9 +325,9 @@ def dial(address: Address, deadline: Deadline) -> Procedure[tuple[Channel, Hello
 
 
 def dial_for(address: Address, deadline: Deadline, first: First) -> Procedure[tuple[Channel, HelloReply, int]]:
-    """Connect, and send HELLO and another request together; also returns the request id, for `receive`.
+    """Connect, and send HELLO and another request together. Also returns the request id, for `receive`.
 
-    The request's reply is not awaited here: it has a deadline of its own. Raises the errors of `dial`.
+    This does not wait for the request's reply, which has a deadline of its own. Raises the errors of `dial`.
     """
     return (yield from _dial(address, deadline, first))
 
@@ -444,7 +444,7 @@ def _connect_problem(address: Address, code: int) -> str:
 
 
 def _secure(channel: Channel, address: SecuredAddress, deadline: Deadline) -> Procedure[Channel]:
-    # Imported only here: ssl takes a third of this package's import time.
+    # Import this only here, because ssl takes a third of this package's import time.
     from gpulease.client.transport.tls import TlsChannel, TlsEnded, TlsStream, context_of
 
     try:

@@ -194,11 +194,11 @@ class _Search(Generic[T]):
         self._make = make
         self._clean_up = clean_up
         self._clock = clock
-        # One id for all tries of this call: a node that has granted it already answers with the same lease.
+        # Use one id for all attempts of this call. A node that has granted the request answers with the same lease.
         request_id = REQUEST_ID.parameter(secrets.token_hex(REQUEST_ID_BYTES))
         self._request = replace(request, parameters=(*request.parameters, request_id))
         self._place = _place_of(request)
-        # The wait for room is that of the whole acquire: each node gets a slice of it.
+        # The wait for room is for the whole acquire. Each node gets a part of it.
         self._end = clock() + request.wait_ms / 1000
         self._refusals: dict[str, _Refusal] = {}
         self._last = Placement((), None, 0, "")

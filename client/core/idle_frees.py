@@ -11,7 +11,7 @@ from typing import Final
 from gpulease.client.core.operations import RequestPipeline
 
 POLL_INTERVAL_S: Final = 0.1
-"""Pause between two polls, in seconds: dropped memory is free again after at most two pauses. Ten polls a second cost a
+"""Pause between two polls, in seconds. Dropped memory is free again after at most two pauses. Ten polls a second cost a
 process next to nothing."""
 
 
@@ -24,7 +24,7 @@ class IdlePoller:
 
     @property
     def is_over(self) -> bool:
-        """True once the session is known here to have ended."""
+        """True once this process knows that the session has ended."""
         return self._operations.attachment.end is not None
 
     def has_found(self) -> bool:
@@ -37,5 +37,5 @@ class IdlePoller:
         return last_id == self._last_id and not self.is_over and self._operations.has_leftovers
 
     def free(self) -> None:
-        """Free what was dropped, without waiting for replies. The caller holds the session's lock."""
+        """Free the dropped objects, without waiting for replies. The caller holds the session's lock."""
         self._operations.free_leftovers()

@@ -25,7 +25,7 @@ class SessionKeptBuffers:
         self._attachment = operations.attachment
 
     def keep(self, buffer: Buffer, name: str) -> Procedure[None]:
-        """Make the lease hold a buffer under a name; its handle here stays valid, and no longer frees the buffer."""
+        """Make the lease keep a buffer under a name. Its handle here stays valid, but no longer frees the buffer."""
         self._operations.check_recording("keep")
         return self._keep(buffer, name)
 
@@ -45,11 +45,11 @@ class SessionKeptBuffers:
     def _find(self, name: str) -> Procedure[BorrowedBuffer]:
         operation = "kept"
         reply = yield from self._operations.do(operation, self._named(self._checked_name(name, operation), operation))
-        # The handle is borrowed: the lease holds the buffer, so dropping this handle frees nothing.
+        # The handle is borrowed: dropping it frees nothing, because the lease holds the buffer.
         return BorrowedBuffer(self._attachment, reply.handle, reply.size_bytes)
 
     def names(self) -> Procedure[dict[str, int]]:
-        """List the kept buffers: name to size in bytes."""
+        """Return the sizes of the kept buffers in bytes, by name."""
         self._operations.check_recording("kept_names")
         return self._names()
 
@@ -60,7 +60,10 @@ class SessionKeptBuffers:
         return {kept.name: kept.size_bytes for kept in reply}
 
     def take(self, name: str) -> Procedure[Buffer]:
-        """Make a kept buffer this session's own, as if it had allocated it. Raises InvalidHandle if there is none."""
+        """Make a kept buffer this session's own, as if the session had allocated it.
+
+        Raises InvalidHandle if no kept buffer has that name.
+        """
         self._operations.check_recording("take")
         return self._take(name)
 
@@ -69,7 +72,7 @@ class SessionKeptBuffers:
         return (yield from self._operations.do(operation, self._taken(self._checked_name(name, operation), operation)))
 
     def reset(self) -> Procedure[int]:
-        """Wait for all streams, then free what no open session holds; returns the number of bytes."""
+        """Wait for all streams, then free the memory that no open session holds. Returns the number of bytes freed."""
         self._operations.check_recording("reset")
         return self._reset()
 
@@ -82,7 +85,7 @@ class SessionKeptBuffers:
         )
         return reply.size_bytes
 
-    # --- parts of them ---
+    # --- parts of these operations ---
 
     def _checked_name(self, name: str, operation: str) -> str:
         self._attachment.require(Opcode.MEM_KEEP, operation)
@@ -93,8 +96,8 @@ class SessionKeptBuffers:
 
     def _taken(self, name: str, operation: str) -> Procedure[Buffer]:
         reply = yield from self._named(name, operation)
-        # Find the buffer, then take it. If another session takes it in between, the second request fails. An empty name
-        # makes the buffer this connection's own again.
+        # Find the buffer, then take it with an empty name. If another session takes it in between, the second request
+        # fails.
         yield from self._ask_to_keep(reply.handle, "", operation)
         return Buffer(self._attachment, reply.handle, reply.size_bytes)
 

@@ -226,8 +226,8 @@ class Launches(LaunchCommands):
     ) -> MaybePending[int]:
         """Send a launch in regions immediately, under the session's lock; the result is the launch's number."""
         attachment = self._attachment
-        # The same fast way as in `launch`, for a set with all regions active. The words are read last: a launch in a
-        # region that has just ended is refused without the general way's checks, which would pass.
+        # This is the same fast way as in `launch`, for a set with all regions active. Read the words last: a launch in
+        # a region that has just ended is refused without the general way's checks, which would pass.
         try:
             latest = module.latest_in
             if (
@@ -400,7 +400,8 @@ class Launches(LaunchCommands):
             template = LaunchTemplate(launch, self._attachment.session_id, op)
         except ProtocolError as error:
             raise _failed(kernel, str(error)) from None
-        # Drop all: a program with that many shapes rarely repeats an old one, so an order of use would not pay.
+        # Drop all templates. A program with that many shapes rarely repeats an old one, so it would not help to keep
+        # some.
         if len(module.templates) >= MAX_TEMPLATES:
             module.templates.clear()
         module.templates[op, kernel, tuple(grid), tuple(block), shared_bytes, kinds] = template

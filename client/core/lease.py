@@ -835,7 +835,7 @@ class SizeCleanUp(ReplyCleanUp):
 
 def _note_of(data: Mapping[str, Any]) -> bytes:
     """Encode a note in the audit log's canonical form. Raises InvalidRequest if it is too long, or not JSON."""
-    # Sorted keys and no blanks: two notes with the same content are the same bytes.
+    # Sort the keys and write no blanks, so that two notes with the same content are the same bytes.
     try:
         text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
         note = text.encode()
@@ -1271,7 +1271,8 @@ def keep_renewed(
         if view is None or (stopped is not None and stopped.is_set()):
             return None
         try:
-            # Don't wait for a daemon that is restarting: the schedule's own tries do that, and end with the lease.
+            # Do not wait for a daemon that is restarting, because the schedule's attempts do that, and end with the
+            # lease.
             yield from state.renew(ttl_s, waits_for_daemon=False)
             # Only a drain grants less than the requested time. Further renewals would not help, so stop.
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:

@@ -19,7 +19,7 @@ from gpulease.protocol.opcodes import SessionOption
 
 
 class RegionSet(Handle):
-    """The regions that launches use; made by `session.region_set`, freed with its last reference.
+    """The regions that launches use; made by `session.region_set`, freed when the last reference to it is dropped.
 
     A launch that names it starts only if none of its regions has ended or is cancelled.
 
@@ -52,7 +52,7 @@ class RegionSets:
     def granule_bytes(self) -> int:
         """Sizes of regions are multiples of this many bytes; 0 if the session's worker has no regions."""
         value = self._attachment.option_value(SessionOption.REGIONS)
-        # An option of another length comes from a daemon of another version: treat it as one without regions.
+        # A daemon of another version may send an option of another length. Treat it as a daemon without regions.
         return int.from_bytes(value) if value is not None and len(value) == 4 else 0
 
     def make(self, regions: Iterable[RegionView]) -> Procedure[RegionSet]:
@@ -72,7 +72,7 @@ class RegionSets:
             )
         if not 1 <= len(regions) <= MAX_REGIONS:
             raise InvalidRequest(f"region_set: a set has 1 to {MAX_REGIONS} regions, not {len(regions)}")
-        # Check here, where the mistake is: a launch with the set could only say that some region is wrong.
+        # Check the regions here, because a launch with the set could only say that some region is wrong.
         for region in regions:
             if not isinstance(region, RegionView):
                 raise InvalidHandle(f"region_set: the regions must be Region objects, not {quoted(region)}")
@@ -85,12 +85,12 @@ class RegionSets:
 
 
 def regions_named(regions: RegionSet, position: int, session: HandleOwner, subject: str) -> tuple[int, int]:
-    """The set's handle and the position of a launch, as its frame carries them.
+    """Return the handle of a launch's region set, and the launch's position, as its frame carries them.
 
     Args:
         regions: The set.
-        position: What the launch passed.
-        session: The session's connection, which the set must belong to.
+        position: The launch's argument `position`.
+        session: The session's connection, to which the set must belong.
         subject: The operation, for messages.
 
     Raises InvalidHandle or InvalidRequest.

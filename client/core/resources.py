@@ -23,8 +23,8 @@ MODULE_LOAD_FIXED_BYTES: Final = 4
 
 
 MAX_UNSETTLED: Final = 256
-"""Maximum number of frees and reuses without a settling reply. At this number an allocation asks the worker, and the
-reply settles them."""
+"""Maximum number of frees and reuses that no reply has acknowledged. At this number an allocation asks the worker,
+whose reply acknowledges them."""
 
 
 class ModuleBase(Module):
@@ -66,14 +66,14 @@ class Resources:
         """`alloc`, tried immediately, under the session's lock."""
         size = whole(size_bytes, "mem_alloc: size_bytes", least=1, most=MAX_WIRE_BYTES)
         attachment = self.attachment
-        # A freed buffer of this size that the client still holds saves the round trip. Otherwise the held ones really
-        # go back first, because the slice may need their room.
+        # Reuse a held buffer of this size, which saves the round trip. If there is none, free the held ones first,
+        # because the allocation may need their memory.
         if attachment.held:
-            second_try = self._alloc_again(size)
-            if second_try is not None:
-                return second_try
+            reused = self._alloc_held(size)
+            if reused is not None:
+                return reused
             self._operations.drop_held()
-        # The handle arrives in `answer`, which is reachable here at every moment: an interrupt can't lose it.
+        # The handle arrives in `answer`, which this call can read at every moment, so that no interrupt can lose it.
         buffer, answer = Buffer(None, 0, size), bytearray(HANDLE.size)
         try:
             outcome = self._alloc_request.ask(MEM_ALLOC.pack(size), into=memoryview(answer))
@@ -83,10 +83,10 @@ class Resources:
                 return buffer
         except BaseException:
             if any(answer):
-                # Interrupted after the reply came: no handle owns the memory yet, so free it.
+                # The interrupt came after the reply: no handle owns the memory yet, so free it.
                 attachment.dropped.append((Opcode.MEM_FREE, *HANDLE.unpack(answer)))
             raise
-        # The reply did not come while spinning. Wait for it in the general way, with the same handle object.
+        # The reply did not come in time. Wait for it in the general way, and store its handle in the same object.
         if isinstance(outcome, Pending):
 
             def late(reply: Any) -> Buffer:
@@ -97,10 +97,9 @@ class Resources:
             return self._operations.go_on("mem_alloc", making)
         return self.alloc(size)
 
-    def _alloc_again(self, size: int) -> MaybePending[Buffer] | None:
+    def _alloc_held(self, size: int) -> MaybePending[Buffer] | None:
         """Reuse a held buffer; None if there is none, or if the worker has to reply first."""
         attachment, operations = self.attachment, self._operations
-        # The limit exists because a worker that fails must be able to name the requests that it has not executed.
         if (
             attachment.end_failure is not None
             or attachment.recording is not None
@@ -136,10 +135,10 @@ class Resources:
         return self.load_unrecorded(image, kind)
 
     def load_unrecorded(self, image: Any, kind: type[M]) -> Procedure[M]:
-        """Load code that a recording will launch, even while the session records: the worker knows of no recording."""
+        """Load code now, even while the session records: a recording changes nothing for the worker."""
         code = image_of(image, "module_load")
         most = self.attachment.max_payload_bytes - MODULE_LOAD_FIXED_BYTES
-        # The whole image goes in one frame.
+        # The whole image must fit into one frame.
         if not 0 < len(code) <= most:
             raise InvalidRequest(f"module_load: the image must have 1 to {most} bytes, not {len(code)}")
         return (yield from self._operations.do("module_load", self._load_code(code, kind)))
@@ -176,7 +175,7 @@ class Resources:
         self._check_module_query(Opcode.MODULE_FIGURES, module, operation)
         asking = self._operations.ask(Opcode.MODULE_FIGURES, HANDLE.pack(module.handle), operation=operation)
         reply = yield from self._operations.do(operation, asking)
-        # In the order of the module's kernels, as the reply to MODULE_LOAD had them.
+        # The reply has the module's kernels in the same order as the reply to MODULE_LOAD.
         return MappingProxyType(dict(zip(module.kernels, reply.kernels, strict=False)))
 
     def _check_module_query(self, op: Opcode, module: Module, operation: str) -> None:

@@ -9,13 +9,13 @@ from gpulease.client.transport.channel import Channel
 from gpulease.protocol.messages import HelloReply
 
 MAX_SPARE: Final = 16
-"""Maximum number of connections kept. Each counts towards the tenant's connections on the daemon."""
+"""Maximum number of connections that are kept. Each counts towards the tenant's connections on the daemon."""
 
 
 class SpareConnections:
-    """Connections to one daemon that no lease uses: for programs that acquire one lease after the other.
+    """Connections to one daemon that no lease uses, for programs that acquire one lease after the other.
 
-    An acquire then needs neither a connect nor HELLO. Threads may share the object. Dropping it closes them all.
+    An acquire then needs neither a connect nor HELLO. Threads may share the object. Dropping it closes all connections.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class SpareConnections:
         register(self)
 
     def give(self, channel: Channel, hello: HelloReply) -> None:
-        """Keep a lease's connection, which nothing uses any more; close it if enough are kept."""
+        """Keep a lease's connection that nothing uses any more. Close it instead if MAX_SPARE are kept."""
         if len(self._spare) >= MAX_SPARE:
             channel.close()
         else:
@@ -34,11 +34,11 @@ class SpareConnections:
         """Return a connection that looks alive, and the reply to its HELLO; None if there is none."""
         while True:
             try:
-                # The last one given: the daemon is the most likely to have it still.
+                # Take the latest one, because the daemon is the most likely to have kept that.
                 channel, hello = self._spare.pop()
             except IndexError:
                 return None
-            # Nothing is due on a spare connection: whatever has come is the daemon's goodbye, or the end.
+            # No reply is due on a spare connection, so anything that was received means that the daemon ends it.
             if not channel.pump():
                 return channel, hello
             channel.close()
@@ -48,7 +48,7 @@ class SpareConnections:
         _close_all(self._spare)
 
     def disown(self) -> None:
-        """Leave the connections to the parent process (`fork_guard.Inherited`): each is registered itself."""
+        """Leave the connections to the parent process (`fork_guard.Inherited`). Each is also registered itself."""
         self._spare.clear()
 
 

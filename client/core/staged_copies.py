@@ -191,7 +191,7 @@ class _StagedCopy:
                 self._copy(self._staging.slot_address(piece.slot), self._address + piece.at, piece)
             elif self._copying:
                 copied = self._end_copy()
-                # Only now wait for the SYNC: the first slots were filled meanwhile.
+                # Wait for the SYNC only now, after the first slots were filled.
                 if fence:
                     yield from self._take(fence)
                     fence = 0
@@ -340,7 +340,7 @@ class Copiers:
         self.most = 4 if count else 1
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
-        # Daemon threads: a session that was never closed must not keep its program from exiting.
+        # Use daemon threads, because a session that was never closed must not keep its program from exiting.
         self._threads = [
             threading.Thread(target=_work, args=(self._jobs, self._done), name="gpulease-copier", daemon=True)
             for _ in range(count)

@@ -303,7 +303,7 @@ class Streams:
         """Execute an operation in a stream, under the session's lock."""
         number = self.number(stream, "mem_write or mem_read")
         if self.selected != number:
-            # Unknown until the whole frame was sent: an interrupt may come in between.
+            # The selected stream is unknown until the whole frame was sent, because an interrupt may come in between.
             self.selected = _UNKNOWN
             yield from self.operations.send_frames(self._select(number))
             self.selected = number

@@ -236,7 +236,7 @@ def _run(
         failure, is_explained = ended.failure, channel.link.received_goodbye
     finally:
         channel.close()
-    # Not inside the except block: the tenant's traceback shows one error, not two.
+    # Raise this outside the except block, so that the tenant's traceback shows one error, not two.
     raise (yield from _end_error(lease, failure, number, is_explained=is_explained))
 
 

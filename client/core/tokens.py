@@ -1,4 +1,4 @@
-"""Tokens in the client: their bytes, and what their issuer granted."""
+"""Tokens in the client: how they are issued, what their issuer granted, and how a program passes them."""
 
 import base64
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ TOKEN_S: Final = 60.0
 """Lifetime of a token in seconds, if its issuer does not choose one."""
 
 MAX_NONCE: Final = 2**128 - 1
-"""Largest nonce, 128 bits; 0 makes the daemon draw one."""
+"""Largest nonce, of 128 bits; for 0 the daemon chooses one."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -24,11 +24,11 @@ class Grant:
     """A token that was issued.
 
     Attributes:
-        token: The token's bytes. Whoever has them and is its audience can use it.
-        public_key: The key that its holder needs to attenuate it.
-        lease_id: The lease that it is for.
-        permissions: The permissions that it gives.
-        ttl_s: Its lifetime in seconds, from when it was issued.
+        token: The token's bytes. Whoever has these and is the token's audience can use it.
+        public_key: The key that the token's holder needs to attenuate it.
+        lease_id: The lease that the token is for.
+        permissions: The permissions that the token gives.
+        ttl_s: The token's lifetime in seconds, from when it was issued.
         expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
     """
 
@@ -44,7 +44,7 @@ class Grant:
         return base64.urlsafe_b64encode(self.token).decode()
 
     def __repr__(self) -> str:
-        # Without the token: printed objects end up in logs.
+        # Leave the token out, because printed objects end up in logs.
         return f"<Grant of {', '.join(names_of(self.permissions))} on {self.lease_id} for {self.ttl_s:g} s>"
 
 
@@ -53,9 +53,9 @@ class HeldToken:
     """A node's answer about a token that was presented to it.
 
     Attributes:
-        lease_id: The lease that it is for.
-        permissions: The permissions that it gives this program.
-        ttl_s: Seconds until it ends.
+        lease_id: The lease that the token is for.
+        permissions: The permissions that the token gives this program.
+        ttl_s: Seconds until the token ends.
         expires_at_unix_secs: The date of its end, by the daemon's wall clock, for display.
     """
 
@@ -76,10 +76,10 @@ def token_of(token: "bytes | str | Grant") -> bytes:
         return token.token
     try:
         if isinstance(token, str):
-            # The URL-safe alphabet, strictly: a character outside it is a mistake in copying, not noise.
+            # Refuse characters outside the URL-safe alphabet, which show that the token was copied wrongly.
             token_bytes = base64.b64decode(token, altchars=b"-_", validate=True)
         else:
-            # memoryview() first: bytes() of a number would be that many zeros.
+            # Call memoryview() first, because bytes() of a number would return that many zeros.
             token_bytes = bytes(memoryview(token))
     except (ValueError, TypeError):
         raise InvalidRequest("a token must be bytes, or the string that Grant.to_text gave") from None
@@ -91,8 +91,8 @@ def token_of(token: "bytes | str | Grant") -> bytes:
 def issue_request(
     lease_id: int, permissions: Permission, audience: bytes | None, ttl_secs: float, nonce: int
 ) -> CapabilityIssue:
-    """The request that issues a token; arguments as of `GpuLease.issue`. Raises InvalidRequest."""
-    # Anything but a Permission, such as a string or a number, would be a guess about what to permit.
+    """The request that issues a token. The arguments are those of `GpuLease.issue`. Raises InvalidRequest."""
+    # Accept only a Permission: what to permit must not be guessed from a string or a number.
     if not isinstance(permissions, Permission) or not permissions or permissions & ~ALL_PERMISSIONS:
         raise InvalidRequest(f"issue: permissions must be Permission members, not {quoted(permissions)}")
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):

@@ -1,1 +1,1 @@
-"""Programs to copy from: each runs against the daemon of GPULEASE_ADDRESS."""
+"""Examples to copy from. Each runs against the daemon that GPULEASE_ADDRESS names."""

@@ -27,14 +27,14 @@ def run(bursts: int = 5, launches: int = 20) -> tuple[float, int]:
         for burst in range(bursts):
             for region, regions in callers:
                 try:
-                    # A burst: launches without waiting. The sync at its end raises what was refused.
+                    # A burst launches without waiting. The sync at its end raises the error of a refused launch.
                     for position in range(launches):
                         args = [region, n]
                         session.launch(module, "add_one", [4], [256], args, regions=regions, position=position)
                     session.sync()
                     done += region is leaves
                 except RegionFailed as error:
-                    # This caller has hung up: drop it, and serve the other one.
+                    # This caller has hung up. Drop it, and continue to serve the other one.
                     callers = [caller for caller in callers if caller[0].lease_id != error.lease_id]
             if burst == 1:
                 leaves.revoke("the caller hung up")

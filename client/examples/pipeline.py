@@ -1,7 +1,7 @@
-"""Two modules in two streams, one feeding the other by batches: `python -m gpulease.client.examples.pipeline`.
+"""Process batches with two modules in two streams: `python -m gpulease.client.examples.pipeline`.
 
-The first stream copies a batch in and filters it; the second sums what the first has filtered. While the second works
-on a batch, the first already prepares the next one.
+The first stream copies a batch in and filters it. The second stream sums the filtered batch. While the second works on
+a batch, the first already prepares the next one.
 """
 
 import numpy as np
@@ -30,20 +30,20 @@ def run(batches: int = 6, n: int = 5000) -> float:
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         first, second = session.compile(FILTER), session.compile(SUM)
         sums = session.zeros(batches, np.float32)
-        # Two places, so that one can be filled while the other is summed.
+        # Make two places, so that one can be filled while the other is summed.
         places = [(session.zeros(n, np.float32), session.zeros(n, np.float32)) for _ in range(2)]
         with session.stream() as filtering, session.stream() as summing:
             for batch in range(batches):
                 x, y = places[batch % 2]
                 x.assign(signals[batch], stream=filtering)
                 session.launch(first, "smooth", [-(-n // 256)], [256], [x, y, n], stream=filtering)
-                # The sum of a batch begins after its filter, in the other stream.
+                # The sum of a batch waits for the filter in the other stream.
                 summing.wait_for(filtering)
                 session.launch(second, "sum", [1], [32], [y, sums, batch, n], stream=summing)
-                # The place is free again once its sum is taken.
+                # Reuse the place only after the sum.
                 filtering.wait_for(summing)
         result = sums.numpy()
-    # The same in numpy: edges are repeated, as the kernel does.
+    # Compute the same in numpy, with repeated edges as in the kernel.
     padded = np.pad(signals, ((0, 0), (1, 1)), mode="edge")
     expected = (0.5 * signals + 0.25 * (padded[:, :-2] + padded[:, 2:])).sum(1)
     return float(np.abs(result - expected).max() / np.abs(expected).max())

@@ -1,7 +1,7 @@
-"""Solve a linear system by conjugate gradients, its matrix resident: `python -m gpulease.client.examples.solver`.
+"""Solve a linear system by conjugate gradients on the card: `python -m gpulease.client.examples.solver`.
 
-All vectors stay on the card, and each step is one launch of a recorded graph. The host reads the residual back
-only now and then.
+The matrix and all vectors stay on the card, and each step is one launch of a recorded graph. The host reads the
+residual only now and then.
 """
 
 import numpy as np
@@ -35,14 +35,14 @@ extern "C" __global__ void turn(const float *r, float *p, float *numbers, int n)
 
 def run(n: int = 128, most_steps: int = 200, look_every: int = 10) -> float:
     """Return the largest error of the solution."""
-    # A symmetric, positive definite matrix, and a right side with a known solution.
+    # Make a symmetric, positive definite matrix, and a right side with a known solution.
     random = np.random.default_rng(1)
     half = random.standard_normal((n, n)).astype(np.float32)
     matrix, expected = half @ half.T / n + np.eye(n, dtype=np.float32), random.standard_normal(n).astype(np.float32)
     right = matrix @ expected
     with GpuBuilder().min_vram("32MiB").acquire() as lease, GpuSession(lease) as session:
         module = session.compile(SOURCE)
-        # All of it stays on the card: the matrix, the vectors, and the three numbers of a step.
+        # Everything stays on the card: the matrix, the vectors, and the three numbers of a step.
         a, x = session.array(matrix), session.zeros(n, np.float32)
         r, p, ap = session.array(right), session.array(right), session.zeros(n, np.float32)
         numbers = session.array(np.array([right @ right, 0, 0], np.float32))
@@ -52,7 +52,7 @@ def run(n: int = 128, most_steps: int = 200, look_every: int = 10) -> float:
             session.launch(module, "product", [n], [32], [a, p, ap, numbers, n])
             session.launch(module, "advance", blocks, [128], [x, r, p, ap, numbers, n])
             session.launch(module, "turn", [1], [256], [r, p, numbers, n])
-        # Look at the residual only now and then: reading it back waits for the card.
+        # Read the residual only now and then, because that waits for the card.
         for _ in range(0, most_steps, look_every):
             for _ in range(look_every):
                 step.launch()

@@ -9,7 +9,7 @@ from gpulease.client import GpuBuilder, GpuSession
 
 @triton.jit
 def matmul(c, a, b, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Make one tile of C = A B in one program; all three are stored by rows."""
+    """Compute one tile of C = A B in one program. All three are stored by rows."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
     columns = tl.program_id(1) * BN + tl.arange(0, BN)[None, :]
     total = tl.zeros((BM, BN), tl.float32)
@@ -29,7 +29,7 @@ def run(m: int = 50, n: int = 70, k: int = 40) -> float:
         a, b, c = session.array(left), session.array(right), session.zeros((m, n), np.float32)
         kernel = session.kernel(matmul)
 
-        # The grid follows from the arguments, as in Triton itself.
+        # Compute the grid from the arguments, as in Triton itself.
         def tiles(meta):
             return triton.cdiv(meta["M"], meta["BM"]), triton.cdiv(meta["N"], meta["BN"])
 

@@ -9,7 +9,7 @@ from gpulease.client import GpuBuilder, GpuSession
 
 @triton.jit
 def softmax(y, x, columns, BLOCK: tl.constexpr):
-    """Take one row's softmax in one program; BLOCK is a power of two that holds the row."""
+    """Take one row's softmax in one program. BLOCK is a power of two that is not less than the row's length."""
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     values = tl.load(x + row * columns + at, mask=at < columns, other=-float("inf"))
     powers = tl.exp(values - tl.max(values, axis=0))
@@ -23,7 +23,7 @@ def run(rows: int = 5, columns: int = 100) -> float:
         x, y = session.array(batch), session.zeros(batch.shape, np.float32)
         session.kernel(softmax)[(rows,)](y, x, columns, BLOCK=triton.next_power_of_2(columns), num_warps=2)
         result = y.numpy()
-    # The maximum is subtracted first, as in the kernel, so that no power overflows.
+    # Subtract the maximum first, as in the kernel, so that no power overflows.
     powers = np.exp(batch - batch.max(axis=1, keepdims=True))
     return float(np.abs(result - powers / powers.sum(axis=1, keepdims=True)).max())
 

@@ -1,1 +1,1 @@
-"""The HTTP server that wings share, the paths of their Unix sockets, and the file that describes their models."""
+"""Code that all HTTP servers of the client share: the server, paths of Unix sockets, settings files, error replies."""

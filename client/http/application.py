@@ -26,8 +26,8 @@ BINARY: Final = "application/octet-stream"
 JSON: Final = "application/json"
 
 BODY_LIMIT_S: Final = 10.0
-"""Longest time, in seconds, for a body to arrive, so that a caller can't hold a connection by sending a byte at a
-time."""
+"""Longest time, in seconds, for a body to arrive. Stops a caller from holding a connection by sending a byte at a time.
+"""
 
 
 def make_application(
@@ -84,7 +84,6 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
         RequestRefused: The body is larger than `max_bytes`, or takes longer than `limit_s`.
         ClientDisconnect: The client closed the connection.
     """
-    # Made once for both checks below.
     too_large = RequestRefused(Problem(413, "too_large", f"A body of this kind has at most {max_bytes} bytes."))
     # Refuse by the declared length first, before any of the body is read. A chunked body declares none.
     declared = request.headers.get("Content-Length", "0")
@@ -94,7 +93,7 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
     try:
         async with asyncio.timeout(limit_s):
             async for piece in request.stream():
-                # Count what really arrives, whatever was declared.
+                # Count the bytes that arrive, whatever length was declared.
                 body += piece
                 if len(body) > max_bytes:
                     raise too_large

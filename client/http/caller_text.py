@@ -1,4 +1,4 @@
-"""The texts of errors for a server's callers: without the host's sockets, paths and peers."""
+"""The texts of errors for a server's callers, without the host's sockets, paths and peers."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Server-sent events (HTML Living Standard, 9.2), as all streams of the servers send them."""
+"""Server-sent events (HTML Living Standard, 9.2), in the form that all streams of the servers use."""
 
 import json
 from typing import Any, Final
@@ -21,5 +21,5 @@ def json_event(body: dict[str, Any]) -> bytes:
 
 
 def named_event(name: str, body: dict[str, Any]) -> bytes:
-    """Return an event of a type of its own, with a JSON object as its data."""
+    """Return an event of the type `name`, with a JSON object as its data."""
     return b"event: " + name.encode() + b"\n" + json_event(body)

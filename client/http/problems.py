@@ -15,7 +15,7 @@ class Problem:
         status: The HTTP status code.
         code: The problem's code, for programs.
         detail: A sentence for people.
-        kind: The class of the error that caused it; "" without one.
+        kind: The class of the error that caused the problem; "" without one.
         retry_after_s: Seconds after which the client may retry; None if a retry is useless.
     """
 
@@ -31,15 +31,15 @@ class Problem:
 
     def body(self, request_id: str) -> dict[str, Any]:
         """Return the JSON object, without empty members."""
-        # "about:blank" means that the status says enough (RFC 9457, 4.2.1); `code` is an extension member for programs.
+        # "about:blank" means that the status says enough (RFC 9457, 4.2.1). `code` is an extension member for programs.
         body = {"type": "about:blank", "title": self.code.replace("_", " "), "status": self.status}
-        # Extension members are left out if they are empty, so clients can test for their presence.
+        # Leave out empty extension members, so that clients can test for their presence.
         named = {"kind": self.kind, "request_id": request_id}
         return body | {"code": self.code, "detail": self.detail} | {key: text for key, text in named.items() if text}
 
 
 class RequestRefused(Exception):
-    """The server refuses a request before any model sees it."""
+    """The server refuses a request before it reaches a model."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)

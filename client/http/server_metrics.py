@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 
 class ServerMetrics:
-    """A Prometheus registry of one server's own, so that two servers in a process stay apart."""
+    """A Prometheus registry of one server, so that two servers in a process do not mix their metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -12,7 +12,7 @@ from gpulease.client.errors import InvalidRequest
 from gpulease.protocol.settings_reader import BadSetting, read_settings, read_values
 
 MAX_MODELS: Final = 256
-"""Maximum number of models of one server. Each takes memory, and has its own series in the metrics."""
+"""Maximum number of models of one server. Each takes memory and has its own series in the metrics."""
 
 MAX_SETTINGS_BYTES: Final = 1 << 20
 """Maximum number of bytes of a settings file, so that a wrong path can't fill memory."""
@@ -25,7 +25,7 @@ def open_regular(path: Path) -> BufferedReader:
 
     Opening a FIFO would wait for its writer, and reading a device might never end.
     """
-    # O_NONBLOCK so that a FIFO does not block the open itself. Then check the opened file, which can't be exchanged.
+    # Use O_NONBLOCK, so that opening a FIFO does not wait. Then check the opened file, which can't be replaced.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -37,7 +37,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Return a file's settings, unchecked. Raises InvalidRequest, which names the line of a syntax error."""
     try:
         with open_regular(path) as file:
-            # One byte more than allowed shows that the file is too large.
+            # Read one byte more than allowed, to notice a file that is too large.
             data = file.read(MAX_SETTINGS_BYTES + 1)
         if len(data) > MAX_SETTINGS_BYTES:
             raise InvalidRequest(f"{path} must have at most {MAX_SETTINGS_BYTES} bytes to be a settings file")
@@ -49,7 +49,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def settings_of(path: Path, kind: type[Settings], table: Any, *keys: str) -> Settings:
-    """Return the checked settings of a file's table; `keys` is its path, for errors. Raises InvalidRequest."""
+    """Return the checked settings of a file's table. `keys` lead to the table, for errors. Raises InvalidRequest."""
     try:
         return read_settings(kind, table)
     except BadSetting as error:
@@ -66,7 +66,7 @@ def values_of(path: Path, kind: type, table: Any, *keys: str) -> dict[str, Any]:
 
 def read_model_tables(path: Path) -> dict[str, Any]:
     """Return the tables `[models.NAME]`, unchecked, by their names. Raises InvalidRequest."""
-    # Anything other than [models.NAME] is a mistake, such as a setting outside of its table.
+    # Refuse anything other than [models.NAME], such as a setting outside of its table.
     settings = read_file(path)
     tables = settings.pop("models", None)
     if settings or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:

@@ -1,8 +1,8 @@
 """The path of a Unix socket at which a server listens.
 
 Cleaning up a folder may remove the socket file of a running server. So a server tries to connect to a path before it
-takes it, never removes another server's socket, and recreates its own. No lock is needed: of two servers that start at
-the same moment, one finds that the other has the path, and logs it.
+takes the path, never removes another server's socket, and recreates its own. No lock is needed: of two servers that
+start at the same moment, one finds that the other has the path, and logs that.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 BACKLOG: Final = 128
 
 CHECK_INTERVAL_S: Final = 5.0
-"""Seconds between two checks of a socket's file, for which clients may be unable to connect after its removal."""
+"""Seconds between two checks of a socket's file. After its removal, clients may be unable to connect for that long."""
 
 _MODE: Final = 0o660
 _log: Final = logging.getLogger("gpulease.socket")
@@ -34,7 +34,7 @@ def bound_to_path(path: str) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.bind(path)
-        # Before `listen`, so that no peer can connect while the mode is still the default.
+        # Set the mode before `listen`, so that no peer can connect while the mode is still the default.
         os.chmod(path, _MODE)
         sock.listen(BACKLOG)
     except BaseException:
@@ -47,14 +47,14 @@ def remove_abandoned(path: str) -> None:
     """Remove a socket's file if no process listens there, but no other file. Raises OSError if a process listens."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.lstat(path).st_mode):
-            # A process listens: the path is in use, and its file must stay.
+            # If a process listens, the path is in use, and its file must stay.
             if _listener_at(path) is not None:
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
             os.unlink(path)
 
 
 def remove_path(path: str) -> None:
-    """Remove a server's own socket file at its end, but not one that another server has made since."""
+    """Remove a server's own socket file when the server ends, but not one that another server has made since."""
     with suppress(OSError):
         # Another server may have taken the path after this one's file was removed.
         if _listener_at(path) in (None, os.getpid()):
@@ -74,7 +74,7 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
     own_file, is_lost = file_at(path), False
     while True:
         await asyncio.sleep(CHECK_INTERVAL_S)
-        # The same inode as at the start: still our socket. A removed or replaced file differs.
+        # If the file has the same inode as at the start, it is still this server's socket.
         if (
             (current_file := file_at(path)) is not None
             and own_file is not None
@@ -91,14 +91,14 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
             continue
         own_file, is_lost = file_at(path), False
         _log.warning("the socket's file %s was removed: the socket was made again", path)
-        # The server begins to accept from the new socket.
+        # Let the server accept from the new socket.
         await replace(bound)
 
 
 def _listener_at(path: str) -> int | None:
-    """Return the pid that listens at a path; 0 if it is unknown; None if no process listens. Raises OSError."""
+    """Return the pid of the process that listens at a path; 0 if unknown; None if there is none. Raises OSError."""
     with socket.socket(socket.AF_UNIX) as probe:
-        # With a full backlog, a blocking connect would wait. Instead EAGAIN shows that a process listens.
+        # A blocking connect would wait while the backlog is full. This one fails with EAGAIN, so a process listens.
         probe.setblocking(False)
         try:
             probe.connect(path)

@@ -9,7 +9,8 @@ from gpulease.client.kernels.toolchain import checked_arch, compile_error, missi
 from gpulease.client.texts import quoted
 
 MAX_SOURCE_BYTES: Final = 16 << 20
-"""Longest source, in bytes. Stops a file of another kind, passed by mistake, before the compiler reads it."""
+"""Length of the longest source, in characters. Stops a file of another kind, passed by mistake, before the compiler
+reads it."""
 
 _NAME: Final = b"kernel.cu"
 
@@ -32,7 +33,7 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
     """
     checked_options = _checked(source, options, arch)
     nvrtc = _nvrtc()
-    # Step 1: a program from the source. Steps 2 and 3: compile it, and copy its PTX. In any case it is destroyed.
+    # Step 1: make a program of the source. Step 2: compile it. Step 3: copy its PTX. In any case, destroy the program.
     result, program = nvrtc.nvrtcCreateProgram(source.encode(), _NAME, 0, None, None)
     _check(nvrtc, result)
     try:
@@ -52,7 +53,7 @@ def ptx_of(source: str, options: Sequence[str] = (), arch: int | None = None) ->
 
 
 def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
-    """All options for the compiler, architecture included. Raises InvalidRequest."""
+    """Return all options for the compiler, including the architecture. Raises InvalidRequest."""
     cuda_c_of(source, "compile")
     # The compiler takes a C string, so a zero byte would cut the source silently.
     if "\0" in source:
@@ -62,7 +63,7 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise InvalidRequest(f"compile: options must be a sequence of strings, not {quoted(options)}")
     for option in options:
-        # The architecture has a parameter of its own; two of them would contradict each other.
+        # The architecture has a parameter of its own, which this option would contradict.
         if option.startswith(("-arch", "--gpu-architecture")):
             raise InvalidRequest(
                 f"compile: the architecture can't be the option {quoted(option)}", "Write it as arch=90, for example"
@@ -76,7 +77,7 @@ def _nvrtc() -> Any:
     except ImportError:
         raise missing("cuda-bindings", "cuda-c") from None
     try:
-        # The bindings import without the library; the first call loads it.
+        # The bindings can be imported without the library. The first call loads the library.
         nvrtc.nvrtcVersion()
     except RuntimeError:
         raise missing("NVRTC", "cuda-c") from None
@@ -92,6 +93,6 @@ def _log(nvrtc: Any, program: Any) -> str:
 
 
 def _check(nvrtc: Any, result: Any) -> None:
-    # Any other result is the compiler's own failure; its name is all that is known.
+    # Any other result is a failure of the compiler itself, about which only the result's name is known.
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise compile_error("the CUDA C source", f"NVRTC reports {getattr(result, 'name', result)}")

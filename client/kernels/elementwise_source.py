@@ -226,16 +226,17 @@ def _fewest_loops(shape: Sequence[int], layouts: Sequence[ArrayLayout]) -> tuple
         The lengths of the loops, outermost first; and for each layout its strides, in bytes, in the same order.
     """
     loops: list[tuple[int, list[int]]] = []
-    # From the last dimension to the first: one that continues the loop inside it in every layout extends that loop.
+    # Go from the last dimension to the first. A dimension that continues the loop inside it in every layout extends
+    # that loop.
     for length, *strides in reversed(list(zip(shape, *(layout.strides for layout in layouts), strict=True))):
         if length == 1:
             continue
-        # Continuing means: one step of the outer loop is the whole of the inner one, in bytes, in every layout.
+        # It continues that loop if one step of it has as many bytes as the whole inner loop, in every layout.
         if loops and all(outer == loops[-1][0] * inner for outer, inner in zip(strides, loops[-1][1], strict=True)):
             loops[-1] = loops[-1][0] * length, loops[-1][1]
         else:
             loops.append((length, strides))
-    # No loop at all: a single element.
+    # A single element has no loop.
     loops = loops[::-1] or [(1, [0] * len(layouts))]
     return [length for length, _ in loops], [[strides[index] for _, strides in loops] for index in range(len(layouts))]
 

@@ -17,16 +17,15 @@ def kernel_of(
 
     Args:
         function: The function.
-        types: For Triton, types by parameter; for numba, the signature.
+        types: For Triton, types by parameter. For numba, the signature.
         arch: The compute capability to compile for.
         cuda: The CUDA version of the card's driver, 13000 for 13.0; 0 if unknown.
 
     Raises InvalidRequest, or Unsupported if the compiler is not installed.
     """
-    # A text of code, or types in the other compiler's form, are mistakes with a remedy of their own.
     if isinstance(function, str | bytes):
         raise InvalidRequest("kernel: it must be a function, not a string", "CUDA C goes to session.compile")
-    # Check the module of its type, so that Triton need not be imported to recognize its functions.
+    # Check the module of the function's type, so that Triton need not be imported to recognize its functions.
     if type(function).__module__.startswith("triton."):
         if types is not None and not isinstance(types, Mapping):
             raise InvalidRequest(f"kernel: types must be a map, not {quoted(types)}", 'Pass types={"x": "*fp32"}')

@@ -90,14 +90,14 @@ class NumbaKernel:
             Unsupported: Numba or a CUDA library that it needs is not installed, or an option needs numba's linker.
         """
         try:
-            # Imported here: numba takes seconds, and most programs need none of it.
+            # Import numba only here, because that takes seconds, and most programs do not need it.
             import numba
             from numba import cuda
             from numba.core import sigutils
         except ImportError:
             raise missing("Numba", "numba") from None
         self._numba, self._cuda, self._types = numba, cuda, numba.types
-        # The Python function under the decorator: numba compiles from it again, for another target.
+        # Take the Python function inside the decorated object, which numba compiles for another target.
         self.function: Any = getattr(function, "py_func", function)
         if not callable(self.function) or not hasattr(self.function, "__code__"):
             raise InvalidRequest(f"kernel: it must be a function of Triton's or numba's, not {quoted(function)}")
@@ -214,7 +214,7 @@ class NumbaKernel:
                 raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
             return
         ranks = [self._rank(checked) for checked in (kind, declared)]
-        # A Python number has no size of its own: packing it shows whether it fits.
+        # A Python number has no size. Packing it shows whether it fits.
         is_narrowed = isinstance(value, np.generic) and kind.bitwidth > declared.bitwidth if ranks[1] >= 1 else False
         if ranks[0] > ranks[1] or is_narrowed:
             raise self._failed(f"{name} is {kind}, but the signature declares {declared}")
@@ -279,7 +279,7 @@ class NumbaKernel:
     def _pack(self, packed: KernelArgs, name: str, kind: Any, value: Any) -> None:
         types = self._types
         if isinstance(kind, types.Array):
-            # numba's array struct: meminfo and parent are null on the device.
+            # Write numba's array struct, in which meminfo and parent are null on the device.
             packed.push_u64(0).push_u64(0).push_u64(value.size).push_u64(value.dtype.itemsize).push_buffer(value)
             for number in (*value.shape, *value.strides):
                 packed.push_i64(number)
@@ -301,7 +301,7 @@ class NumbaKernel:
             return [int(value).to_bytes(kind.bitwidth // 8, "little", signed=kind.signed)]
         if isinstance(kind, types.Float):
             return [struct.pack({16: "<e", 32: "<f", 64: "<d"}[kind.bitwidth], value)]
-        # Complex: two floats of half its width.
+        # A complex number consists of two floats of half its width.
         number, part = complex(value), "<f" if kind.bitwidth == 64 else "<d"
         return [struct.pack(part, number.real), struct.pack(part, number.imag)]
 

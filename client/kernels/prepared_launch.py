@@ -1,4 +1,4 @@
-"""A call of a compiled Python function, prepared as a launch. Every compiler of Python functions returns this."""
+"""A call of a Python function, prepared as a launch. All compilers of Python functions return a PreparedLaunch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from gpulease.protocol import Failure, Status
 
 MAX_VARIANTS: Final = 256
 """Maximum number of compiled variants of one kernel in memory. Stops a constant that differs in every call from filling
-it: beyond this all are dropped, and compiled again or found on disk."""
+the memory. When there are more, all are dropped, and compiled again or found on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class CompiledKernel:
     """A kernel compiled for one signature.
 
     Attributes:
-        image: Its PTX.
-        name: Its name in the PTX.
+        image: The kernel's PTX.
+        name: The kernel's name in the PTX.
         threads: Threads per block if the compiler chooses them; else 0.
         shared_bytes: Dynamic shared memory per block, in bytes, if the compiler chooses it.
         is_cooperative: Whether its blocks wait for each other.
@@ -44,7 +44,8 @@ class PreparedLaunch:
         args: The packed arguments.
         shared_bytes: Dynamic shared memory per block, in bytes.
         stream: The stream that the call's brackets name; None if they name none.
-        is_empty: True if there is nothing to launch: the compiler's own launcher does nothing for such a grid.
+        is_empty: True if there is nothing to launch, because the grid is one for which the compiler's own launcher does
+            nothing.
     """
 
     compiled: CompiledKernel
@@ -56,7 +57,7 @@ class PreparedLaunch:
     is_empty: bool = False
 
     def on(self, module: Module) -> tuple[Module, str, tuple[int, ...], tuple[int, ...], KernelArgs, None, int]:
-        """The first arguments of the session's `launch`; `module` is the loaded image."""
+        """Return the first arguments of the session's `launch`; `module` is the loaded image."""
         return module, self.compiled.name, self.grid, self.block, self.args, None, self.shared_bytes
 
 

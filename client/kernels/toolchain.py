@@ -1,4 +1,4 @@
-"""Code shared by all compilers: the target architecture, and errors for a missing compiler or a refused source."""
+"""Code shared by all compilers: the target architecture, and the errors for a missing compiler or an invalid source."""
 
 import re
 from typing import Any, Final
@@ -18,8 +18,8 @@ MAX_ARCH: Final = 121
 """Newest compute capability that NVRTC 13.0 compiles for."""
 
 _PTX_OF_CUDA_12: Final = (80, 81, 82, 83, 84, 85, 85, 86, 87, 88)
-"""PTX versions that drivers of CUDA 12.0 to 12.9 accept, 84 for 8.4; for CUDA 13 it is 9 and CUDA's minor version (PTX
-ISA, "Release Notes", "PTX Release History")."""
+"""The newest PTX versions that drivers of CUDA 12.0 to 12.9 accept, as 84 for 8.4. For CUDA 13.x the version is 9.x
+(PTX ISA, "Release Notes", "PTX Release History")."""
 
 _VERSION: Final = re.compile(r"^\s*\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 
@@ -39,12 +39,12 @@ def checked_arch(arch: Any) -> int:
 
 
 def ptx_version_of(cuda_version: int) -> int | None:
-    """The newest PTX version that a driver accepts, 90 for 9.0; None if that is not known.
+    """The newest PTX version that a driver accepts, as 90 for 9.0; None if unknown.
 
     Args:
         cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
     """
-    # CUDA's number is 1000 times the major and 10 times the minor version.
+    # CUDA's number is 1000 times the major version plus 10 times the minor version.
     major, minor = cuda_version // 1000, cuda_version % 1000 // 10
     if major == 12:
         return _PTX_OF_CUDA_12[min(minor, len(_PTX_OF_CUDA_12) - 1)]
@@ -52,14 +52,14 @@ def ptx_version_of(cuda_version: int) -> int | None:
 
 
 def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
-    """Return PTX text that the session's driver accepts. Raises LoadFailed if the text is too new for it.
+    """Return the image if the session's driver accepts its PTX version. Raises LoadFailed if the version is too new.
 
     Args:
         image: PTX text, or a cubin, which is returned as it is.
         cuda_version: The driver's CUDA version, 13000 for 13.0; 0 if unknown.
     """
     most = ptx_version_of(cuda_version)
-    # The directive stands at the beginning; a cubin has none.
+    # PTX text begins with the directive `.version`; a cubin has none.
     match = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
     if most is None or match is None or 10 * int(match[1]) + int(match[2]) <= most:
         return image
@@ -72,8 +72,8 @@ def missing(tool: str, extra: str) -> Unsupported:
     """The error of a compiler that is not installed.
 
     Args:
-        tool: Its name.
-        extra: The extra that installs it.
+        tool: The compiler's name.
+        extra: The extra that installs the compiler.
     """
     return Unsupported(f"{tool} is not installed", f"In gpulease's folder: pip install '.[{extra}]'")
 
@@ -84,10 +84,10 @@ def compile_error(subject: str, log: str, first: str = "") -> LoadFailed:
     Args:
         subject: The source, for the message.
         log: All that the compiler printed.
-        first: The message's summary; if "", the log's first error, or its last line.
+        first: The summary for the message; if "", the log's first error, or its last line.
     """
     log = log.replace("\0", "").strip()
-    # NVRTC, Triton and numba write a line number in three forms.
+    # NVRTC, Triton and numba each write a line number in another form.
     match = _LINE.search(log)
     line = int(match[1] or match[2] or match[3]) if match else 0
     first = first or next((text for text in log.splitlines() if "error" in text), log.rpartition("\n")[2])

@@ -82,7 +82,7 @@ class TritonKernel:
         self.name: str = function.__name__
         self._knobs: Any = knobs
         self._types = dict(types or {})
-        # Names first: a wrong one would otherwise fail in Triton's binder, in its terms.
+        # Check the names here, because the error of Triton's binder for a wrong name would be hard to understand.
         self._check_names()
         self._target = GPUTarget("cuda", checked_arch(arch), 32)
         # Ask for an older PTX version only if the card's driver needs that.

@@ -1,1 +1,1 @@
-"""The blocking API: every call returns when its operation is done."""
+"""The blocking API. Every call returns when its operation is done."""

@@ -19,7 +19,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _POLL_S: Final = 0.001
-"""Pause between two checks whether something was given back, in seconds."""
+"""Pause between two checks whether an object was given back, in seconds."""
 
 due: Final[dict[CleanUp, None]] = {}
 """The objects that threads are giving back. The handler of an interrupt adds to it before it starts the thread."""
@@ -35,7 +35,7 @@ def drive_with_clean_up(clean_up: CleanUp, procedure: Procedure[T], make_result:
         clean_up.is_settled = True
         raise
     except BaseException:
-        # No interrupt can come between this and the thread's start: see `core.clean_ups`.
+        # No interrupt can come between these lines (`core.clean_ups`).
         due[clean_up] = None
         clean_up.is_due = True
         start_new_thread(settle, (clean_up,))
@@ -45,9 +45,9 @@ def drive_with_clean_up(clean_up: CleanUp, procedure: Procedure[T], make_result:
 
 
 def clean_up_in_thread(clean_up: CleanUp) -> None:
-    """Have a thread give back an object that the program has dropped.
+    """Give back an object that the program has dropped, in a thread.
 
-    For finalizers, where Python discards interrupts.
+    This is for finalizers, in which Python discards interrupts.
     """
     due[clean_up] = None
     clean_up.is_due = True
@@ -55,7 +55,7 @@ def clean_up_in_thread(clean_up: CleanUp) -> None:
 
 
 def settle(clean_up: CleanUp) -> None:
-    """Give back what is owed. Runs in a separate thread."""
+    """Give back an object. Runs in a separate thread."""
     try:
         drive(clean_up.settle())
     finally:
@@ -63,7 +63,7 @@ def settle(clean_up: CleanUp) -> None:
 
 
 def nothing(_: object) -> None:
-    """The `made` of `drive_with_clean_up` for a result that is not needed."""
+    """The `make_result` of `drive_with_clean_up` for a result that is not needed."""
 
 
 def _wait(is_unsettled: Callable[[], bool]) -> None:
@@ -73,5 +73,5 @@ def _wait(is_unsettled: Callable[[], bool]) -> None:
 
 
 atexit.register(_wait, lambda: bool(due))
-# The threads stay with the parent process.
+# A child process has no such threads; those of its parent go on.
 os.register_at_fork(after_in_child=due.clear)

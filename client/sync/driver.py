@@ -20,7 +20,7 @@ from gpulease.protocol.time_units import NS_PER_S
 T = TypeVar("T")
 
 MAX_POLL_S: Final = 3600.0
-"""Longest single poll, in seconds: poll() takes milliseconds as a C int. A longer wait polls again."""
+"""Longest single poll, in seconds, because poll() takes milliseconds as a C int. A longer wait polls again."""
 
 CONTROL_POLL_NS: Final = 1_000_000
 """Longest time to poll a control connection for a reply before the thread sleeps, in nanoseconds. A region opens in
@@ -29,9 +29,9 @@ less time, and a wake-up costs tens of microseconds."""
 _CONTROL_POLL_NS: Final = spin_policy_of(None, CONTROL_POLL_NS).spin_ns
 
 _polled_until_ns: Final = [0]
-"""Time until which a thread polls; 0 while none does. Several threads would only take the interpreter's lock from each
-other. This is not a lock, because a lock would stay held by a thread that is interrupted just after it took it, or that
-a fork leaves behind."""
+"""Time until which a thread polls; 0 while none does. Only one polls, because several would only take the interpreter's
+lock from each other. This is not a lock: a thread that is interrupted just after it took a lock, or that a fork leaves
+behind, would hold it forever."""
 
 
 def drive(procedure: Procedure[T]) -> T:
@@ -81,7 +81,7 @@ def ask(op: Opcode, body: Body, address: str | None = None, reply_limit_s: float
 
 def _wait(step: Wait) -> bool:
     channel = step.channel
-    # The channel checks again before it sleeps: bytes may have come since the procedure decided to wait.
+    # The channel checks again before it sleeps, because bytes may have come since the procedure decided to wait.
     if not channel.doze(for_room=step.for_room):
         return True
     # Round up: a wait of 0.1 ms must not become a loop of polls that return at once.
@@ -90,7 +90,7 @@ def _wait(step: Wait) -> bool:
         poll = select.poll()
         poll.register(channel.sock, select.POLLIN | select.POLLOUT)
         return bool(poll.poll(timeout_ms))
-    # Almost every wait is for incoming bytes, so its poll object is made once per channel.
+    # Almost every wait is for incoming bytes, so the poll object for that is made once per channel.
     if channel.waiter is None:
         channel.waiter = _incoming(channel)
     if channel.is_polled and _poll(channel.waiter, step.timeout_s):
@@ -99,7 +99,7 @@ def _wait(step: Wait) -> bool:
 
 
 def _poll(waiter: Callable[[int], Any], timeout_s: float) -> bool:
-    """Poll for bytes without sleeping, for a bounded time; False if none came, or if another thread polls."""
+    """Poll for bytes without sleeping, for a bounded time. Return False if none came, or if another thread polls."""
     now_ns = time.monotonic_ns()
     if not _CONTROL_POLL_NS or now_ns < _polled_until_ns[0]:
         return False
@@ -122,9 +122,9 @@ def _incoming(channel: Channel) -> Callable[[int], Any]:
 
 def _sleep(step: Sleep) -> None:
     if step.until is None:
-        # With an event, the pause ends as soon as another thread sets it.
         time.sleep(step.seconds)
     else:
+        # The pause ends as soon as another thread sets the event.
         step.until.wait(step.seconds)
 
 

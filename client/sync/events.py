@@ -50,7 +50,7 @@ class _Events(Iterator[E], Generic[E]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # Wake first: another thread may still wait in `next`.
+        # Wake the stream first, because another thread may still wait in `__next__`.
         self._stream.wake()
         self._stream.close()
 
@@ -86,7 +86,7 @@ class WarningWatch:
     def stop(self) -> None:
         """Stop calling back, and wait for the thread unless it is the caller."""
         self._stream.wake()
-        # A callback may stop its own watch, and a thread can't join itself.
+        # A callback may stop its own watch, but a thread can't join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -108,8 +108,8 @@ class KeepAlive:
     """Renews a lease until it is stopped, its `with` block ends, the lease is freed, dropped or lost.
 
     When the lease is lost, for example because a renewal was refused, `on_loss` is called with the error. Without
-    `on_loss`, leaving the block raises the error, unless another exception left the block. The thread is a daemon
-    thread: it never keeps a program from exiting.
+    `on_loss`, leaving the block raises the error, unless the block is left by another exception. The thread is a daemon
+    thread, so it never keeps a program from exiting.
 
     Attributes:
         loss: Why the lease was lost; None while it is not.
@@ -119,19 +119,19 @@ class KeepAlive:
         self.loss: GpuLeaseError | None = None
         self._on_loss = on_loss
         self._stopped = threading.Event()
-        # A weak reference: the thread must not keep the lease from being dropped.
+        # Use a weak reference, because the thread must not keep the lease from being dropped.
         args = (weakref.ref(lease), schedule)
         self._thread = threading.Thread(target=self._run, args=args, name="gpulease-keep-alive", daemon=True)
         try:
             self._thread.start()
         except BaseException:
-            self._stopped.set()  # interrupted: the thread may run already, and no caller has this object to stop it
+            self._stopped.set()  # after an interrupt the thread may run, and no caller has this object to stop it
             raise
 
     def stop(self) -> None:
         """Stop renewing. The lease then ends at its deadline, unless it is freed or renewed by hand."""
         self._stopped.set()
-        # As in WarningWatch, `on_loss` may stop its own caller.
+        # As in WarningWatch, a callback may stop its own object.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -146,7 +146,7 @@ class KeepAlive:
 
     def _run(self, lease: "weakref.ref[RenewableLease]", schedule: RenewalSchedule) -> None:
         self.loss = drive(keep_renewed(lease, schedule, self._stopped))
-        # Report the loss from this thread, once; the block does not raise it then.
+        # Report the loss here, once. The block does not raise it then.
         if self.loss is not None and self._on_loss is not None:
             self._on_loss(self.loss)
 
@@ -157,7 +157,7 @@ def keep_alive(
     """Renew a lease or region in the background, each time three quarters of its granted time have passed.
 
     Args:
-        lease: The lease or region. It is held weakly: dropping it ends the renewals.
+        lease: The lease or region. It is referenced weakly, so dropping it ends the renewals.
         on_loss: Called once, from the thread, with the error that says why the lease is lost.
         schedule: When to renew; the default is three quarters of the granted time.
     """

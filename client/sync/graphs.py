@@ -39,7 +39,7 @@ class Graph(GraphHandle):
         """
         graphs = self.graphs("launch of a graph")
         with graphs.attachment.lock:
-            # The lock is held until the frame is queued, also if that has to wait for room.
+            # Hold the lock until the frame is queued, even if that has to wait for room.
             number = graphs.launch(self, values, stream, regions, position)
             return number if isinstance(number, int) else drive(number)
 

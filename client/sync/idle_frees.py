@@ -24,14 +24,14 @@ class _IdleThread:
     def __init__(self) -> None:
         self._sessions: weakref.WeakKeyDictionary[SessionCore, IdlePoller] = weakref.WeakKeyDictionary()
         self._thread_lock = threading.RLock()
-        # Ident of the running thread; 0 if there is none.
+        # This is the ident of the running thread; 0 if there is none.
         self._thread = 0
         self._last_seen_s = 0.0
 
     def add(self, session: SessionCore) -> None:
         """Poll a session that is open, until it ends."""
         with self._thread_lock:
-            # A weak map and a weak proxy: the thread keeps no session alive.
+            # Use a weak map and a weak proxy, so that the thread keeps no session alive.
             self._sessions[session] = IdlePoller(weakref.proxy(session.operations))
             self._last_seen_s = time.monotonic()
             if not self._thread:
@@ -44,7 +44,7 @@ class _IdleThread:
             time.sleep(POLL_INTERVAL_S)
             for session, poller in self._listed():
                 lock = session.attachment.lock
-                # A thread that holds the lock is sending a request, which frees the dropped objects itself.
+                # If another thread holds the lock, it is sending a request, which frees the dropped objects itself.
                 if poller.has_found() and lock.acquire(blocking=False):
                     try:
                         poller.free()
@@ -62,8 +62,8 @@ class _IdleThread:
             for session, poller in list(self._sessions.items()):
                 if poller.is_over:
                     del self._sessions[session]
-            # If add() was interrupted between starting a thread and storing its ident, a later add() has started
-            # another one; this thread is then not needed.
+            # If add() was interrupted between starting this thread and storing its ident, a later add() has started
+            # another thread, and this one is not needed.
             if self._thread != threading.get_ident():
                 return False
             # While there is a session, reset the time after which the thread ends.
@@ -79,12 +79,12 @@ _idle_thread = _IdleThread()
 
 
 def free_when_idle(session: SessionCore) -> None:
-    """Free what the program has dropped in a blocking session while the session is idle, until the session ends."""
+    """Free the objects that a program drops in a blocking session, while the session is idle, until it ends."""
     _idle_thread.add(session)
 
 
 def _after_fork() -> None:
-    # The child has no such thread, and the parent's sessions are not its own.
+    # A child process has no such thread, and the parent's sessions do not belong to it.
     global _idle_thread
     _idle_thread = _IdleThread()
 

@@ -66,8 +66,8 @@ class Kernel:
         compiled = ready.compiled
         module = self._modules.get(compiled)
         if module is None:
-            # Drop all loaded variants at once: a program that exceeds the limit compiles a variant per call, so any
-            # order of eviction would thrash.
+            # Drop all loaded variants at once. A program that exceeds the limit compiles a variant for each call, so it
+            # would not help to keep some.
             if len(self._modules) >= MAX_VARIANTS:
                 self._modules.clear()
             module = self._modules[compiled] = self._session.module_load(

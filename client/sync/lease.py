@@ -81,7 +81,7 @@ class GpuLease(LeaseView):
         by `renew`, `grow` and `shrink` are not kept, and neither is anything in the old session. The caller decides
         what to restore, and how often to try.
 
-        Raises InvalidRequest if this lease has not ended, else whatever `GpuBuilder.acquire` raises.
+        Raises InvalidRequest if this lease has not ended, and the errors of `GpuBuilder.acquire`.
         """
         clean_up = lease_clean_up()
         return drive_with_clean_up(clean_up, reacquire(self._state, threading.RLock(), clean_up), GpuLease)
@@ -103,7 +103,7 @@ class GpuLease(LeaseView):
         drive(self._state.note(data))
 
     def notes(self, several: Sequence[Mapping[str, Any]]) -> list[GpuLeaseError | None]:
-        """Write up to 256 records like `note`, all in flight together. No record is sent twice.
+        """Write up to 256 records like `note`, all at the same time. No record is sent twice.
 
         Returns one entry per record: None if it is on disk, else the error. Disconnected means that the record may or
         may not be in the log. Raises InvalidRequest for too many records, and the error of the lease's end if it has
@@ -138,12 +138,12 @@ class GpuLease(LeaseView):
             permissions: What the holder may do, such as `Permission.MEM_READ | Permission.TASKLET_SUBMIT`.
             audience: What `my_audience()` returned to the holder on this node; None for this program's own user.
             ttl_secs: The token's lifetime in seconds, at most 300 and never beyond the lease's deadline.
-            nonce: A 128-bit number that no other token of the lease has; the daemon draws one if 0.
+            nonce: A 128-bit number that no other token of the lease has; if 0, the daemon chooses one.
 
         Raises Denied if the daemon reserves one of the permissions for operators.
         """
         request = issue_request(self.lease_id, permissions, audience, ttl_secs, nonce)
-        # The request is checked before the connection's lock is taken: a wrong argument never waits for another thread.
+        # Check the request before the lock is taken, so that a wrong argument never waits for another thread.
         return drive(self._state.issue(request))
 
     def inspect_token(self, token: bytes | str | Grant) -> HeldToken:
@@ -175,8 +175,8 @@ class GpuLease(LeaseView):
             size: Bytes, or a string such as "64MiB"; rounded up to `GpuSession.region_granule_bytes`, 2 MiB on a card.
             tenant: The tenant that may renew and free the region, in addition to this lease's tenant, who may always
                 renew and revoke it; None for this lease's tenant alone.
-            ttl_secs: Its lifetime in seconds, never beyond the lease's deadline; None for the time that the lease was
-                last granted.
+            ttl_secs: The region's lifetime in seconds, never beyond the lease's deadline; None for the time that the
+                lease was last granted.
 
         Raises CapacityExceeded or AllocFailed if the slice has no room, Unsupported if the daemon has no regions.
         """

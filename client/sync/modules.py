@@ -20,8 +20,8 @@ class Module(ModuleBase):
         """Find a `__constant__` or `__device__` variable: a buffer for `mem_write`, `mem_read` and launches.
 
         Args:
-            name: Its name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable that no
-                kernel uses.
+            name: The variable's name in PTX, which is that of CUDA C outside namespaces. A compiler may drop a variable
+                that no kernel uses.
 
         Raises InvalidHandle if the module has no such variable, Unsupported if the session's daemon is too old.
         """

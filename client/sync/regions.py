@@ -98,7 +98,7 @@ class Region(RegionView):
         faults. Releasing the addresses takes a session that is open in this program; without one, the part stays
         reserved until the lease ends.
         """
-        # The region is closed already.
+        # Do nothing if it is closed already.
         if self.owner is None:
             return
         try:
@@ -107,7 +107,7 @@ class Region(RegionView):
             self._detach()
             raise
         self._detach()
-        # Without an owner it no longer belongs to the session, so launches and copies with it are refused here.
+        # Without an owner the region no longer belongs to the session, so launches and copies with it are refused.
         self.owner = None
 
     def _detach(self) -> None:

@@ -69,7 +69,7 @@ class GpuSession(SessionView):
         """Open a session.
 
         Args:
-            lease: The lease that it uses.
+            lease: The lease that the session uses.
             grant: A token of the lease. The session may do what the token permits, until the token expires. A token
                 opens one session.
             shared_memory: Whether to share memory with the worker; if not, all data goes through the socket.
@@ -84,7 +84,8 @@ class GpuSession(SessionView):
         # A child that is forked even during attach() must not use this connection.
         register(self)
         try:
-            # ATTACH and its reply. From then on the finalizer ends the session when its last reference is dropped.
+            # Send ATTACH and wait for its reply. From then on, the finalizer ends the session when its last reference
+            # is dropped.
             drive_with_clean_up(AttachmentCleanUp(session.attachment), session.attach(), self._opened)
         except GpuLeaseError:
             session.attachment.give_up()
@@ -128,15 +129,15 @@ class GpuSession(SessionView):
             )
             return cls(GpuSharedLease(state), shared_memory=shared_memory)
         except BaseException:
-            # Close the connection: the error's traceback refers to these frames, and these to the connection, which
-            # would otherwise stay open as long as the caller keeps the error.
+            # Close the connection. The error's traceback refers to these frames, and these refer to the connection,
+            # which would otherwise stay open as long as the caller keeps the error.
             if state is not None:
                 state.channel.close()
             raise
 
     def mem_alloc(self, size_bytes: int) -> Buffer:
         """Allocate device memory, set to zero. Raises AllocFailed if the slice has no room."""
-        # The lock is held for the whole operation, so that threads take turns.
+        # Hold the lock for the whole operation, so that threads take turns.
         with self._lock:
             # First try to reuse memory of an earlier free without a request. Otherwise ask the worker.
             buffer = self._session.resources.alloc_at_once(size_bytes)
@@ -158,8 +159,8 @@ class GpuSession(SessionView):
 
         Args:
             buffer: The buffer.
-            name: The name under which any session of the lease finds it. Keeping it again under another name renames
-                it.
+            name: The name under which any session of the lease finds the buffer. Keeping the buffer again under another
+                name renames it.
 
         Raises:
             InvalidRequest: Another buffer is kept under that name.
@@ -176,7 +177,7 @@ class GpuSession(SessionView):
         return drive(self._session.kept.find(name))
 
     def kept_names(self) -> dict[str, int]:
-        """List the buffers that the lease keeps: name to size in bytes. Raises Unsupported if the daemon is too old."""
+        """Return the sizes in bytes of all kept buffers, by name. Raises Unsupported if the daemon is too old."""
         return drive(self._session.kept.names())
 
     def take(self, name: str) -> Buffer:
@@ -187,7 +188,7 @@ class GpuSession(SessionView):
         return drive(self._session.kept.take(name))
 
     def reset(self) -> int:
-        """Wait as `sync` does, then free all memory that no open session holds; returns the number of bytes.
+        """Wait as `sync` does, then free all memory that no open session holds. Returns the number of bytes freed.
 
         This frees the buffers that the lease keeps, the memory that ended sessions left, and the reserved parts of
         ended regions.
@@ -201,7 +202,8 @@ class GpuSession(SessionView):
 
         Args:
             values: The elements.
-            dtype: The dtype to convert them to; theirs if None. "bfloat16" and "float8_..." come from ml_dtypes.
+            dtype: The dtype to convert the elements to; if None, they keep theirs. "bfloat16" and "float8_..." come
+                from ml_dtypes.
 
         Raises:
             InvalidRequest: The values are not an array of numbers, or have over 8 dimensions.
@@ -248,7 +250,7 @@ class GpuSession(SessionView):
         """
         with self._lock:
             remaining = self._copies.write(buffer, offset, data, stream)
-            # If this is None, the bytes are copied, or queued with the next requests.
+            # If this is None, the bytes are copied already, or are sent with later requests.
             if remaining is not None:
                 drive(remaining)
 
@@ -376,11 +378,11 @@ class GpuSession(SessionView):
         cooperative: bool = False,
         cluster: Sequence[int] | None = None,
     ) -> int:
-        """Start a kernel; do not wait for it.
+        """Start a kernel, and do not wait for it.
 
         Args:
             module: The module that has the kernel.
-            kernel: Its name.
+            kernel: The kernel's name.
             grid: The number of blocks in one to three dimensions.
             block: The number of threads in one to three dimensions.
             args: KernelArgs, or a list of buffers, device arrays and numpy scalars, such as `[buffer, np.uint32(n),
@@ -467,7 +469,7 @@ class GpuSession(SessionView):
 
     def _pass_printed(self, callback: PrintedCallback) -> None:
         output = self.printed()
-        # Not called without output: otherwise each sync would call it.
+        # Do not call it without output, because then each sync would call it.
         if output.text or output.is_lost:
             callback(output)
 
@@ -495,5 +497,5 @@ class GpuSession(SessionView):
                     self._pass_printed(self._on_printed)
                 fence(self._session.streams)
         finally:
-            # The session ends however the block ends.
+            # End the session, however the block ends.
             self.close()

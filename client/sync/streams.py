@@ -92,11 +92,11 @@ def fence(streams: Streams, stream: Stream | None = None) -> None:
     `GpuSession` states the rule; this is the end of its `with` block. Raises TimedOut if the time is over.
     """
     deadline = streams.operations.block_end_deadline()
-    # None means that no work is outstanding, the lease is freed, or the session is recording.
+    # None means that no work is left, the lease is freed, or the session is recording.
     if deadline is None:
         return
     lock = streams.attachment.lock
-    # Waiting for the lock counts against the deadline, too: another thread's operation may hold it.
+    # Waiting for the lock counts against the deadline, too, because another thread's operation may hold it.
     if not lock.acquire(timeout=max(0.0, deadline.remaining_s())):
         raise deadline.error()
     try:

@@ -18,7 +18,7 @@ class Submission(SubmissionBase):
         self._run = run
 
     def launch(self) -> list[bytes]:
-        """Run the job and wait for its outputs. It can be run again.
+        """Run the job and wait for its outputs. The job can be run again.
 
         Returns:
             The bytes of each `out` and `inout` argument, in order.
@@ -39,7 +39,7 @@ class Submission(SubmissionBase):
 
 
 def submit_by(token: bytes | str | Grant, kernel: str, image: Image, address: str | None = None) -> Submission:
-    """Describe a one-shot job on another tenant's lease, for one `launch`, by a token that permits TASKLET_SUBMIT.
+    """Describe a one-shot job on another tenant's lease, by a token that permits TASKLET_SUBMIT, for one `launch`.
 
     The job can't access the lease's session.
 

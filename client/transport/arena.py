@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ALIGNMENT_BYTES: Final = 256
-"""Alignment of every array: more than any vector instruction needs, and a whole number of cache lines."""
+"""Alignment of every array in bytes: more than any vector instruction needs, and a whole number of cache lines."""
 
 
 class Arena:
@@ -35,7 +35,7 @@ class Arena:
         self._lock = threading.Lock()
         self._starts = [0]
         self._sizes = [size_bytes]
-        # Any thread may drop an array and append here at any moment: a deque's append is atomic.
+        # Any thread may drop an array and so append here at any moment. A deque's append is atomic.
         self._dropped: deque[tuple[int, int]] = deque()
 
     def allocate(self, nbytes: int) -> Any:
@@ -44,11 +44,11 @@ class Arena:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> Any:
-        # First return the pieces of arrays that were dropped since the last call.
+        # First take back the pieces of arrays that were dropped since the last call.
         self._take_back()
         # Round up to the alignment, so that every free piece starts aligned.
         size = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        # First fit: pieces are few, and freed ones merge with their neighbours.
+        # First fit suffices, because pieces are few and freed ones merge with their neighbours.
         for at, free in enumerate(self._sizes):
             if free >= size:
                 start = self._starts[at]
@@ -68,8 +68,8 @@ class Arena:
         Raises TypeError or ValueError if the bytes are not contiguous.
         """
         if view.readonly:
-            return None  # ctypes gives no address for it
-        # The address in this process; what lies outside the mapping is ordinary memory.
+            return None  # ctypes gives no address for a read-only buffer
+        # Addresses outside the mapping are ordinary memory.
         offset = ctypes.addressof(ctypes.c_char.from_buffer(view)) - self._address
         return offset if 0 <= offset <= self._size - view.nbytes else None
 

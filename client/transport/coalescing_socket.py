@@ -248,7 +248,7 @@ class CoalescingSocket(Channel):
     def _push_small(self, parts: deque[memoryview], before: int) -> bool:
         has_parts = bool(parts)
         try:
-            # In this order: if an interrupt comes between the two, the request still goes out whole, with the outbox.
+            # Keep this order: if an interrupt comes between the two, the whole request is still sent, with the outbox.
             self._outbox.data.extend(b"".join(parts))
             parts.clear()
             self._flush()

@@ -1,4 +1,4 @@
-"""TLS credentials: the PEM files with which a tenant proves itself to a remote daemon and verifies it."""
+"""TLS credentials: the PEM files with which a tenant proves its identity to a remote daemon and checks the daemon's."""
 
 import os
 from dataclasses import field, fields
@@ -17,7 +17,7 @@ VARIABLES: Final = {
 
 
 MAX_PATH_BYTES: Final = 4095
-"""PATH_MAX of Linux, without its NUL (path_resolution(7))."""
+"""Maximum length of a path in bytes: PATH_MAX of Linux, without the NUL (path_resolution(7))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TlsFiles:
     """Paths of PEM files; None for those that the program did not name.
 
     Attributes:
-        certificate: The tenant's certificate, followed by those between it and its CA.
+        certificate: The tenant's certificate, followed by the certificates between it and its CA.
         key: The certificate's private key.
         ca: The CAs that issue nodes' certificates.
     """
@@ -36,7 +36,7 @@ class TlsFiles:
 
     def completed(self) -> Self:
         """Fill in missing paths from the environment. Raises InvalidRequest if one is still missing."""
-        # A path that the program names counts before the environment's.
+        # A path that the program names has priority over the environment's.
         paths = {item.name: getattr(self, item.name) or os.environ.get(VARIABLES[item.name]) for item in fields(self)}
         if missing := [VARIABLES[name] for name, path in paths.items() if not path]:
             raise InvalidRequest(
@@ -74,5 +74,5 @@ class SecuredAddress(TlsAddress):
 
 
 def with_files(address: Address, files: TlsFiles) -> Address:
-    """The address, with its files if it is a tls: address. Raises InvalidRequest if a file is missing."""
+    """The address; a tls: address is combined with its files. Raises InvalidRequest if a file is missing."""
     return SecuredAddress.of(address, files) if isinstance(address, TlsAddress) else address

@@ -87,7 +87,7 @@ def share(channel: Channel, options: Iterable[Tlv], spin: SpinPolicy) -> Shared:
 def _coalescing_socket(channel: Channel, spin: SpinPolicy) -> CoalescingSocket:
     if not isinstance(channel.address, SecuredAddress):
         return CoalescingSocket(channel, spin)
-    # Imported only here: ssl takes a third of this package's import time.
+    # Import this only here, because ssl takes a third of this package's import time.
     from gpulease.client.transport.tls import TlsCoalescingSocket
 
     return TlsCoalescingSocket(channel, spin)

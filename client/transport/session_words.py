@@ -45,31 +45,32 @@ class SessionWords:
     def is_refused(self, slot: int, number: int) -> bool:
         """Return whether this page shows that launches that name this region are refused.
 
-        A broker that took over the worker writes another page: this one never shows a region of that broker as refused.
+        A broker that took over the worker writes another page, so this one never shows a region of that broker as
+        refused.
         """
         return self.refusing_word(slot, number) is not None
 
     def refusing_word(self, slot: int, number: int) -> tuple[RegionWord, int] | None:
         """Return the word for which launches that name a region are refused, and when it was written.
 
-        The time is the host's monotonic clock in ns. The word is NONE, and the time 0, where the slot has another
-        region. None: the region is active, or this page does not say that it is not (`is_refused`).
+        The time is the host's monotonic clock in ns. If the slot has another region, the word is NONE and the time 0.
+        Returns None if the region is active, or if this page does not say that it is not (`is_refused`).
         """
-        # Load the word only once: between two loads a cancel may be revoked.
+        # Load the word only once, because a cancellation may be taken back between two loads.
         word = self._regions[slot] if 0 <= slot < MAX_REGIONS else 0
-        # As `word_of(number, RegionWord.ACTIVE)`; a launch waits for this.
+        # The same as `word_of(number, RegionWord.ACTIVE)`, but faster, because a launch waits for this.
         if word <= number << NUMBER_SHIFT | _ACTIVE:
             return None
         seen_number, state = split_word(word)
         if seen_number != number:
             return RegionWord.NONE, 0
-        # A state that only a newer broker knows is an end, too.
+        # A state that only a newer broker knows means that the region has ended, too.
         return RegionWord.NONE if state is None else state, self._flipped_ns[slot]
 
     def lease_end(self) -> dict[str, object] | None:
         """The end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
         if not self.lease[0]:
             return None
-        # A copy of the whole page: the cause and the reason were written before the word.
+        # Copy the whole page: the cause and the reason were written before the word.
         page = bytes(self._page)
         return {"cause": cause_of(page), "reason": reason_of(page)}

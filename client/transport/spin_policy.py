@@ -7,7 +7,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.opcodes import Waiting
 
 MIN_SPIN_CORES: Final = 4
-"""Cores that this process must have to spin by default; with fewer, spinning would take the worker's core."""
+"""Minimum number of cores that this process must have to spin by default. With fewer, spinning would take the worker's
+core."""
 
 _HAS_CORES: Final = len(os.sched_getaffinity(0)) >= MIN_SPIN_CORES
 
@@ -17,7 +18,7 @@ class SpinPolicy:
     """How one session spins.
 
     Attributes:
-        spin_ns: Longest time to poll for a reply, in nanoseconds; 0: never spin.
+        spin_ns: Longest time to poll for a reply, in nanoseconds; 0 for no spinning.
         yields: Whether to let other threads run between two polls.
     """
 
@@ -29,10 +30,9 @@ def spin_policy_of(waiting: Waiting | None, spin_ns: int) -> SpinPolicy:
     """The policy that the lease's tenant chose.
 
     Args:
-        waiting: The tenant's choice; None: spin if this process has enough cores.
+        waiting: The tenant's choice. If None, spin if this process has enough cores.
         spin_ns: Longest time that this API spins, in nanoseconds.
     """
-    # The tenant's choice decides whether to poll, and between polls who runs.
     match waiting:
         case None:
             return SpinPolicy(spin_ns if _HAS_CORES else 0)

@@ -74,7 +74,7 @@ def _context_of(files: TlsFiles, stamps: tuple[tuple[int, int, int], ...]) -> ss
     except OSError as error:
         raise _unusable(f"the CA's certificate {files.ca}", error) from None
     try:
-        # An empty password: a prompt would hang a program that runs unattended.
+        # Pass an empty password, because a prompt would block a program that runs unattended.
         context.load_cert_chain(str(files.certificate), files.key, "")
     except OSError as error:
         raise _unusable(f"the certificate {files.certificate} with the key {files.key}", error) from None
@@ -345,7 +345,7 @@ def can_doze(stream: TlsStream, *, for_room: bool) -> bool:
         return True
     if not for_room:
         return False
-    # The caller waits for room, whether or not bytes have come: it may sleep unless there is room now.
+    # The caller waits for room, even if bytes have come. It may sleep unless there is room now.
     room = select.poll()
     room.register(stream, select.POLLOUT)
     return not room.poll(0)
@@ -458,7 +458,7 @@ def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
 
 
 def _untrusted(error: ssl.SSLCertVerificationError, address: SecuredAddress) -> Untrusted:
-    # The three usual causes: a wrong name, a wrong time, a wrong CA.
+    # The usual causes are a wrong name, a wrong time and a wrong CA.
     if error.verify_code in _HOST_MISMATCH:
         reason = f"its certificate is not for the name {address.host!r}"
         hint = "Use the name that the node's certificate has"

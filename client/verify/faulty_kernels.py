@@ -9,12 +9,12 @@ ONE: Final = (1, 1, 1)
 WARP: Final = (32, 1, 1)
 BLOCK: Final = (256, 1, 1)
 GRID: Final = (1024, 1, 1)
-"""With BLOCK: more threads than most cards hold at a time."""
+"""With BLOCK, this gives more threads than most cards run at a time."""
 
 _LINE: Final = b"a line that is not read\n\0"
 
 LONG_LINES: Final = 200
-"""Instructions of each kernel in a module that takes long to compile."""
+"""Number of instructions of each kernel in a module that takes long to compile."""
 
 
 def rule_breakers() -> bytes:
@@ -28,9 +28,9 @@ def memory_hungry_kernels() -> bytes:
 
 
 def compiling_long(kernels: int) -> bytes:
-    """PTX of that many useless kernels, each of LONG_LINES instructions: a compiler takes seconds for it."""
+    """PTX of `kernels` useless kernels of LONG_LINES instructions each, for which a compiler takes seconds."""
     parts = [".version 7.0\n.target sm_75\n.address_size 64\n"]
-    # Each instruction depends on the one before, and no two kernels are the same: nothing can be optimised away.
+    # Each instruction depends on the one before, and no two kernels are the same, so nothing can be optimised away.
     for kernel in range(kernels):
         body = "".join(f"mad.lo.u32 %r1, %r1, {7 * line + 3}, {line + kernel};\n" for line in range(LONG_LINES))
         parts.append(
@@ -41,7 +41,7 @@ def compiling_long(kernels: int) -> bytes:
 
 
 def with_variable(size_bytes: int) -> bytes:
-    """PTX of one variable of that size, and of a kernel that touches it, so that a compiler keeps it."""
+    """PTX of one variable of `size_bytes`, and of a kernel that uses it, so that a compiler keeps it."""
     head = f".version 7.0\n.target sm_75\n.address_size 64\n.global .align 8 .b8 big[{size_bytes}];\n"
     body = ".reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nmov.u64 %rd1, big;\nld.global.u32 %r1, [%rd1];\n"
     return f"{head}.visible .entry touch()\n{{\n{body}st.global.u32 [%rd1], %r1;\nret;\n}}\n".encode()
@@ -55,7 +55,7 @@ def with_managed_variable() -> bytes:
 
 
 def launching_kernels() -> bytes:
-    """PTX of a kernel that launches kernels: it needs CUDA's device runtime, which no session links."""
+    """PTX of a kernel that launches kernels. It needs CUDA's device runtime, which no session links."""
     head = (
         ".version 7.0\n.target sm_75\n.address_size 64\n"
         ".extern .func (.param .b32 status) cudaLaunchDeviceV2(.param .b64 buffer, .param .b64 stream);\n"
@@ -100,8 +100,8 @@ def fill(
 def count_set(
     session: GpuSession, module: Module, place: Buffer | int, words: int, regions: RegionSet | None = None
 ) -> int:
-    """Number of the first words of a buffer, or at a device address, that are not 0."""
-    # The kernel counts into a word of its own, which is 0 at first.
+    """Count the words that are not 0 among the first `words` of a buffer, or of the memory at a device address."""
+    # The kernel adds to this word, which is 0 at first.
     count = session.mem_alloc(4)
     args = _at(place).push_u64(words).push_buffer(count)
     session.launch(module, "count_set", GRID, BLOCK, args, regions=regions)

@@ -22,14 +22,16 @@ SIX_SLICES_BYTES: Final = 7 * GIB
 SIX_VRAM: Final = "48GiB"
 
 WARM_CONTEXTS: Final = 4
-"""Contexts kept during the faults: traces in the driver remain as long as any context exists."""
+"""Number of contexts that are kept ready during the faults, because the driver keeps some memory as long as any context
+exists."""
 
 QUIET_S: Final = 1.0
 SMALL_QUIET_S: Final = 0.05
 
 CARD_SIZES: Final = Sizes(launches=1_000_000, long_kernels=150)
 HOST_SIZES: Final = Sizes(launches=20_000, long_kernels=4)
-"""Smaller, because the embedded driver compiles slowly and is not made for launches."""
+"""Sizes on a card and on the embedded driver. The latter's are smaller, because that driver compiles slowly and is not
+made for launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +40,11 @@ class FaultResult:
 
     Attributes:
         fault: The fault's name.
-        told: Its outcome, None without one. The name is that of the JSON report.
+        told: The fault's outcome; None without one. The JSON report uses this name.
         quiet: The neighbour's rounds before the fault.
         during: The neighbour's rounds during the fault.
-        more_mib: MiB that the card shows in use beyond those before.
+        more_mib: How many MiB more than before the fault the card shows in use.
+        breach: What broke a promise.
     """
 
     fault: str
@@ -68,14 +71,14 @@ class MatrixReport:
 
 
 def run_matrix(driver: str, only: str, on_fault: Callable[[FaultResult], object]) -> MatrixReport:
-    """Run the rows with `only` in their names, on private daemons.
+    """Run the faults and promises with `only` in their names, on private daemons.
 
     Args:
         driver: The daemons' driver.
-        only: Part of the rows' names; "" for all.
+        only: Part of the names; "" for all.
         on_fault: Receives each fault's result.
     """
-    # A private daemon: only this program changes its figures.
+    # Use a private daemon, so that only this program changes its figures.
     with private_daemon(driver, warm_contexts=WARM_CONTEXTS) as address:
         scene = Scene.at(address)
         fault_results = _run_faults(scene, only, on_fault)
@@ -110,7 +113,7 @@ def _run_faults(scene: Scene, only: str, on_fault: Callable[[FaultResult], objec
     results: list[FaultResult] = []
     if not selected:
         return results
-    # One neighbor for all faults: damage from one fault also shows in the figures of the next.
+    # Use one neighbour for all faults, so that damage from one fault also shows in the figures of the next.
     with neighbour(scene.address, scene.card_uuid) as bystander:
         for fault in selected:
             results.append(_run_fault(scene, bystander, fault, quiet_s))
@@ -131,12 +134,12 @@ def _run_fault(scene: Scene, bystander: Neighbour, fault: MatrixCheck[FaultOutco
         report = fault.prove(scene)
     except (Breach, GpuLeaseError) as error:
         breach = breach or breach_of(error)
-        # A failed proof may have left its lease: free it, so that the next fault starts clean.
+        # A failed proof may have left its lease. Free that, so that the next fault starts clean.
         for lease_id in scene.lease_ids() - leases:
             scene.free(lease_id)
     during = bystander.window()
     breach = breach or _breach_in(scene.wait_for_pool)
-    # Three accounts of the memory must agree: the neighbour, the daemon, and the card itself.
+    # Ask three witnesses: the neighbour, the daemon, and the card itself.
     more_mib = scene.card_is_back_to(used_mib)
     if not breach and during.error:
         breach = f"the neighbour: {during.error}"

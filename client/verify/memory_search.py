@@ -1,4 +1,4 @@
-"""Searches the memory of another process for a run of bytes, as root can and no tenant could."""
+"""Searches the memory of another process for a sequence of bytes. Only root can do that, no tenant."""
 
 import mmap
 import os
@@ -11,13 +11,13 @@ import numpy as np
 PAGE_BYTES: Final = mmap.PAGESIZE
 CHUNK_PAGES: Final = 4096
 PRESENT_SHIFT: Final = np.uint64(62)
-"""Shift of a pagemap entry that leaves its two upper bits: the page is in memory, or swapped out."""
+"""How far a pagemap entry is shifted to leave its two upper bits: the page is in memory, or swapped out."""
 
 DEVICES: Final = ("/dev/nvidia", "/dev/dri")
 
 
 def count_in_process(pid: int, secret: bytes) -> int:
-    """Count the run of bytes in the writable memory of a process, excluding devices."""
+    """Count how often `secret` occurs in the writable memory of a process, except in devices' memory."""
     with Path(f"/proc/{pid}/mem").open("rb", 0) as memory, Path(f"/proc/{pid}/pagemap").open("rb", 0) as pagemap:
         return sum(
             count_in_span(memory.fileno(), at, end, secret)
@@ -27,19 +27,19 @@ def count_in_process(pid: int, secret: bytes) -> int:
 
 
 def _writable_spans(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield writable spans, as proc_pid_maps(5) lists them."""
+    """Yield the spans of writable memory that proc_pid_maps(5) lists."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         span, permissions, _, _, _, *path = line.split(maxsplit=5)
-        # Pages of a device belong to the driver; reading them could hang.
+        # Skip pages of a device, which belong to its driver. Reading them could hang.
         if permissions.startswith("rw") and not (path and path[0].startswith(DEVICES)):
             start, stop = (int(number, 16) for number in span.split("-"))
             yield start, stop
 
 
 def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of present pages (proc_pid_pagemap(5)); reading the others would create them."""
+    """Yield spans of pages that are present (proc_pid_pagemap(5)). Reading other pages would create them."""
     entries = np.frombuffer(os.pread(pagemap, (stop - start) // PAGE_BYTES * 8, start // PAGE_BYTES * 8), np.uint64)
-    # Where presence begins and ends: the edges of each run of present pages.
+    # Find the edges of each run of present pages.
     is_present = np.concatenate([[False], entries >> PRESENT_SHIFT != 0, [False]])
     edges = np.flatnonzero(is_present[1:] != is_present[:-1]).tolist()
     for first, last in zip(edges[::2], edges[1::2], strict=True):
@@ -48,9 +48,8 @@ def present_spans(pagemap: int, start: int, stop: int) -> Iterator[tuple[int, in
 
 
 def count_in_span(memory: int, at: int, end: int, secret: bytes) -> int:
-    """Count the run of bytes between two addresses; 0 if they can't be read."""
-    # The process may unmap a page after its map was read and before this read.
+    """Count how often `secret` occurs between two addresses. Returns 0 if they can't be read."""
     try:
         return os.pread(memory, end - at, at).count(secret)
     except OSError:
-        return 0  # pages of a device, which are not memory of the process
+        return 0  # a device's pages, or pages that the process has unmapped since its map was read

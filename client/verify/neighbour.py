@@ -1,7 +1,7 @@
-"""The neighbour: a tenant in a process of its own that works constantly and checks every result.
+"""The neighbour: a tenant in a separate process that works constantly and checks every result.
 
-`python -m gpulease.client.verify.neighbour ADDRESS CARD`: for each line that it reads, it writes one JSON object about
-its rounds since the previous line; at the end of its input it frees its lease and exits.
+`python -m gpulease.client.verify.neighbour ADDRESS CARD` reads lines. For each line it writes one JSON object about its
+rounds since the previous line. At the end of its input it frees its lease and exits.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ ORPHAN_S: Final = 5.0
 """Seconds for which the lease outlives a neighbour that was killed."""
 
 ANSWER_S: Final = 30.0
-"""Longest time for the answer to a line, in seconds: a round takes milliseconds, even during an endless kernel."""
+"""Longest time for the answer to a line, in seconds. A round takes milliseconds, even during an endless kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class Window:
     """The neighbour's rounds between two lines.
 
     Attributes:
-        rounds: Number of rounds: a launch, waited for, and its complete result compared.
+        rounds: Number of rounds. Each launches a kernel, waits for it, and compares its complete result.
+        p50_us: Median time of a kernel, in microseconds.
+        p99_us: 99th percentile of that time.
         error: The first thing that was wrong; "" if every round was right.
         errors: Number of rounds that failed or were wrong.
     """
@@ -50,19 +52,18 @@ class Window:
 
 
 class Neighbour:
-    """The parent's end of a neighbour's process."""
+    """A neighbour's process, as its parent sees it."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def window(self) -> Window:
-        """The rounds since the last call; an error if the process does not answer."""
+        """The rounds since the last call. A process that does not answer counts as an error."""
         if self._process.stdin is None or self._process.stdout is None:
             raise ValueError("the neighbour has no pipes")
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("\n")
             self._process.stdin.flush()
-        # A neighbour that hangs counts as an error, like one with wrong results.
         if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
             return Window(0, 0.0, 0.0, f"it did not answer for {ANSWER_S:g} s", 1)
         line = self._process.stdout.readline()
@@ -74,15 +75,14 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
     """Run a neighbour on a card during the block. Raises MissingPrerequisite if it can't start."""
     command = [sys.executable, "-P", "-m", "gpulease.client.verify.neighbour", address, card_uuid]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    # The first window shows that it has begun to work.
     try:
+        # The first window shows that the neighbour has begun to work.
         started = Neighbour(process)
         if error := started.window().error:
             raise MissingPrerequisite(f"the neighbour can't work: {error}")
         yield started
     finally:
-        # At the end of its input it frees its lease.
-        # It frees its lease in order; one that hangs is killed.
+        # The neighbour frees its lease at the end of its input. Kill one that hangs.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=ANSWER_S)
         process.kill()
@@ -90,7 +90,7 @@ def neighbour(address: str, card_uuid: str) -> Iterator[Neighbour]:
 
 
 def _work(address: str, card_uuid: str) -> None:
-    # A short orphan time: a neighbour that was killed must not keep its slice.
+    # Choose a short orphan time, so that a neighbour that was killed does not keep its slice.
     builder = GpuBuilder(address).min_vram(SLICE_BYTES).lease_secs(LEASE_S).device(card_uuid)
     with builder.orphan_secs(ORPHAN_S).acquire() as lease, GpuSession(lease) as session:
         module = session.module_load(rule_breakers())
@@ -99,7 +99,7 @@ def _work(address: str, card_uuid: str) -> None:
         taken_us: list[float] = []
         error, errors = "", 0
         while True:
-            # Other values in each round, so that an old result can't pass for a new one.
+            # Use other values in each round, so that an old result can't pass for a new one.
             values = np.arange(VALUES, dtype=np.float32) + len(taken_us) % 1000
             try:
                 session.mem_write(buffer, 0, values)
@@ -111,7 +111,7 @@ def _work(address: str, card_uuid: str) -> None:
                     error, errors = error or "a result is wrong", errors + 1
             except GpuLeaseError as failure:
                 error, errors = error or f"{type(failure).__name__}: {failure}", errors + 1
-            # Only between two rounds: a round that has begun is always finished and compared.
+            # Answer only between two rounds, so that a round that has begun is always finished and compared.
             if select.select([sys.stdin], [], [], 0)[0]:
                 if not sys.stdin.readline():
                     return
@@ -136,5 +136,5 @@ if __name__ == "__main__":
     try:
         _work(*sys.argv[1:3])
     except GpuLeaseError as failure:
-        # The parent asks for a window, and gets the reason.
+        # When the parent asks for a window, it reads the reason.
         print(json.dumps(_window([], f"{type(failure).__name__}: {failure}", 1)), flush=True)

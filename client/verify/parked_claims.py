@@ -1,4 +1,4 @@
-"""Promises of parked sessions, each with its proof: no tenant can read their bytes, and they come back whole."""
+"""Promises of parked sessions, each with its proof: no tenant can read their bytes, and none of the bytes change."""
 
 import secrets
 import time
@@ -20,18 +20,18 @@ WORD_BYTES: Final = 4
 PATTERN: Final = 0xA5A5A5A5
 SECRET_BYTES: Final = 32
 SPARE_BYTES: Final = 32 * MIB
-"""Left of each slice for modules and counters."""
+"""Bytes of each slice that are left free for modules and counters."""
 
 LEAVE_S: Final = 10.0
 LEAVE_PAUSE_S: Final = 0.05
-"""Longest time until a session leaves its process, and the pause between two tries, in seconds: what its client sent
-last may bring it back once."""
+"""Longest time until a session leaves its process, and the pause between two attempts, in seconds. The client's last
+requests may bring the session back once."""
 
 PARKS: Final = 10
-"""Parks and returns next to a neighbour at work."""
+"""Number of times that a session is parked and returns next to a neighbour at work."""
 
 PIECE_BYTES: Final = 4 * MIB
-"""Blocks by which a neighbour leaves holes on the card: each has pages of its own."""
+"""Size of the blocks with which a neighbour leaves holes on the card. Each has pages of its own."""
 
 CARD_VRAM: Final = "8GiB"
 HOST_VRAM: Final = "128MiB"
@@ -44,7 +44,7 @@ park_stay_ms = 0
 
 
 def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
-    """The promises of parked sessions, on a daemon with SETTINGS; each proof returns what it found."""
+    """The promises of parked sessions, for a daemon with SETTINGS. Each proof returns what it found."""
     return [
         MatrixCheck("no byte of a parked session", no_byte_readable),
         MatrixCheck("a parked session's return to a full card", return_to_a_full_card),
@@ -56,7 +56,7 @@ def parked_claims(scene: Scene) -> list[MatrixCheck[str]]:
 
 
 def _slice_bytes(scene: Scene) -> int:
-    """Five eighths of the card: two do not fit, so that a second lease gets pages of the parked one."""
+    """Five eighths of the card. Two slices do not fit, so that a second lease gets pages of the parked one."""
     return scene.vram_bytes // 8 * 5 // (2 * MIB) * (2 * MIB)
 
 
@@ -87,7 +87,7 @@ def no_byte_readable(scene: Scene) -> str:
             if nonzero_words := count_set(neighbour, probe, neighbour_buffer, words):
                 raise Breach(f"{nonzero_words} of {words} words of a parked session were readable")
             _search(other, secret)
-            # The neighbour's own work, over all pages that the session had.
+            # Let the neighbour write to all pages that the session had.
             fill(neighbour, probe, neighbour_buffer, words, 1)
             if count_set(neighbour, probe, neighbour_buffer, words) != words:
                 raise Breach("a parked session's neighbour lost words")
@@ -104,7 +104,7 @@ def _search(lease: GpuLease, secret: bytes) -> None:
         if copies := count_in_process(worker_pid(lease.lease_id), secret):
             raise Breach(f"another lease's worker has {copies} copies of a parked session's secret")
     except PermissionError:
-        # Workers are closed to all but root.
+        # Only root may read a worker's memory.
         return
 
 
@@ -140,7 +140,7 @@ def return_to_a_fragmented_card(scene: Scene) -> str:
         data = WovenData(session, size_bytes, 5)
         data.begin()
         _park(lease)
-        # All but a sixteenth of the card: contexts need some of it.
+        # Leave three sixteenths of the card, because contexts need some of it.
         with scene.builder(scene.vram_bytes // 16 * 13).acquire() as other, GpuSession(other) as holder:
             probe = holder.module_load(rule_breakers())
             words = PIECE_BYTES // WORD_BYTES
@@ -160,7 +160,7 @@ def return_to_a_fragmented_card(scene: Scene) -> str:
 
 
 def return_in_another_process(scene: Scene) -> str:
-    """A session is parked cold, so it holds nothing of the card; another process continues it at the same addresses."""
+    """A session is parked cold, without any memory of the card; another process continues it at the same addresses."""
     size_bytes = woven_bytes(_slice_bytes(scene) - SPARE_BYTES)
     held_bytes = scene.held_bytes()
     with scene.builder(size_bytes + SPARE_BYTES).parkable().acquire() as lease, GpuSession(lease) as session:
@@ -171,7 +171,7 @@ def return_in_another_process(scene: Scene) -> str:
         leave(scene, lease)
         if (more_bytes := scene.held_bytes() - held_bytes) > 0:
             raise Breach(f"a session without a process holds {more_bytes} bytes of the card")
-        # All but an eighth of the card, which contexts need.
+        # Leave an eighth of the card, which contexts need.
         with scene.builder(scene.vram_bytes // 8 * 7).acquire() as other, GpuSession(other) as neighbour:
             buffer = neighbour.mem_alloc(scene.vram_bytes // 8 * 7 - SPARE_BYTES)
             probe, words = neighbour.module_load(rule_breakers()), buffer.size_bytes // WORD_BYTES
@@ -190,7 +190,7 @@ def return_in_another_process(scene: Scene) -> str:
 
 
 def leave(scene: Scene, lease: GpuLease) -> None:
-    """Have a session leave its process, once what its client has sent is served."""
+    """Make a session leave its process, once all requests that its client sent are done."""
     deadline_s = time.monotonic() + LEAVE_S
     while True:
         try:
@@ -204,7 +204,7 @@ def leave(scene: Scene, lease: GpuLease) -> None:
 
 
 def neighbour_unharmed(scene: Scene) -> str:
-    """A session is parked and comes back again and again; a neighbour at work has no wrong result and no error."""
+    """A session is parked and comes back PARKS times. A neighbour at work has no wrong result and no error."""
     size_bytes = woven_bytes(scene.vram_bytes // 4)
     builder = scene.builder(size_bytes + SPARE_BYTES // 4).parkable()
     with (
@@ -226,7 +226,7 @@ def neighbour_unharmed(scene: Scene) -> str:
 
 
 def region_gone(scene: Scene) -> str:
-    """A region is revoked while its session is parked: it never comes back, and its bytes are nowhere in the slice."""
+    """A region is revoked while its session is parked. It never comes back, and its bytes are nowhere in the slice."""
     size_bytes = woven_bytes(scene.vram_bytes // 8)
     with scene.builder(2 * size_bytes + SPARE_BYTES).parkable().acquire() as lease, GpuSession(lease) as session:
         data, module = WovenData(session, size_bytes, 9), session.module_load(rule_breakers())

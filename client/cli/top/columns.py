@@ -9,16 +9,16 @@ from gpulease.client.console.tables import MISSING, pad, seconds_text, shown, si
 from gpulease.protocol.fast_dataclass import dataclass
 
 SHORT_ID: Final = 8
-"""Digits of a lease id without room for all 32: enough to distinguish the leases of one node."""
+"""Number of digits of a lease id if there is no room for all 32: enough to distinguish the leases of one node."""
 
 GAP: Final = 1
-"""Cells between columns."""
+"""Number of cells between columns."""
 
 MAX_BAR: Final = 24
-"""Maximum number of cells of the bar of remaining time: longer bars do not read more easily."""
+"""Maximum number of cells of the bar of remaining time; longer bars are not easier to read."""
 
 MIN_BAR: Final = 6
-"""Minimum number of cells of that bar: shorter bars show nothing."""
+"""Minimum number of cells of that bar; shorter bars show nothing."""
 
 _SCALES: Final = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -30,11 +30,11 @@ class Column:
     """A column of the table of leases.
 
     Attributes:
-        title: Its head.
-        key: The key that sorts by it.
-        width: Its cells, with room for the mark of the sorted column.
-        value: Returns the value by which it is sorted.
-        text: Returns the cell's text.
+        title: The column's head.
+        key: The key that sorts by this column.
+        width: Number of cells, with room for the mark of the sorted column.
+        value: Returns the value by which a line is sorted.
+        text: Returns the text of a line's cell.
     """
 
     title: str
@@ -49,7 +49,7 @@ def rate_text(rate: float | None) -> str:
     """A rate per second in at most six characters, for any rate that a machine can reach."""
     if rate is None:
         return MISSING
-    # The largest unit that the rate reaches, three digits; a rate beyond all units in powers of ten.
+    # Use the largest unit that the rate reaches, with three digits, and powers of ten for a rate beyond all units.
     for unit, scale in _SCALES:
         if rate >= scale:
             return f"{rate / scale:.3g}{unit}" if rate < 1e3 * scale else f"{rate / scale:.0e}{unit}"
@@ -65,12 +65,12 @@ def _left(line: LeaseLine) -> str:
 
 
 def _percent(line: LeaseLine) -> str:
-    # The daemon samples once a second, so a single refresh may show somewhat more than all of it.
+    # The daemon samples once a second, so a single refresh may show somewhat more than 100 %.
     return MISSING if line.gpu_share is None else f"{100 * min(1.0, line.gpu_share):.0f}"
 
 
 def _tenant_text(line: LeaseLine) -> str:
-    # Not before the id: its column has no spare cell.
+    # Mark regions here and not before the id, whose column has no spare cell.
     return (REGION_MARK if line.parent else "") + (line.tenant or MISSING)
 
 
@@ -91,11 +91,11 @@ COLUMNS: Final = (
 BY_TITLE: Final = {column.title: column for column in COLUMNS}
 
 _KEPT: Final = ("LEASE", "LEFT", "TENANT", "USED", "GPU%", "LAUNCH/S", "SLICE", "STATE", "COPY/S", "OP/S", "GPU")
-"""Columns by importance: a terminal that is too narrow for all shows the first ones."""
+"""Columns by importance. A terminal that is too narrow for all shows the first ones."""
 
 
 def offered(lines: Sequence[LeaseLine]) -> list[Column]:
-    """The columns that have something to show: older daemons do not count copies, or the time of the card."""
+    """The columns that have something to show. Older daemons count neither copies nor the card's time."""
     missing = set()
     if all(line.copies_per_s is None for line in lines):
         missing.add("COPY/S")
@@ -105,7 +105,7 @@ def offered(lines: Sequence[LeaseLine]) -> list[Column]:
 
 
 def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[str, int], int]:
-    """The columns that fit into `width` cells, their widths by title, and the cells of the bar after them."""
+    """The columns that fit into `width` cells, their widths by title, and the width of the bar after them."""
     names = {column.title for column in columns}
     chosen: list[str] = []
     used = -GAP
@@ -117,11 +117,11 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
         elif title in names:
             break
     widths = {title: BY_TITLE[title].width for title in chosen}
-    # The width is less than that of every column: show only ids, truncated to the width.
+    # If no column fits, show only ids, truncated to the width.
     if not chosen:
         chosen, widths, used = ["LEASE"], {"LEASE": width}, width
     spare = width - used
-    # Spare room goes first to complete ids, then to the bar.
+    # Use spare room first for complete ids, then for the bar.
     if spare >= (longer := 32 - SHORT_ID) + GAP + MIN_BAR:
         widths["LEASE"] += longer
         spare -= longer
@@ -131,7 +131,7 @@ def fitting(width: int, columns: Sequence[Column]) -> tuple[list[Column], dict[s
 
 def cell(column: Column, line: LeaseLine, width: int) -> str:
     """A cell's text in exactly `width` cells, escaped for a terminal."""
-    # An id is cut from its end: its first digits distinguish leases.
+    # Cut an id at its end, because its first digits distinguish leases.
     text = column.text(line)
     if column.title == "LEASE" and len(text) > width:
         text = text[:width]
@@ -142,7 +142,7 @@ def bar_text(share: float | None, width: int) -> str:
     """Draw a share from 0 to 1 as a bar of `width` cells, including its brackets."""
     if share is None or width < 3:
         return " " * width
-    # Two cells are the brackets; the rest is the share.
+    # Two cells are for the brackets, and the rest for the share.
     full = round(max(0.0, min(1.0, share)) * (width - 2))
     return "[" + "|" * full + " " * (width - 2 - full) + "]"
 
@@ -161,17 +161,17 @@ _LARGEST_FIRST: Final = ("SLICE", "USED", "GPU%", "LAUNCH/S", "COPY/S", "OP/S")
 def arranged(lines: Sequence[LeaseLine], title: str, *, is_reversed: bool) -> list[LeaseLine]:
     """Sort lines by a column.
 
-    Lines without a value are last in either order; ties are ordered by id, so that they stay.
+    Lines without a value are last in either order. Lines with equal values are ordered by id, so that they keep their
+    places.
     """
     column = BY_TITLE[title]
-    # Lines without a value go last, whichever way the others are sorted.
     with_value = [line for line in lines if column.value(line) is not None]
     unknown = [line for line in lines if column.value(line) is None]
     for part in (with_value, unknown):
         part.sort(key=lambda line: line.lease_id)
 
     def figure(line: LeaseLine) -> tuple[float, str]:
-        # Texts and numbers can't be compared with each other: each has its own part of the key.
+        # Texts and numbers can't be compared with each other, so each has its own part of the key.
         value = column.value(line)
         return (0.0, value) if isinstance(value, str) else (value or 0.0, "")
 

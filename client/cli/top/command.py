@@ -17,13 +17,13 @@ from gpulease.client.core.lease_request import address_of
 from gpulease.client.errors import GpuLeaseError, Unsupported
 
 EVERY_S: Final = 2.0
-"""Seconds between two samples of the live view: short enough to show load, and cheap for the broker."""
+"""Seconds between two samples of the live view: short enough to show load, long enough to cost the broker little."""
 
 ONCE_S: Final = 1.0
 """Seconds between the two samples from which a single frame computes its rates."""
 
 PIPE_WIDTH: Final = 160
-"""Width in cells of a frame if none is known: every column, and complete ids that can be copied."""
+"""Width of a frame in cells if the output's width is unknown: enough for every column and for complete ids."""
 
 _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s", "gpu_share")
 
@@ -45,7 +45,6 @@ _RATES: Final = ("launches_per_s", "copies_per_s", "operations_per_s", "gpu_shar
 def top(every_s: float | None, once: bool, as_json: bool) -> None:
     """Watch cards and leases live, with owners, activity and remaining time. `?` lists the keys."""
     address = address_of(None)
-    # A stream of JSON needs no screen; rates begin with the second sample.
     if as_json and not once:
         _stream(Readings(address), every_s or EVERY_S)
     elif once or not is_terminal():
@@ -64,7 +63,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
             from gpulease.client.cli.top.screen import watch
         except ImportError as error:
             raise Unsupported(f"this Python has no curses: {error}", "Use --once or --json") from None
-        # A daemon that is missing at the start is an error; one that goes away later is waited for.
+        # Report a daemon that does not answer at the start as an error. The view waits for one that is lost later.
         first = Readings(address)
         first.take()
         first.close()
@@ -78,7 +77,7 @@ def _stream(readings: Readings, every_s: float) -> None:
     while True:
         try:
             sample = readings.take()
-        # A failure is a line of its own, so that a reader sees the gap; at the start it is an error.
+        # Print a failure as a separate line, so that a reader sees the gap. At the start, it is an error.
         except GpuLeaseError as error:
             if before is None:
                 raise
@@ -92,7 +91,7 @@ def _stream(readings: Readings, every_s: float) -> None:
 def _json(samples: ScreenSamples) -> str:
     sample = samples.sample
     assert sample is not None
-    # The daemon's own values, and the rates that only two samples give.
+    # Print the daemon's values, and add the rates, which need two samples.
     rates = {line.lease_id: line for line in lease_lines(sample, samples.before)}
     return json.dumps(
         {

@@ -1,4 +1,4 @@
-"""A screen of the live view: exactly the given lines and cells, whatever they contain."""
+"""A screen of the live view: exactly as many lines and cells as the terminal has, whatever the daemon reports."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ LATE_S: Final = 2.0
 HINTS: Final = "q quit  ? help  < > sort  R reverse  / filter  c card  k revoke  p pause  s pace"
 
 ENDS_SOON: Final = 0.1
-"""Share of its time below which a lease changes its colour; tenants are warned at that time, too."""
+"""Share of a lease's time that is left when the lease changes its colour; tenants are warned at that time, too."""
 
 
 class Style(Enum):
@@ -49,19 +49,19 @@ Line: TypeAlias = list[tuple[str, Style]]
 def frame(view: View, samples: ScreenSamples, address: str, now_s: float, width: int, height: int) -> list[Line]:
     """Exactly `height` lines, none wider than `width` cells.
 
-    If there is little room, leases are dropped before cards, and the typed line last.
+    If there is little room, leases are left out first, then cards, and the bottom line last.
     """
     is_help = view.mode == Mode.HELP
     body = _help() if is_help else _overview(view, samples, address, now_s, width, height - 1)
-    # The last line is always the question or the hints, so the rest has one line less.
+    # The last line is for a question or the hints, so the rest has one line less.
     lines = [_cut(line, width) for line in body[: max(0, height - 1)]]
     lines += [[] for _ in range(height - 1 - len(lines))]
     return [*lines, _bottom(view, samples, width)][:height] if height > 0 else []
 
 
 def plain(view: View, samples: ScreenSamples, address: str, width: int) -> str:
-    """The complete frame as text for a pipe: all cards and all leases, whatever a screen would drop."""
-    # As high as everything needs: a pipe has no bottom.
+    """The complete frame as text for a pipe: all cards and all leases, also those for which a screen has no room."""
+    # Make it as high as its content needs, because a pipe has no height.
     sample = samples.sample
     height = 5 + (0 if sample is None else len(sample.cards) + len(sample.leases))
     lines = _overview(view, samples, address, sample.at_s if sample else 0.0, width, height)
@@ -73,7 +73,7 @@ def _overview(view: View, samples: ScreenSamples, address: str, now_s: float, wi
     top = [_title(view, samples, address), *_warnings(view, samples, now_s)]
     if sample is None:
         return top
-    # Times go down between two samples, as they do at the daemon.
+    # Count remaining times down between two samples.
     lines = [_aged(line, now_s - sample.at_s) for line in visible(view, samples)]
     lines_left = height - len(top)
     cards = [_card(card) for card in sample.cards if view.card is None or number(card, "index") == view.card]
@@ -82,7 +82,6 @@ def _overview(view: View, samples: ScreenSamples, address: str, now_s: float, wi
     # than two leases.
     room = max(lines_left - 1 - len(lines), min(lines_left // 2, lines_left - 3))
     top += cards[: max(0, room)]
-    # One of the remaining lines is for the columns' titles.
     return [*top, *_leases(view, lines, sample, width, max(0, height - len(top)))]
 
 
@@ -102,13 +101,13 @@ def _title(view: View, samples: ScreenSamples, address: str) -> Line:
 def _warnings(view: View, samples: ScreenSamples, now_s: float) -> list[Line]:
     lines: list[Line] = []
     sample = samples.sample
-    # Old figures are worse than none: say how old they are.
+    # If figures are old, say how old.
     if samples.trouble:
         age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
         lines.append([(f"{age}{shown(samples.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
         lines.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
-    # The node's drain is shown above the cards, and a card's own drain in its line.
+    # Show the node's drain above the cards; a card's own drain is in the card's line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
         end_text = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
@@ -119,7 +118,7 @@ def _warnings(view: View, samples: ScreenSamples, now_s: float) -> list[Line]:
 def _card(card: Report) -> Line:
     capacity, held_bytes, free = (number(card, key) for key in ("capacity_bytes", "held_bytes", "available_bytes"))
     index = number(card, "index")
-    # A card of an older daemon may lack any figure.
+    # An older daemon's report of a card may lack any figure.
     share = held_bytes / capacity if held_bytes is not None and capacity else None
     line: Line = [
         (f"{MISSING if index is None else f'{index:g}'} ", Style.HEAD),
@@ -144,7 +143,7 @@ def _card(card: Report) -> Line:
 
 
 def _host(sample: Sample) -> list[Line]:
-    """The host's memory for parked sessions, which is the node's; nothing where no session can be parked."""
+    """A line about the host's memory for parked sessions, of which a node has one; none if no session can be parked."""
     card = sample.cards[0] if sample.cards else {}
     host_bytes, limit_bytes = number(card, "park_host_bytes"), number(card, "park_host_limit_bytes")
     if host_bytes is None or not limit_bytes:
@@ -163,7 +162,7 @@ def _bytes(size: float | None) -> str:
 
 
 def _leases(view: View, lines: list[LeaseLine], sample: Sample, width: int, height: int) -> list[Line]:
-    # Columns and bar follow from the width, and the rows from the remaining height.
+    # The width decides which columns there are and how long the bar is, the remaining height how many rows.
     columns, widths, bar = fitting(width, offered(lines))
     if not sample.leases or not lines:
         return [[("No leases." if not sample.leases else "No lease matches the filter.", Style.FAINT)]][:height]
@@ -205,7 +204,7 @@ def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
         Mode.REASON: f"Revoke {_of_target(view, samples)}. Reason for its tenant [{DEFAULT_REASON}]: ",
         Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, samples)}, whatever it is doing: ",
     }
-    # A question replaces everything else in the last line.
+    # In the last line, a question has priority over everything else.
     if view.mode in questions:
         return _typed_line(questions[view.mode], shown(view.typed) + "_", width)
     if view.mode == Mode.HELP:
@@ -216,8 +215,8 @@ def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
 
 
 def _typed_line(question: str, typed: str, width: int) -> Line:
-    """Keep the typed text visible, at least its end, and as much of its prompt as there is room for."""
-    # Show the end of the typed text, where the cursor is.
+    """A line with the typed text, or at least its end, after as much of the question as there is room for."""
+    # Keep the end of the typed text, where the cursor is.
     while width_of(typed) > max(1, width // 2):
         typed = typed[1:]
     return _cut([(fit(question, max(0, width - width_of(typed))), Style.WARNING), (typed, Style.PLAIN)], width)
@@ -249,7 +248,7 @@ def _help() -> list[Line]:
 
 def _cut(line: Line, width: int) -> Line:
     cut_line: Line = []
-    # Cut at the width, piece by piece: each keeps its own style.
+    # Go piece by piece, because each has its own style.
     room = width
     for text, style in line:
         piece = fit(text, room)

@@ -1,4 +1,4 @@
-"""Samples a node repeatedly, in a thread of its own, on one connection that is replaced when it is lost."""
+"""Samples a node repeatedly, in a separate thread, on one connection that is replaced when it is lost."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ READING_LIMIT_S: Final = 10.0
 again."""
 
 RETRY_S: Final = 2.0
-"""Longest pause before a missing daemon is asked again, in seconds, however rarely it is sampled."""
+"""Longest pause before a daemon that did not answer is asked again, in seconds, however rarely it is sampled."""
 
 
 def _failure_text(error: Exception) -> str:
@@ -46,7 +46,7 @@ class Readings:
 
     def _take(self) -> Procedure[Sample]:
         deadline = FixedDeadline(READING_LIMIT_S, "top", self._address)
-        # A connection is kept between samples; only a lost one is replaced.
+        # Keep the connection between samples, and replace only a lost one.
         if self._channel is None:
             self._channel, _ = yield from dial(self._address, deadline)
         channel = self._channel
@@ -85,7 +85,7 @@ class Poller:
         self._nudge = threading.Event()
         self._every_s = every_s
         self._is_paused = False
-        self._is_over = False
+        self._is_stopped = False
         self._samples = ScreenSamples()
         self._notices: list[str] = []
         self._thread = threading.Thread(target=self._run, name="gpulease-top", daemon=True)
@@ -95,9 +95,9 @@ class Poller:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. A sample in progress is not awaited, and its result is dropped."""
-        # The event wakes the thread at once, if it waits.
-        self._is_over = True
+        """Let the thread end. Does not wait for a sample in progress, whose result is dropped."""
+        # The event wakes the thread if it waits.
+        self._is_stopped = True
         self._nudge.set()
 
     def pace(self, every_s: float, *, is_paused: bool) -> None:
@@ -114,23 +114,26 @@ class Poller:
             return self._samples
 
     def notice(self) -> str:
-        """A revocation's outcome, or that the daemon is back, once; "" if there is nothing to report."""
+        """The oldest notice that was not returned yet; "" if there is none.
+
+        A notice is a revocation's outcome, or says that the daemon answers again.
+        """
         with self._lock:
             return self._notices.pop(0) if self._notices else ""
 
     def revoke(self, lease_id: str, reason: str) -> None:
         """Revoke a lease; `notice` returns the outcome."""
-        # In a thread of its own: proving memory free takes a moment, during which sampling continues.
+        # Use a separate thread, because proving memory free takes a moment, during which sampling must continue.
         threading.Thread(target=self._revoke, args=(lease_id, reason), name="gpulease-revoke", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            while not self._is_over:
-                # Clear before reading: a refresh that is requested meanwhile then causes another reading.
+            while not self._is_stopped:
+                # Clear the event before the sample, so that a refresh requested meanwhile causes another one.
                 self._nudge.clear()
                 self._read()
                 self._wake()
-                # A missing daemon is asked again soon, even if the view is paused or its interval is long.
+                # Ask a daemon that did not answer again soon, even if the view is paused or its interval is long.
                 trouble = bool(self._samples.trouble)
                 pause_s = min(self._every_s, RETRY_S) if trouble else self._every_s
                 self._nudge.wait(None if self._is_paused and not trouble else pause_s)
@@ -144,14 +147,14 @@ class Poller:
             with self._lock:
                 self._samples = replace(self._samples, trouble=_failure_text(error))
             return
-        # The last two samples are kept: rates need both.
+        # Keep the last two samples, because rates need both.
         with self._lock:
             if self._samples.trouble and self._samples.sample is not None:
                 self._notices.append("The daemon answers again, on another connection")
             self._samples = ScreenSamples(sample, self._samples.sample)
 
-    # Any error becomes a notice: no one waits for this thread.
     def _revoke(self, lease_id_text: str, reason: str) -> None:
+        # Any error becomes a notice, because no one waits for this thread.
         try:
             lease_id = lease_id_of(lease_id_text)
             outcome = ask(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, reason), str(self._address)).outcome

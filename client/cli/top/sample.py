@@ -1,4 +1,4 @@
-"""Samples of a node, and the lines about leases that two samples give: the state now, and the rates between them."""
+"""Samples of a node, and lines about its leases from two samples: their present state, and rates."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -43,8 +43,8 @@ class ScreenSamples:
 
     Attributes:
         sample: The last one; None before the first.
-        before: The one before it, for rates.
-        trouble: A sentence that says why a newer sample is missing; "" with one.
+        before: The one before it, from which rates are computed.
+        trouble: A sentence that says why a newer sample is missing; "" if none is missing.
     """
 
     sample: Sample | None = None
@@ -54,12 +54,12 @@ class ScreenSamples:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLine:
-    """A lease. None stands for values that the daemon does not send, and for rates while there is one sample.
+    """A lease. None stands for a value that the daemon does not send, and for a rate if there is only one sample.
 
     Attributes:
         card: The index of its card.
-        copies_per_s: None from daemons that do not count copies.
-        gpu_share: The part of the card's time that it used, 0 to 1; None from daemons that keep no account of time.
+        copies_per_s: None if the daemon does not count copies.
+        gpu_share: The part of the card's time that it used, 0 to 1; None if the daemon does not account for time.
         left_s: Seconds left when the sample was taken.
         parent: The id of a region's lease; "" for a lease.
     """
@@ -109,12 +109,12 @@ def _line(lease: Report, before: Report, span_s: float, cards: Mapping[str | Non
 
 
 def _state(lease: Report) -> str | None:
-    """Its state, with the cause if something ends it; where its session is if that is not on its card."""
+    """Its state, with the cause if it is ending. If its session is not on its card, the parking phase instead."""
     state, cause = word(lease, "state"), word(lease, "cause")
     park = lease.get("park")
     park = park if isinstance(park, dict) else {}
     phase = word(park, "phase")
-    # A parked lease is active, but its session is not on its card: say since when.
+    # A parked lease is active, but its session is not on its card. Show since when.
     if state is not None and cause is None and phase is not None and phase != "resident":
         parked_ms = number(park, "parked_for_ms")
         return phase if parked_ms is None else f"{phase} {seconds_text(parked_ms / 1000)}"
@@ -122,8 +122,7 @@ def _state(lease: Report) -> str | None:
 
 
 def _rate(lease: Report, before: Report, key: str, span_s: float) -> float | None:
-    """Events per second. The session itself counts them: a counter that went backwards gives None."""
-    # A counter that went back is another session's: no rate can be computed.
+    """Events per second. If the counter went back, it is another session's, and the result is None."""
     now, earlier = number(lease, key), number(before, key)
     if now is None or earlier is None or now < earlier or span_s <= 0:
         return None

@@ -12,7 +12,7 @@ from gpulease.client.console.tables import shown
 from gpulease.protocol.fast_dataclass import dataclass
 
 MIN_EVERY_S: Final = 0.1
-"""Minimum number of seconds between samples: a shorter interval would keep the broker busy with reports."""
+"""Minimum number of seconds between samples. Stops the view from keeping the broker busy with reports."""
 
 MAX_EVERY_S: Final = 3600.0
 
@@ -20,7 +20,8 @@ MAX_TYPED: Final = 200
 """Maximum number of characters of a typed line: a reason of this many four-byte characters still fits the request."""
 
 CONFIRMING_DIGITS: Final = 4
-"""Digits of a lease id to type before a revocation. Stops one by habit, or of another lease."""
+"""Number of digits of a lease id that must be typed to confirm a revocation. Stops a user from confirming by habit, or
+for the wrong lease."""
 
 DEFAULT_REASON: Final = "revoked by the operator"
 
@@ -28,7 +29,7 @@ NO_CHOICE: Final = "Choose a lease first, with the arrow keys"
 
 
 class Mode(Enum):
-    """The meaning of keys at the moment: commands, or the text of an answer to a question."""
+    """What keys mean at the moment: commands, or the text of an answer to a question."""
 
     BROWSE = auto()
     HELP = auto()
@@ -45,8 +46,8 @@ class View:
     Attributes:
         every_s: Seconds between two samples.
         sort: The title of the column that orders the leases.
-        pattern: Shows only leases with it in their tenant's name, in any case, or at the beginning of their id.
-        card: Shows only leases of the card of this index; None for all.
+        pattern: Only leases are shown whose tenant's name contains this, in any case, or whose id begins with it.
+        card: Only leases on the card with this index are shown; None for all.
         selected: The id of the selected lease; "" for none.
         typed: The line that is being typed.
         target: The lease to revoke: it stays the same even if the lines move meanwhile.
@@ -93,7 +94,7 @@ def visible(view: View, samples: ScreenSamples) -> list[LeaseLine]:
     """The leases to show, in order, each followed by its regions."""
     lines = [] if samples.sample is None else lease_lines(samples.sample, samples.before)
     pattern = view.pattern.casefold()
-    # Both filters must fit; ids are in lower case, as the pattern is here.
+    # Both filters must match; ids are in lower case, like the folded pattern.
     matches = [
         line
         for line in lines
@@ -106,7 +107,7 @@ def visible(view: View, samples: ScreenSamples) -> list[LeaseLine]:
 
 def press(view: View, key: str, samples: ScreenSamples) -> Pressed:
     """Apply a key: a character or a name ("up", "enter", "esc" ...). Returns the new view and an effect, if any."""
-    # Any key takes the notice away.
+    # Any key removes the notice.
     view = replace(view, notice="")
     if view.mode == Mode.BROWSE:
         return _browse(view, key, samples)
@@ -127,11 +128,11 @@ def press(view: View, key: str, samples: ScreenSamples) -> Pressed:
 
 def _browse(view: View, key: str, samples: ScreenSamples) -> Pressed:
     if key in ("q", "esc"):
-        # Esc clears the filters and never quits: a view that only looks stuck must not end by it.
+        # Esc only clears the filters: users press it when the view seems to be stuck, and it must not quit then.
         return (view, Quit()) if key == "q" else (replace(view, pattern="", card=None), None)
     if key == " ":
         return view, Refresh()
-    # Moves and orders depend on the visible rows, other changes do not.
+    # Moving the selection and sorting depend on the visible rows; other changes do not.
     if key in _MOVES:
         return _move_selection(view, key, visible(view, samples)), None
     if key in "<>" or key in _LETTERS:
@@ -154,7 +155,7 @@ def _move_selection(view: View, key: str, lines: Sequence[LeaseLine]) -> View:
 def _sort_by_key(view: View, key: str, samples: ScreenSamples) -> View:
     if key not in "<>":
         return replace(view, sort=_LETTERS[key])
-    # One column to the left or right among those that are shown.
+    # Sort by the next column to the left or right among those that are shown.
     titles = [
         column.title
         for column in offered([] if samples.sample is None else lease_lines(samples.sample, samples.before))
@@ -165,7 +166,7 @@ def _sort_by_key(view: View, key: str, samples: ScreenSamples) -> View:
 
 def _next_card(view: View, samples: ScreenSamples) -> View:
     indexes = (number(card, "index") for card in (() if samples.sample is None else samples.sample.cards))
-    # All cards, then each of them, and again from the start; a card that is gone leads back to all.
+    # Choose all cards, then each of them, and then all again. If the chosen card is gone, choose all.
     cards: list[int | None] = [None, *(int(index) for index in indexes if index is not None)]
     return replace(view, card=cards[(cards.index(view.card) + 1) % len(cards)] if view.card in cards else None)
 

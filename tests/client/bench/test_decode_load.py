@@ -55,9 +55,9 @@ def test_figures_count_whole_replies_as_goodput() -> None:
         "requests": 3,
         "whole": 1,
         "goodput_tokens_s": 1.5,
-        "first_token_p50_ms": 300.0,
+        "first_token_p50_ms": 100.0,
         "first_token_p99_ms": 300.0,
-        "inter_token_p50_ms": 200.0,
+        "inter_token_p50_ms": 100.0,
         "inter_token_p99_ms": 200.0,
         "errors": {"broken off": 1, "429 quota_exceeded": 1},
     }
