@@ -401,6 +401,9 @@ class ColdParking:
                 effects.append(ParkFailed(lease.snapshot(), None, reason))
                 self.refuse_move(lease, denials.cant_leave(lease.lease_id, reason), now_ns, effects)
                 return
+            # The former worker has ended, which alone had the bytes of a direct move.
+            if self._end_if_lent(lease, state, reason, now_ns, effects):
+                return
         effects.append(ParkFailed(lease.snapshot(), None, reason, is_mismatch=True))
         self._condemn(lease, Cause.FAULTED, f"its session can't continue in another process: {reason}", now_ns, effects)
 

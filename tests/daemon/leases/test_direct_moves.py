@@ -6,6 +6,7 @@ import pytest
 
 from gpulease.daemon.leases import (
     AdoptSession,
+    Cause,
     CoreLimits,
     DenialReason,
     Effect,
@@ -178,6 +179,20 @@ def test_a_card_without_room_for_the_session_now_gets_it_through_the_host() -> N
     s = scenario()
     s.active(2, 150, tenant="bob", selector="1")
     assert not begin(s).in_place
+
+
+def test_a_session_that_is_in_no_worker_any_more_has_lost_its_worker() -> None:
+    """Its former worker dies during the copy, which fails then, and so does that of the next worker."""
+    s = scenario()
+    aside = one(leave(s), RenameWorker).to_id
+    s.do(WorkerReady(1))
+    s.do(WorkerExited(aside, "signal 9"))
+    for _ in range(2):
+        effects = list(s.do(SessionReturnFailed(1, state_of(s).number, "nothing comes", is_mismatch=True)))
+        s.do(WorkerReady(1))
+    # It fits the other card as before, so it is no mismatch.
+    assert (s.lease(1).state.name, s.lease(1).cause) == ("DRAINING", Cause.WORKER_DIED)
+    assert not any(isinstance(effect, ParkFailed) and effect.is_mismatch for effect in effects)
 
 
 def test_a_worker_that_can_not_lend_its_pages_parks_the_session_and_that_is_reported() -> None:
