@@ -34,7 +34,10 @@ class _Driver(click.Choice[str]):
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--listen", multiple=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeatable."
+    "--listen",
+    multiple=True,
+    metavar="ADDRESS",
+    help="An address to listen on: unix:PATH, tcp:HOST:PORT or tls:HOST:PORT; repeatable.",
 )
 @click.option("--driver", type=_Driver(["auto", "cuda", "cpu"]), help="The driver; auto is the default.")
 @click.option("--arch", metavar="SM", help="The cpu driver's architecture; sm_90 is the default.")
@@ -42,20 +45,24 @@ class _Driver(click.Choice[str]):
     "--shuffle-warps",
     type=int,
     metavar="SEED",
-    help="A seed with which the cpu driver runs warps in another order, to expose races.",
+    help="With the cpu driver, a seed for running warps in another order, to expose races.",
 )
 @click.option(
     "--vram",
     multiple=True,
     metavar="SIZE",
     help=(
-        "With the cpu driver, the size of an emulated card (repeatable); with cuda, the most memory of"
-        " each card to lease."
+        "With the cpu driver, the size of an emulated card (repeatable); with cuda, the most memory of "
+        "each card that may be leased."
     ),
 )
-@click.option("--warm-contexts", type=int, metavar="NUMBER", help="Contexts kept ready on each card; the default is 0.")
-@click.option("--http", metavar="HOST:PORT", help="Serve a web page, health and metrics, on loopback.")
-@click.option("--fleet", metavar="ETCD", help="The fleet's etcd, as etcd://HOST:PORT,HOST:PORT.")
+@click.option(
+    "--warm-contexts", type=int, metavar="NUMBER", help="Number of contexts kept ready on each card; the default is 0."
+)
+@click.option(
+    "--http", metavar="HOST:PORT", help="Serve a web page, health checks and metrics at this loopback address."
+)
+@click.option("--fleet", metavar="ETCD", help="The addresses of the fleet's etcd: etcd://HOST:PORT,HOST:PORT.")
 @click.option(
     "--config", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.toml", help="The settings file."
 )

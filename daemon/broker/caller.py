@@ -113,7 +113,7 @@ class Caller:
         """Raise Refused if the peer may not do `op`: a reader may only read, and some operations need an operator."""
         # The web process has an operator's rights, but may change nothing.
         if self.peer.is_reader and op not in _READ_ONLY:
-            raise Refused(Failure(Status.DENIED, f"{op.name} is not for {self.peer}, which may only read"))
+            raise Refused(Failure(Status.DENIED, f"{op.name} is not allowed for {self.peer}, which may only read"))
         if op in _OPERATORS:
             self.need_operator(op.name)
 
@@ -130,7 +130,8 @@ class Caller:
             raise Refused(
                 Failure(
                     Status.DENIED,
-                    f"{operation} is for operators; this connection is {self.peer}",
-                    hint="Run it as root or as the daemon's user, over its Unix socket; or be one of [tls] operators.",
+                    f"{operation} is only for operators; this connection is {self.peer}",
+                    hint="Run it as root or as the daemon's user through its Unix socket, or have the "
+                    "operator add you to `operators` in [tls].",
                 )
             )

@@ -107,8 +107,8 @@ class _ClaimedAcquire:
             self._claim_quota()
             return
         if self._claims is None:
-            text = f"this node is in no fleet, so no lease can have the name {name!r} here"
-            hint = "Leave the name out, or ask a node of a fleet: its operator starts it with --fleet."
+            text = f"this node does not belong to a fleet, so no lease can have the name {name!r} here"
+            hint = "Leave the name out, or use a node of a fleet; a node's operator adds it to one with --fleet."
             self._refuse(event, Failure(Status.UNSUPPORTED, text, hint=hint))
             return
         claim, want = self._claims.claim_name, NameRequest(name, event.lease_id, event.tenant, self._left_ms())
@@ -154,8 +154,11 @@ class _ClaimedAcquire:
             return
         if self._claims is None:
             # The settings can't define a fleet quota without a fleet. If they did, the quota would count as used up.
-            text = f"tenant {event.tenant!r} has a quota in the fleet, and this node is in no fleet"
-            self._refuse(event, Failure(Status.DENIED, text, hint="The node's operator gives it a [fleet] table."))
+            text = f"tenant {event.tenant!r} has a fleet quota, but this node does not belong to a fleet"
+            self._refuse(
+                event,
+                Failure(Status.DENIED, text, hint="The node's operator must add a [fleet] table to the settings."),
+            )
             return
         want = QuotaRequest(event.tenant, event.lease_id, event.terms.size_bytes, self._left_ms())
         count = self._claims.claim_quota

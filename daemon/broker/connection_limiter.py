@@ -52,9 +52,11 @@ class ConnectionLimiter:
         # Check the node's limit, then the tenant's. The message names the one that is reached.
         limit = self._max_connections + (OPERATOR_CONNECTIONS if peer.is_operator else 0)
         if len(self._admitted) >= limit:
-            return _busy(f"{len(self._admitted)} control connections are open, the most this daemon takes")
+            return _busy(f"{len(self._admitted)} control connections are open, the maximum of this daemon")
         if not peer.is_operator and self._by_tenant[peer.tenant] >= self._max_per_tenant:
-            return _busy(f"tenant {peer.tenant} has {self._max_per_tenant} control connections, the most one may have")
+            return _busy(
+                f"tenant {peer.tenant} has {self._max_per_tenant} control connections open, the maximum for one tenant"
+            )
         # Operators are exempt: they may have to end leases precisely because memory is short.
         if not peer.is_operator and not self._has_memory():
             return Failure(Status.BUSY, "the daemon is out of memory", hint="Try again later.")
@@ -94,4 +96,4 @@ class ConnectionLimiter:
 
 
 def _busy(message: str) -> Failure:
-    return Failure(Status.BUSY, message, hint="Close connections that are not needed, or try again later.")
+    return Failure(Status.BUSY, message, hint="Close connections that you do not need, or try again later.")

@@ -132,7 +132,7 @@ class ControlConnection(asyncio.BufferedProtocol):
         if refusal is not None:
             self.close_with(refusal)
             return
-        failure = Failure(Status.INVALID_REQUEST, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
+        failure = Failure(Status.INVALID_REQUEST, f"no HELLO arrived within {HELLO_TIMEOUT_S:g} s")
         self._deadlines.start(AwaitedStep.HELLO, HELLO_TIMEOUT_S, self.close_with, failure)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -198,7 +198,9 @@ class ControlConnection(asyncio.BufferedProtocol):
         except LocalProtocolError:
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
             failure = Failure(
-                Status.INTERNAL, "the daemon's answer can't be encoded", hint="Report it to the operator."
+                Status.INTERNAL,
+                "the daemon's answer can't be encoded, which is a bug of the daemon",
+                hint="Report it to the operator.",
             )
             self._transport.write(self._connection.send_failure(request, failure))
 
@@ -298,7 +300,9 @@ class ControlConnection(asyncio.BufferedProtocol):
     def _watch_for_stall(self) -> None:
         # Bound only a frame that has begun: between two requests a peer may be silent for any time.
         if self._connection.reader.is_mid_frame and self._connection.state is State.CONTROL:
-            failure = Failure(Status.INVALID_REQUEST, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
+            failure = Failure(
+                Status.INVALID_REQUEST, f"the rest of a frame did not arrive within {STALL_TIMEOUT_S:g} s"
+            )
             self._deadlines.start(AwaitedStep.FRAME, STALL_TIMEOUT_S, self.close_with, failure)
         else:
             self._deadlines.stop(AwaitedStep.FRAME)

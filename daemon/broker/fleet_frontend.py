@@ -261,9 +261,10 @@ class FleetFrontend:
         if store.size_bytes < STORE_PART * store.quota_bytes:
             return ""
         return (
-            f"etcd at {store.endpoint} has {store.size_bytes / store.quota_bytes:.0%} of its quota of"
-            f" {store.quota_bytes} bytes, above which no named lease lives: look whether its history is compacted"
-            " (history_s of [fleet]), run `etcdctl defrag` at each member, or raise --quota-backend-bytes"
+            f"etcd at {store.endpoint} uses {store.size_bytes / store.quota_bytes:.0%} of its quota of "
+            f"{store.quota_bytes} bytes; beyond the quota, all named leases end. Check that its history "
+            "is compacted (history_s of [fleet]), run `etcdctl defrag` at each member, or raise "
+            "--quota-backend-bytes"
         )
 
     def _note_store_size(self, store: StoreSize) -> None:
@@ -277,12 +278,15 @@ class FleetFrontend:
     def _trouble(self) -> str:
         # Report the first of these: a problem of the journal, the fleet's refusal, a problem of etcd.
         if problem := self._journal.problem():
-            return f"this node is cut off from its fleet: each beat is kept in the journal first, and {problem}"
+            return (
+                "this node is cut off from its fleet because heartbeats are recorded in the journal first, "
+                f"and {problem}"
+            )
         etcd = ", ".join(self._settings.etcd)
         if self._refused:
             return f"this node has not joined its fleet: {self._refused}"
         if not self._horizon_boot_ns:
-            return f"this node has not joined its fleet: etcd at {etcd} {self._unanswered or 'has not let it in yet'}"
+            return f"this node has not joined its fleet: etcd at {etcd} {self._unanswered or 'has not admitted it yet'}"
         return f"this node is cut off from its fleet: etcd at {etcd} {self._unanswered or 'has not answered in time'}"
 
     def _isolated(self, denied: str) -> Failure:
@@ -311,7 +315,7 @@ class FleetFrontend:
 
     def claim_quota(self, request: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
         """Claim bytes of a tenant's quota, in the way of `claim_name`."""
-        denied = f"tenant {request.tenant!r} has a quota in the fleet, which can't be asked"
+        denied = f"tenant {request.tenant!r} has a fleet quota, which can't be checked"
         waiting = _PendingClaim(on_answer, request.tenant, QuotaDropped, self._quota_claims, denied)
         lease, until_ns = f"{request.lease_id:032x}", boot_ns() + request.wait_ms * NS_PER_MS
         return self._send_claim(
@@ -341,7 +345,7 @@ class FleetFrontend:
         # Check the tenant's own bound first, because its refusal says what the tenant can do.
         if self._waiting_of[tenant] >= MAX_CLAIMS_PER_TENANT:
             text = (
-                f"{MAX_CLAIMS_PER_TENANT} claims of tenant {tenant!r} wait at this node, as many as one tenant may have"
+                f"tenant {tenant!r} has {MAX_CLAIMS_PER_TENANT} claims waiting at this node, the maximum for one tenant"
             )
             return Failure(Status.BUSY, text, hint="Wait for one of them to be answered.")
         if len(self._waiting) >= MAX_CLAIMS or self._process.unsent >= MAX_UNSENT:
@@ -389,7 +393,7 @@ class FleetFrontend:
             # refuse it, which also ends its unused claim.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="handling the fleet's answer to a claim")
             if not isinstance(answer, Failure):
-                waiting.on_answer(_failure(ClaimRefusal.UNKNOWN, "the daemon failed at handling the fleet's answer"))
+                waiting.on_answer(_failure(ClaimRefusal.UNKNOWN, "the daemon failed while handling the fleet's answer"))
         return True
 
     # --- the process ---
@@ -436,7 +440,7 @@ class FleetFrontend:
         self._has_begun = False
         self._unreadable_of_previous += self._unreadable_count
         self._unreadable_count, self._unreadable, self._clock = 0, "", ""
-        failure = _failure(ClaimRefusal.UNKNOWN, "the node's fleet process ended before it had answered")
+        failure = _failure(ClaimRefusal.UNKNOWN, "the node's fleet process ended before it answered")
         for number in list(self._waiting):
             self._answer(number, failure, ClaimRefusal.UNKNOWN.value)
 
@@ -663,7 +667,7 @@ _UNANSWERED: Final = {
 """The reason why etcd does not have the node's record, as a clause."""
 
 _ADVICE: Final = {
-    "permission denied": "give the user of this node's certificate the right to read and write /gpulease/v1/",
+    "permission denied": "give the etcd user of this node's certificate permission to read and write /gpulease/v1/",
     "certificate": "check ca, certificate and key of [fleet], and their expiry dates",
     "handshake": "check ca, certificate and key of [fleet], and their expiry dates",
 }
@@ -679,16 +683,16 @@ def _advice(text: str) -> str:
 _HINTS: Final = {
     ClaimRefusal.TAKEN: "Wait until its lease has ended, or use another name.",
     ClaimRefusal.ISOLATED: "Try another node of the fleet.",
-    ClaimRefusal.UNKNOWN: "Ask again: a claim that was made all the same is deleted.",
+    ClaimRefusal.UNKNOWN: "Ask again. If the claim was made after all, it is deleted.",
     ClaimRefusal.REJECTED: "The fleet's operator must check etcd.",
     ClaimRefusal.STALE: "The fleet's operator must check etcd.",
-    ClaimRefusal.BUSY: "Ask again in a moment, or another node.",
+    ClaimRefusal.BUSY: "Ask again in a moment, or ask another node.",
 }
 
 _QUOTA_HINTS: Final = {
-    ClaimRefusal.TAKEN: "Free a lease at any node of the fleet, or wait until one has ended.",
-    ClaimRefusal.TOO_LARGE: "Ask for less; the fleet's operator raises the quota by `gpulease fleet quota`.",
-    ClaimRefusal.NO_QUOTA: "The fleet's operator sets it by `gpulease fleet quota`.",
+    ClaimRefusal.TAKEN: "Free a lease on any node of the fleet, or wait until one has ended.",
+    ClaimRefusal.TOO_LARGE: "Request less, or ask the fleet's operator to raise the quota with `gpulease fleet quota`.",
+    ClaimRefusal.NO_QUOTA: "Ask the fleet's operator to set one with `gpulease fleet quota`.",
 }
 """The hint for a tenant whose quota is used up; every other node would refuse it, too."""
 

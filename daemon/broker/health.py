@@ -74,7 +74,7 @@ class Health:
         if self._workers.can_start:
             yield HealthCheck("zygote", True, self._earlier_versions())
         else:
-            yield HealthCheck("zygote", False, "no worker can be started: the zygote is not there")
+            yield HealthCheck("zygote", False, "no worker can be started because the zygote is not running")
         problem = "the node is drained" if self._table.drain_ns is not None else "every card is drained"
         yield _check("not_draining", problem if self._table.grants_nothing else "")
         yield _check("capacity", self._capacity_problem())
@@ -95,7 +95,10 @@ class Health:
             return ""
         versions = ", ".join(sorted({worker.earlier_version for worker in workers}))
         subject = "worker runs" if len(workers) == 1 else "workers run"
-        return f"{len(workers)} {subject} the code of an earlier daemon ({versions}): see `gpulease upgrade-workers`"
+        return (
+            f"{len(workers)} {subject} the code of an earlier daemon ({versions}); `gpulease upgrade-workers` "
+            "moves their sessions"
+        )
 
     def _capacity_problem(self) -> str:
         cards = self._table.cards()
@@ -103,7 +106,7 @@ class Health:
         if not any(card.capacity_bytes for card in cards):
             return "no card has memory to lease"
         if all(card.fenced_bytes >= card.capacity_bytes for card in cards):
-            return "all memory is fenced: see `gpulease fence`"
+            return "all memory is fenced; `gpulease fence clear` allows it to be granted again"
         return ""
 
 

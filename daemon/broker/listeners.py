@@ -181,8 +181,8 @@ def bound_at(family: int, sockaddr: tuple[Any, ...]) -> socket.socket:
 def _check_loopback(address: TcpAddress, host: str) -> None:
     if not ipaddress.ip_address(host).is_loopback:
         raise NeverListens(
-            f"can't listen on {address}: plain TCP is for loopback only, and {host} is not a loopback address;"
-            " use tls: for others"
+            f"can't listen on {address}: plain TCP is only for loopback, and {host} is not a loopback "
+            "address; use tls: for other hosts"
         )
 
 
@@ -207,7 +207,10 @@ def prepare_place(address: UnixAddress, socket_mode: int) -> None:
     try:
         problem = _place_problem(path)
     except PermissionError:
-        problem = f"the daemon's user may not look into {path.parent}; let it, or --listen elsewhere"
+        problem = (
+            f"the daemon's user may not enter {path.parent}; give it permission, or choose another address "
+            "with --listen"
+        )
     if problem:
         raise NeverListens(f"can't listen on {address}: {problem}")
 
@@ -219,8 +222,8 @@ def _make_own_folder(folder: Path, socket_mode: int, address: UnixAddress) -> No
         return
     except OSError as error:
         raise NeverListens(
-            f"can't listen on {address}: the daemon may not make the folder {folder} ({error.strerror});"
-            " make it for the daemon's user, or --listen elsewhere"
+            f"can't listen on {address}: the daemon may not create the folder {folder} "
+            f"({error.strerror}); create it for the daemon's user, or choose another address with --listen"
         ) from None
     # Users who may write to the socket must be able to enter the folder (execute) and list it (read).
     mode = sum(5 << shift for shift in (3, 0) if socket_mode >> shift & 2) | 0o700
@@ -234,17 +237,19 @@ def _place_problem(path: Path) -> str:
     if not folder.exists():
         # Name the topmost missing folder, which is probably the mistyped one.
         missing = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.parent.exists())
-        return f"the folder {missing} does not exist: correct the path if it is mistyped, or create the folder first"
+        return f"the folder {missing} does not exist; correct the path, or create the folder first"
     if not folder.is_dir():
         return f"{folder} is not a folder; use another path"
     if path.is_dir():
-        return "it is a folder; name a socket to be made in it"
+        return "it is a folder; add a file name for the socket"
     if path.exists() and not path.is_socket():
-        return "a file that is not a socket is there; move it, or use another path"
+        return "a file that is not a socket has this path; move it, or use another path"
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return f"{folder} is read-only to the daemon; name a place in {OWN_FOLDER}, or make {_WRITABLE}{folder}"
+        return f"{folder} is read-only for the daemon; use a path in {OWN_FOLDER}, or create {_WRITABLE}{folder}"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the daemon's user may not write in {folder}; let it, or --listen elsewhere"
+        return (
+            f"the daemon's user may not write in {folder}; give it permission, or choose another address with --listen"
+        )
     return ""
 
 
@@ -268,34 +273,42 @@ def cannot_listen(action: str, error: OSError, unit: str = "a .socket unit with 
         return NeverListens(f"can't {action}: {remedy}")
     # socket.create_server() adds the address to the error, but `doing` has named it already.
     problem = (error.strerror or str(error)).partition(" (while attempting")[0]
-    hint = "; end who has it (`ss -ltnp` names them), or take another" if error.errno == errno.EADDRINUSE else ""
+    hint = (
+        "; end the program that uses it (`ss -ltnp` lists it), or choose another address"
+        if error.errno == errno.EADDRINUSE
+        else ""
+    )
     return CannotListen(f"can't {action}: {problem}{hint}")
 
 
 def _lasting_problem(error: OSError, unit: str) -> str:
     """Return what someone has to change; "" for a problem that may disappear by itself."""
-    without = f"no socket unit hands it over, and {{}}: enable {unit}, or make {_NETWORK}"
+    without = f"no socket unit passes it to the daemon, and {{}}: enable {unit}, or create {_NETWORK}"
     if isinstance(error, socket.gaierror):
         # This error's errno is not the kernel's. A name server may be available again in a moment.
-        return "" if _may_make(socket.AF_INET) else without.format("the daemon may not look names up in a network")
+        return "" if _may_make(socket.AF_INET) else without.format("the daemon may not resolve names over a network")
     # Each case names the setting of the service or the host that prevents it.
     match error.errno:
         case errno.EAFNOSUPPORT if _may_make(socket.AF_INET):
-            return "this host, or RestrictAddressFamilies= of the service, does without IPv6; name an IPv4 address"
+            return "this host has no IPv6, or RestrictAddressFamilies= of the service forbids it; use an IPv4 address"
         case errno.EAFNOSUPPORT:
-            return without.format("the daemon may make no network sockets")
+            return without.format("the daemon may not create network sockets")
         case errno.EADDRNOTAVAIL if _has_only_loopback():
-            return without.format("the daemon has no network of its own except loopback")
+            return without.format("the daemon's network has only a loopback interface")
         case errno.EACCES | errno.EPERM if error.filename:
-            return f"the daemon's user may not use {error.filename}; let it, or --listen elsewhere"
+            return (
+                f"the daemon's user may not use {error.filename}; give it permission, or choose another "
+                "address with --listen"
+            )
         case errno.EACCES | errno.EPERM:
             return (
-                f"the daemon may not have it ({error.strerror}); a port below 1024 is root's, or {unit} hands it over"
+                f"the daemon may not use it ({error.strerror}); a port below 1024 needs root, or {unit}, "
+                "which passes it to the daemon"
             )
         case errno.EROFS:
-            return f"files are read-only there; name a place in /run/gpulease, or make {_WRITABLE}"
+            return f"the file system is read-only there; use a path in /run/gpulease, or create {_WRITABLE}"
         case errno.ENOTDIR | errno.ELOOP | errno.ENAMETOOLONG:
-            return f"{error.strerror}; name another path"
+            return f"{error.strerror}; use another path"
     return ""
 
 

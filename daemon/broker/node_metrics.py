@@ -151,7 +151,7 @@ class NodeMetrics:
                         on_text(result)
                     except Exception:
                         # This is a bug of ours; the other peers must still be answered.
-                        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering with the metrics")
+                        log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="sending the metrics")
         finally:
             self._scraping = None
 
@@ -164,7 +164,7 @@ class NodeMetrics:
                 await asyncio.sleep(0)
         except Exception:
             # This is a bug of ours; no lease depends on metrics.
-            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="making the metrics' text")
+            log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="formatting the metrics")
             return Failure(Status.INTERNAL, "the metrics can't be sent", hint="The daemon's log says why.")
         return Metrics(CONTENT_TYPE, b"".join(parts).decode())
 

@@ -137,15 +137,15 @@ RequestKey = tuple[str, str]
 
 FAULT: Final = Failure(
     Status.INTERNAL,
-    "the daemon failed at this request",
-    hint="Report it to the operator: the daemon's log says more. The request may have had effects.",
+    "the daemon failed while handling this request",
+    hint="Report it to the operator: the daemon's log has details. The request may have had effects.",
 )
 """The answer to a request after a bug of ours."""
 
 TAKEN_OVER: Final = Failure(
     Status.CANCELLED,
-    "another connection asked with the same request id, and gets the answer",
-    hint="Wait for the answer there.",
+    "another connection sent the same request id, and gets the answer",
+    hint="Wait for the answer on that connection.",
 )
 """Answer to the earlier of two requests with the same request id."""
 

@@ -83,9 +83,11 @@ _EVERY_HOST: Final = ("0.0.0.0", "::", "")
 
 _SOCKET_BYTES: Final = len(f"/{ZYGOTES}/01234567.sock")
 
-_STOPPING: Final = Failure(Status.DISCONNECTED, "the daemon is stopping", hint="Try again once it is back.")
+_STOPPING: Final = Failure(Status.DISCONNECTED, "the daemon is stopping", hint="Try again once it runs again.")
 _RESTARTING: Final = Failure(
-    Status.BUSY, "the daemon is being restarted; leases continue", hint="Connect again in a moment, and ask again."
+    Status.BUSY,
+    "the daemon is being restarted; leases continue",
+    hint="Connect again in a moment, and repeat the request.",
 )
 
 
@@ -115,7 +117,7 @@ async def running_service(config: Config, sockets: Sequence[GivenSocket] = ()) -
         # Poll the cards before any zygote starts: a card can be measured only while it has no leases.
         facts = await retry(lambda: asyncio.to_thread(source.discover, state.journal.cards))
         if not facts:
-            raise CardsUnavailable("this host has no card", hint="Start with --driver cpu to do without.")
+            raise CardsUnavailable("this host has no card", hint="Start with --driver cpu to emulate one.")
         # Refuse settings that name missing cards or users now, before workers start.
         _check_devices(config, [Card(f.uuid, f.index, f.name, f.capacity_bytes, 0, f.is_partition) for f in facts])
         _check_worker_user(config)
@@ -438,8 +440,9 @@ async def open_state(config: Config) -> AsyncIterator[LastingState]:
     # Check this first: otherwise a path that is too long would fail only when the first zygote is started.
     if len(bytes(config.state)) + _SOCKET_BYTES > MAX_PATH_BYTES:
         raise CannotAdopt(
-            f"the path of state is longer than {MAX_PATH_BYTES - _SOCKET_BYTES} bytes, and sockets are to be in it",
-            hint="Choose a shorter one.",
+            f"the path of state must have at most {MAX_PATH_BYTES - _SOCKET_BYTES} bytes, because the "
+            "daemon creates sockets in that folder",
+            hint="Choose a shorter path.",
         )
     journal = await asyncio.to_thread(open_journal, config.state, boot_id())
     try:

@@ -121,8 +121,9 @@ class Publisher:
             raise Refused(
                 Failure(
                     Status.BUSY,
-                    f"tenant {subscription.tenant} has {MAX_SUBSCRIPTIONS} subscriptions, the most one may have",
-                    hint="End those that are not needed, or subscribe to lease 0, which means all leases.",
+                    f"tenant {subscription.tenant} has {MAX_SUBSCRIPTIONS} subscriptions, the maximum for one tenant",
+                    hint="End subscriptions that you do not need, or subscribe once to lease 0, which stands "
+                    "for all leases.",
                 )
             )
         # Count per tenant, over all of its connections.

@@ -247,7 +247,7 @@ class TlsFrontend:
             LogEvent.RELAY_ARRIVED, relay_pid=arrival.pid, tenant=peer.tenant, peer=arrival.peer, serial=arrival.serial
         )
         if refusal is not None:
-            self._refusal_log.add(f"{peer.tenant or 'nobody'} from {arrival.peer}", refusal.message)
+            self._refusal_log.add(f"{peer.tenant or 'unknown'} from {arrival.peer}", refusal.message)
         sock.setblocking(False)
         task = asyncio.get_running_loop().create_task(self._connect(sock, peer, refusal))
         self._tasks.add(task)
@@ -264,8 +264,10 @@ class TlsFrontend:
         peer = Peer(tenant, is_operator=is_operator, is_known=True, is_relayed=True)
         # Count by tenant and not by address: all of a tenant's hosts share its limit.
         if self._by_tenant[tenant] >= most:
-            reason = f"tenant {tenant} has {counted(most, 'connection')} by TLS, the most one may have"
-            return peer, Failure(Status.BUSY, reason, hint="Close connections that are not needed, or try again later.")
+            reason = f"tenant {tenant} has {counted(most, 'TLS connection')} open, the maximum for one tenant"
+            return peer, Failure(
+                Status.BUSY, reason, hint="Close connections that you do not need, or try again later."
+            )
         return peer, None
 
     async def _connect(self, sock: socket.socket, peer: Peer, refusal: Failure | None) -> None:

@@ -193,7 +193,7 @@ class ConnectionTokens:
             }
             if len(self._presented) >= MAX_PRESENTED:
                 raise Refused(
-                    Failure(Status.BUSY, f"this connection holds tokens for {MAX_PRESENTED} leases, the most it can")
+                    Failure(Status.BUSY, f"this connection holds tokens for {MAX_PRESENTED} leases, the maximum")
                 )
         self._presented[claims.lease_id] = claims
         return claims
@@ -228,7 +228,7 @@ class ConnectionTokens:
             raise Refused(
                 Failure(
                     Status.DENIED,
-                    f"this daemon demands a token for that, one with {permission.name} (setting require_token)",
+                    f"this daemon requires a token with {permission.name} for this request (setting require_token)",
                     hint="Ask the operator for a token, and present it on this connection.",
                 )
             )
@@ -239,8 +239,8 @@ class ConnectionTokens:
             raise Refused(
                 Failure(
                     Status.DENIED,
-                    "this daemon demands a token for attaching (setting require_token)",
-                    hint="Issue one for yourself and attach with it.",
+                    "this daemon requires a token for attaching (setting require_token)",
+                    hint="Issue a token for yourself, and attach with it.",
                 )
             )
 

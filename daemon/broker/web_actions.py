@@ -122,15 +122,15 @@ class WebActionHandler:
         number, action = message.request, self._action_of(message)
         # Check the bound on guesses before the token: while the bound applies, not even a right token is checked.
         if not self._guesses.may_check():
-            text = "Too many wrong tokens have come by the web page: wait a minute."
+            text = "The web page received too many wrong tokens. Wait a minute."
             answer(ActionRefused(number, WebRefusal.TOO_MANY, text))
         elif not self._is_operators(message.token):
             self._guesses.count_wrong()
-            reason = "what came by the web page is not the operator's token"
+            reason = "the token sent by the web page is not the operator's"
             self._actions.refused(action.operation, action.lease_id, reason)
             answer(ActionRefused(number, WebRefusal.WRONG_TOKEN, "This is not the operator's token."))
         elif self._pending >= MAX_PENDING:
-            text = f"{counted(self._pending, 'request is', 'requests are')} under way, the most: wait a moment."
+            text = f"{counted(self._pending, 'request is', 'requests are')} in progress, the maximum. Wait a moment."
             answer(ActionRefused(number, WebRefusal.TOO_MANY, text))
         else:
             self._perform(action, number, answer)
@@ -171,7 +171,7 @@ class WebActionHandler:
             except Exception:
                 # The page waits, and nothing else answers it.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing="answering the web page")
-                text = "The daemon does not know what became of this request: see its log."
+                text = "The daemon does not know the outcome of this request; its log has details."
                 reply = ActionRefused(number, WebRefusal.FAILED, text)
             answer(reply)
 

@@ -120,7 +120,7 @@ class WebFrontend:
         try:
             self._process.send(TokenChanged(digest))
         except BlockingIOError:
-            self._process.give_up("it has not read for as long as takes to fill its channel")
+            self._process.give_up("it has read nothing for so long that its channel is full")
         except ChannelClosed:
             pass  # The next process gets the new token when it starts.
 
@@ -198,7 +198,10 @@ class WebFrontend:
 
     def _on_unhandled(self, number: int) -> None:
         # The page waits for an answer to each number, so a failure here is answered as well.
-        text = "The daemon failed at this request: see its log, and look at the page before you repeat it."
+        text = (
+            "The daemon failed while handling this request; its log has details. Check the page before you "
+            "repeat the request."
+        )
         self._process.to_this_one()(ActionRefused(number, WebRefusal.FAILED, text))
 
 

@@ -216,8 +216,8 @@ class Config:
     arch: Annotated[
         Architecture | None,
         Setting(
-            'With driver = "cpu", the architecture of the emulated cards: they refuse images for newer ones, as a'
-            " real card does. Without it, sm_90.",
+            'With driver = "cpu", the architecture of the emulated cards, which refuse images for newer '
+            "architectures, as a real card does. Without it, sm_90.",
             what="an architecture",
             read=_read_architecture,
             example='"sm_90"',
@@ -226,8 +226,8 @@ class Config:
     shuffle_warps: Annotated[
         int | None,
         Setting(
-            'With driver = "cpu", a seed for running warps and blocks in another order, to expose races. The same'
-            " seed gives the same order.",
+            'With driver = "cpu", a seed for running warps and blocks in another order, to expose races. '
+            "The same seed gives the same order.",
             least=0,
             most=MAX_SHUFFLE_SEED,
             example="1",
@@ -237,16 +237,16 @@ class Config:
     launch_chains: Annotated[
         bool,
         Setting(
-            "Whether one call of the CUDA driver queues up to 16 consecutive waiting launches. With false, each"
-            " launch is a separate call.",
+            "Whether up to 16 consecutive waiting launches are queued by one call of the CUDA driver. "
+            "With false, each launch is a separate call.",
             added_later=True,
         ),
     ] = True
     vram_bytes: Annotated[
         tuple[int, ...],
         Setting(
-            "The most that may be leased of each card. With the cpu driver, a list gives the sizes of the emulated"
-            " cards.",
+            "The most memory of each card that may be leased. With the cpu driver, a list gives the "
+            "sizes of the emulated cards.",
             key="vram",
             what="a size, or a list of sizes",
             read=_read_cards,
@@ -349,8 +349,8 @@ class Config:
     audit_required: Annotated[
         bool,
         Setting(
-            "Whether a lease is granted only once its audit record is on disk. With false, missing records are"
-            " only counted."
+            "Whether leases are granted only once their audit records are on disk. With false, missing "
+            "records are only counted."
         ),
     ] = False
     audit_file_bytes: Annotated[
@@ -373,8 +373,8 @@ class Config:
     require_token: Annotated[
         frozenset[Demand],
         Setting(
-            'The requests for which tenants need a token: "alloc" (acquiring a lease) and "renew" need an'
-            ' operator\'s token, "attach" (opening a session) needs one of any tenant.',
+            'The requests for which tenants need a token: for "alloc" (acquiring a lease) and "renew", a '
+            'token of the operator; for "attach" (opening a session), one of any tenant.',
             what=f"a list of {any_of(demand.value for demand in Demand)}",
             read=_read_demands,
         ),
@@ -382,8 +382,8 @@ class Config:
     token_key_file: Annotated[
         Path | None,
         path_setting(
-            "The file with the keys that sign tokens. By default it is in `state`. Without `state` the keys are"
-            " only in memory, so a restart of the daemon ends every token.",
+            "The file with the keys that sign tokens, by default in the folder `state`. Without `state` "
+            "the keys are only in memory, so a restart of the daemon invalidates every token.",
             "/etc/gpulease/token.key",
         ),
     ] = None
@@ -437,8 +437,8 @@ class Config:
     max_load_s: Annotated[
         int,
         Setting(
-            "Seconds that a module may take to compile. If it takes longer, its lease ends, because a compiler"
-            " can't be interrupted.",
+            "Maximum number of seconds that a module may take to compile. If it takes longer, its lease "
+            "ends, because a compiler can't be interrupted.",
             least=1,
         ),
     ] = 120
@@ -603,7 +603,7 @@ def _check(config: Config) -> None:
         raise ConfigError("max_connections_per_tenant must be at most max_connections")
     # Without a folder the next daemon would find neither leases nor keys.
     if config.on_stop is OnStop.KEEP and config.state is None:
-        raise ConfigError('on_stop = "keep" needs state, the folder of what outlives the daemon')
+        raise ConfigError('on_stop = "keep" needs state, the folder for what must survive a restart')
     _check_audit(config)
     tenants = config.limits.tenants
     try:
@@ -627,14 +627,14 @@ def _check_driver(config: Config) -> None:
 
 def _check_addresses(config: Config) -> None:
     if not config.listen:
-        raise ConfigError("nothing to listen on")
+        raise ConfigError("listen must name at least one address")
     # The kernel would refuse the second socket, with a sentence that does not name the setting.
     if len(set(config.listen)) < len(config.listen):
         raise ConfigError("listen has the same address twice")
     if config.http in config.listen:
         raise ConfigError("http and listen have the same address")
     if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):
-        raise ConfigError("to listen on tls: addresses, the settings need a [tls] table: certificate, key, client_ca")
+        raise ConfigError("tls: addresses in listen need a [tls] table with certificate, key and client_ca")
     # Settings without the one that they belong to have no effect, and their operator would not notice.
     if config.http is None and (config.http_hosts or config.http_token_file is not None):
         raise ConfigError("http_hosts and http_token_file need http, the address of the web page")
@@ -666,7 +666,7 @@ def check_tenants(
             named = of_uid.get(int(name.removeprefix(_LOCAL_PREFIX)))
             if named is not None:
                 raise ValueError(
-                    f"tenants: {name!r} matches no user, because [tenant_of_uid] calls that user {named!r}"
+                    f"tenants: {name!r} matches no user, because [tenant_of_uid] gives that user the name {named!r}"
                 )
         elif name not in of_uid.values() and not _has_certificate(name, of_certificate, tls):
             raise ValueError(
@@ -676,7 +676,9 @@ def check_tenants(
     # An operator's name that no certificate has would lock the operator out unnoticed.
     for name in sorted(tls.operators if tls is not None else ()):
         if not _has_certificate(name, of_certificate, tls):
-            raise ValueError(f"tls: operators has {name!r}, and no certificate of [tenant_of_certificate] is {name!r}")
+            raise ValueError(
+                f"tls: operators contains {name!r}, but no certificate in [tenant_of_certificate] has that name"
+            )
 
 
 def _has_certificate(name: str, of_certificate: Mapping[str, str], tls: TlsSettings | None) -> bool:
@@ -694,8 +696,8 @@ def check_bounds(rules: TenantRules, limits: CoreLimits) -> None:
     for name, bounds in _named_bounds(rules):
         if bounds.max_ttl_s is not None and bounds.max_ttl_s > limits.max_ttl_s:
             raise ValueError(
-                f"tenants: max_ttl_s of {name!r} is {bounds.max_ttl_s}, and that of [limits], for all tenants, is"
-                f" {limits.max_ttl_s}"
+                f"tenants: max_ttl_s of {name!r} must be at most {limits.max_ttl_s}, the value in "
+                f"[limits], not {bounds.max_ttl_s}"
             )
 
 
@@ -703,7 +705,9 @@ def check_fleet_quotas(rules: TenantRules, fleet: FleetSettings | None) -> None:
     """Check that a node with tenants who have a quota in the fleet is in one. Raises ValueError."""
     for name, bounds in _named_bounds(rules):
         if bounds.fleet_quota and fleet is None:
-            raise ValueError(f"tenants: fleet_quota of {name!r} needs a [fleet] table: this node is in no fleet")
+            raise ValueError(
+                f"tenants: fleet_quota of {name!r} needs a [fleet] table: this node does not belong to a fleet"
+            )
 
 
 def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
@@ -713,7 +717,9 @@ def check_devices(rules: TenantRules, cards: Iterable[Card]) -> None:
         for selector in bounds.devices or ():
             if not any(card.answers_to(selector) for card in card_list):
                 listed = ", ".join(f"{card.index} ({card.uuid})" for card in card_list[:MAX_CARDS_NAMED])
-                raise ValueError(f"tenants: devices of {name!r} has {selector!r}; the cards of this host are {listed}")
+                raise ValueError(
+                    f"tenants: devices of {name!r} contains {selector!r}; the cards of this host are {listed}"
+                )
 
 
 def check_worker_user(name: str) -> None:
@@ -723,11 +729,11 @@ def check_worker_user(name: str) -> None:
         user = pwd.getpwnam(name)
     except KeyError:
         raise ValueError(
-            f"worker_user: the user {name!r} does not exist; create it, as systemd-sysusers creates that of "
-            "install-service, or name another"
+            f"worker_user: the user {name!r} does not exist; create it (install-service installs a "
+            "sysusers.d file that does), or name another user"
         ) from None
     if user.pw_uid == 0:
-        raise ValueError(f"worker_user: {name!r} is root; name a user who may do nothing")
+        raise ValueError(f"worker_user: {name!r} is root; name a user without rights")
 
 
 def changed_hands(

@@ -216,24 +216,25 @@ class Admission:
             return denials.id_used(event.lease_id)
         if event.terms.size_bytes < self._store.limits.min_size_bytes:
             return denials.invalid(
-                f"The smallest lease is {size_text(self._store.limits.min_size_bytes)}, not {event.terms.size_bytes} "
-                "bytes.",
-                "Ask for the bytes you need.",
+                f"The size of a lease must be at least {size_text(self._store.limits.min_size_bytes)}, "
+                f"not {event.terms.size_bytes} bytes.",
+                "Request a larger lease.",
             )
         # The session keeps at least one byte.
         if not 0 <= event.terms.submit_bytes < event.terms.size_bytes:
             return denials.invalid(
-                f"Of the lease's {event.terms.size_bytes} bytes, {event.terms.submit_bytes} can't be kept for submits.",
-                "Leave the session some: ask for more in all, or keep less.",
+                f"A lease of {event.terms.size_bytes} bytes can't reserve {event.terms.submit_bytes} of "
+                "them for submits: its session needs the rest.",
+                "Request a larger lease, or reserve less for submits.",
             )
         if event.wait_ms < 0:
-            return denials.invalid(f"A request can't wait for {event.wait_ms} ms.", "Ask for a wait of 0 ms or more.")
+            return denials.invalid(f"A request can't wait for {event.wait_ms} ms.", "Use a wait of 0 ms or more.")
         if event.wait_ms > self._store.limits.max_wait_s * 1000:
             return denials.over_limit(
                 "max_wait_s",
                 f"A wait of {denials.duration_text(event.wait_ms)} was requested, but this node allows at most "
                 f"{self._store.limits.max_wait_s} s",
-                "Wait for less, and ask again.",
+                "Request a shorter wait.",
             )
         # Check how much of the card's time the tenant may take from others.
         bounds = self._store.limits.tenants.of(event.tenant)
@@ -275,17 +276,18 @@ class Admission:
         if len(store.live) + store.queue.acquires() >= limits.max_leases:
             return denials.over_limit(
                 "max_leases",
-                f"This node has or awaits {counted(limits.max_leases, 'lease')}, as many as it may have",
-                "Try again when some have ended, or on another node.",
+                f"This node has {counted(limits.max_leases, 'lease')}, counting those that wait to be "
+                "granted, the maximum",
+                "Try again when some of them have ended, or use another node.",
             )
         tenant_leases = store.live_by_tenant.get(event.tenant, 0) + store.queue.count_of(event.tenant)
         if tenant_leases >= limits.max_leases_of(event.tenant):
             is_own = limits.tenants.of(event.tenant).max_leases is not None
             return denials.over_limit(
                 f"max_leases of tenant {event.tenant!r}" if is_own else "max_leases_per_tenant",
-                f"Tenant {event.tenant!r} has or awaits {counted(tenant_leases, 'lease')}, "
-                "as many as one tenant may have here",
-                "Free a lease you no longer need.",
+                f"Tenant {event.tenant!r} has {counted(tenant_leases, 'lease')}, counting those that wait "
+                "to be granted, the maximum for one tenant here",
+                "Free a lease that you no longer need.",
             )
         return self._check_bytes(event)
 
@@ -311,7 +313,7 @@ class Admission:
         return denials.over_tenant_limit(
             event.tenant,
             "devices",
-            "This tenant may use none of the requested cards",
+            "This tenant may not use any of the requested cards",
             "Leave the choice of the card to the daemon, or ask the operator.",
         )
 
@@ -322,16 +324,16 @@ class Admission:
             waiting = counted(limits.max_waiting, "request waits", "requests wait")
             return denials.over_limit(
                 "max_waiting",
-                f"No card has room now, and {waiting} already, as many as may",
+                f"No card has room now, and {waiting} already, the maximum",
                 "Try again later, or on another node.",
             )
         if self._store.queue.count_of(event.tenant) >= limits.max_waiting_per_tenant:
             waiting = counted(limits.max_waiting_per_tenant, "request")
             return denials.over_limit(
                 "max_waiting_per_tenant",
-                f"No card has room now, and tenant {event.tenant!r} already has {waiting} in the queue, as many as "
-                "one tenant may have",
-                "Wait for one of them to be answered.",
+                f"No card has room now, and tenant {event.tenant!r} already has {waiting} in the queue, "
+                "the maximum for one tenant",
+                "Wait for the reply to one of them.",
             )
         return None
 
@@ -370,11 +372,11 @@ class Admission:
         if any(placement.fits_now(account, event.terms) for account in candidates):
             reason = "earlier requests wait for the same cards"
         elif available >= event.terms.size_bytes:
-            reason = "no card is without other leases"
+            reason = "every card has other leases"
         elif all(account.exclusive_leases for account in candidates):
-            reason = "other leases have the cards to themselves"
+            reason = "other leases have exclusive use of the cards"
         else:
-            reason = "other leases hold the memory"
+            reason = "other leases use the memory"
         largest = placement.largest_slice_bytes(candidates, event.terms.contexts)
         return denials.no_room(event.terms.size_bytes, largest, available, reason=reason, waited_ms=waited_ms)
 

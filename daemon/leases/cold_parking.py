@@ -346,7 +346,7 @@ class ColdParking:
         """
         if not state.is_in_place:
             return False
-        reason = f"its worker ended during a move, before another one had its session: {reason}"
+        reason = f"its worker ended during a move, before another worker had its session: {reason}"
         self._condemn(lease, Cause.WORKER_DIED, reason, now_ns, effects)
         return True
 

@@ -108,7 +108,7 @@ class DeferredRequests:
             effects.append(ArmTimer(WaitTimerFired(request), deferred.due_ns))
             return True
         self._remove(request)
-        reason = denials.return_failed(group.lease_id, "the session was not back in time")
+        reason = denials.return_failed(group.lease_id, "the session was not back on its card in time")
         effects.append(RequestDenied(request, denials.return_refused(reason)))
         return True
 

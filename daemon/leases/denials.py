@@ -348,9 +348,9 @@ def over_fleet_bytes(lease_id: int, tenant: str, fleet_bytes: int) -> Denial:
     return over_tenant_limit(
         tenant,
         "fleet_quota",
-        f"Lease {lease_id:032x} has {size_text(fleet_bytes)} of its tenant's quota in the fleet, and"
-        f" can't grow beyond that",
-        "Ask for another lease.",
+        f"Lease {lease_id:032x} counts {size_text(fleet_bytes)} against its tenant's fleet quota, and can't "
+        "grow beyond that",
+        "Acquire another lease.",
     )
 
 
@@ -550,7 +550,7 @@ def too_many_regions(lease_id: int) -> Denial:
     """Deny a region because the lease already has MAX_REGIONS of them."""
     return Denial(
         DenialReason.LIMIT,
-        f"Lease {lease_id:032x} has {MAX_REGIONS} regions, as many as one session may have.",
+        f"Lease {lease_id:032x} has {MAX_REGIONS} regions, the maximum for one session.",
         "Free a region that you no longer need.",
     )
 
@@ -568,7 +568,7 @@ def regions_used_up(lease_id: int) -> Denial:
     """Deny a region because the lease has used up its region numbers."""
     return Denial(
         DenialReason.LIMIT,
-        f"Lease {lease_id:032x} has opened as many regions as a lease may open in its life.",
+        f"Lease {lease_id:032x} has opened as many regions as one lease may open before it ends.",
         "Acquire a new lease.",
     )
 
@@ -743,7 +743,7 @@ def too_many_deferred(lease_id: int, most: int) -> Denial:
     """Deny a region, a resize, a submit or a move because too many of these wait for the session's return."""
     return Denial(
         DenialReason.BUSY,
-        f"Lease {lease_id:032x} is returning to its card, and {most} requests wait for that already.",
+        f"Lease {lease_id:032x} is returning to its card, and {most} requests already wait for that, the maximum.",
         "Try again after they have been answered.",
     )
 

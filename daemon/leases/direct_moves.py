@@ -19,7 +19,7 @@ from gpulease.daemon.leases.park_state import ParkPhase, ParkState
 from gpulease.daemon.leases.table_state import LeaseStore
 
 FOR_NEED = "another lease needs its room"
-NO_PAGES = "its worker could not lend its pages"
+NO_PAGES = "its worker could not lend its pages to the other card"
 
 
 def why_through_host(store: LeaseStore, lease: Lease, state: ParkState, account: CardAccount) -> str:
@@ -27,9 +27,9 @@ def why_through_host(store: LeaseStore, lease: Lease, state: ParkState, account:
     if not store.limits.direct_moves:
         return "direct_moves is off"
     if account.card.uuid not in store.account_by_uuid[lease.card_uuid].card.peers:
-        return "the cards are not peers"
+        return "the cards can't access each other's memory"
     if state.phase is not ParkPhase.RESIDENT:
-        return "its bytes were not on its card"
+        return "its bytes were already in host memory"
     if state.direct_failure:
         return f"its last direct move failed: {state.direct_failure}"
     # A session that waits for room would hold its bytes on its own card during the wait.

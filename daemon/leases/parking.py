@@ -191,8 +191,8 @@ class Parking(ParkingViews):
         return denials.over_tenant_limit(
             lease.tenant,
             "parked_bytes",
-            f"{size_text(lease.terms.size_bytes)} were to be parked; this tenant has {size_text(tenant_bytes)} parked "
-            f"and may have {size_text(bound)}",
+            f"{size_text(lease.terms.size_bytes)} were to be parked; this tenant has "
+            f"{size_text(tenant_bytes)} parked and may have at most {size_text(bound)}",
             "Free a parked lease, or bring one back to its card by using it.",
         )
 
@@ -773,12 +773,12 @@ def check_parkable(terms: LeaseTerms) -> Denial | None:
     """Return the denial for an acquire with terms that rule out parking; None if the lease can be parkable."""
     if terms.submit_bytes:
         return denials.invalid(
-            "A parkable lease can't keep memory for submits.", "Ask for one of the two, or for two leases."
+            "A parkable lease can't reserve memory for submits.", "Request one of the two, or use two leases."
         )
     if terms.exclusivity in ALONE:
         return denials.invalid(
-            "A lease that has its card to itself can't be parkable: no other tenant could use what it leaves.",
-            "Leave out .parkable(), or ask for a lease that shares its card.",
+            "A lease with exclusive use of its card can't be parkable: no other tenant could use the memory it leaves.",
+            "Leave out .parkable(), or request a lease that shares its card.",
         )
     return None
 

@@ -60,7 +60,8 @@ class TenantLimits:
     max_vram_bytes: Annotated[
         int | None,
         Setting(
-            "Memory of all the tenant's leases and queued acquires together, without the contexts' overhead.",
+            "Maximum memory of all the tenant's leases and queued acquires together, not counting the "
+            "memory of contexts.",
             key="max_vram",
             what="a size",
             read=read_size,
@@ -80,8 +81,7 @@ class TenantLimits:
     max_ttl_s: Annotated[
         int | None,
         Setting(
-            "Longest time in seconds for which a lease may be granted or renewed at once; never more than the"
-            " node's limit.",
+            "Longest time in seconds that one grant or renewal may give; never more than the node's limit.",
             least=1,
             example="3600",
         ),
@@ -89,7 +89,7 @@ class TenantLimits:
     acquires_per_minute: Annotated[
         int | None,
         Setting(
-            "Maximum number of acquires and submits per minute on average, refused ones included.",
+            "Maximum number of acquires and submits per minute on average, including refused ones.",
             least=1,
             example="60",
         ),
@@ -109,7 +109,7 @@ class TenantLimits:
     max_parked_bytes: Annotated[
         int | None,
         Setting(
-            "Maximum bytes of the tenant's leases that may be parked in host memory at a time.",
+            "Maximum number of bytes of the tenant's leases that may be parked in host memory at the same time.",
             key="parked_bytes",
             what="a size",
             read=read_size,
@@ -140,8 +140,8 @@ class TenantLimits:
     max_share: Annotated[
         int | None,
         Setting(
-            "The most of each card's time, in percent, that the tenant's leases may use together, even if no other"
-            " tenant wants it.",
+            "Maximum percentage of each card's time that the tenant's leases may use together, even if "
+            "no other tenant wants it.",
             least=1,
             most=100,
             example="30",
@@ -272,8 +272,8 @@ class CoreLimits:
     max_ttl_s: Annotated[
         int,
         Setting(
-            "Longest time in seconds for which a lease may be granted or renewed at once. Without a limit, a"
-            " tenant that confused seconds and milliseconds would hold the card for weeks.",
+            "Longest time in seconds that one grant or renewal may give. Without a limit, a tenant that "
+            "confused seconds and milliseconds would hold the card for weeks.",
             least=1,
         ),
     ] = 86_400
@@ -297,8 +297,8 @@ class CoreLimits:
     max_hold_back_s: Annotated[
         int,
         Setting(
-            "Longest time in seconds that a tenant's waiting requests may together keep other tenants from"
-            " free memory, within any period ten times as long.",
+            "Maximum number of seconds that a tenant's waiting requests may together keep other tenants "
+            "from free memory, within any period ten times as long.",
             least=1,
         ),
     ] = 10
@@ -323,18 +323,19 @@ class CoreLimits:
     # Otherwise a lease that is renewed every second for a day would have 86,400 history entries.
     max_story_entries: Annotated[int, Setting("How many events of each lease the daemon remembers.", least=1)] = 64
     # Stops a driver that hangs in cuInit from keeping its bytes and its requester forever.
-    spawn_timeout_s: Annotated[int, Setting("Seconds in which a new worker must be ready.", least=1)] = 60
+    spawn_timeout_s: Annotated[int, Setting("Seconds within which a new worker must be ready.", least=1)] = 60
     # Longest time for which a hung warm context delays the lease that takes it over. Then the lease gets a new one.
     adopt_timeout_s: Annotated[
-        int, Setting("Seconds in which a pre-created context must take over its lease.", least=1)
+        int, Setting("Seconds within which a pre-created context must take over its lease.", least=1)
     ] = 2
     # After this time a process that can't be reaped, or bytes that are not released, become visible as a fence.
     reclaim_timeout_s: Annotated[
-        int, Setting("Seconds in which a lease's memory must be proved free; after that it is fenced.", least=1)
+        int, Setting("Seconds within which a lease's memory must be proved free; after that it is fenced.", least=1)
     ] = 30
     # Stops a session that never answers from blocking the requests for a region or for another size.
     session_timeout_s: Annotated[
-        int, Setting("Seconds in which a session must open a region or resize its lease.", least=1, added_later=True)
+        int,
+        Setting("Seconds within which a session must open a region or resize its lease.", least=1, added_later=True),
     ] = 10
     # After this time the whole session ends, and the other tenants lose their regions. So it is longer than a lease's
     # grace period.
@@ -455,23 +456,23 @@ class CoreLimits:
 def check_ttl(ttl_ms: int, limits: CoreLimits, tenant: str) -> Denial | None:
     """Return the denial for a time to live that exceeds the node's or the tenant's limit; None if it is allowed."""
     if ttl_ms < 1:
-        return denials.invalid(f"A lease can't live for {ttl_ms} ms.", "Ask for a time to live of at least 1 ms.")
+        return denials.invalid(f"A lease can't last {ttl_ms} ms.", "Request a duration of at least 1 ms.")
     # Check the node's limit before the tenant's, so that the denial names the limit that would remain.
     if ttl_ms > limits.max_ttl_s * 1000:
         return denials.over_limit(
             "max_ttl_s",
-            f"A time to live of {denials.duration_text(ttl_ms)} was requested, but this node grants at most "
+            f"A duration of {denials.duration_text(ttl_ms)} was requested, but this node grants at most "
             f"{limits.max_ttl_s} s at a time",
-            "Ask for less, and renew the lease while you need it.",
+            "Request less, and renew the lease while you need it.",
         )
     own_s = limits.tenants.of(tenant).max_ttl_s
     if own_s is not None and ttl_ms > own_s * 1000:
         return denials.over_tenant_limit(
             tenant,
             "max_ttl_s",
-            f"A time to live of {denials.duration_text(ttl_ms)} was requested, but this tenant gets at most "
+            f"A duration of {denials.duration_text(ttl_ms)} was requested, but this tenant gets at most "
             f"{own_s} s at a time",
-            "Ask for less, and renew the lease while you need it.",
+            "Request less, and renew the lease while you need it.",
         )
     return None
 
@@ -496,7 +497,7 @@ MAX_WARNING_S: Final = 30
 ENDS_SOON: Final = "the lease ends unless it is renewed"
 UNCONNECTED: Final = "no client is connected to the lease: it is orphaned unless one connects"
 DRAINS: Final = "the node is being drained: the lease can't be renewed for longer"
-CARD_DRAINS: Final = "its card is being drained: the lease can't be renewed for longer there"
+CARD_DRAINS: Final = "its card is being drained: the lease can't be renewed there for longer"
 
 
 class Drain(NamedTuple):

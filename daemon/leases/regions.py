@@ -176,7 +176,7 @@ class Regions(RegionViews):
         if not 0 < event.region_id < FIRST_WARM_ID or self._store.is_used(event.region_id):
             return denials.id_used(event.region_id)
         if event.size_bytes < 1:
-            return denials.invalid(f"A region can't have {event.size_bytes} bytes.", "Ask for the bytes you need.")
+            return denials.invalid(f"A region can't have {event.size_bytes} bytes.", "Request at least 1 byte.")
         denial = self._store.check_drains(self._store.account_by_uuid[lease.card_uuid])
         denial = denial or check_ttl(event.ttl_ms, self._store.limits, event.owner or lease.tenant)
         return denial or _check_room(lease, _rounded(event))
@@ -360,7 +360,7 @@ class Regions(RegionViews):
         lease, region = match
         if region.state is RegionState.ACTIVE and region.is_restored:
             # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
-            self._change_word(region, Cause.REVOKED, "it had ended before the daemon came back", now_ns, effects, None)
+            self._change_word(region, Cause.REVOKED, "it had ended before the daemon was restarted", now_ns, effects, None)
         if region.state not in ENDED_REGIONS:
             return
         region.move(Trigger.REGION_TAKEN, now_ns)
@@ -547,7 +547,7 @@ class Regions(RegionViews):
                 size_bytes=row.size_bytes,
                 generation=row.generation,
                 cause=cause,
-                reason=row.reason or "its lease was gone when the daemon came back",
+                reason=row.reason or "its lease was gone when the daemon was restarted",
                 fault="",
                 created_ns=row.created_ns,
                 deadline_ns=row.deadline_ns,

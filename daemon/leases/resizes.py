@@ -75,9 +75,9 @@ class Resizes:
             return denials.session_taken(lease.lease_id)
         if event.size_bytes < store.limits.min_size_bytes or event.size_bytes <= lease.terms.submit_bytes:
             return denials.invalid(
-                f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest lease has "
+                f"Lease {lease.lease_id:032x} can't have {event.size_bytes} bytes: the smallest size is "
                 f"{size_text(store.limits.min_size_bytes)}, plus its reserve for submits.",
-                "Ask for the bytes you need.",
+                "Request a larger size.",
             )
         held_bytes = lease.region_bytes + lease.terms.submit_bytes
         if event.size_bytes < held_bytes:

@@ -83,7 +83,7 @@ class Restoration:
             reason = "its session was parked without a worker when the daemon ended"
             self._teardown.begin(lease, Cause.WORKER_DIED, reason, now_ns, effects)
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
-            self._teardown.on_active_worker_lost(lease, "it was gone when the daemon came back", now_ns, effects)
+            self._teardown.on_active_worker_lost(lease, "it was gone when the daemon was restarted", now_ns, effects)
         elif lease.state is LeaseState.ACTIVE:
             self._continue(lease, now_ns, effects)
 
@@ -157,7 +157,7 @@ class Restoration:
         # No card means no memory to prove free, so the lease passes through its states at once.
         if lease.state is LeaseState.ACTIVE:
             lease.move(Cause.WORKER_DIED, now_ns)
-            lease.cause, lease.reason = Cause.WORKER_DIED, "its card is not here any more"
+            lease.cause, lease.reason = Cause.WORKER_DIED, "its card is no longer present"
         cause = lease.cause or Cause.WORKER_DIED
         if event.has_worker:
             effects += [RefuseWork(lease.lease_id, cause), KillWorker(lease.lease_id)]

@@ -267,7 +267,7 @@ class Submits(SubmitViews):
         if lease.next_submit is not None and lease.next_submit.request == request:
             lease.next_submit = None
         else:
-            self._end(self._store.submits[lease.submit_id], None, "its client left", None, now_ns, effects)
+            self._end(self._store.submits[lease.submit_id], None, "its client disconnected", None, now_ns, effects)
         return True
 
     def on_wait_timer(self, request: int, now_ns: int, effects: list[Effect]) -> bool:
@@ -423,7 +423,7 @@ class Submits(SubmitViews):
         if now_ns < due_ns:
             effects.append(ArmTimer(TimerFired(submit.submit_id, _GENERATION, event.kind), due_ns))
         elif event.kind is TimerKind.SPAWN and submit.is_warm:
-            reason = f"its context did not take it within {self._store.limits.adopt_timeout_s} s"
+            reason = f"its context did not take it over within {self._store.limits.adopt_timeout_s} s"
             self._replace(submit, reason, now_ns, effects)
         elif event.kind is TimerKind.SPAWN:
             reason = f"it was not ready within {self._store.limits.spawn_timeout_s} s"

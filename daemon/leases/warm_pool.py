@@ -203,7 +203,7 @@ class WarmPool:
         self._last_id += 1
         account = self._account(lease.card_uuid)
         for other in account.contexts_to_drop(lease.tenant, recycling.max_idle) or ():
-            self._drop(other, "another tenant, who has fewer, takes its place", now_ns, effects)
+            self._drop(other, "it makes room for a context of another tenant, who has fewer", now_ns, effects)
         due_ns = now_ns + recycling.idle_s * NS_PER_S
         context = WarmContext(self._last_id, lease.card_uuid, account.card.overhead_bytes, due_ns, WarmState.READY)
         context.tenant, context.leases = lease.tenant, lease.served + 1
@@ -217,7 +217,7 @@ class WarmPool:
         for account in self._store.accounts:
             for context in account.yielding():
                 if context.tenant in self._store.renamed:
-                    self._drop(context, "its tenant may be another by now", now_ns, effects)
+                    self._drop(context, "its tenant's name may now belong to somebody else", now_ns, effects)
 
     # --- submits ---
 
@@ -316,7 +316,7 @@ class WarmPool:
             # A drain, a shutdown or an exclusive lease empties the card of contexts.
             if account.warm and not self._store.may_keep_warm(account):
                 for context in account.yielding():
-                    self._drop(context, "its card is to have none", now_ns, effects)
+                    self._drop(context, "its card should have no warm contexts", now_ns, effects)
             elif account.warm_wanted and self._is_begun:
                 self._refill(account, now_ns, effects)
 
@@ -381,7 +381,7 @@ class WarmPool:
         """Drop a context that an earlier daemon made."""
         context = self._enter_restored(warm_id, card_uuid, charge_bytes, "")
         effects.append(RefuseWork(warm_id, Cause.ABANDONED))
-        self._drop(context, "it was made by the daemon before this one", now_ns, effects)
+        self._drop(context, "it was created by the previous daemon", now_ns, effects)
 
     def drop_leftover_worker(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
         """Drop a worker that an ended lease left, or had in addition, holding its bytes until they are proved free.
@@ -518,7 +518,7 @@ class WarmPool:
         elif context.state is WarmState.WARMING:
             self._drop_lost(context, f"it was not ready within {self._store.limits.spawn_timeout_s} s", now_ns, effects)
         elif context.state is WarmState.READY:
-            self._drop(context, "its tenant has not come back", now_ns, effects)
+            self._drop(context, "its tenant did not acquire another lease in time", now_ns, effects)
         else:
             missing = "its memory was not shown free" if context.is_worker_gone else "it could not be reaped"
             self._fence(context, f"{missing} within {self._store.limits.reclaim_timeout_s} s", now_ns, effects)

@@ -285,8 +285,8 @@ class TlsAcceptor:
         except OSError as error:
             # No descriptor is left: make room by evicting one connection, and accept no more for a moment. Otherwise
             # epoll would report the same connection again at once.
-            self._refusals.add("a peer", f"no connection can be taken: {error.strerror}")
-            self._pending.evict_one("no descriptors are left")
+            self._refusals.add("a peer", f"no connection can be accepted: {error.strerror}")
+            self._pending.evict_one("no file descriptors are left")
             self._watch_listeners(events=0)
             self._accept_paused_until_s = time.monotonic() + NO_DESCRIPTORS_PAUSE_S
 
@@ -307,7 +307,7 @@ class TlsAcceptor:
             connection.sock.close()
             self._on_refused(
                 connection,
-                f"{counted(len(self._relays), 'connection is', 'connections are')} open, the most this daemon takes",
+                f"{counted(len(self._relays), 'connection is', 'connections are')} open, the maximum of this daemon",
             )
             return
         # It waits for a relay. If too many wait, the host with the most loses its oldest.
@@ -316,7 +316,7 @@ class TlsAcceptor:
             victim = oldest_of_largest_source(self._ready) or connection
             self._ready.remove(victim)
             victim.sock.close()
-            self._on_refused(victim, f"more than {MAX_HANDSHAKES} wait for their handshake")
+            self._on_refused(victim, f"more than {MAX_HANDSHAKES} connections wait for their handshake")
 
     # --- the node's certificate, and revoked ones ---
 
@@ -382,12 +382,12 @@ class TlsAcceptor:
             victim = victim or oldest_of_largest_source(handshakes, lambda handshake: handshake.since_s <= before)
             if victim is None:
                 return
-            self._abort(victim, f"its handshake is not finished, and {len(self._ready)} others wait")
+            self._abort(victim, f"its handshake is not finished, and {len(self._ready)} other connections wait")
 
     def _hand_over(self, connection: PendingConnection) -> None:
         """Give a connection to a relay that waits for one, or else to a new one."""
         if self._identity is None:
-            self._on_refused(connection, "this node has no certificate that can be used")
+            self._on_refused(connection, "this node has no usable certificate")
             return
         # Prefer a relay that waits: its fork and its confinement are done.
         while self._spare_relays:
@@ -403,7 +403,7 @@ class TlsAcceptor:
                 return
             if not _send_connection(spare, connection):
                 spare.close()
-                self._on_refused(connection, "its relay ended at once")
+                self._on_refused(connection, "its relay exited immediately")
                 return
         # From here on the relay has the connection; this process closes its copy.
         self._wants_spare_relays = True
@@ -506,7 +506,7 @@ class TlsAcceptor:
         # The limit is on the certificate's names, because only the broker knows the tenant. Without it, connections
         # that the broker refuses could take all relays.
         if sum(other.names == holder.names for other in self._relays.values()) >= self._max_relays_per_names:
-            self._abort(handshake, f"{', '.join(holder.names)} has too many connections")
+            self._abort(handshake, f"the holder of {', '.join(holder.names)} has too many connections")
             return
         # The relay belongs to this holder from here on; later reports from it are not read.
         self._relays[handshake.pid] = holder

@@ -37,18 +37,18 @@ def tenant_named(names: Sequence[str], tenants: Mapping[str, str]) -> str:
     """
     # A wildcard stands for many names, and a certificate must name exactly one tenant.
     if any("*" in name for name in names):
-        raise NoTenant("a name in the certificate has a wildcard, and a tenant is one")
+        raise NoTenant("a name in the certificate contains a wildcard, but a certificate must name exactly one tenant")
     # With a table, only its names count; without one, the names in our own URI form.
     if tenants:
         matches = [name for name in names if name in tenants]
-        expected = "one of those that the node's operator has listed"
+        expected = "one of the names that the node's operator has listed"
     else:
         matches = [name for name in names if name.startswith(TENANT_PREFIX)]
         expected = f"{TENANT_PREFIX}NAME"
     # Two names could belong to two tenants, and no rule says which of them connects.
     if len(matches) != 1:
-        reason = "several names of tenants are" if matches else "no name of a tenant is"
-        raise NoTenant(f"{reason} in the certificate; one is needed: {expected}")
+        reason = "several tenant names are" if matches else "no tenant name is"
+        raise NoTenant(f"{reason} in the certificate; it must contain exactly one: {expected}")
     try:
         return tenants[matches[0]] if tenants else check_tenant(matches[0].removeprefix(TENANT_PREFIX))
     except ValueError as error:
@@ -166,15 +166,15 @@ def _load(context: ssl.SSLContext, path: Path, subject: str) -> None:
 
 def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
     def no_password() -> str:
-        raise BadIdentity(f"key {files.key} has a password, which a daemon can't ask for")
+        raise BadIdentity(f"key {files.key} has a password, which a daemon can't enter: remove the password")
 
     # OpenSSL's own error for an unreadable file does not name the file, so check that first.
     for subject, path in (("certificate", files.certificate), ("key", files.key)):
         if not os.access(path, os.R_OK):
-            raise BadIdentity(f"{subject} {path} can't be read")
+            raise BadIdentity(f"{subject} {path} can't be read by the daemon's user")
     # Operators may give a key's group read access. Everybody who can read the key can pass for this node.
     if files.key.stat().st_mode & stat.S_IROTH:
-        raise BadIdentity(f"key {files.key} can be read by everybody: chmod o-r it")
+        raise BadIdentity(f"key {files.key} can be read by all users: run chmod o-r on it")
     try:
         context.load_cert_chain(files.certificate, files.key, no_password)
     except OSError as error:
@@ -231,7 +231,7 @@ def _serials_of(der: bytes) -> Iterator[int]:
         for _, entry in _elements(entries[0][1]):
             (tag, serial), *_ = _elements(entry)
             if tag != _INTEGER:
-                raise ValueError("an entry of a list of revoked certificates has no serial number")
+                raise ValueError("an entry in a list of revoked certificates has no serial number")
             yield int.from_bytes(serial, "big", signed=True)
 
 
@@ -241,7 +241,7 @@ def _elements(der: bytes) -> list[tuple[int, bytes]]:
     at = 0
     while at < len(der):
         if len(der) - at < 2:
-            raise ValueError("a list of revoked certificates is cut off")
+            raise ValueError("a list of revoked certificates is truncated")
         tag, length = der[at], der[at + 1]
         at += 2
         # The long form: the low bits say how many bytes hold the length (X.690, 8.1.3.5).
@@ -250,7 +250,7 @@ def _elements(der: bytes) -> list[tuple[int, bytes]]:
             length = int.from_bytes(der[at : at + size], "big")
             at += size
         if at + length > len(der):
-            raise ValueError("a list of revoked certificates is cut off")
+            raise ValueError("a list of revoked certificates is truncated")
         elements.append((tag, der[at : at + length]))
         at += length
     return elements

@@ -115,7 +115,7 @@ class PendingConnections:
             return
         if len(begin) < PEEK_BYTES:
             # The kernel reports fewer bytes than SO_RCVLOWAT only when no more will come.
-            self._refuse(connection, "it closed the connection before it said anything")
+            self._refuse(connection, "it closed the connection without sending a handshake")
             return
         # Step 2: a handshake names its record's length. Wait for all of it, in the kernel, and then pass the connection
         # on.
@@ -130,7 +130,7 @@ class PendingConnections:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
         else:
             # It was woken with fewer bytes than it waits for: no more will come.
-            self._refuse(connection, "it closed the connection inside its first message")
+            self._refuse(connection, "it closed the connection in the middle of its first message")
 
     def expire(self) -> None:
         """Close the connections that have timed out."""
@@ -156,7 +156,7 @@ class PendingConnections:
         # one.
         self._pending[sock.fileno()] = PendingConnection(sock, peer, source, time.monotonic())
         if len(self._pending) > MAX_PENDING:
-            self.evict_one(f"more than {MAX_PENDING} wait")
+            self.evict_one(f"more than {MAX_PENDING} connections have not begun their handshake")
 
     def _refuse_plaintext(self, connection: PendingConnection) -> None:
         try:

@@ -210,14 +210,14 @@ def _shake_hands(stream: RelayedTls) -> None:
             count = stream.net.recv_into(room)
         except BlockingIOError:
             if not time_left.wait(poll):
-                raise HandshakeFailed(f"the handshake was not done within {HANDSHAKE_S:g} s") from None
+                raise HandshakeFailed(f"the handshake was not finished within {HANDSHAKE_S:g} s") from None
             continue
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
         if not count:
-            raise HandshakeFailed("the peer closed the connection in the handshake")
+            raise HandshakeFailed("the peer closed the connection during the handshake")
         if not time_left.count():
-            raise HandshakeFailed(f"the handshake was not done within {HANDSHAKE_S:g} s")
+            raise HandshakeFailed(f"the handshake was not finished within {HANDSHAKE_S:g} s")
         stream.incoming.write(room[:count])
 
 
@@ -230,7 +230,7 @@ def _send_all(stream: RelayedTls, time_left: HandshakeTime) -> None:
             unsent = unsent[stream.net.send(unsent) :]
         except BlockingIOError:
             if not time_left.wait(poll):
-                raise HandshakeFailed("the peer does not read its data") from None
+                raise HandshakeFailed("the peer does not read what is sent to it") from None
         except OSError as error:
             raise HandshakeFailed(f"the connection broke: {error.strerror}") from None
 
@@ -256,7 +256,9 @@ def _certificate_of(tls: ssl.SSLObject) -> tuple[PeerVerified, float]:
     # Use only the names that can identify a tenant; ignore the subject (see node_identity).
     names = [f"{kind}:{value}" for kind, value in _pairs(certificate.get("subjectAltName", ()))]
     if not are_bounded(names):
-        raise HandshakeFailed(f"the certificate has more than {MAX_NAMES} names, or one of over {MAX_NAME_BYTES} bytes")
+        raise HandshakeFailed(
+            f"the certificate has more than {MAX_NAMES} names, or a name of more than {MAX_NAME_BYTES} bytes"
+        )
     serial = str(certificate["serialNumber"])[:MAX_SERIAL_CHARS]
     ends_in_s = ssl.cert_time_to_seconds(str(certificate["notAfter"])) - time.time()
     return PeerVerified(tuple(names), serial), ends_in_s
@@ -268,7 +270,7 @@ def _pairs(names: Any) -> list[tuple[str, str]]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate does not hold: {error.verify_message}"
+        return f"its certificate is not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")
     return str(error)

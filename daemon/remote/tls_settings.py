@@ -41,7 +41,9 @@ def parse_certificate_names(table: Any) -> Mapping[str, str]:
         raise must_be("a table", table)
     if not table:
         # An empty table may be meant to admit no tenant, but it would let every certificate name its tenant itself.
-        raise ValueError("it is empty: name a certificate, or leave the table out to take the names they have")
+        raise ValueError(
+            "it is empty: add a certificate, or leave the table out, so that certificates name their tenants themselves"
+        )
     for name, tenant in table.items():
         if not name.startswith(NAME_KINDS) or "*" in name:
             raise ValueError(
@@ -64,7 +66,7 @@ class TlsSettings:
     certificate: Annotated[
         Path,
         path_setting(
-            "A PEM file with this node's certificate, followed by the certificates up to its CA.",
+            "A PEM file with this node's certificate, followed by the certificates of the CAs above it.",
             "/etc/gpulease/pki/server.pem",
         ),
     ]
@@ -79,7 +81,7 @@ class TlsSettings:
     crl: Annotated[
         Path | None,
         path_setting(
-            "A file with lists of revoked certificates, one for each of these CAs.", "/etc/gpulease/pki/crl.pem"
+            "A file with lists of revoked certificates, one for each CA in client_ca.", "/etc/gpulease/pki/crl.pem"
         ),
     ] = None
     operators: Annotated[
@@ -90,12 +92,10 @@ class TlsSettings:
     ] = frozenset()
     max_connections: Annotated[
         int,
-        Setting(
-            "Maximum number of TLS connections at a time, those of sessions included. Each has a process.", least=1
-        ),
+        Setting("Maximum number of open TLS connections, including those to sessions. Each has a process.", least=1),
     ] = 512
     max_connections_per_tenant: Annotated[
-        int, Setting("Maximum number of TLS connections of one tenant at a time, operators included.", least=1)
+        int, Setting("Maximum number of open TLS connections of one tenant, operators included.", least=1)
     ] = 128
 
 

@@ -826,7 +826,7 @@ class AttachedConnection:
         """Return the error with which to drop the connection, if it has kept memory here for too long."""
         # A paused connection is judged by what it reads, any other by what it sends.
         if self.send_buffer is not None:
-            return ConnectionLost("the peer does not read") if self.send_buffer.is_stale(now_s) else None
+            return ConnectionLost("the peer does not read its replies") if self.send_buffer.is_stale(now_s) else None
         if self.receive_buffer.is_mid_frame and now_s - self.received_at_s > FRAME_TIMEOUT_S:
             return FramingError(f"the rest of a frame did not arrive within {FRAME_TIMEOUT_S:g} s")
         return None

@@ -255,9 +255,10 @@ class EndedConnections(OperationHandler):
             return failure
         return replace(
             failure,
-            message=f"{failure.message}; {held_bytes} more are of connections that have ended "
-            "while their kernels still run",
-            hint="Wait for those kernels; one without end is ended by max_kernel_secs, or with its lease.",
+            message=f"{failure.message}; connections that have ended still hold {held_bytes} bytes, until their "
+            "kernels end",
+            hint="Wait for those kernels. An endless kernel ends with its lease, or earlier if the lease has "
+            "max_kernel_secs.",
         )
 
     @serves(Opcode.MEM_RESET)

@@ -294,7 +294,7 @@ class GraphOperations(OperationHandler):
             else:
                 self.create(Frame(Opcode.GRAPH_CREATE, 0, Status.OK, 1, 0, memoryview(payload)))
         except (Refused, BodyError, DriverError) as error:
-            raise ImageMismatch(f"graph {number} can't be made again: {error}") from None
+            raise ImageMismatch(f"graph {number} can't be created again: {error}") from None
         finally:
             self._gate.is_restoring = False
 
@@ -340,9 +340,9 @@ class GraphOperations(OperationHandler):
             or self._payload_bytes + size_bytes > MAX_SESSION_GRAPH_BYTES
         ):
             message = (
-                f"the session has {len(self._graphs)} graphs of {self._part_count} nodes, buffers, parameters and "
-                f"places in {self._payload_bytes} bytes; at most {MAX_GRAPHS}, {MAX_SESSION_PARTS} and "
-                f"{MAX_SESSION_GRAPH_BYTES} are allowed"
+                f"the session has {len(self._graphs)} graphs with {self._part_count} parts (nodes, "
+                f"buffers, parameters, places) in {self._payload_bytes} bytes; at most {MAX_GRAPHS} "
+                f"graphs, {MAX_SESSION_PARTS} parts and {MAX_SESSION_GRAPH_BYTES} bytes are allowed"
             )
             raise Refused(Failure(Status.ALLOC_FAILED, message, hint="Close graphs that are no longer needed."))
 
@@ -359,7 +359,7 @@ class GraphOperations(OperationHandler):
                     self._check_lease()
                 self._add(steps, number, node)
             if not steps.steps:
-                raise BodyError("the graph's copies have no bytes: it does nothing")
+                raise BodyError("the graph does nothing: none of its copies has any bytes")
             # Buffers that only the parameters name are dependencies as well.
             for handle in body.buffers:
                 self._ledger.check_allocation(handle)
@@ -421,7 +421,9 @@ class GraphOperations(OperationHandler):
         parameters = session_graph.parameters
         wanted_bytes = parameters[-1].end if parameters else 0
         if len(values) != wanted_bytes:
-            raise BodyError(f"the values must have {wanted_bytes} bytes, as the graph's parameters, not {len(values)}")
+            raise BodyError(
+                f"the values must have {wanted_bytes} bytes, the size of the graph's parameters, not {len(values)}"
+            )
         checked = [self._value(parameter, values) for parameter in parameters]
         # Step 2: put them into the argument bytes; a value that did not change costs nothing.
         session_graph.latest_values = None
@@ -509,7 +511,7 @@ def _parameters(body: GraphCreate, steps: _Steps) -> list[_Parameter]:
         end += _value_bytes(parameter)
         parameters.append(_Parameter(parameter.name, parameter.kind == ParameterKind.BUFFER, start, end))
     if end > MAX_ARGUMENT_BYTES:
-        raise BodyError(f"parameters of {end} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
+        raise BodyError(f"the parameters have {end} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
     # By step number: the offset and size of each argument that has no parameter yet.
     free: dict[int, dict[int, int]] = {}
     for place in body.places:
@@ -524,7 +526,7 @@ def _value_bytes(parameter: GraphParameter) -> int:
         return _BUFFER_VALUE.size
     if parameter.kind == ParameterKind.VALUE and parameter.size_bytes:
         return parameter.size_bytes
-    raise BodyError(f"parameter {parameter.name!r}: kind {parameter.kind} of {parameter.size_bytes} bytes")
+    raise BodyError(f"parameter {parameter.name!r} can't have kind {parameter.kind} with {parameter.size_bytes} bytes")
 
 
 def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: dict[int, dict[int, int]]) -> int:
@@ -532,7 +534,8 @@ def _checked_place(body: GraphCreate, steps: _Steps, place: GraphPlace, free: di
     step = steps.step_of.get(place.node)
     if place.parameter >= len(body.parameters) or step is None:
         raise BodyError(
-            f"place of parameter {place.parameter} in node {place.node}: no such parameter, or not a launch"
+            f"place of parameter {place.parameter} in node {place.node}: the parameter does not exist, or "
+            "the node is not a launch"
         )
     # At first use, list the arguments of this launch as they are on the wire.
     if step not in free:

@@ -71,11 +71,11 @@ class SessionParts:
     def check(self) -> None:
         """Raise CantLeave if the session has something that can't be created again in another process."""
         if self.ended.has_any:
-            raise CantLeave("what an ended connection has made is not released yet", is_lasting=False)
+            raise CantLeave("objects of an ended connection are not released yet", is_lasting=False)
         if self.regions.is_busy:
             raise CantLeave("one of its regions is being opened or ended", is_lasting=False)
         if self.graphs.recorded() is None:
-            raise CantLeave("it has a graph that uses something that was released", is_lasting=True)
+            raise CantLeave("it has a graph that uses something that no longer exists", is_lasting=True)
 
     def export(
         self,

@@ -50,16 +50,16 @@ class KeepOperations(OperationHandler):
             raise Refused(
                 Failure(
                     Status.INVALID_REQUEST,
-                    f"{body.name!r} is kept already: it is the allocation {earlier:#x}",
-                    hint="Take or free that one first, or choose another name.",
+                    f"a buffer is already kept by the name {body.name!r}: allocation {earlier:#x}",
+                    hint="Take or free that buffer first, or choose another name.",
                 )
             )
         if not is_kept and len(self._handles) >= MAX_KEPT:
             raise Refused(
                 Failure(
                     Status.BUSY,
-                    f"the lease keeps {MAX_KEPT} allocations, the most allowed",
-                    hint="Free some of them, or take them.",
+                    f"the lease keeps {MAX_KEPT} buffers, the maximum",
+                    hint="Free some of them, or take them into the session.",
                 )
             )
         # A new name replaces the old one. An empty name means that the connection takes the allocation over.

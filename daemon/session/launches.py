@@ -360,7 +360,8 @@ class Planner:
             )
         if block_threads > kernel.max_threads_per_block:
             raise launch_failed(
-                f"{kernel.name}: {block_threads} threads a block; at most {kernel.max_threads_per_block} fit",
+                f"{kernel.name}: a block of {block_threads} threads was requested; at most "
+                f"{kernel.max_threads_per_block} fit",
                 kernel=kernel.name,
                 hint="Use smaller blocks and more of them.",
             )
@@ -387,11 +388,12 @@ def _check_sizes(launch: Launch, kernel: DriverKernel) -> None:
         raise launch_failed(
             f"{kernel.name} takes arguments of {sizes} bytes, not {list(launch.arg_sizes)}",
             kernel=kernel.name,
-            hint="Push one argument for each of the kernel's parameters, of its size.",
+            hint="Push one argument of the right size for each parameter of the kernel.",
         )
     if len(launch.args) != sum(sizes):
         raise launch_failed(
-            f"{kernel.name}: the arguments must have {sum(sizes)} bytes, by their sizes, not {len(launch.args)}",
+            f"{kernel.name}: the arguments must have {sum(sizes)} bytes, the sum of their sizes, not "
+            f"{len(launch.args)}",
             kernel=kernel.name,
         )
 

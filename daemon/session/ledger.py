@@ -33,7 +33,11 @@ MAX_IMAGE_BYTES: Final = 256 << 20
 
 def invalid_handle(message: str) -> Refused:
     """Return the refusal of a handle that does not belong to this session, or of a range outside the allocation."""
-    return Refused(Failure(Status.INVALID_HANDLE, message, hint="Use handles this session gave out and has not freed."))
+    return Refused(
+        Failure(
+            Status.INVALID_HANDLE, message, hint="Use handles that this session returned and that you have not freed."
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +178,13 @@ class Ledger:
     def check_alloc(self, size_bytes: int) -> None:
         """Raise Refused unless the slice has room for `size_bytes` more."""
         if size_bytes == 0:
-            raise Refused(Failure(Status.ALLOC_FAILED, "0 bytes can't be allocated", hint="Ask for at least 1 byte."))
+            raise Refused(Failure(Status.ALLOC_FAILED, "0 bytes can't be allocated", hint="Request at least 1 byte."))
         if len(self._allocations) >= MAX_ALLOCATIONS:
             raise Refused(
                 Failure(
                     Status.ALLOC_FAILED,
-                    f"the session has {MAX_ALLOCATIONS} allocations, the most allowed",
-                    hint="Free some, or allocate fewer and larger ones.",
+                    f"the session has {MAX_ALLOCATIONS} allocations, the maximum",
+                    hint="Free some, or allocate fewer but larger ones.",
                 )
             )
         # Check both bounds: the bytes that the tenant sees as free, and whole pages on the card.
@@ -223,11 +227,19 @@ class Ledger:
         # Addresses of regions and variables are handles, too, but MEM_FREE does not release them.
         if handle in self._regions:
             raise Refused(
-                Failure(Status.INVALID_HANDLE, f"{handle:#x} is a region", hint="Free a region by its lease id.")
+                Failure(
+                    Status.INVALID_HANDLE,
+                    f"{handle:#x} is a region, not an allocation",
+                    hint="Free a region by its lease id.",
+                )
             )
         if handle in self._variables:
             raise Refused(
-                Failure(Status.INVALID_HANDLE, f"{handle:#x} is a module's variable", hint="It ends with its module.")
+                Failure(
+                    Status.INVALID_HANDLE,
+                    f"{handle:#x} is a module's variable, not an allocation",
+                    hint="It is freed with its module.",
+                )
             )
         self._size_of(handle)
 
@@ -273,7 +285,7 @@ class Ledger:
         return self._allocations.get(handle)
 
     def _freed(self, handle: int) -> None:
-        self.allocation_dependents.released(handle, f"the allocation {handle:#x}, which is freed")
+        self.allocation_dependents.released(handle, f"the allocation {handle:#x}, which was freed")
 
     # --- regions ---
 
@@ -312,8 +324,9 @@ class Ledger:
             raise Refused(
                 Failure(
                     Status.LOAD_FAILED,
-                    f"the session has {len(self._modules)} modules from {self._image_bytes} bytes of images; "
-                    f"at most {MAX_MODULES} and {MAX_IMAGE_BYTES} bytes are allowed",
+                    f"the session has {len(self._modules)} modules with images of {self._image_bytes} "
+                    f"bytes in total; at most {MAX_MODULES} modules and {MAX_IMAGE_BYTES} bytes are "
+                    "allowed",
                     hint="Unload modules that are no longer needed.",
                 )
             )
@@ -328,8 +341,8 @@ class Ledger:
         more_bytes += max(0, self._shared_bytes + shared_bytes - self._most_shared_bytes)
         if more_bytes > max(0, self.room_bytes):
             raise ImageRejected(
-                f"the module takes {more_bytes} bytes of the card for code, variables and what its system calls need; "
-                f"the slice has room for {max(0, self.room_bytes)}",
+                f"the module needs {more_bytes} bytes on the card for code, variables and its system "
+                f"calls; the slice has room for {max(0, self.room_bytes)}",
                 hint="Free something, make its variables smaller, or acquire a lease with more min_vram.",
             )
         # Memory that the ledger counts as free may be in the driver's cache, so have the driver release it first.
@@ -343,7 +356,7 @@ class Ledger:
             raise Refused(
                 Failure(
                     Status.ALLOC_FAILED,
-                    f"the graph takes {more_bytes} bytes of the card; the slice has room for {max(0, self.room_bytes)}",
+                    f"the graph needs {more_bytes} bytes on the card; the slice has room for {max(0, self.room_bytes)}",
                     hint="Close other graphs, free something, or acquire a lease with more min_vram.",
                 )
             )
@@ -427,8 +440,9 @@ class Ledger:
         more_bytes = kept_bytes - self._kept_bytes
         if more_bytes > max(0, self.room_bytes):
             raise DriverError(
-                f"{more_bytes} bytes of the card would be set aside for local memory and the device's heap, for every "
-                f"thread the card can hold; the slice has room for {max(0, self.room_bytes)}",
+                f"{more_bytes} bytes on the card would be reserved for local memory and the device's "
+                "heap, for every thread that the card can run at once; the slice has room for "
+                f"{max(0, self.room_bytes)}",
                 hint="Use less local memory (arrays in kernels, deep stacks), or acquire a lease with more min_vram.",
             )
         # Each kernel's figure is a total, so charge only the difference to the largest total so far.
@@ -446,7 +460,7 @@ class Ledger:
             raise Refused(
                 Failure(
                     Status.ALLOC_FAILED,
-                    f"one more stream takes {more_bytes} bytes of the card; the slice has room for "
+                    f"another stream needs {more_bytes} bytes on the card; the slice has room for "
                     f"{max(0, self.room_bytes)}",
                     hint="Free something, use fewer streams, or acquire a lease with more min_vram.",
                 )
@@ -483,7 +497,7 @@ class Ledger:
         for address in loaded.variables:
             del self._variables[address]
             self.allocation_dependents.released(address, f"the variable {address:#x} of an unloaded module")
-        self.module_dependents.released(number, f"module {number}, which is unloaded")
+        self.module_dependents.released(number, f"module {number}, which was unloaded")
         self._image_bytes -= loaded.image_bytes
         self._own_bytes -= loaded.module.device_bytes - loaded.module.shared_bytes
         self._shared_bytes -= loaded.module.shared_bytes

@@ -108,7 +108,7 @@ def _serve_leases(
         if lease is None:
             return WorkerExit.OK
         if lease.card_uuid != spec.card_uuid:
-            raise ValueError(f"a lease on {lease.card_uuid} for a context on {spec.card_uuid}")
+            raise ValueError(f"the lease is on {lease.card_uuid}, but this context is on {spec.card_uuid}")
         # State 2: serve the lease, until its session ends.
         served = _serve(lease, driver, channel, page, output, partial(opening, lease.context_bytes))
         if isinstance(served, WorkerExit):
@@ -217,7 +217,7 @@ def _serve(
         server.run()
     except MemoryError:
         # The failed operation's memory is free again, but the session may be in an incomplete state, so it must end.
-        _report(channel, Faulted("its process found no memory on this host"))
+        _report(channel, Faulted("the host had no memory left for its process"))
         return WorkerExit.NO_MEMORY
     # The session has ended. Scrub this process, or report why that failed.
     if server.next_pages is None:
@@ -256,9 +256,11 @@ def scrub(session: Session, context: Context, driver: Driver) -> Opening:
     """Remove everything of a session; return the opening with which to open a context again. Raises NotScrubbed."""
     # First check the two conditions without which a scrub would be worthless.
     if not is_heap_wiped():
-        raise NotScrubbed("this process does not overwrite what it frees")
+        raise NotScrubbed("this process does not overwrite the memory that it frees")
     if not _has_log_reader():
-        raise NotScrubbed("it has written more than is logged of one process; the next lease's output would be lost")
+        raise NotScrubbed(
+            "it has written more output than is logged of one process, so the next lease's output would be lost"
+        )
     # Release in this order: objects of the context, the context itself (which unpins host memory), then that memory.
     try:
         session.release(_until(time.monotonic() + BUSY_S))
@@ -283,6 +285,6 @@ def _has_log_reader() -> bool:
 def _until(end_s: float) -> Callable[[], None]:
     def poll() -> None:
         if time.monotonic() > end_s:
-            raise DriverError(f"what it launched has not ended after {BUSY_S:g} s")
+            raise DriverError(f"work that it launched has not ended after {BUSY_S:g} s")
 
     return poll

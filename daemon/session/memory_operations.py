@@ -112,7 +112,7 @@ class MemoryOperations(OperationHandler):
         """Serve MEM_READ. The reply is in this object's own memory, and invalid from the next read on."""
         handle, offset, length = parse_fixed(MEM_READ, MemRead, memoryview(frame.payload))
         if length > MAX_DATA_BYTES:
-            raise BodyError(f"{length} bytes in one MEM_READ; at most {MAX_DATA_BYTES} are allowed")
+            raise BodyError(f"one MEM_READ can read at most {MAX_DATA_BYTES} bytes, not {length}")
         address = self._ledger.locate(handle, offset, length)
         # Native code serves small reads from now on.
         if not self._has_read:
@@ -319,7 +319,7 @@ class ArenaOperations(OperationHandler):
         """
         handle, offset, at, length = parse_fixed(ARENA_COPY, ArenaCopy, payload)
         if self._arena is None:
-            raise BodyError("the session has no arena: request one in ATTACH", Status.UNSUPPORTED)
+            raise BodyError("the session has no arena; request one in ATTACH", Status.UNSUPPORTED)
         # Check the whole range on the device before the first piece is copied.
         address = self._ledger.locate(handle, offset, length)
         for piece in self._arena.pieces(at, length, self._check_lease):

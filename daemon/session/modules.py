@@ -88,7 +88,8 @@ class ModuleOperations(OperationHandler):
                     Status.INVALID_HANDLE,
                     f"module {request.module} has no variable {request.name[:SHOWN_NAME_CHARACTERS]!r} with bytes in"
                     " device or constant memory",
-                    hint="Use the name in the PTX: C++ mangles names in namespaces, and drops unused variables.",
+                    hint="Use the name in the PTX: C++ mangles names in namespaces, and the compiler drops "
+                    "unused variables.",
                 )
             )
         self._ledger.add_variable(request.module, address, size_bytes)

@@ -74,12 +74,12 @@ most this much too late."""
 
 _PARKED: Final = Failure(
     Status.BUSY,
-    "the session is parked, and the card has no room for its return now",
+    "the session is parked, and its card has no room for its return now",
     hint="Try again later: nothing of the session is lost.",
 )
 
 
-_RUNNING: Final = "what it launched has not ended in time"
+_RUNNING: Final = "work that it launched has not ended in time"
 
 
 class HostMemory:
@@ -326,7 +326,7 @@ class SessionParking:
         context.trim(0, self._resources.check_lease)
         self._resources.record_usage()
         if memory is None or len(memory.view) < context.pages_bytes:
-            raise _Refused(ParkRefusal.NO_MEMORY, "it has no host memory, or too little")
+            raise _Refused(ParkRefusal.NO_MEMORY, "it has too little host memory, or none")
         waited_ns = time.monotonic_ns() - began_ns
         if order.in_place and context.can_lend():
             kept_bytes = self._resources.ledger.fixed_bytes
@@ -394,11 +394,11 @@ class SessionParking:
     def leave(self, order: LeaveOrder) -> tuple[HostMemory, ParkedReport]:
         """Return the host memory and the park's report for a session that is ordered to leave. Raises CantLeave."""
         if not self.is_parked or self._memory is None or self._report is None or order.number != self._number:
-            raise CantLeave("it is not in that park", is_lasting=False)
+            raise CantLeave("it is no longer in the park that this order belongs to", is_lasting=False)
         # The session came from another process and has not returned yet (the return failed, or the broker refused it):
         # this process lacks the graphs and variables of its image.
         if self._finish is not None:
-            raise CantLeave("it came from another process and must return to its card once before", is_lasting=False)
+            raise CantLeave("it came from another process, and must first return to its card", is_lasting=False)
         return self._memory, self._report
 
     def note_left(self) -> None:
@@ -451,7 +451,7 @@ class SessionParking:
         """
         if self.is_parked or not self.is_parkable or image.number != number:
             close_all([*(pages or ())])
-            raise ImageMismatch("the image is not that of this park")
+            raise ImageMismatch("the image does not belong to this park")
         self._drop_memory()
         try:
             self._memory = HostMemory(fd, size_bytes, self._context)

@@ -224,7 +224,7 @@ class RegionMemory:
         """
         gate, ledger = self._gate, self._resources.ledger
         if gate.page is None:
-            raise ImageMismatch("the page with its regions' words is missing")
+            raise ImageMismatch("the page with the state words of its regions is missing")
         restored: list[MappedRegion] = []
         for state in states:
             region_id = int.from_bytes(state.region_id, "big")
@@ -278,21 +278,21 @@ class RegionMemory:
         granule_bytes = context.region_granule_bytes
         key = (order.slot, order.number)
         if gate.page is None or not granule_bytes:
-            return "the session can have no regions"
+            return "the session can't have regions"
         if size_bytes % granule_bytes or not 0 <= order.slot < len(gate.page.words) or key in gate.regions:
             return (
-                f"a region must have a multiple of {granule_bytes} bytes and a slot and number that are free, "
+                f"a region must have a multiple of {granule_bytes} bytes and an unused slot and number, "
                 f"not {size_bytes} bytes in slot {order.slot}, number {order.number}"
             )
         if len(gate.regions) >= MAX_MAPPED_REGIONS:
-            return f"the session has {MAX_MAPPED_REGIONS} regions, the most allowed; it must release ended ones"
+            return f"the session has {MAX_MAPPED_REGIONS} regions, the maximum; it must release ended ones"
         # Step 2: check the slice's room, then map the driver's memory, which may have to release cached blocks.
         try:
             ledger.check_alloc(size_bytes)
             spare_bytes = ledger.cacheable_bytes(size_bytes)
             address = self._call(lambda: context.region_open(size_bytes, spare_bytes, resources.check_lease))
         except (Refused, DriverError, LeaseOver) as error:
-            return str(error) or "the lease is over"
+            return str(error) or "the lease has ended"
         # Step 3: record the region; from now on launches and copies can name it.
         self._gate.had_any = True
         region = MappedRegion(order.region_id, order.slot, order.number, address, size_bytes)
@@ -361,7 +361,7 @@ class RegionMemory:
                     self._remove_memory(end.region)
                     return
             except (DriverError, LeaseOver) as error:
-                self._report_stuck(end.region, str(error) or "the lease is over")
+                self._report_stuck(end.region, str(error) or "the lease has ended")
 
     def _report_opened(self) -> None:
         if not self._openings:
@@ -389,7 +389,7 @@ class RegionMemory:
         if not end.quiet_ns:
             if end.waits:
                 if now_ns >= end.stuck_ns:
-                    self._report_stuck(end.region, f"a launch that names it has not ended within {end.grace_ms} ms")
+                    self._report_stuck(end.region, f"a launch that names it did not end within {end.grace_ms} ms")
                 return False
             # While the remaining launches end, zero the memory that stays.
             self._call(lambda: self._resources.context.region_wipe(end.region.address))
@@ -464,9 +464,9 @@ class RegionMemory:
                 self._call(lambda: resources.context.trim(max(0, ledger.room_bytes), resources.check_lease))
                 resources.record_usage()
                 if ledger.charged_bytes > order.size_bytes:
-                    doubt = f"the session has taken {ledger.charged_bytes} bytes of it; it must free something first"
+                    doubt = f"the session uses {ledger.charged_bytes} bytes of it; it must free something first"
             except (DriverError, LeaseOver) as error:
-                doubt = str(error) or "the lease is over"
+                doubt = str(error) or "the lease has ended"
         if doubt:
             ledger.slice_bytes = before_bytes
         self._gate.outbox.append(SliceResizedReport(ledger.slice_bytes, doubt))

@@ -457,9 +457,9 @@ class RegionOperations(OperationHandler):
             raise Refused(
                 Failure(
                     Status.BUSY,
-                    f"the session has {len(gate.sets)} region sets that name {self._member_count} regions; at most "
-                    f"{MAX_REGION_SETS} and {MAX_SET_MEMBERS} are allowed",
-                    hint="Free sets that are no longer needed.",
+                    f"the session has {len(gate.sets)} region sets that name {self._member_count} "
+                    f"regions; at most {MAX_REGION_SETS} sets and {MAX_SET_MEMBERS} regions are allowed",
+                    hint="Free sets that you no longer need.",
                 )
             )
         # Check that all members exist before a handle is given out.
@@ -467,7 +467,7 @@ class RegionOperations(OperationHandler):
         for ref in named:
             region = gate.regions.get((ref.slot, ref.number))
             if region is None:
-                raise invalid_handle(f"slot {ref.slot} with number {ref.number} is not a region of this session")
+                raise invalid_handle(f"this session has no region in slot {ref.slot} with number {ref.number}")
             regions.append(region)
         self._last_set += 1
         gate.sets[self._last_set] = SetInUse(self._last_set, regions, self._ledger.holder)
@@ -534,13 +534,13 @@ class RegionOperations(OperationHandler):
         (address,) = parse_fixed(HANDLE, Handle, memoryview(frame.payload))
         region = next((candidate for candidate in self._gate.regions.values() if candidate.address == address), None)
         if region is None:
-            raise invalid_handle(f"{address:#x} is not the address of a region of this session")
+            raise invalid_handle(f"{address:#x} is not the address of a region in this session")
         if not self._ledger.has_ended(address):
             raise Refused(
                 Failure(
                     Status.BUSY,
                     f"region {region.region_id:032x} still has its memory",
-                    hint="Free it by its lease id first, and wait until it is returned.",
+                    hint="Free it by its lease id first, and wait until its memory is returned.",
                     region=region.region_id,
                 )
             )

@@ -512,11 +512,11 @@ class SessionServer:
         """
         memory, report = self._session.parking.leave(order)
         if len(fds) != 1 or self._has_left:
-            raise CantLeave("it is not in that park", is_lasting=False)
+            raise CantLeave("it is no longer in the park that this order belongs to", is_lasting=False)
         # Step 1: no request may be waiting, unless the session returns at once. A client that sends a request from now
         # on rings the bell, which the broker notices.
         if self._held_orders or self._received or (self._held and not order.carries):
-            raise CantLeave("something waits for it", is_lasting=False)
+            raise CantLeave("requests wait for its return", is_lasting=False)
         quiet = [self._check_quiet(connection, carries=order.carries) for connection in self._connections.values()]
         self._session.check_leave()
         # Step 2: collect the image, and the descriptors of the memory that clients share.
@@ -555,12 +555,12 @@ class SessionServer:
         Raises CantLeave for a connection that another process can't serve.
         """
         if connection.guest is not None:
-            raise CantLeave("a client is connected to it by a token", is_lasting=True)
+            raise CantLeave("a client is connected to it with a token", is_lasting=True)
         connection.wire.end_sleep(True)
         is_empty = connection.wire.prepare_sleep(for_room=False) and not _has_event(connection.sock)
         is_quiet = is_empty and not connection.receive_buffer.is_mid_frame
         if connection.is_paused or not (is_quiet or carries):
-            raise CantLeave("a client has sent something, or has gone", is_lasting=False)
+            raise CantLeave("a client has sent a request, or has disconnected", is_lasting=False)
         if isinstance(connection.wire, RingWire) and connection.wire.fd < 0:
             raise CantLeave("a client has a ring that can't be passed on", is_lasting=True)
         return is_quiet
@@ -616,7 +616,7 @@ class SessionServer:
         session, image = self._session, received.image
         # Step 1: check that the image is of this lease and this driver.
         if image.lease_id != session.lease_id or image.driver[0] != self._welcome.driver:
-            raise UnreadableImage("the image is that of another session, or of another driver")
+            raise UnreadableImage("the image belongs to another session, or to another driver")
         if image.driver[1] != session.compute_capability:
             raise ImageMismatch(
                 f"it ran on a card of compute capability {image.driver[1] / 10}, not {session.compute_capability / 10}"
@@ -755,7 +755,8 @@ class SessionServer:
         if failure is None and len(self._connections) >= self._max_connections:
             failure = Failure(
                 Status.BUSY,
-                f"the session has {counted(len(self._connections), 'connection')}, the most of its exclusivity class",
+                f"the session has {counted(len(self._connections), 'connection')}, the maximum for its "
+                "exclusivity class",
                 hint="Close the other connection first, or acquire the lease as SHARED.",
             )
         return failure
@@ -796,7 +797,7 @@ class SessionServer:
         if sent != len(frame):
             if ring is not None:
                 ring.close()
-            raise ConnectionLost("the peer is gone, or does not read")
+            raise ConnectionLost("the peer is gone, or does not read its replies")
         # From now on the socket is only the bell.
         connection.has_arena = arena is not None
         if ring is not None:
@@ -896,8 +897,8 @@ class SessionServer:
         buffered_bytes = sum(len(connection.reader.buffer) for connection in self._connections.values())
         if buffered_bytes > BUFFERS_BYTES:
             raise FramingError(
-                f"the session's connections hold {buffered_bytes} bytes of unfinished frames; at most {BUFFERS_BYTES} "
-                "are allowed together",
+                f"the session's connections hold {buffered_bytes} bytes of unfinished frames; at most "
+                f"{BUFFERS_BYTES} are allowed for all connections together",
                 Status.BUSY,
             )
 
@@ -981,7 +982,7 @@ class SessionServer:
         # Bound the sum for all peers, because each could leave the largest reply unread.
         buffered_bytes = sum(len(other.send_buffer.unsent) for other in self._connections.values() if other.send_buffer)
         if buffered_bytes > UNSENT_BYTES:
-            raise ConnectionLost(f"the session's peers have left {buffered_bytes} bytes unread")
+            raise ConnectionLost(f"{buffered_bytes} bytes of replies were not read by the session's peers")
         return False
 
     def _resume(self, connection: AttachedConnection, send_buffer: SendBuffer) -> None:

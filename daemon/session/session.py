@@ -407,11 +407,13 @@ class Session:
         operation = self._operations.get(frame.op)
         if operation is None:
             if frame.op in _OPCODES:
-                raise BodyError(f"{Opcode(frame.op).name} is not allowed on a session's connection")
+                raise BodyError(f"{Opcode(frame.op).name} is not allowed on a connection to a session")
             raise BodyError(f"unknown operation {frame.op:#06x}", Status.UNSUPPORTED)
         # Check the session id after the opcode, so that an unknown operation is reported as such.
         if frame.session_id != self.lease_id:
-            raise BodyError(f"the request is for session {frame.session_id:032x}, not for this connection's")
+            raise BodyError(
+                f"the request is for session {frame.session_id:032x}, but this connection belongs to another session"
+            )
         return operation
 
     def _skip(self, frame: Frame) -> None:
@@ -485,7 +487,9 @@ class Session:
             case KernelFault():
                 return self._failure_of_fault(error)
             case LeaseOver():
-                return self.refusal() or Failure(Status.INTERNAL, "the wait was ended while the lease lives")
+                return self.refusal() or Failure(
+                    Status.INTERNAL, "the wait was interrupted although the lease is active"
+                )
         return failure_of(error, op)
 
     def _failure_of_fault(self, fault: KernelFault) -> Failure:
@@ -493,7 +497,7 @@ class Session:
         failure = Failure(
             Status.SYNC_FAILED,
             str(fault),
-            hint=fault.hint or "Fix the kernel or its arguments; operations queued after it were skipped.",
+            hint=fault.hint or "Fix the kernel or its arguments. Operations that were queued after it were skipped.",
             failed_request_id=fault.tag or None,
             failed_op=Opcode.GRAPH_LAUNCH if fault.tag in self._graphs.recent_replays else Opcode.LAUNCH,
             kernel=fault.kernel,
@@ -683,7 +687,7 @@ class Session:
         if fault is not None:
             raise fault
         if self.regions.had_any:
-            raise DriverError("it had regions: their addresses are never used again")
+            raise DriverError("it had regions, whose addresses must never be used again")
         if self._has_faulted or self._ledger.keeps_for_good:
             raise DriverError("a kernel has failed" if self._has_faulted else "the driver keeps memory for its kernels")
         # Release graphs first, because they depend on modules and allocations.

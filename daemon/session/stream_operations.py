@@ -124,8 +124,8 @@ class StreamOperations(OperationHandler):
             raise Refused(
                 Failure(
                     Status.BUSY,
-                    f"the session has {MAX_STREAMS} streams, the most allowed",
-                    hint="Use fewer, and release those that are no longer needed.",
+                    f"the session has {MAX_STREAMS} streams, the maximum",
+                    hint="Use fewer streams, and release those that you no longer need.",
                 )
             )
         stream = self._make()
@@ -191,8 +191,8 @@ class StreamOperations(OperationHandler):
             raise Refused(
                 Failure(
                     Status.BUSY,
-                    f"the session has {MAX_EVENTS} events, the most allowed",
-                    hint="Release those that are no longer needed.",
+                    f"the session has {MAX_EVENTS} events, the maximum",
+                    hint="Release events that you no longer need.",
                 )
             )
         # Count the event only after the driver has made it.
@@ -209,7 +209,7 @@ class StreamOperations(OperationHandler):
         self._context.event_wait(pair, self._resources.check_sync)
         nanoseconds = self._context.elapsed_ns(*pair)
         if nanoseconds < 0:
-            raise BodyError(f"event {body.end} came {-nanoseconds} ns before event {body.start}: ask in their order")
+            raise BodyError(f"event {body.end} happened {-nanoseconds} ns before event {body.start}: swap them")
         return done(frame, Elapsed(nanoseconds))
 
     @serves(Opcode.EVENT_DESTROY)
@@ -223,13 +223,13 @@ class StreamOperations(OperationHandler):
     def _event(self, number: int) -> DriverEvent:
         event = self.current.events.get(number)
         if event is None:
-            raise invalid_handle(f"{number} is not an event of this connection's")
+            raise invalid_handle(f"{number} is not an event of this connection")
         return event
 
     def _stream(self, number: int) -> int:
         stream = self.current.known.get(number)
         if stream is None:
-            raise invalid_handle(f"{number} is not a stream of this connection's")
+            raise invalid_handle(f"{number} is not a stream of this connection")
         return stream
 
     def _destroy(self, connection: ConnectionStreams, number: int) -> None:

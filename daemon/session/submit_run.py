@@ -19,7 +19,7 @@ from gpulease.protocol.limits import MAX_ARGUMENT_BYTES, MAX_SUBMIT_OUTPUT_BYTES
 from gpulease.protocol.messages import Launch, SubmitArgument, SubmitDone, SubmitRun
 from gpulease.protocol.opcodes import TYPED_VALUE, ArgumentKind, Opcode, ParameterType
 
-_MORE: Final = "Acquire the lease with more for its submits: GpuBuilder().submits(bytes)."
+_MORE: Final = "Acquire the lease with more memory for submits: GpuBuilder().submits(bytes)."
 _POINTER: Final = struct.Struct("<Q")
 _TYPED: Final = {TYPED_VALUE + kind: kind for kind in ParameterType if kind}
 _KINDS: Final = frozenset(int(kind) for kind in ArgumentKind)
@@ -51,7 +51,7 @@ class SubmitOperations(OperationHandler):
         if frame.flags:
             raise BodyError("SUBMIT_RUN can't be quiet: its outputs are its reply")
         if self.is_spent:
-            raise BodyError("a submit runs once: its context ends with it")
+            raise BodyError("this submit has already run: its context runs only one")
         # Even a run that fails is the submit's only one.
         self.is_spent = True
         body = parse_body(SubmitRun, frame.payload)
@@ -179,10 +179,12 @@ def _check(arguments: tuple[SubmitArgument, ...]) -> None:
         is_output = argument.kind == ArgumentKind.OUTPUT
         # Each argument has either data or a size: an OUTPUT has a size, all others have data.
         if bool(argument.data) == is_output or bool(argument.size_bytes) != is_output:
-            raise BodyError(f"argument {index}: an OUTPUT must have a size and no data, any other data and no size")
+            raise BodyError(
+                f"argument {index}: an OUTPUT must have a size and no data; every other kind must have data and no size"
+            )
         passed_bytes += len(argument.data) if argument.kind == ArgumentKind.VALUE else _POINTER.size
         output_bytes += _size(argument) if argument.kind in _ANSWERED else 0
     if passed_bytes > MAX_ARGUMENT_BYTES:
-        raise BodyError(f"{passed_bytes} bytes of arguments; at most {MAX_ARGUMENT_BYTES} are allowed")
+        raise BodyError(f"the arguments have {passed_bytes} bytes; at most {MAX_ARGUMENT_BYTES} are allowed")
     if output_bytes > MAX_SUBMIT_OUTPUT_BYTES:
-        raise BodyError(f"{output_bytes} bytes of outputs; at most {MAX_SUBMIT_OUTPUT_BYTES} are allowed")
+        raise BodyError(f"the outputs have {output_bytes} bytes; at most {MAX_SUBMIT_OUTPUT_BYTES} are allowed")

@@ -28,7 +28,7 @@ def six(daemon: Daemon) -> Iterator[list[GpuLease]]:
 def test_the_seventh_is_refused_at_once(daemon: Daemon, six: list[GpuLease]) -> None:
     assert daemon.available_bytes() == 0
     started = time.monotonic()
-    with pytest.raises(CapacityExceeded, match="other leases hold the memory") as caught:
+    with pytest.raises(CapacityExceeded, match="other leases use the memory") as caught:
         daemon.builder(GIB).acquire()
     assert time.monotonic() - started < SOON_S
     assert caught.value.host_code == -4

@@ -99,7 +99,7 @@ def chill(address: str, lease: GpuLease) -> None:
     raise AssertionError(f"the session is {depth(address, lease)}")
 
 
-PASSING = ("has sent something", "returning", "is being opened or ended")
+PASSING = ("has sent a request", "returning", "is being opened or ended")
 """What keeps a session from being moved for a moment."""
 
 
@@ -285,7 +285,7 @@ def test_a_token_reaches_a_region_after_its_session_has_moved(
     with GpuSession.attach(grant, node.address) as guest:
         assert bytes(guest.mem_read(region, 0, 7)) == b"weights"
         # Its holder's connection can't be passed on.
-        with pytest.raises(Unsupported, match="by a token"):
+        with pytest.raises(Unsupported, match="with a token"):
             move(node.address, lease, "0")
 
 
@@ -448,7 +448,7 @@ def test_a_card_is_emptied_and_what_stays_is_listed(node: Daemon, lease: GpuLeas
             outcomes = {one["lease_id"]: one for one in json.loads(output)}
             assert status == 1
             assert outcomes[str(lease.lease_id)]["card_uuid"] == row(node.address, lease)["card_uuid"] == other
-            for one, reason in ((held, "by a token"), (fixed, "parkable")):
+            for one, reason in ((held, "with a token"), (fixed, "parkable")):
                 assert outcomes[str(one.lease_id)]["outcome"] == "stays"
                 assert reason in outcomes[str(one.lease_id)]["reason"]
             assert bytes(guest.mem_read(region, 0, 5)) == b"pages"

@@ -101,7 +101,7 @@ def test_other_sessions_go_on_beside_a_kernel_without_end_of_one_that_ended(daem
         report = lease.query()
         assert (report["unheld_bytes"], report["connections"][0]["held_bytes"]) == (MOST + 4, 0)
         own = other.mem_alloc(1 << 20)
-        with pytest.raises(AllocFailed, match="of connections that have ended while their kernels still run"):
+        with pytest.raises(AllocFailed, match="connections that have ended still hold"):
             other.mem_alloc(MOST)
         assert own.is_alive
         lease.free()
@@ -152,7 +152,7 @@ def test_programs_hand_a_buffer_on_by_name(daemon: Daemon) -> None:
         with GpuSession(lease) as fourth:
             again = fourth.mem_alloc(MOST)
             fourth.keep(again, "steps")
-            with pytest.raises(InvalidRequest, match="'steps' is kept already"):
+            with pytest.raises(InvalidRequest, match="already kept by the name 'steps'"):
                 fourth.keep(fourth.mem_alloc(16), "steps")
             # A kept buffer that is freed is not held for the next of its size.
             fourth.mem_free(again)

@@ -55,7 +55,7 @@ def test_a_shared_session_takes_several_and_bounds_them(daemon: Daemon) -> None:
 def test_device_exclusive_keeps_others_off_the_card(daemon: Daemon) -> None:
     with daemon.builder().exclusivity(GpuExclusivityClass.DEVICE_EXCLUSIVE).acquire() as lease:
         assert daemon.inventory().details[0]["exclusive"]
-        with pytest.raises(CapacityExceeded, match="to themselves"):
+        with pytest.raises(CapacityExceeded, match="exclusive use of the cards"):
             daemon.builder().acquire()
         with GpuSession(lease) as session:
             check_main_job(session)
@@ -64,7 +64,7 @@ def test_device_exclusive_keeps_others_off_the_card(daemon: Daemon) -> None:
 
 def test_device_exclusive_does_not_push_others_off(daemon: Daemon) -> None:
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
-        with pytest.raises(CapacityExceeded, match="no card is without other leases"):
+        with pytest.raises(CapacityExceeded, match="every card has other leases"):
             daemon.builder().exclusivity(GpuExclusivityClass.DEVICE_EXCLUSIVE).acquire()
         check_main_job(session)
 

@@ -38,7 +38,7 @@ def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Pa
         for node, name in ((first, ""), (second, ""), (second, "model-a")):
             error = refused(node, name)
             assert f"has a quota of {3 * MIB} bytes (3.0 MiB) in the fleet: 0 bytes" in str(error)
-            assert "Free a lease at any node" in error.hint
+            assert "Free a lease on any node" in error.hint
         tenant = f"uid:{os.getuid()}"
         told = quota(cluster, tenant)
         assert told.startswith(f"{tenant}: {3 * MIB} bytes (3.0 MiB) by the default, of which 3 leases use")

@@ -139,7 +139,7 @@ def test_a_daemon_that_demands_tokens_of_whoever_attaches(
     daemon = start_daemon(tcp=True, config='require_token = ["attach"]\n')
     image, authority = AFFINE.read_bytes(), NodeAuthority()
     plain = DaemonEffects(store, daemon.tcp_address)
-    with pytest.raises(Denied, match="demands a token for attaching"):
+    with pytest.raises(Denied, match="requires a token for attaching"):
         serve_inference_request(plain, authority, request("once"), image, KERNEL)
     effects = DaemonEffects(store, daemon.tcp_address, by_token=True)
     assert serve_inference_request(effects, authority, request("once"), image, KERNEL).output == OUTPUT

@@ -96,7 +96,7 @@ def test_a_name_is_served_once_and_its_epochs_rise(lasting: LastingDaemon, folde
 
 
 def test_a_node_without_a_fleet_refuses_names(daemon: Daemon) -> None:
-    with pytest.raises(Unsupported, match="in no fleet"):
+    with pytest.raises(Unsupported, match="does not belong to a fleet"):
         named(daemon).acquire()
     with pytest.raises(Unsupported, match="not labelled zone=a"):
         daemon.builder(SIZE).labels(zone="a").acquire()

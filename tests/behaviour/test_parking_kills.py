@@ -88,7 +88,7 @@ class Parked:
             try:
                 ask(Opcode.LEASE_MOVE, LeaseMove(self.lease.lease_id, None), self.node.address)
             except (Busy, Unsupported) as error:
-                if time.monotonic() > until or not ("has sent something" in str(error) or "returning" in str(error)):
+                if time.monotonic() > until or not ("has sent a request" in str(error) or "returning" in str(error)):
                     raise
                 time.sleep(0.01)
             else:

@@ -168,7 +168,7 @@ def test_certificates_may_have_names_of_the_operators_choice(
     daemon = start_daemon(tls=True, config=pki.settings(table))
     with pki.builder(daemon.tls_address, pki.ann).acquire():
         assert {report["tenant"] for report in daemon.leases()} == {"carol"}
-    with pytest.raises(Denied, match="no name of a tenant"):
+    with pytest.raises(Denied, match="no tenant name is"):
         pki.builder(daemon.tls_address, pki.bob).acquire()
 
 
@@ -272,7 +272,7 @@ def test_a_daemon_whose_files_can_not_be_used_does_not_start(pki: Pki, tmp_path:
     open_key.chmod(0o644)
     for settings, why in (
         (pki.settings().replace(str(pki.server.key), str(pki.ann.key)), "KEY_VALUES_MISMATCH"),
-        (pki.settings().replace(str(pki.server.key), str(open_key)), "can be read by everybody: chmod o-r it"),
+        (pki.settings().replace(str(pki.server.key), str(open_key)), "can be read by all users: run chmod o-r on it"),
         (pki.settings("max_connections = 0"), "max_connections"),
     ):
         daemon = Daemon(tls=True, config=settings)

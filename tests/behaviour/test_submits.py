@@ -137,7 +137,7 @@ def test_a_fault_in_the_session_leaves_a_submit_whole(daemon: Daemon, gpu: GpuLe
 BAD = {
     "no such kernel": (lambda gpu: gpu.submit("nothing", TRANSFORM), LaunchFailed, "no kernel 'nothing'"),
     "arguments that do not fit": (lambda gpu: gpu.submit("scale", TRANSFORM).out(4), LaunchFailed, "takes arguments"),
-    "a block too large": (lambda gpu: scaling(gpu).block([2000]), LaunchFailed, "threads a block"),
+    "a block too large": (lambda gpu: scaling(gpu).block([2000]), LaunchFailed, "threads was requested"),
     "no program": (lambda gpu: gpu.submit("scale", "nonsense"), LoadFailed, "nonsense"),
     "no image": (lambda gpu: gpu.submit("scale", b""), LoadFailed, "line 1|empty|no bytes"),
     "too little room": (lambda gpu: gpu.submit("scale", TRANSFORM).out(ROOM + 1), AllocFailed, "submits"),
@@ -174,7 +174,7 @@ def test_a_lease_without_a_session_submits_in_its_own_slice(daemon: Daemon) -> N
 def test_a_session_is_not_opened_while_a_submit_has_its_memory(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(faults=Faults({"gpulease.daemon.broker.handlers.attach_requests:SUBMIT_WAIT_S": 0.1}))
     with daemon.builder(ROOM).acquire() as lease, running(daemon, lease):
-        with pytest.raises(Busy, match="a submit runs in the lease's memory"):
+        with pytest.raises(Busy, match="a submit is using the lease's memory"):
             GpuSession(lease)
         lease.free()
 
@@ -347,7 +347,7 @@ def test_a_remote_tenant_submits_too(start_daemon: StartDaemon, tmp_path: Path) 
 def test_one_whose_connection_can_not_be_handed_over(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.workers.worker:MAX_HAND_OVERS": 0}))
     with daemon.builder().submits(ROOM).acquire() as lease:
-        with pytest.raises(Busy, match="the submit's process did not take it over; nothing was run"):
+        with pytest.raises(Busy, match="the submit's process did not take over the connection; nothing was run"):
             scaling(lease).launch()
         wait_until(lambda: "submit" not in lease.query(), "its memory is proved free")
         assert lease.query()["state"] == "active"

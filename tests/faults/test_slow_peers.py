@@ -101,7 +101,7 @@ def test_connect_and_silence(impatient: Daemon, over: str) -> None:
     with RawPeer(impatient.address if over == "unix" else impatient.tcp_address) as peer:
         failure = peer.goodbye()
         assert failure.status is Status.INVALID_REQUEST
-        assert "no HELLO came within 0.4 s" in failure.message
+        assert "no HELLO arrived within 0.4 s" in failure.message
     assert time.monotonic() - started >= 0.4
 
 
@@ -117,7 +117,7 @@ def test_half_a_request_and_silence(impatient: Daemon) -> None:
         peer.sock.sendall(frame_of(Opcode.PING, Ping(1), 2)[:-1])
         failure = peer.goodbye()
         assert failure.status is Status.INVALID_REQUEST
-        assert "a frame did not end within 0.4 s" in failure.message
+        assert "the rest of a frame did not arrive within 0.4 s" in failure.message
 
 
 def test_an_idle_connection_that_said_hello_may_stay(impatient: Daemon) -> None:

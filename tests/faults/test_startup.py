@@ -58,7 +58,7 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path.write_text("precious")
     status, said = start_in_vain("--listen", f"unix:{path}", "--driver", "cpu")
     assert status == os.EX_CONFIG
-    check_sentence(said, "can't listen on .* a file that is not a socket is there; move it")
+    check_sentence(said, "can't listen on .* a file that is not a socket has this path; move it")
     assert path.read_text() == "precious"
     assert list(tmp_path.iterdir()) == [path], "no lock is left beside it"
 
@@ -68,7 +68,7 @@ def test_a_socket_where_a_folder_is(tmp_path: Path) -> None:
     (tmp_path / "d.sock").mkdir()
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
     assert status == os.EX_CONFIG
-    check_sentence(said, "it is a folder; name a socket to be made in it")
+    check_sentence(said, "it is a folder; add a file name for the socket")
 
 
 @pytest.mark.exhaustive
@@ -104,7 +104,7 @@ def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     # It returns once nobody has its standard error open any more.
     status, said = start_in_vain("--listen", "tcp:192.0.2.1:0", "--driver", "cpu", "--config", str(settings))
     assert status == os.EX_CONFIG
-    check_sentence(said, "loopback only")
+    check_sentence(said, "only for loopback")
     assert not list((tmp_path / "state" / "zygotes").iterdir())
 
 

@@ -125,12 +125,12 @@ def test_a_module_is_charged_and_refused_as_if_it_were_new(recycling: Daemon, ca
         assert not is_kept(pid, fits)
         held = cards.process_bytes(0, pid)
         for _ in range(2):
-            with pytest.raises(LoadFailed, match="bytes of the card"):
+            with pytest.raises(LoadFailed, match="bytes on the card"):
                 session.module_load(is_too_large)
             assert is_kept(pid, is_too_large)
             assert cards.process_bytes(0, pid) < held + GIB // 2
             module = session.module_load(fits)
-            with pytest.raises(LoadFailed, match="bytes of the card"):
+            with pytest.raises(LoadFailed, match="bytes on the card"):
                 session.module_load(fits)
             assert is_kept(pid, fits)
             session.module_unload(module)

@@ -194,7 +194,7 @@ def leave(node: Daemon, lease: GpuLease, device: str | None = None) -> MovedSess
         try:
             moved: MovedSession = ask(Opcode.LEASE_MOVE, LeaseMove(lease.lease_id, device), node.address)
         except (Busy, Unsupported) as error:
-            if time.monotonic() > until or not ("has sent something" in str(error) or "returning" in str(error)):
+            if time.monotonic() > until or not ("has sent a request" in str(error) or "returning" in str(error)):
                 raise
             time.sleep(0.01)
         else:

@@ -45,7 +45,7 @@ def test_variables_that_do_not_fit_take_nothing(daemon: Daemon, cards: Cards, si
     with watched(daemon, cards, GIB) as seen:
         check_main_job(seen.session)
         before = seen.figure()
-        with pytest.raises(LoadFailed, match="bytes of the card") as caught:
+        with pytest.raises(LoadFailed, match="bytes on the card") as caught:
             seen.session.module_load(with_variable(size_bytes))
         assert caught.value.hint
         assert seen.peak <= before + 4 * MIB
@@ -166,7 +166,7 @@ def load_for_ever(session: GpuSession, modules: list[Module]) -> None:
 def test_many_modules_stay_below_what_was_admitted(daemon: Daemon, cards: Cards) -> None:
     with watched(daemon, cards, 256 * MIB) as seen:
         modules: list[Module] = []
-        with pytest.raises(LoadFailed, match="bytes of the card"):
+        with pytest.raises(LoadFailed, match="bytes on the card"):
             load_for_ever(seen.session, modules)
         assert len(modules) > 300
         for module in modules[::2]:

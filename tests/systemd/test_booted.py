@@ -86,9 +86,9 @@ def test_an_address_that_the_service_can_not_have(host: BootedHost) -> None:
         assert re.search(says, host.shown("StatusText")), host.shown("StatusText")
 
     host.install(driver='"cpu"', vram='["64MiB"]', listen='"unix:/srv/d.sock"', http='"127.0.0.1:9400"')
-    check_it_is_left("/srv is read-only to the daemon; .*ReadWritePaths=/srv")
+    check_it_is_left("/srv is read-only for the daemon; .*ReadWritePaths=/srv")
     host.do("sed", "--in-place", "/^listen = /d", "/etc/gpulease/gpuleased.toml")
-    check_it_is_left("no socket unit hands it over.* enable gpulease-http.socket, or make a drop-in")
+    check_it_is_left("no socket unit passes it to the daemon.* enable gpulease-http.socket, or create a drop-in")
 
 
 @pytest.mark.exhaustive

@@ -43,8 +43,9 @@ SUBMIT_POLL_S: Final = 0.1
 
 _SUBMIT_RUNS: Final = Failure(
     Status.BUSY,
-    "a submit runs in the lease's memory: its session can't be opened meanwhile",
-    hint="Wait for the submit's answer; for both at a time acquire with GpuBuilder().submits(bytes).",
+    "a submit is using the lease's memory, so its session can't be opened now",
+    hint="Wait for the submit's reply. To use a session and submits at the same time, acquire with "
+    "GpuBuilder().submits(bytes).",
 )
 
 
@@ -216,7 +217,7 @@ class AttachHandler:
         self._tokens.not_attached(self._runtime.journal)
         failure = self._not_attached(attempt)
         if not is_durable:
-            failure = Failure(Status.BUSY, "that the token is used can't be written down now", hint="Try again.")
+            failure = Failure(Status.BUSY, "the use of the token can't be recorded now", hint="Try again.")
         self._refuse(attempt.request, failure)
 
     def _hand_over(self, attempt: _Attempt) -> bool:
@@ -264,7 +265,9 @@ class AttachHandler:
         if denial is not None:
             return denial.failure
         if attempt.submit is not None:
-            return Failure(Status.BUSY, "the submit's process did not take it over; nothing was run", hint="Try again.")
+            return Failure(
+                Status.BUSY, "the submit's process did not take over the connection; nothing was run", hint="Try again."
+            )
         return Failure(Status.BUSY, "the session can't take another connection now", hint="Try again.")
 
     def _abandon(self, attempt: _Attempt) -> None:
@@ -289,5 +292,5 @@ def token_of(options: tuple[Tlv, ...]) -> bytes | None:
     """Return the token among the options of ATTACH or GPU_SUBMIT, if any. Raises Refused if there are several."""
     values = [option.value for option in options if option.type == AttachOption.TOKEN]
     if len(values) > 1:
-        raise Refused(Failure(Status.INVALID_REQUEST, "one token at most is carried"))
+        raise Refused(Failure(Status.INVALID_REQUEST, "the request must carry at most one token"))
     return values[0] if values else None

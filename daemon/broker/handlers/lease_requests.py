@@ -245,5 +245,7 @@ def check_labels(required: Mapping[str, str], own: Mapping[str, str]) -> None:
     for key, value in required.items():
         if own.get(key) != value:
             has = f"it has {key}={own[key]}" if key in own else "it has no such label"
-            hint = "Ask a directory of the fleet for nodes with that label, or leave it out."
-            raise Refused(Failure(Status.UNSUPPORTED, f"this node is not labelled {key}={value}: {has}", hint=hint))
+            hint = "Ask a directory of the fleet for nodes with that label, or leave the label out."
+            raise Refused(
+                Failure(Status.UNSUPPORTED, f"this node does not have the label {key}={value}: {has}", hint=hint)
+            )

@@ -135,7 +135,13 @@ class NodeHandler:
     def metrics(self, request: Request, body: messages.Empty) -> None:
         """Serve METRICS: one text at a time, so that a peer that never reads has only one waiting."""
         if self._is_scraping:
-            raise Refused(Failure(Status.BUSY, "this connection's METRICS is being answered", hint="Ask one by one."))
+            raise Refused(
+                Failure(
+                    Status.BUSY,
+                    "this connection already has a METRICS request in progress",
+                    hint="Wait for its reply first.",
+                )
+            )
         self._is_scraping = True
 
         def on_text(result: messages.Metrics | Failure) -> None:
@@ -146,7 +152,7 @@ class NodeHandler:
 
     def health(self, request: Request, body: messages.Empty) -> None:
         if self._caller.peer.is_relayed:
-            raise Refused(Failure(Status.DENIED, "HEALTH is for peers on the daemon's host", hint="Ask there."))
+            raise Refused(Failure(Status.DENIED, "HEALTH is only for clients on the daemon's host", hint="Ask there."))
         self._caller.answer(request, messages.Report(self._health.report()))
 
     def refuse_as_node(self, request: Request, body: messages.Place | messages.Empty) -> None:
@@ -155,6 +161,7 @@ class NodeHandler:
             Failure(
                 Status.UNSUPPORTED,
                 f"{request.op.name}: this must be sent to a directory of a fleet, not to a node",
-                hint="Write its address without fleet:, or the address of a directory (`gpulease serve directory`).",
+                hint="Use the address of a directory (`gpulease serve directory`); for a single node, write "
+                "its address without fleet:.",
             )
         )

@@ -49,7 +49,12 @@ class RegionHandler:
 
         # The name goes to logs and terminals, so it must survive cleaning unchanged.
         if body.tenant != clean_text(body.tenant):
-            raise Refused(Failure(Status.INVALID_REQUEST, "the region's tenant must be the name of a tenant"))
+            raise Refused(
+                Failure(
+                    Status.INVALID_REQUEST,
+                    "the region's tenant must be the name of a tenant, without control characters",
+                )
+            )
         # A grant that can't be recorded would be revoked before its client learns of it.
         if (denial := self._runtime.journal.denial() or self._runtime.recorder.denial()) is not None:
             raise Refused(denial.failure)
@@ -83,7 +88,9 @@ class RegionHandler:
                 self._caller.answer_denied(request, outcome)
 
         if body.is_cancelled not in (0, 1):
-            raise Refused(Failure(Status.INVALID_REQUEST, "a region is cancelled by 1, and taken again by 0"))
+            raise Refused(
+                Failure(Status.INVALID_REQUEST, "is_cancelled must be 1 to cancel the region or 0 to resume it")
+            )
         permission = SPECS[request.op].needs.permissions
         tenant = self._tokens.acting_tenant(body.lease_id, permission)
         # Without a token for the region, one for the lease that contains it serves as well.

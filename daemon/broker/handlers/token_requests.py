@@ -69,7 +69,9 @@ class TokenHandler:
         """Serve CAPABILITY_REVOKE. The reply says whether a restarted daemon will know the revocation."""
 
         def on_done(is_durable: bool) -> None:
-            reason = "the token has ended, but that can't be written down now: a restart of the daemon may forget it"
+            reason = (
+                "the token is revoked, but that can't be recorded now: after a restart the daemon may accept it again"
+            )
             failure = Failure(Status.BUSY, reason, hint="Ask again, or renew the lease, which ends all of its tokens.")
             self._caller.answer(request, messages.Empty() if is_durable else failure)
 
@@ -112,7 +114,10 @@ class TokenHandler:
         """Return the requested permissions, if the peer may grant them."""
         if body.permissions & ~int(ALL_PERMISSIONS):
             raise Refused(
-                Failure(Status.INVALID_REQUEST, f"permissions {body.permissions:#x} have bits that are not known here")
+                Failure(
+                    Status.INVALID_REQUEST,
+                    f"permissions {body.permissions:#x} have bits that this daemon does not know",
+                )
             )
         permissions = Permission(body.permissions)
         # Where renewals need a token, a tenant must not issue one to itself.
@@ -120,14 +125,15 @@ class TokenHandler:
         if Demand.RENEW in self._service.demands:
             by_operators |= Permission.LEASE_RENEW
         if permissions & by_operators and not self._peer.is_operator:
-            raise Refused(Failure(Status.DENIED, f"{(permissions & by_operators)!s} can be given by operators only"))
+            raise Refused(Failure(Status.DENIED, f"only operators can give {permissions & by_operators!s}"))
         # One token is about one thing: the node, or a lease.
         if (body.lease_id == NODE_LEASE) != (permissions == Permission.LEASE_ALLOC) and permissions:
             raise Refused(
                 Failure(
                     Status.INVALID_REQUEST,
-                    "LEASE_ALLOC is about the node, lease 0, and every other permission about a lease",
-                    hint="Ask for two tokens.",
+                    "LEASE_ALLOC applies to the node (lease 0), and every other permission to a lease; "
+                    "one token can't have both",
+                    hint="Request two tokens.",
                 )
             )
         if body.lease_id != NODE_LEASE:

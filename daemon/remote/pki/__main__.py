@@ -41,7 +41,13 @@ def main() -> None:
 
 @main.command()
 @_FOLDER
-@click.option("--days", type=_DAYS, default=AUTHORITY_LIFE.days, show_default=True, help="How long it lasts.")
+@click.option(
+    "--days",
+    type=_DAYS,
+    default=AUTHORITY_LIFE.days,
+    show_default=True,
+    help="How long the authority's certificate is valid.",
+)
 def init(folder: Path, days: float) -> None:
     """Make the authority: its key, its certificate and an empty revocation list."""
     authority = PkiAuthority.create(folder, datetime.timedelta(days=days))
@@ -50,9 +56,13 @@ def init(folder: Path, days: float) -> None:
 
 @main.command()
 @_FOLDER
-@click.option("--server", multiple=True, metavar="HOST", help="Issue for a node with this host name; repeatable.")
-@click.option("--tenant", metavar="NAME", help="Issue for the tenant with this name.")
-@click.option("--days", type=_DAYS, default=LEAF_LIFE.days, show_default=True, help="How long it lasts.")
+@click.option(
+    "--server", multiple=True, metavar="HOST", help="Issue a certificate for a node with this host name; repeatable."
+)
+@click.option("--tenant", metavar="NAME", help="Issue a certificate for the tenant with this name.")
+@click.option(
+    "--days", type=_DAYS, default=LEAF_LIFE.days, show_default=True, help="How long the certificate is valid."
+)
 def issue(folder: Path, server: tuple[str, ...], tenant: str | None, days: float) -> None:
     """Make a certificate and its key. Revoked and expired ones are moved away."""
     if bool(server) == bool(tenant):

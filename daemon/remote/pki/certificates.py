@@ -115,16 +115,16 @@ class PkiAuthority:
             key = serialization.load_pem_private_key((folder / _CA_KEY).read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
             raise PkiError(
-                f"{folder} holds no authority that can be used: {_description(error)}; `gpulease pki init` makes one"
+                f"{folder} contains no usable authority: {_description(error)}; `gpulease pki init` makes one"
             ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise PkiError(f"{folder / _CA_KEY} is not a key made by this program")
+            raise PkiError(f"{folder / _CA_KEY} was not made by `gpulease pki init`")
         return cls(folder, certificate, key)
 
     def issue_server(self, hosts: Sequence[str], life: datetime.timedelta = LEAF_LIFE) -> Issued:
         """Issue a node's certificate for the host names and IP addresses by which tenants reach it. Raises PkiError."""
         if not hosts:
-            raise PkiError("a server's certificate needs the names that tenants reach it by")
+            raise PkiError("a server's certificate needs the host names by which tenants reach the server")
         names = [_host_name(host) for host in hosts]
         return self._issue(f"server-{_file_name(hosts[0])}", hosts[0], names, ExtendedKeyUsageOID.SERVER_AUTH, life)
 
@@ -145,11 +145,14 @@ class PkiAuthority:
         except (OSError, ValueError) as error:
             raise PkiError(f"it can't be revoked: {_description(error)}") from None
         if revoked.issuer != self.certificate.subject:
-            raise PkiError(f"{certificate} is not of this authority")
+            raise PkiError(f"{certificate} was not issued by this authority")
         if revoked.serial_number == self.certificate.serial_number:
-            raise PkiError(f"{certificate} is the authority's own; make another authority instead")
+            raise PkiError(
+                f"{certificate} is the authority's own certificate, which can't be revoked; make another "
+                "authority instead"
+            )
         if old.get_revoked_certificate_by_serial_number(revoked.serial_number) is not None:
-            raise PkiError(f"{certificate} is revoked already")
+            raise PkiError(f"{certificate} is already revoked")
         # The list is written whole: the old entries, the new one, and the next number (RFC 5280, 5.2.3).
         entry = (
             x509.RevokedCertificateBuilder()
@@ -275,4 +278,4 @@ def _description(error: Exception) -> str:
     """Return a sentence about a file's error. The library's own message describes its internals."""
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
-    return "its file must contain a certificate or key in PEM"
+    return "its file must contain a certificate or key in PEM format"

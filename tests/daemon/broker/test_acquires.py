@@ -231,7 +231,7 @@ def with_names(folder: Path, story: Callable[[NamedNode], Awaitable[None]]) -> N
 
 @pytest.mark.parametrize(
     ("size_bytes", "wait_ms", "why"),
-    [(0, 0, "The smallest"), (2000, 0, "was requested"), (100, 0xFFFFFFFF, "this node allows at most")],
+    [(0, 0, "must be at least"), (2000, 0, "was requested"), (100, 0xFFFFFFFF, "this node allows at most")],
 )
 def test_what_is_refused_in_any_case_is_not_claimed(tmp_path: Path, size_bytes: int, wait_ms: int, why: str) -> None:
     async def story(node: NamedNode) -> None:

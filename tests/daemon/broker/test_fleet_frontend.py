@@ -103,7 +103,7 @@ def test_health_metrics_and_the_log_warn_before_etcd_is_full(caplog: pytest.LogC
             return frontend.problem()
 
         assert weigh(79) == ""
-        assert "etcd at h2:2379 has 80% of its quota of 104857600 bytes" in weigh(80)
+        assert "etcd at h2:2379 uses 80% of its quota of 104857600 bytes" in weigh(80)
         assert "etcdctl defrag" in weigh(81)
         figures = frontend.figures()
         assert (figures.store_bytes, figures.store_quota_bytes) == (81 << 20, 100 << 20)
@@ -182,7 +182,7 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
 
     asyncio.run(story())
     texts = [answer.message for tenant, answer in answers if tenant == "ann" and isinstance(answer, Failure)]
-    assert "claims of tenant 'ann' wait at this node, as many as one tenant may have" in texts[0]
+    assert "claims waiting at this node, the maximum for one tenant" in texts[0]
     assert "this node has not joined its fleet" in texts[-1]
     assert isinstance(answers[-1][1], Failure)
 
@@ -193,7 +193,7 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
         (
             Note.REJECTED,
             "h1:2379: permission denied",
-            "refuses .* record: .* permission denied: give the user",
+            "refuses .* record: .* permission denied: give the etcd user",
         ),
         (Note.BEAT_UNKNOWN, "h1:2379: certificate has expired", "not answered in time: .* has expired: check ca"),
         (Note.BEAT_UNKNOWN, "h1:2379: it did not answer", "not answered in time: h1:2379: it did not answer$"),
@@ -248,7 +248,7 @@ def test_a_fault_at_an_answer_refuses_its_acquire_and_no_other_waits_for_ever() 
     frontend.claim_name(NameRequest("alpha", 1, "ann", 0), fail)
     frontend._on_message(ClaimGiven(1, "alpha", 7), [])
     assert isinstance(answers[1], Failure)
-    assert "failed at handling" in answers[1].message
+    assert "failed while handling" in answers[1].message
     for number in (2, 3):
         frontend.claim_name(NameRequest("beta", number, "ann", 0), fail)
     frontend._on_end()

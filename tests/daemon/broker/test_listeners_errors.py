@@ -30,15 +30,15 @@ except OSError as error:
 @pytest.mark.parametrize(
     ("number", "path", "never", "says"),
     [
-        (errno.EADDRINUSE, None, False, "can't listen on it: Address already in use; end who has it"),
+        (errno.EADDRINUSE, None, False, "can't listen on it: Address already in use; end the program that uses it"),
         (errno.EADDRNOTAVAIL, None, False, "can't listen on it: Cannot assign requested address"),
         (errno.EMFILE, None, False, "can't listen on it: Too many open files"),
         (errno.ENOSPC, "/run/d.sock.lock", False, "can't listen on it: No space left on device"),
-        (errno.EAFNOSUPPORT, None, True, "does without IPv6; name an IPv4 address"),
-        (errno.EACCES, None, True, "a port below 1024 is root's, or gpulease-x.socket hands it over"),
-        (errno.EACCES, "/d.sock.lock", True, "may not use /d.sock.lock; let it, or --listen elsewhere"),
+        (errno.EAFNOSUPPORT, None, True, "this host has no IPv6, .*; use an IPv4 address"),
+        (errno.EACCES, None, True, "a port below 1024 needs root, or gpulease-x.socket"),
+        (errno.EACCES, "/d.sock.lock", True, "may not use /d.sock.lock; give it permission, or choose another address"),
         (errno.EROFS, "/usr/d.sock.lock", True, "read-only there.*ReadWritePaths="),
-        (errno.ELOOP, "/x", True, "name another path"),
+        (errno.ELOOP, "/x", True, "use another path"),
     ],
 )
 def test_each_reason(number: int, path: str | None, never: bool, says: str) -> None:
@@ -64,6 +64,6 @@ def test_an_address_of_the_hosts_where_the_daemon_has_no_network() -> None:
     command = [*alone, sys.executable, "-P", "-c", BIND]
     said = subprocess.run(command, env=python_environment(), capture_output=True, text=True, check=True).stdout
     assert said.startswith(
-        "NeverListens can't listen on it: no socket unit hands it over, and the daemon has no network"
+        "NeverListens can't listen on it: no socket unit passes it to the daemon, and the daemon's network"
     )
-    assert "enable gpulease-tls.socket, or make a drop-in (systemctl edit gpuleased)" in said
+    assert "enable gpulease-tls.socket, or create a drop-in (systemctl edit gpuleased)" in said

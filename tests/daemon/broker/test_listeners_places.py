@@ -43,7 +43,7 @@ def test_its_own_folder_lets_in_whom_the_socket_does(
 def test_no_other_folder_is_made(tmp_path: Path, address: UnixAddress) -> None:
     with pytest.raises(
         NeverListens,
-        match=r"the folder .*/run does not exist: correct the path if it is mistyped, or create the folder",
+        match=r"the folder .*/run does not exist; correct the path, or create the folder",
     ):
         prepare_place(address, 0o660)
     assert not list(tmp_path.iterdir())
@@ -51,5 +51,5 @@ def test_no_other_folder_is_made(tmp_path: Path, address: UnixAddress) -> None:
 
 def test_its_own_folder_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "OWN_FOLDER", tmp_path / "no" / "run")
-    with pytest.raises(NeverListens, match=r"may not make the folder .*/no/run \(No such file or directory\)"):
+    with pytest.raises(NeverListens, match=r"may not create the folder .*/no/run \(No such file or directory\)"):
         prepare_place(UnixAddress(str(tmp_path / "no" / "run" / "d.sock")), 0o660)

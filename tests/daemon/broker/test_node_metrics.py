@@ -181,8 +181,8 @@ def test_a_fault_of_ours_is_told_and_costs_nobody_else_anything(caplog: pytest.L
     asyncio.run(run())
     assert [getattr(record, ATTRIBUTE)[1]["doing"] for record in caplog.records] == [
         "counting []",
-        "making the metrics' text",
-        "answering with the metrics",
+        "formatting the metrics",
+        "sending the metrics",
     ]
 
 
@@ -207,7 +207,7 @@ def test_a_connection_asks_one_by_one() -> None:
         scene = Scene()
         handler = scene.handler_for(OPERATOR)
         handler.metrics(REQUEST, Empty())
-        with pytest.raises(Refused, match="being answered") as caught:
+        with pytest.raises(Refused, match="already has a METRICS request in progress") as caught:
             handler.metrics(REQUEST, Empty())
         assert caught.value.failure.status is Status.BUSY
         await scene.answered(1)

@@ -131,7 +131,7 @@ def test_what_is_for_operators_is_refused_to_a_tenant_before_its_handler() -> No
             asking.dispatch(Request(op, 1, 0, False, body))
             (said,) = tenant.answers
             assert isinstance(said, Failure)
-            assert (said.status, f"{op.name} is for operators" in said.message) == (Status.DENIED, True)
+            assert (said.status, f"{op.name} is only for operators" in said.message) == (Status.DENIED, True)
             tenant.answers.clear()
         asking.leave()
 

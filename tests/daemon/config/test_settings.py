@@ -160,5 +160,5 @@ def test_what_is_no_settings_file(tmp_path: Path, text: bytes) -> None:
 def test_listening_nowhere(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("listen = []\n")
-    with pytest.raises(ConfigError, match="nothing to listen on"):
+    with pytest.raises(ConfigError, match="listen must name at least one address"):
         load_config(path, {})

@@ -24,8 +24,11 @@ NAMED = '[tenant_of_certificate]\n"DNS:build.example" = "build"\n'
         ),
         ("[tenants.gpuleased]\nmax_leases = 1\n", "'gpuleased' is not a valid tenant name"),
         (NAMED, "tenant_of_certificate needs a .tls. table"),
-        (f'{TLS}operators = ["root"]\n{NAMED}', "tls: operators has 'root', and no certificate"),
-        ("[limits]\nmax_ttl_s = 60\n[tenants.default]\nmax_ttl_s = 61\n", "max_ttl_s of 'default' is 61, and .* 60"),
+        (f'{TLS}operators = ["root"]\n{NAMED}', "tls: operators contains 'root', but no certificate"),
+        (
+            "[limits]\nmax_ttl_s = 60\n[tenants.default]\nmax_ttl_s = 61\n",
+            "max_ttl_s of 'default' must be at most 60, .*, not 61",
+        ),
     ],
 )
 def test_what_would_be_said_of_nobody(tmp_path: Path, text: str, said: str) -> None:
@@ -56,7 +59,7 @@ def test_cards_are_named_as_tenants_name_them() -> None:
     cards = [Card("GPU-ab12", 0, "A", 100, 10), Card("MIG-cd34", 1, "B", 100, 10)]
     check_devices(TenantRules(TenantLimits(devices=("0", "gpu-AB12", "ab12", "MIG-cd34"))), cards)
     with pytest.raises(
-        ValueError, match=r"devices of 'ann' has 'GPU-zz'; the cards of this host are 0 \(GPU-ab12\), 1"
+        ValueError, match=r"devices of 'ann' contains 'GPU-zz'; the cards of this host are 0 \(GPU-ab12\), 1"
     ):
         check_devices(TenantRules(by_name={"ann": TenantLimits(devices=("0", "GPU-zz"))}), cards)
 

@@ -42,7 +42,7 @@ def test_wrong_settings_are_told(table: Any, why: str) -> None:
 @pytest.mark.parametrize(
     ("table", "why"),
     [
-        ({}, "it is empty: name a certificate, or leave the table out"),
+        ({}, "it is empty: add a certificate, or leave the table out"),
         ({"ann.example": "ann"}, "is not a valid certificate name"),
         ({"DNS:*.example": "ann"}, "without wildcards"),
         ({"DNS:ann.example": "default"}, "not a valid tenant name"),

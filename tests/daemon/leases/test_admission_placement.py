@@ -69,7 +69,7 @@ def test_packing_never_puts_a_lease_beside_one_that_has_its_card_alone() -> None
     s = packing(card(0), card(1))
     s.active(1, 90, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)
     assert placed(s.acquire(2, 5)) == [(2, "GPU-b")]
-    assert "without other leases" in denied(s.acquire(3, 5, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)).message
+    assert "every card has other leases" in denied(s.acquire(3, 5, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)).message
 
 
 def test_packing_prefers_the_smaller_of_two_empty_cards() -> None:
@@ -154,12 +154,12 @@ def test_device_exclusivity_needs_an_empty_card_and_keeps_it_empty() -> None:
     s = Scenario()
     s.active(1, 10)
     refused = denied(s.acquire(2, 10, exclusivity=Exclusivity.DEVICE_EXCLUSIVE))
-    assert "without other leases" in refused.message
+    assert "every card has other leases" in refused.message
     end(s, 1)
     s.active(3, 10, exclusivity=Exclusivity.DEVICE_EXCLUSIVE)
     assert s.card().is_exclusive
     assert s.card().available_bytes == 0
-    assert "to themselves" in denied(s.acquire(4, 10)).message
+    assert "exclusive use of the cards" in denied(s.acquire(4, 10)).message
     s.do(FreeRequested(50, 3, "ann"))
     assert RequestDenied in kinds(s.acquire(5, 10)), "it lives until its bytes are proved back"
     s.gone(3)

@@ -140,7 +140,7 @@ def test_memory_that_the_next_worker_keeps_on_the_former_card_is_granted_to_nobo
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda: scenario(are_peers=False), "the cards are not peers"),
+        (lambda: scenario(are_peers=False), "the cards can't access each other's memory"),
         (lambda: scenario(limits=replace(LIMITS, direct_moves=False)), "direct_moves is off"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_parked_session_moves_through_the_host() -> None:
     one(s.do(MoveRequested(MOVE, 1, "ann", "1")), LeaveSession)
     s.do(SessionImaged(1, number, 1000))
     s.do(WorkerReady(1))
-    assert "not on its card" in one(s.do(SessionReturned(1, number, 50)), LeaseMoved).why_through_host
+    assert "already in host memory" in one(s.do(SessionReturned(1, number, 50)), LeaseMoved).why_through_host
 
 
 def test_a_card_without_room_for_the_session_now_gets_it_through_the_host() -> None:

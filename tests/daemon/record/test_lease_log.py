@@ -92,7 +92,9 @@ def test_a_tenant_whose_contexts_are_refused_or_left_in_a_loop(scene: Scene, cap
         scene.post(WorkerReady(7))
         for number in range(2 * BURST_RECORDS):
             scene.post(WorkerScrubbed(7, "the card shows more"))
-            gone = WarmEnded(FIRST_WARM_ID + number, "GPU-0", "its tenant has not come back", is_fenced=False)
+            gone = WarmEnded(
+                FIRST_WARM_ID + number, "GPU-0", "its tenant did not acquire another lease in time", is_fenced=False
+            )
             scene.follow(WorkerScrubbed(7), [gone])
         await scene.log.stop()
 

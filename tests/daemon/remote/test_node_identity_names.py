@@ -12,20 +12,20 @@ TAKEN = [
     (["URI:spiffe://here/jobs", ANN], TABLE, "jobs"),
 ]
 REFUSED = [
-    ([], {}, "no name of a tenant"),
-    (["DNS:ann"], {}, "no name of a tenant"),
-    (["URI:gpulease:Tenant:ann"], {}, "no name of a tenant"),
-    (["DNS:gpulease:tenant:ann"], {}, "no name of a tenant"),
-    ([ANN, "URI:gpulease:tenant:bob"], {}, "several names of tenants"),
-    ([ANN, ANN], {}, "several names of tenants"),
+    ([], {}, "no tenant name"),
+    (["DNS:ann"], {}, "no tenant name"),
+    (["URI:gpulease:Tenant:ann"], {}, "no tenant name"),
+    (["DNS:gpulease:tenant:ann"], {}, "no tenant name"),
+    ([ANN, "URI:gpulease:tenant:bob"], {}, "several tenant names"),
+    ([ANN, ANN], {}, "several tenant names"),
     ([ANN, "DNS:*.example"], {}, "a wildcard"),
     (["URI:gpulease:tenant:*"], {}, "a wildcard"),
     (["URI:gpulease:tenant:"], {}, "not a valid tenant name"),
     (["URI:gpulease:tenant:uid:0"], {}, "not a valid tenant name"),
     (["URI:gpulease:tenant:tcp"], {}, "not a valid tenant name"),
     (["URI:gpulease:tenant:ann\nbob"], {}, "not a valid tenant name"),
-    ([ANN], TABLE, "no name of a tenant"),
-    (list(TABLE), TABLE, "several names of tenants"),
+    ([ANN], TABLE, "no tenant name"),
+    (list(TABLE), TABLE, "several tenant names"),
 ]
 
 

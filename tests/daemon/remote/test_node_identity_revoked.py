@@ -38,5 +38,5 @@ def test_a_list_that_is_cut_off_is_told(tmp_path: Path) -> None:
     crl = x509.load_pem_x509_crl(authority.crl_path.read_bytes())
     der = crl.public_bytes(Encoding.DER)
     for cut in range(1, 60):
-        with pytest.raises(ValueError, match="cut off"):
+        with pytest.raises(ValueError, match="truncated"):
             list(_serials_of(der[:cut]))

@@ -85,7 +85,7 @@ def test_a_peer_has_its_whole_time_however_long_the_relay_was_stopped(
 def test_a_peer_that_is_late_by_itself_fails(shake: object) -> None:
     assert callable(shake)
     shake(Stalling(answers_s=SLOW_S))
-    with pytest.raises(relay.HandshakeFailed, match="not done within"):
+    with pytest.raises(relay.HandshakeFailed, match="not finished within"):
         shake(Stalling(answers_s=relay.HANDSHAKE_S + 0.1))
 
 

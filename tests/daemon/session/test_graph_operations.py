@@ -113,13 +113,13 @@ def bad_graphs(rig: Rig) -> list[tuple[str, GraphCreate | bytes, Status]]:
         ("outside the arena", made(rig.copy(Opcode.ARENA_READ, GRANULE_BYTES - 8)), wrong),
         ("outside the allocation", made(rig.copy(Opcode.ARENA_READ, 0, 65)), handle),
         ("not a live allocation", made(launch, buffers=(0x1230,)), handle),
-        ("kind 2 of 4 bytes", with_parameter(2, 4), wrong),
-        ("kind 0 of 0 bytes", with_parameter(0, 0), wrong),
-        ("kind 1 of 4 bytes", with_parameter(1, 4), wrong),
-        ("parameters of 40000 bytes", with_parameter(0, 40_000), wrong),
-        ("no such parameter", placed(FOUR, (2, 0, 12)), wrong),
-        ("or not a launch", placed(FOUR, (0, 2, 12)), wrong),
-        ("or not a launch", placed(FOUR, (0, 1, 0)), wrong),
+        ("kind 2 with 4 bytes", with_parameter(2, 4), wrong),
+        ("kind 0 with 0 bytes", with_parameter(0, 0), wrong),
+        ("kind 1 with 4 bytes", with_parameter(1, 4), wrong),
+        ("the parameters have 40000 bytes", with_parameter(0, 40_000), wrong),
+        ("the parameter does not exist", placed(FOUR, (2, 0, 12)), wrong),
+        ("or the node is not a launch", placed(FOUR, (0, 2, 12)), wrong),
+        ("or the node is not a launch", placed(FOUR, (0, 1, 0)), wrong),
         ("begins at 10", placed(FOUR, (0, 0, 10)), wrong),
         ("begins at 16", placed(FOUR, (0, 0, 16)), wrong),
         ("no unassigned argument of 8 bytes", placed(POINTER, (0, 0, 8)), wrong),
@@ -179,7 +179,7 @@ def test_a_graph_is_void_once_what_it_names_is_gone(rig: Rig, names: str) -> Non
     failure = rig.refused(Opcode.SYNC, Empty())
     assert (failure.status, failure.failed_request_id) == (Status.INVALID_HANDLE, number)
     assert failure.failed_op == Opcode.GRAPH_LAUNCH
-    assert ("is unloaded" if names == "module" else "is freed") in failure.message
+    assert ("was unloaded" if names == "module" else "was freed") in failure.message
     rig.ask(Opcode.GRAPH_DESTROY, Handle(graph))
     rig.ask(Opcode.GRAPH_DESTROY, Handle(other))
     desk, ledger = rig.session._graphs, rig.session._ledger

@@ -156,15 +156,15 @@ def test_refusals_are_not_remembered_as_plans() -> None:
     ("wrong", "said"),
     [
         ({"kernel": "other"}, "no kernel 'other'"),
-        ({"args": bytes(7)}, "the arguments must have 8 bytes, by their sizes, not 7"),
-        ({"args": bytes(9)}, "must have 8 bytes, by their sizes, not 9"),
+        ({"args": bytes(7)}, "the arguments must have 8 bytes, the sum of their sizes, not 7"),
+        ({"args": bytes(9)}, "must have 8 bytes, the sum of their sizes, not 9"),
         ({"arg_sizes": (4, 4)}, r"takes arguments of \[8\] bytes, not \[4, 4\]"),
         ({"arg_sizes": ()}, r"takes arguments of \[8\] bytes, not \[\]"),
         ({"grid_x": 0}, "at least 1 in every dimension"),
         ({"grid_z": 0}, "at least 1 in every dimension"),
         ({"block_y": 0}, "at least 1 in every dimension"),
-        ({"block_x": 1025}, "1025 threads a block; at most 1024 fit"),
-        ({"block_x": 2**31, "block_y": 2**31, "block_z": 4}, "threads a block"),
+        ({"block_x": 1025}, "a block of 1025 threads was requested; at most 1024 fit"),
+        ({"block_x": 2**31, "block_y": 2**31, "block_z": 4}, "threads was requested"),
     ],
 )
 def test_impossible_launches_are_refused(wrong: dict[str, object], said: str) -> None:
@@ -179,7 +179,7 @@ def test_the_kernels_own_limit_of_threads() -> None:
     kernel.max_threads_per_block = 64
     planner, _, launch = planner_for(kernel)
     plan_of(planner, replace(launch, block_x=64))
-    with pytest.raises(Refused, match="65 threads a block; at most 64"):
+    with pytest.raises(Refused, match="a block of 65 threads was requested; at most 64"):
         plan_of(planner, replace(launch, block_x=65))
 
 

@@ -68,7 +68,7 @@ def test_a_module_must_fit_before_it_is_loaded(device_bytes: int, kept_bytes: in
     if fits:
         ledger.check_module(device_bytes, 0, kept_bytes)
         return
-    with pytest.raises(ImageRejected, match=f"takes {device_bytes} bytes of the card.*room for 700") as caught:
+    with pytest.raises(ImageRejected, match=f"needs {device_bytes} bytes on the card.*room for 700") as caught:
         ledger.check_module(device_bytes, 0, kept_bytes)
     assert caught.value.hint
     assert ledger.charged_bytes == 300
@@ -99,7 +99,7 @@ def test_pages_that_modules_share_are_charged_until_all_are_gone() -> None:
     assert ledger.charged_bytes == 500
     # The next one has room in the page that is kept.
     ledger.check_module(700, 200, 0)
-    with pytest.raises(ImageRejected, match="takes 501 bytes"):
+    with pytest.raises(ImageRejected, match="needs 501 bytes"):
         ledger.check_module(701, 200, 0)
     ledger.remove_module(numbers[1])
     assert ledger.charged_bytes == 0
@@ -115,7 +115,7 @@ def test_the_number_of_allocations_is_bounded() -> None:
     for number in range(MAX_ALLOCATIONS):
         ledger.check_alloc(1)
         ledger.add_allocation(16 * number, 1)
-    with refused(Status.ALLOC_FAILED, "the most allowed"):
+    with refused(Status.ALLOC_FAILED, "the maximum"):
         ledger.check_alloc(1)
     ledger.remove_allocation(0)
     ledger.check_alloc(1)
@@ -178,7 +178,7 @@ def test_the_bytes_of_images_are_bounded() -> None:
     ledger = Ledger(SLICE)
     number = ledger.add_module(MadeModule(), MAX_IMAGE_BYTES - 5)
     ledger.check_load(5)
-    with refused(Status.LOAD_FAILED, "bytes of images"):
+    with refused(Status.LOAD_FAILED, "images of"):
         ledger.check_load(6)
     ledger.remove_module(number)
     ledger.check_load(MAX_IMAGE_BYTES)
@@ -193,7 +193,7 @@ def test_streams_take_of_the_allowance_and_then_of_the_slice_and_give_nothing_ba
     assert ledger.charged_bytes == 30
     ledger.add_allocation(0x1000, SLICE - 30)
     ledger.charge_streams(130)
-    with refused(Status.ALLOC_FAILED, "takes 1 bytes of the card; the slice has room for 0"):
+    with refused(Status.ALLOC_FAILED, "needs 1 bytes on the card; the slice has room for 0"):
         ledger.charge_streams(131)
     assert ledger.charged_bytes == SLICE
 
@@ -224,11 +224,11 @@ def test_dependents_learn_once_what_was_released() -> None:
     ledger.allocation_dependents.remove(0x10, 2)
     ledger.allocation_dependents.remove(0x30, 2)
     ledger.remove_allocation(0x10)
-    assert released == ["the allocation 0x10, which is freed"]
+    assert released == ["the allocation 0x10, which was freed"]
     ledger.add_allocation(0x10, 1)
     ledger.remove_allocation(0x10)
     ledger.remove_module(number)
-    assert released[1:] == [f"module {number}, which is unloaded"]
+    assert released[1:] == [f"module {number}, which was unloaded"]
 
 
 def test_a_variable_is_named_until_its_module_goes() -> None:

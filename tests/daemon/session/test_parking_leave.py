@@ -43,7 +43,7 @@ def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
     parking.bring_back(ReturnOrder(1))
     assert isinstance(parking.outbox.pop(), ReturnFailedReport)
     # An image from here would lack the graphs and the variables, which are made with the return.
-    with pytest.raises(CantLeave, match="must return to its card once before"):
+    with pytest.raises(CantLeave, match="must first return to its card"):
         parking.leave(LeaveOrder(1))
     assert not made
     parking.close()

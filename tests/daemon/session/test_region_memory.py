@@ -368,7 +368,7 @@ def test_a_context_that_had_a_region_serves_no_other_lease(made: RegionRig) -> N
     one = made.open()
     end(made, one)
     made.ask(Opcode.REGION_RELEASE, Handle(one.address))
-    with pytest.raises(DriverError, match="never used again"):
+    with pytest.raises(DriverError, match="never be used again"):
         made.session.release(lambda: None)
 
 

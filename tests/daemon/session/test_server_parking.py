@@ -745,7 +745,7 @@ def test_a_host_that_gives_no_memory_refuses_the_park_and_the_session_stays() ->
         os.close(fd)
         made.say(ParkOrder(1, time.monotonic_ns() + MINUTE_NS))
         refused = made.hear(ParkRefusedReport)
-        assert (refused.why, "no host memory" in refused.reason or "no memory" in refused.reason) == (
+        assert (refused.why, "too little host memory" in refused.reason or "no memory" in refused.reason) == (
             ParkRefusal.NO_MEMORY,
             True,
         )

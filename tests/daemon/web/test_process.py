@@ -187,7 +187,7 @@ def test_an_action_that_fails_is_answered_at_once(rig: WebRig, scene: Scene) -> 
 
     scene.revoke = fail  # type: ignore[method-assign]
     done = deleted(rig)
-    assert (done.status_code, "failed at this request" in done.text) == (500, True)
+    assert (done.status_code, "failed while handling this request" in done.text) == (500, True)
 
 
 @pytest.mark.exhaustive

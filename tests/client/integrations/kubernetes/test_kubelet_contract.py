@@ -472,7 +472,7 @@ def test_a_full_node_prepares_nothing_and_keeps_nothing(node: Node) -> None:
     second = claim_of(node, "16Mi", name="second")
     told = node.kubelet.prepare(second)
     assert isinstance(told, str)
-    assert "other leases hold the memory" in told
+    assert "other leases use the memory" in told
     assert len(node.daemon.leases()) == 1
     assert not (node.state / "claims" / f"{second.uid}.json").exists()
     assert node.kubelet.unprepare(first) == ""

@@ -218,7 +218,7 @@ def test_a_directory_names_tenants_as_the_nodes_do(tmp_path: Path, pki: Pki) -> 
                 await peer.close()
             nobody = await scene.connect(address, pki.context(pki.ops))
             assert isinstance(goodbye := await nobody.event(), Goodbye)
-            assert "no name of a tenant is in the certificate" in goodbye.failure.message
+            assert "no tenant name is in the certificate" in goodbye.failure.message
             await nobody.close()
 
     asyncio.run(run())

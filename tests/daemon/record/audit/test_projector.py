@@ -92,7 +92,7 @@ def test_a_whole_life() -> None:
     assert life.is_empty()
 
 
-@pytest.mark.parametrize(("why", "way"), [("", "direct"), ("the cards are not peers", "host")])
+@pytest.mark.parametrize(("why", "way"), [("", "direct"), ("the cards can't access each other's memory", "host")])
 def test_a_move_records_its_way_and_what_the_lease_used_on_the_card_that_it_left(why: str, way: str) -> None:
     lease = Life().granted().table.get(5)
     assert lease is not None
