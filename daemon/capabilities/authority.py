@@ -197,23 +197,23 @@ class CapabilityAuthority:
         if not secrets.compare_digest(claims.audience, audience):
             raise CapabilityDenied(
                 TokenCheck.AUDIENCE,
-                "the token is for another holder, or another node",
-                "Give the lease's tenant your own audience on this node.",
+                "the token was issued for another holder, or for another node",
+                "Give the lease's tenant your audience on this node, and ask for a new token.",
             )
         # A token from before the host's restart may seem to be valid for too long. Refuse it too.
         if not now_ms < claims.expires_ms <= now_ms + MAX_TOKEN_TTL_S * 1000:
-            raise CapabilityDenied(TokenCheck.EXPIRED, "the token has expired", "Get a new one.")
+            raise CapabilityDenied(TokenCheck.EXPIRED, "the token has expired", "Get a new token.")
         # Check what only the node knows: the lease's current state, and the revoked tokens.
         self._check_lease(claims)
         if self._revoked.is_used(claims.lease_id, claims.nonce):
-            raise CapabilityDenied(TokenCheck.REVOKED, "the token was revoked", "Ask who gave it for another.")
+            raise CapabilityDenied(TokenCheck.REVOKED, "the token was revoked", "Ask its issuer for another token.")
         # The claims and the appended blocks must both permit the use. `agrees` evaluates the blocks.
         permitted = claims.permissions & permission
         if not permitted or not tokens.agrees(opened, now_ms, next(iter(permitted))):
             raise CapabilityDenied(
                 TokenCheck.PERMISSION,
-                f"the token permits {_list(claims.permissions)}, and {_list(permission)} is needed",
-                "Get a token that permits it.",
+                f"the token permits only {_list(claims.permissions)}, but {_list(permission)} is needed",
+                "Get a token that permits the operation.",
             )
         # Check last whether the token was used, and whether its use can be remembered.
         if self._nonces.is_used(claims.lease_id, claims.nonce):
@@ -222,7 +222,7 @@ class CapabilityAuthority:
             raise CapabilityDenied(
                 TokenCheck.REPLAYED,
                 "too many tokens of this lease were used in the last minutes",
-                "Wait for some of them to expire.",
+                "Wait until some of them have expired.",
             )
         return claims
 
@@ -274,7 +274,7 @@ class CapabilityAuthority:
         if lease.generation != claims.generation:
             raise CapabilityDenied(
                 TokenCheck.GENERATION,
-                f"the token is of generation {claims.generation}, and the lease was renewed since",
+                f"the token is of generation {claims.generation}, but the lease was renewed after it was issued",
                 "Get a new token from the lease's tenant.",
             )
 
@@ -294,7 +294,9 @@ def _list(permissions: Permission) -> str:
 
 def _no_lease(lease_id: int) -> CapabilityDenied:
     return CapabilityDenied(
-        TokenCheck.LEASE, f"no active lease {lease_id:032x} exists here", "It may have ended: get a token for another."
+        TokenCheck.LEASE,
+        f"no active lease {lease_id:032x} exists here",
+        "The lease may have ended: get a token for another lease.",
     )
 
 

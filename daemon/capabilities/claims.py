@@ -87,17 +87,19 @@ class CapabilityRequest:
         """Raise CapabilityDenied for an impossible request."""
         # The authority trusts none of its callers: a request comes from a tenant.
         if not self.permissions:
-            raise _request("no permission was requested", "Name at least one.")
+            raise _request("no permission was requested", "Request at least one permission.")
         if len(self.audience) != AUDIENCE_BYTES:
-            raise _request(f"an audience has {AUDIENCE_BYTES} bytes", "Ask the holder for theirs.")
+            raise _request(f"an audience must have {AUDIENCE_BYTES} bytes", "Ask the token's holder for its audience.")
         # The bound also limits how long used nonces must be remembered.
         if not 0 < self.ttl_s <= MAX_TOKEN_TTL_S:
             raise _request(
-                f"a token can't live for {self.ttl_s:g} s; at most {MAX_TOKEN_TTL_S} s are given",
-                "Ask for less, and for another token in time.",
+                f"a token's lifetime must be more than 0 s and at most {MAX_TOKEN_TTL_S} s, not {self.ttl_s:g} s",
+                "Request a shorter lifetime, and another token before it ends.",
             )
         if self.nonce_bytes and len(self.nonce_bytes) != NONCE_BYTES:
-            raise _request(f"a nonce has {NONCE_BYTES} bytes", "Draw them at random, or leave that to the daemon.")
+            raise _request(
+                f"a nonce must have {NONCE_BYTES} bytes", "Choose nonces at random, or leave the choice to the daemon."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,9 @@ class KeyRing:
 
     def __init__(self, node_id: bytes, keys: list[tuple[int, bytes]], now_ns: int) -> None:
         if len(node_id) != NODE_ID_BYTES or any(len(private) != KEY_BYTES for _, private in keys):
-            raise ValueError(f"a node's id has {NODE_ID_BYTES} bytes, a key {KEY_BYTES}")
+            raise ValueError(f"a node's id must have {NODE_ID_BYTES} bytes, and a key {KEY_BYTES}")
         if not 0 < len(keys) <= MAX_KEYS or len({number for number, _ in keys}) < len(keys):
-            raise ValueError(f"a ring has 1 to {MAX_KEYS} keys, each with a number of its own")
+            raise ValueError(f"a key ring must have 1 to {MAX_KEYS} keys, each with a different number")
         self.node_id = node_id
         newest = max(number for number, _ in keys)
         # The file does not say when the older keys were retired. Counted from now, their tokens still end in time.
@@ -97,7 +97,7 @@ class KeyRing:
         """Sign with a new key from now on. The old one verifies until its last token has expired. Raises ValueError."""
         self._drop_old(now_ns)
         if len(self._keys) >= MAX_KEYS:
-            raise ValueError(f"{MAX_KEYS} keys are in use already")
+            raise ValueError(f"{MAX_KEYS} keys are already in use, the maximum")
         # The number only grows: a token that names a key means that one key.
         old = self.signing
         self._keys[old.number] = Key(old.number, old.private, now_ns)
@@ -143,7 +143,7 @@ def load_or_make(path: Path, now_ns: int) -> KeyRing:
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         os.close(fd)
-        raise KeyFileBroken(f"the key file {path} is a folder; name a file to be made in it")
+        raise KeyFileBroken(f"the key file {path} is a folder; name a file instead")
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.geteuid():
             raise KeyFileBroken(f"the key file {path} must be a file of the daemon's user with mode 0600")
@@ -199,5 +199,6 @@ def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
         # UnicodeDecodeError is a ValueError. An error never quotes a line, which may hold a key.
         reason = str(error) if "hex" not in str(error) else "a number is not hexadecimal"
         raise KeyFileBroken(
-            f"the key file {path} is broken: {reason}; restore it, or move it away for a new one"
+            f"the key file {path} is damaged: {reason}; restore it, or move it away so that the daemon "
+            "creates a new one"
         ) from None

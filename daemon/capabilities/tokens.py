@@ -45,7 +45,7 @@ _SOURCE: Final = (
 )
 _CLAIMS: Final = "claims($a, $b, $c, $d, $e, $f, $g, $h) <- grant($a, $b, $c, $d, $e, $f, $g, $h)"
 _PERMITTED: Final = "permitted($p) <- permit($p)"
-_BROKEN: Final = "Get a new token; this one was damaged, or something was appended that no daemon takes."
+_BROKEN: Final = "Get a new token: this one was damaged, or something that no daemon accepts was appended to it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def open_token(token: bytes, ring: KeyRing, now_ns: int) -> Opened:
     """Check a token's signatures and read it. Raises CapabilityDenied: MALFORMED or UNKNOWN_KEY."""
     # Before the library sees it: parsing costs time in proportion to the length.
     if len(token) > MAX_TOKEN_BYTES:
-        raise _malformed(f"a token has at most {MAX_TOKEN_BYTES} bytes, this one {len(token)}")
+        raise _malformed(f"a token must have at most {MAX_TOKEN_BYTES} bytes, not {len(token)}")
     # The library hides the callback's error, so the key, or the number of an unknown key, is recorded here.
     matches: list[Key] = []
     unknown: list[int | None] = []
@@ -174,12 +174,12 @@ def _read(biscuit: Biscuit) -> Claims:
     # Block 0 is the daemon's. Every other block may only narrow: fewer permissions, an earlier end.
     count = biscuit.block_count()
     if count > MAX_BLOCKS:
-        raise _malformed(f"a token has at most {MAX_BLOCKS} blocks, this one {count}")
+        raise _malformed(f"a token must have at most {MAX_BLOCKS} blocks, not {count}")
     remaining, narrowed_ms = None, None
     for number in range(1, count):
         # A third party's block would be evaluated with facts of its own.
         if biscuit.block_external_key(number) is not None:
-            raise _malformed(f"block {number} has a foreign signature")
+            raise _malformed(f"block {number} is signed by a third party")
         try:
             # The source must be exactly what `narrowing_source` writes; see the module's docstring.
             expires_ms, permissions = parse_narrowing(biscuit.block_source(number))

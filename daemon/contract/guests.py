@@ -62,14 +62,14 @@ class Guest:
         allowed = ", ".join(names_of(self.permissions & SESSION_PERMISSIONS))
         failure = Failure(
             Status.DENIED,
-            f"the token this connection attached with does not permit {name}, only {allowed}",
-            hint="Attach with a token that permits it.",
+            f"the token with which this connection attached does not permit {name}, only {allowed}",
+            hint="Attach with a token that permits the operation.",
         )
         # A quiet request has no reply of its own. The refusal would be reported at the next sync, which may come from
         # another connection.
         if frame.flags:
             raise FramingError(
-                f"{failure.message}; because the request was quiet, it ended the connection", failure.status
+                f"{failure.message}; the connection was closed, because the request was quiet", failure.status
             )
         return failure.to_frame(frame.op, request_id=frame.request_id, session_id=frame.session_id)
 

@@ -865,23 +865,23 @@ def managed_refused(variable: str, *, line: int = 0) -> ImageRejected:
     """Return the error for an image with a managed variable."""
     name = variable[:_SHOWN_NAME_CHARACTERS]
     where = f"line {line}: " if line else ""
-    reason = f"{where}the variable {name!r} is __managed__; managed memory is not supported on a lease"
-    hint = "Declare it __device__, or pass a buffer of mem_alloc to the kernel."
+    reason = f"{where}the variable {name!r} is __managed__; leases do not support managed memory"
+    hint = "Declare it __device__, or pass a buffer from mem_alloc to the kernel."
     return ImageRejected(reason, log=reason, line=line, hint=hint)
 
 
 def cooperative_refused(kernel: str) -> LaunchRejected:
     """Return the error for the plain launch of a kernel that synchronises its grid."""
     return LaunchRejected(
-        f"kernel {kernel} needs a cooperative launch: it synchronises its whole grid",
-        hint="Launch it on a card with cooperative=True, by itself: graphs and submits have no cooperative launches.",
+        f"kernel {kernel} needs a cooperative launch because it synchronizes its whole grid",
+        hint="Launch it on a card with cooperative=True, outside graphs and submits.",
     )
 
 
 def too_much_shared(kernel: str, size_bytes: int, static_bytes: int, most_bytes: int) -> LaunchRejected:
     """Return the error for a launch with blocks of more than `most_bytes` of shared memory, static and dynamic."""
     return LaunchRejected(
-        f"kernel {kernel}: {size_bytes} bytes of dynamic shared memory, plus {static_bytes} of its variables, "
-        f"are more than the {most_bytes} that a block can have on this device",
+        f"kernel {kernel}: {size_bytes} bytes of dynamic shared memory, plus {static_bytes} bytes of its "
+        f"variables, exceed the {most_bytes} bytes that a block can have on this device",
         hint="Use smaller tiles or fewer stages, which need less shared memory.",
     )

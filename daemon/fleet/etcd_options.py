@@ -26,9 +26,9 @@ async def done(client: EtcdClient, transaction: Transaction) -> TransactionAnswe
         case TransactionAnswer() as answer:
             return answer
         case TransactionRejected(reason):
-            raise NotDone(f"etcd refuses: {reason}")
+            raise NotDone(f"etcd refused the request: {reason}")
         case Unknown(reason):
-            raise NotDone(f"etcd did not answer, and what became of it is unknown: {reason}. Run this again")
+            raise NotDone(f"etcd did not answer, so the outcome is unknown: {reason}. Run this command again")
 
 
 def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,12 +50,20 @@ def etcd_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(etcd=settings, **others)
 
     for option in (
-        click.option("--etcd-key", type=FILE, help="The key of that certificate."),
-        click.option("--etcd-certificate", type=FILE, help="A certificate for etcd; its CN is etcd's user."),
+        click.option("--etcd-key", type=FILE, help="The private key of that certificate."),
         click.option(
-            "--etcd-ca", type=FILE, help="The file with the CA of etcd's certificates; without it, plain text."
+            "--etcd-certificate",
+            type=FILE,
+            help="A certificate for connections to etcd; its common name is the name of the user in etcd.",
         ),
-        click.option("--etcd", required=True, help="etcd's members: etcd://HOST[:PORT][,HOST[:PORT]...]."),
+        click.option(
+            "--etcd-ca",
+            type=FILE,
+            help="A file with the CA of etcd's certificates; without it, connections are not encrypted.",
+        ),
+        click.option(
+            "--etcd", required=True, help="The addresses of etcd's members: etcd://HOST[:PORT][,HOST[:PORT]...]."
+        ),
     ):
         with_settings = option(with_settings)
     return with_settings

@@ -87,18 +87,18 @@ async def fence(
         # Remove the record only in the incarnation that was just read: a node that has rejoined meanwhile is alive.
         removal = Transaction((CreateRevisionIs(key, last_incarnation),), node_removal(node_id))
         if not (await done(client, removal)).succeeded:
-            raise NotFenced(f"node {node_id} has joined again meanwhile: check it, and fence it again if necessary")
-        report(f"Node {node_id} is fenced: it can claim nothing more, and its claimed leases end.")
+            raise NotFenced(f"node {node_id} joined again during the fence: check it, and fence it again if necessary")
+        report(f"Node {node_id} is fenced: it can't claim any more names, and its leases with names end.")
     # List the claims after the removal: without its record the node can't add any.
     # Step 3: which names does it have?
     names = await done(client, Transaction(reads=(Get(NAMES, is_prefix=True),)))
     claims = [item for item in names.found[0] if _is_of(item, node_id, last_incarnation, report)]
     if node is None and not claims:
-        raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by one")
+        raise NotFenced(f"the fleet has no node {node_id}, and no name is claimed by such a node")
     # Step 4: wait until its leases have ended by themselves, whatever the node does.
     if waits and claims:
         wait_s = horizon_s * (1 + DEFAULT_TERMS.rho)
-        report(f"Waiting {wait_s:.1f} s, until its claimed leases have ended even if it can't be reached.")
+        report(f"Waiting {wait_s:.1f} s, until the node's leases with names have ended even if it can't be reached.")
         deadline_s = clock() + wait_s
         # Sleep in short steps: a long sleep would not count time for which this host is suspended.
         while (left_s := deadline_s - clock()) > 0:  # noqa: ASYNC110  # time passes, and nothing sets an event
@@ -118,13 +118,14 @@ def _horizon_s(items: tuple[KeyValue, ...]) -> float:
     key_text = HORIZON.decode()
     if not items:
         raise NotFenced(
-            f"etcd has no {key_text}, so it is unknown how long the node's leases live: nothing was done. Start a node,"
-            " which writes it, and fence again; or cut this node's power and use --pulled-the-plug"
+            f"etcd has no {key_text}, so it is unknown how long the node's leases can continue. Nothing "
+            "was done. Start a node, which writes the key, and fence again; or cut the dead node's power "
+            "and use --pulled-the-plug"
         )
     horizon_s = read_horizon_s(items[0].value)
     if isinstance(horizon_s, Unreadable):
         text = f"{key_text} can't be read ({horizon_s.reason}): nothing was done"
-        raise NotFenced(f"{text}. Put the nodes' horizon_s there, and fence again")
+        raise NotFenced(f"{text}. Write the nodes' horizon_s to that key, and fence again")
     return horizon_s
 
 
@@ -132,7 +133,10 @@ def _is_of(item: KeyValue, node_id: str, last_incarnation: int, report: Callable
     """Return whether a claim belongs to one of the node's memberships so far. Reports a claim that does not show it."""
     claim = read_claim(item.value)
     if isinstance(claim, Unreadable):
-        report(f"The claim {shown_key(item.key)} can't be read, so its node is unknown: it stays ({claim.reason}).")
+        report(
+            f"The claim {shown_key(item.key)} can't be read, so its node is unknown, and it was not deleted "
+            f"({claim.reason})."
+        )
         return False
     return claim.node_id == node_id and claim.incarnation <= last_incarnation
 
@@ -154,7 +158,7 @@ async def _free_names(client: EtcdClient, node_id: str, claims: list[KeyValue]) 
 @click.argument("node")
 @etcd_options
 @click.option("--pulled-the-plug", is_flag=True, help="Do not wait: the node certainly has no power.")
-@click.option("--yes", is_flag=True, help="Do not ask whether the node has no power; for scripts.")
+@click.option("--yes", is_flag=True, help="Do not ask whether the node's power is off; for scripts.")
 def main(node: str, etcd: EtcdSettings, pulled_the_plug: bool, yes: bool) -> None:
     """Remove NODE from the fleet. Its names become free one horizon later.
 

@@ -57,15 +57,15 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
         for shard in shards:
             if not shard.is_readable:
                 key = shown_key(shard.key)
-                text = f"{key} in etcd must be a part of a quota ({shard.unreadable})"
-                raise NotSet(f"{text}: once its leases have ended, `etcdctl del {key}`")
+                text = f"{key} in etcd can't be read as a part of a quota ({shard.unreadable})"
+                raise NotSet(f"{text}: once the leases of this part have ended, run `etcdctl del {key}`")
         # Step 2: new budgets, written only if no shard has changed since.
         spread(shards, total_bytes)
         compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
         if (await done(client, Transaction(compares, tuple(shard.put() for shard in shards)))).succeeded:
             return sum(shard.used_bytes for shard in shards)
     # Every attempt met a lease that began or ended.
-    raise NotSet(f"leases of {tenant} began or ended during each of {ATTEMPTS} attempts: run this again")
+    raise NotSet(f"leases of {tenant} began or ended during each of {ATTEMPTS} attempts: run this command again")
 
 
 async def set_default(client: EtcdClient, total_bytes: int) -> None:
@@ -87,7 +87,7 @@ async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
                 f"a quota that can't be read ({default.unreadable}), so their leases are refused: set it again,"
             )
         lines.append(f"{DEFAULT}: {default_text} for each tenant without a quota of its own.")
-    return lines or [f"{tenant}: no quota of its own, and no lease yet by the default."]
+    return lines or [f"{tenant}: no quota of its own, and no lease under the default quota yet."]
 
 
 def _sentences(items: tuple[KeyValue, ...]) -> Iterator[str]:
@@ -106,8 +106,8 @@ def _sentences(items: tuple[KeyValue, ...]) -> Iterator[str]:
         for entry in entries:
             nodes[entry.node_id] += entry.size_bytes
         total, used = sum(shard.budget_bytes for shard in shards), sum(shard.used_bytes for shard in shards)
-        origin = " by the default" if any(shard.default_revision for shard in shards) else ""
-        location = ", ".join(f"{size_text(size)} at {node}" for node, size in sorted(nodes.items()))
+        origin = " by default" if any(shard.default_revision for shard in shards) else ""
+        location = ", ".join(f"{size_text(size)} on {node}" for node, size in sorted(nodes.items()))
         of_nodes = f": {location}" if location else ""
         leases = counted(len(entries), "lease uses", "leases use")
         yield f"{tenant}: {size_text(total)}{origin}, of which {leases} {size_text(used)}{of_nodes}."

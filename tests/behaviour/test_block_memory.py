@@ -13,7 +13,7 @@ SLICE = 1 << 20
 def test_a_block_gets_what_the_card_has_and_no_byte_more(daemon: Daemon, way: Way) -> None:
     with daemon.builder(SLICE).submits(SLICE).acquire() as lease:
         assert way(lease, "reach", MOST_BYTES) == FOUND
-        with pytest.raises(LaunchFailed, match=f"{MOST_BYTES + 1} bytes .* more than the {MOST_BYTES} ") as caught:
+        with pytest.raises(LaunchFailed, match=f"{MOST_BYTES + 1} bytes .* exceed the {MOST_BYTES} ") as caught:
             way(lease, "reach", MOST_BYTES + 1)
         assert "reach" in str(caught.value)
         assert caught.value.failure.hint

@@ -301,7 +301,7 @@ def test_a_node_with_another_horizon_stays_out_and_says_why(pair: Fleet) -> None
     other = FleetNode(cluster, "other", horizon_s=HORIZON_S + 1)
     other.start().allowed_trouble.append("fleet")
     try:
-        told = f"horizon_s = {HORIZON_S}, and this node {HORIZON_S + 1}"
+        told = f"horizon_s = {HORIZON_S}, but this node has {HORIZON_S + 1}"
         wait_until(lambda: told in other.fleet_check()["detail"], "it is refused", seen=other.logs)
         with pytest.raises(GpuLeaseError, match=told):
             other.builder("alpha").acquire()
@@ -318,7 +318,7 @@ def test_a_second_daemon_of_one_node_id_stays_out(pair: Fleet) -> None:
     clone = FleetNode(cluster, node.node_id)
     clone.start().allowed_trouble.append("fleet")
     try:
-        told = "another daemon runs under this node's id"
+        told = "another daemon uses this node's id"
         wait_until(lambda: told in clone.fleet_check()["detail"], "it is refused", seen=clone.logs)
         with pytest.raises(GpuLeaseError, match=told):
             clone.builder(NAME).acquire()

@@ -134,8 +134,8 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     done = gpulease(*words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "Node n1 is fenced: it can claim nothing more, and its claimed leases end.",
-        "Waiting 2.0 s, until its claimed leases have ended even if it can't be reached.",
+        "Node n1 is fenced: it can't claim any more names, and its leases with names end.",
+        "Waiting 2.0 s, until the node's leases with names have ended even if it can't be reached.",
         "Free names: model-a.",
     ]
     assert [bool(keys(cluster, node_key(node_id))) for node_id in ("n1", "n2")] == [False, True]
@@ -209,7 +209,7 @@ def test_the_commands_of_a_fleet_say_which_values_they_can_t_read(cluster: EtcdC
         in quotas.stdout
     )
     assert "default: a quota that can't be read (Number out of range" in quotas.stdout
-    assert "in etcd must be a part of a quota" in gpulease("fleet", "quota", "ann", "1GiB", *etcd).stderr
+    assert "in etcd can't be read as a part of a quota" in gpulease("fleet", "quota", "ann", "1GiB", *etcd).stderr
     assert gpulease("fleet", "quota", "ann", "2048PiB", *etcd).returncode == 2
     fenced = gpulease("fleet", "fence", "n1", *etcd, "--pulled-the-plug", "--yes")
     assert "The claim /gpulease/v1/names/model-b can't be read, so its node is unknown: it stays" in fenced.stdout
@@ -219,7 +219,7 @@ def test_the_commands_of_a_fleet_say_which_values_they_can_t_read(cluster: EtcdC
 def test_a_fence_without_etcd_says_that_nothing_is_known(tmp_path: Path) -> None:
     done = gpulease("fleet", "fence", "n1", "--etcd", "etcd://127.0.0.1:1")
     assert done.returncode == 1
-    assert "etcd did not answer, and what became of it is unknown" in done.stderr
+    assert "etcd did not answer, so the outcome is unknown" in done.stderr
     assert gpulease("fleet", "fence", "n1", "--etcd", "h1").returncode == 2
 
 
@@ -263,7 +263,7 @@ UNUSED = ("--etcd", "etcd://127.0.0.1:1")
                 (
                     (*UNUSED, *SOMEWHERE, "--tenant-of-certificate", "URI:x:ann=ann", "--operator", "ops"),
                     2,
-                    "no --tenant-of-certificate names this tenant",
+                    "no --tenant-of-certificate gives a certificate this tenant's name",
                 ),
                 (("--etcd", "h1", *SOMEWHERE), 2, "must be an address of etcd"),
                 ((*UNUSED, "--listen", "tls:127.0.0.1:0"), 1, "TLS needs --certificate, --key and --client-ca"),

@@ -31,17 +31,17 @@ def fill(*nodes: FleetNode) -> list[GpuLease]:
 def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Path) -> None:
     with fleet(tmp_path, tenants=COUNTED) as (cluster, (first, second)):
         error = refused(first)
-        assert "has no quota in the fleet" in str(error)
+        assert "has no fleet quota" in str(error)
         assert "`gpulease fleet quota`" in error.hint
         quota(cluster, "default", "3MiB")
         leases = fill(first, first, second)
         for node, name in ((first, ""), (second, ""), (second, "model-a")):
             error = refused(node, name)
-            assert f"has a quota of {3 * MIB} bytes (3.0 MiB) in the fleet: 0 bytes" in str(error)
+            assert f"has a fleet quota of {3 * MIB} bytes (3.0 MiB): 0 bytes" in str(error)
             assert "Free a lease on any node" in error.hint
         tenant = f"uid:{os.getuid()}"
         told = quota(cluster, tenant)
-        assert told.startswith(f"{tenant}: {3 * MIB} bytes (3.0 MiB) by the default, of which 3 leases use")
+        assert told.startswith(f"{tenant}: {3 * MIB} bytes (3.0 MiB) by default, of which 3 leases use")
         assert all(f"{count * MIB} bytes ({count}.0 MiB) at node-{2 - count}" in told for count in (1, 2)), told
         freeing = threading.Timer(0.5, leases.pop(0).free)
         freeing.start()

@@ -73,7 +73,7 @@ def test_no_value_in_etcd_stops_a_fleet(tmp_path: Path) -> None:
             sound = cluster.control("get", shard, "--print-value-only").strip()
             for value in ('{"budget":1e999,"used":{},"default":0}', '{"budget":' + HUGE + ',"used":{},"default":0}'):
                 cluster.control("put", shard, value)
-                with pytest.raises(GpuLeaseError, match="can't be read: an operator of the fleet repairs it"):
+                with pytest.raises(GpuLeaseError, match="can't be read: an operator of the fleet must repair it"):
                     third.builder().acquire()
             cluster.control("put", shard, sound)
             third.builder().acquire().free()

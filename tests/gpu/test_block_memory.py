@@ -38,7 +38,7 @@ def test_a_block_gets_what_the_card_has_and_no_byte_more(
     lease: GpuLease, most_bytes: int, way: Way, kernel: str, own_bytes: int
 ) -> None:
     assert way(lease, kernel, most_bytes - own_bytes) == FOUND
-    with pytest.raises(LaunchFailed, match=f"more than the {most_bytes} "):
+    with pytest.raises(LaunchFailed, match=f"exceed the {most_bytes} "):
         way(lease, kernel, most_bytes - own_bytes + 1)
     # The default is for both kinds of shared memory together: beside a variable so much needs an opt-in, too.
     assert way(lease, kernel, DEFAULT_BYTES) == FOUND

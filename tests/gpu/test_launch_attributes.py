@@ -77,10 +77,10 @@ def test_what_does_not_fit_names_the_bound_and_the_session_goes_on(daemon: Daemo
     with daemon.builder(64 * MIB).acquire() as lease, GpuSession(lease) as session:
         module, cell = session.module_load(BARRIER), session.zeros(64, np.uint32)
         session.launch(module, "meet", [1 << 20], [1024], [cell, 1], cooperative=True)
-        with pytest.raises(LaunchFailed, match=r"1048576 blocks; at most \d+ of them run at once"):
+        with pytest.raises(LaunchFailed, match=r"1048576 blocks was requested; at most \d+ of its blocks"):
             session.sync()
         session.launch(module, "ranks", [64], [1], [cell], cluster=(64,))
-        with pytest.raises(LaunchFailed, match=r"clusters of 64 blocks; at most \d+ fit"):
+        with pytest.raises(LaunchFailed, match=r"clusters of 64 blocks were requested; at most \d+ fit"):
             session.sync()
         check_main_job(session)
 

@@ -188,9 +188,9 @@ class CudaContext:
         """
         # Step 1: refuse a context with data that a scrub can't reach. Such a context ends with its process.
         if self._leaves_traces:
-            raise DriverError("a module had variables, or called functions of the driver")
+            raise DriverError("a module had variables, or called driver functions")
         if len(self._streams) > 1:
-            raise DriverError("there were other streams")
+            raise DriverError("other streams existed")
         self._refuse_regions()
         # Step 2: make sure that nothing of the lease still runs, and that the card can't write the lease's host memory.
         self.sync()
@@ -203,7 +203,7 @@ class CudaContext:
 
     def _refuse_regions(self) -> None:
         if self._regions.reserved_bytes:
-            raise DriverError("there were regions: no other lease may use their addresses")
+            raise DriverError("it had regions, whose addresses no other lease may use")
 
     @property
     def compute_capability(self) -> int:
@@ -246,7 +246,8 @@ class CudaContext:
                 return cuda.mem_alloc(block_bytes(size_bytes))
             except cuda.MemoryError:
                 raise MemoryRefused(
-                    f"the card can't give {size_bytes} bytes in one piece now", hint="Free something or ask for less."
+                    f"the card can't provide {size_bytes} bytes in one piece now",
+                    hint="Free something, or request less.",
                 ) from None
             except cuda.Error as error:
                 raise self._error(error) from None
@@ -488,11 +489,13 @@ class CudaContext:
         if self._slice is None or not (self._pages.is_parked or self._pages.is_lent):
             raise DriverError("it is not parked")
         if self._has_system_calls:
-            raise DriverError("a module calls malloc, free or assert: the heap and its state belong to the context")
+            raise DriverError("a module calls malloc, free or assert, and their heap and state belong to the context")
         variables = [place for module in self._modules for place in module.variables()]
         size_bytes = sum(size for _, size in variables)
         if size_bytes > MAX_VARIABLE_BYTES:
-            raise DriverError(f"its modules' variables have {size_bytes} bytes, and may have {MAX_VARIABLE_BYTES}")
+            raise DriverError(
+                f"its modules' variables have {size_bytes} bytes; at most {MAX_VARIABLE_BYTES} are allowed"
+            )
         contents: list[tuple[int, bytes]] = []
         for address, size in variables:
             data = bytearray(size)
@@ -728,7 +731,7 @@ class CudaContext:
             # A launch's error is the launch's own, or the sticky error of an earlier kernel.
             if not self._is_usable():
                 raise self._lost(error) from None
-            hint = "Check grid, block and shared memory against what the kernel can take."
+            hint = "Check that grid, block and shared memory are within the kernel's limits."
             raise refused(result) or LaunchRejected(f"{kernel.name}: {error}", hint=hint) from None
         if self._markers is not None:
             self._call(self._markers.add_kernel, self._streams.selected, self._stream)
@@ -899,13 +902,13 @@ class CudaContext:
                 work_text = f"kernel {self._last_kernel}" if self._last_kernel else "a kernel of a graph"
             elif launches:
                 last = self._last_kernel or "a graph's"
-                work_text = f"one of {launches} launches since the last sync, the last of them {last}"
+                work_text = f"one of the {launches} launches since the last sync, of which the last is {last}"
             self._fault = KernelFault(
                 f"{reason} ({work_text}); the context is lost",
                 tag=self._launcher.state.tag if launches == 1 else 0,
                 kernel=self._last_kernel if launches == 1 else "",
                 context_lost=True,
-                hint="Free the lease and acquire another; run the kernel under compute-sanitizer to find the access.",
+                hint="Free the lease and acquire another. To find the access, run the kernel under compute-sanitizer.",
             )
         return self._fault
 

@@ -172,7 +172,7 @@ class _File:
 
 def _check_count(count: int, subject: str) -> None:
     if count > MAX_ROWS:
-        raise ValueError(f"{count} {subject} are more than {MAX_ROWS}")
+        raise ValueError(f"{count} {subject} were found; at most {MAX_ROWS} are supported")
 
 
 def weigh(cubin: bytes) -> Weight:
@@ -183,7 +183,7 @@ def weigh(cubin: bytes) -> Weight:
     try:
         return _measure(cubin, _open(cubin))
     except (struct.error, IndexError, ValueError) as error:
-        raise ImageRejected(f"the cubin's headers can't be followed: {error}", hint="Compile it again.") from None
+        raise ImageRejected(f"the cubin's headers are invalid: {error}", hint="Compile it again.") from None
 
 
 def _measure(cubin: bytes, file: _File) -> Weight:

@@ -267,7 +267,7 @@ class CudaGraph:
     def _rejected(self, step: KernelStep, problem: str) -> LaunchRejected:
         return LaunchRejected(
             f"{step.kernel.name}: {problem}",
-            hint="Check grid, block and shared memory against what the kernel can take.",
+            hint="Check that grid, block and shared memory are within the kernel's limits.",
         )
 
     def _check(self, answer: tuple[Any, ...]) -> Any:

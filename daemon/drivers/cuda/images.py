@@ -321,5 +321,6 @@ def _check(error: Any, log: bytearray | None = None) -> None:
         f"the image can't be loaded: {_words(error)}{': ' + first if first else ''}",
         log=message,
         line=int(line_match[1]) if line_match else 0,
-        hint="Compile it for this card's architecture or an earlier one, with a toolkit no newer than the driver.",
+        hint="Compile it for this card's architecture or an earlier one, with a toolkit that is not newer "
+        "than the driver.",
     )

@@ -67,8 +67,9 @@ def attributes_refused(
     if result == _TOO_LARGE and attributes.cluster is None:
         most = _most_at_once(kernel, block, shared_bytes)
         return LaunchRejected(
-            f"{kernel.name}: a cooperative launch of {math.prod(grid)} blocks; at most {most} of them run at once",
-            hint="Launch no more blocks than that, and let each do more.",
+            f"{kernel.name}: a cooperative launch of {math.prod(grid)} blocks was requested; at most "
+            f"{most} of its blocks can run at the same time",
+            hint="Launch at most that many blocks, and let each do more.",
         )
     # Clusters: the driver's error is general, so ask for the largest cluster that fits.
     if attributes.cluster is not None:
@@ -76,8 +77,8 @@ def attributes_refused(
         most = _largest_cluster(kernel, grid, block, shared_bytes)
         if blocks > most:
             return LaunchRejected(
-                f"{kernel.name}: clusters of {blocks} blocks; at most {most} fit on this card",
-                hint="Use smaller clusters, or none: cards of compute capability 9.0 and newer have them.",
+                f"{kernel.name}: clusters of {blocks} blocks were requested; at most {most} fit on this card",
+                hint="Use smaller clusters, or none; clusters need a card of compute capability 9.0 or newer.",
             )
     return None
 

@@ -470,7 +470,7 @@ class MappedPages:
         # Out of memory may pass (refused_memory.py); every other error is the context's.
         error = answer[0]
         if error == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise MemoryRefused("the card can't give this memory now", hint="Free something or ask for less.")
+            raise MemoryRefused("the card can't provide this memory now", hint="Free something, or request less.")
         if error:
             raise self._failure(error)
         return answer[1] if len(answer) > 1 else None

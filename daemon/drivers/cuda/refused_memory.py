@@ -43,8 +43,8 @@ def take_if_shown(take: Callable[[], _Taken], size_bytes: int, free_bytes: Calla
     """Return what `take` returns. Raises MemoryRefused; TooFewShown for a large size where the card shows less."""
     if size_bytes > SMALL_BYTES and (shown_bytes := free_bytes()) < size_bytes:
         raise TooFewShown(
-            f"the card can't give {size_bytes} bytes: it has {shown_bytes} bytes free",
-            hint="Free something or ask for less.",
+            f"the card can't provide {size_bytes} bytes: it has {shown_bytes} bytes free",
+            hint="Free something, or request less.",
         )
     return take()
 
@@ -72,7 +72,7 @@ def take_once_given(take: Callable[[], _Taken], size_bytes: int, free_bytes: Cal
             if shown_bytes >= size_bytes:
                 enough_s = now_s
             if now_s - enough_s >= SHORTAGE_S or now_s - began_s >= REFUSAL_WAIT_S:
-                waited = f"for {now_s - began_s:.1f} s of retries"
+                waited = f"after {now_s - began_s:.1f} s of retries"
                 # The driver's own refusal says nothing of the card's free bytes.
                 report_text = "" if isinstance(refused, TooFewShown) else f"; it reported {shown_bytes} bytes free"
                 raise MemoryRefused(f"{refused}{report_text} {waited}", hint=refused.hint) from None

@@ -103,13 +103,13 @@ class CudaRegions:
         """
         # Step 1: refuse what can be refused without the driver.
         if not self.granule_bytes:
-            raise DriverError("this card's driver can't map memory, so there are no regions")
+            raise DriverError("this card's driver can't map memory, so regions are not supported")
         if size_bytes <= 0 or size_bytes % self.granule_bytes:
             raise DriverError(f"a region's size must be a multiple of {self.granule_bytes} bytes, not {size_bytes}")
         if self.reserved_bytes + size_bytes > MAX_RESERVED_BYTES:
             raise OutOfMemory(
-                f"this session's regions have used {self.reserved_bytes} of {MAX_RESERVED_BYTES} bytes of addresses,"
-                " which are never used again",
+                f"this session's regions have used {self.reserved_bytes} of {MAX_RESERVED_BYTES} bytes of "
+                "addresses, which can't be used again",
                 hint="Free the lease and acquire another.",
             )
         # Step 2: take memory and addresses, map them and allow access; then queue a memset in a stream that nothing
@@ -197,9 +197,9 @@ class CudaRegions:
         if not self.reserved_bytes:
             return None
         if not self._is_in_range:
-            raise DriverError("its regions have used up the addresses that another process has for them")
+            raise DriverError("its regions have used up the addresses that another process could give them")
         if any(region.is_ending != region.is_ended for region in self._regions.values()):
-            raise DriverError("the end of one of its regions has failed")
+            raise DriverError("one of its regions could not be ended")
         # A region's pieces lie one after another in the host memory, because they were taken one after another.
         regions = [
             (address, region.size_bytes, region.pieces[0].saved_at, region.is_wiped, region.is_ended)

@@ -34,28 +34,45 @@ EXIT_CANNOT_SERVE: Final = 1
 
 @click.command("directory", context_settings={"help_option_names": ["-h", "--help"]})
 @etcd_options
-@click.option("--listen", "listen", multiple=True, required=True, help="tls:HOST:PORT, unix:PATH, or tcp: of loopback.")
-@click.option("--certificate", type=FILE, help="This directory's certificate for tenants, with those up to its CA.")
+@click.option(
+    "--listen",
+    "listen",
+    multiple=True,
+    required=True,
+    help="An address to listen on: tls:HOST:PORT, unix:PATH or, on loopback, tcp:HOST:PORT. Repeatable.",
+)
+@click.option(
+    "--certificate",
+    type=FILE,
+    help="This directory's certificate for tenants, followed by the certificates of the CAs above it.",
+)
 @click.option("--key", type=FILE, help="Its key.")
-@click.option("--client-ca", type=FILE, help="The CAs that tenants' certificates come from.")
-@click.option("--crl", type=FILE, help="A file with lists of revoked certificates, one for each of these CAs.")
-@click.option("--operator", "operators", multiple=True, help="A tenant who sees everybody's names. Repeatable.")
+@click.option("--client-ca", type=FILE, help="A file with the CAs that sign tenants' certificates.")
+@click.option("--crl", type=FILE, help="A file with lists of revoked certificates, one for each CA in --client-ca.")
+@click.option(
+    "--operator", "operators", multiple=True, help="A tenant that may see the names of all tenants. Repeatable."
+)
 @click.option(
     "--tenant-of-certificate",
     "tenants",
     multiple=True,
     metavar="NAME=TENANT",
-    help="An entry of the nodes' [tenant_of_certificate]: URI:... or DNS:... Repeatable.",
+    help="An entry of the nodes' [tenant_of_certificate], where NAME is URI:... or DNS:... Repeatable.",
 )
 @click.option(
     "--placement",
     type=click.Choice([order.value for order in PlacementOrder]),
     default="pack",
     show_default=True,
-    help="The fullest node that fits first, or the emptiest.",
+    help="Which node to name first: the fullest one that has room (pack), or the emptiest (spread).",
 )
-@click.option("--http", "http_address", metavar="HOST:PORT", help="Serve metrics over HTTP, on loopback.")
-@click.option("--http-host", "http_hosts", multiple=True, help="A further name in Host: a proxy's. Repeatable.")
+@click.option("--http", "http_address", metavar="HOST:PORT", help="Serve metrics over HTTP at this loopback address.")
+@click.option(
+    "--http-host",
+    "http_hosts",
+    multiple=True,
+    help="An additional accepted name in Host, such as a proxy's. Repeatable.",
+)
 def main(
     etcd: EtcdSettings,
     listen: tuple[str, ...],
@@ -149,7 +166,9 @@ def _of_certificate(texts: tuple[str, ...], operators: tuple[str, ...]) -> Mappi
     # An operator that no certificate can name is a typing mistake, which would never be noticed otherwise.
     for operator in operators:
         if operator not in names.values():
-            raise ValueError(f"--operator {operator}: no --tenant-of-certificate names this tenant")
+            raise ValueError(
+                f"--operator {operator}: no --tenant-of-certificate gives a certificate this tenant's name"
+            )
     return names
 
 

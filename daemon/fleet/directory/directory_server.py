@@ -203,7 +203,7 @@ class DirectoryServer:
             source = _source(sock)
             # Check the limits before doing any work: a refused connection costs an accept and a close.
             if source is None or self.connections >= MAX_CONNECTIONS or self._sources[source] >= MAX_PER_SOURCE:
-                self._refusals.add(str(source), "too many connections")
+                self._refusals.add(str(source), "the directory has too many connections")
                 sock.close()
                 continue
             self._sources[source] += 1
@@ -326,7 +326,7 @@ class DirectoryConnection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         # The timer first: it also bounds a peer that is refused below and does not read.
-        self._await(HELLO_TIMEOUT_S, f"no HELLO came within {HELLO_TIMEOUT_S:g} s")
+        self._await(HELLO_TIMEOUT_S, f"no HELLO arrived within {HELLO_TIMEOUT_S:g} s")
         try:
             self._peer = self._peer_of(transport)
         except NoTenant as error:
@@ -446,12 +446,16 @@ class DirectoryConnection(asyncio.Protocol):
             case Opcode.METRICS if self._peer.is_operator:
                 return Metrics(CONTENT_TYPE, self._metrics.text().decode())
             case Opcode.METRICS:
-                return Failure(Status.DENIED, "METRICS is for operators", hint="Ask as one: --operator names them.")
+                return Failure(
+                    Status.DENIED,
+                    "METRICS is only for operators",
+                    hint="Ask the fleet's operator to add you with --operator.",
+                )
             case _:
                 return Failure(
                     Status.UNSUPPORTED,
                     f"{request.op.name}: this is a fleet's directory, not a node",
-                    hint="Write its address behind fleet:, or ask a node at its own address (lease.address).",
+                    hint="Write this address as fleet:ADDRESS, or use the address of a node (lease.address).",
                 )
 
     def _answer(self, request: Request, result: Body | bytes | Failure) -> None:
@@ -480,13 +484,13 @@ class DirectoryConnection(asyncio.Protocol):
             self._transport.write(part)
 
     def _await_request(self) -> None:
-        self._await(IDLE_TIMEOUT_S, f"no request came within {IDLE_TIMEOUT_S:g} s")
+        self._await(IDLE_TIMEOUT_S, f"no request arrived within {IDLE_TIMEOUT_S:g} s")
 
     def _await_more(self) -> None:
         """Bound the time of a frame that has begun. Further bytes do not extend it."""
         is_mid_frame = self._connection.reader.is_mid_frame
         if is_mid_frame and not self._is_mid_frame and self._has_greeted:
-            self._await(STALL_TIMEOUT_S, f"a frame did not end within {STALL_TIMEOUT_S:g} s")
+            self._await(STALL_TIMEOUT_S, f"the rest of a frame did not arrive within {STALL_TIMEOUT_S:g} s")
         self._is_mid_frame = is_mid_frame
 
     def _await(self, seconds: float, reason: str) -> None:
@@ -512,7 +516,7 @@ def _faulty(request: Request) -> Failure:
     """Log the exception that is being handled, and return the failure for the peer."""
     log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"answering {request.op.name}")
     return Failure(
-        Status.INTERNAL, "the directory could not answer, by a fault of its own", hint="Report it to the operator."
+        Status.INTERNAL, "the directory failed while handling this request", hint="Report it to the operator."
     )
 
 

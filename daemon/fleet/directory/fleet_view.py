@@ -37,7 +37,7 @@ memory."""
 MAX_NAMES: Final = 500_000
 """Maximum number of claims of a view, about 500 bytes each, for the same reason."""
 
-NO_ROOM: Final = Unreadable("the directory has no room for it")
+NO_ROOM: Final = Unreadable("the directory has no room for another record")
 
 _NO_INVENTORY: Final = InventoryRecord()
 """The inventory of a node that has not written a readable one: without addresses, so never a candidate."""

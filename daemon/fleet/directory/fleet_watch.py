@@ -203,8 +203,8 @@ class FleetWatch:
             cause = "has not read the fleet's records from etcd yet"
         return Failure(
             Status.DISCONNECTED,
-            f"this directory {cause}, so it does not know which nodes live: {self._reason}",
-            hint="Ask another directory. The operator should check etcd and the network to it; leases continue.",
+            f"this directory {cause}, so it does not know which nodes are alive: {self._reason}",
+            hint="Use another directory. The operator should check etcd and the network to it; leases continue.",
         )
 
     def _placed(self, body: Place, tells_holder: bool) -> Placement | Failure:
@@ -216,7 +216,7 @@ class FleetWatch:
             return Failure(
                 Status.INVALID_REQUEST,
                 "the lease's name is not valid",
-                hint="Use up to 128 letters, digits, dots, dashes and underscores.",
+                hint="Use 1 to 128 letters, digits, dots, dashes and underscores.",
             )
         # Step 2: labels arrive as KEY=VALUE; one without "=" asks for an empty value.
         labels = dict(text.partition("=")[::2] for text in body.labels)

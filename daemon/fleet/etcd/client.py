@@ -137,7 +137,7 @@ class EtcdSettings:
         if self.cert_file is not None and self.ca_file is None:
             raise BadEtcdSettings("a certificate for etcd needs the CA of etcd's own certificates: set it too")
         if not self.timeout_s > 0:
-            raise BadEtcdSettings(f"a timeout of {self.timeout_s:g} s leaves etcd no time: set more than 0")
+            raise BadEtcdSettings(f"the timeout must be more than 0 s, not {self.timeout_s:g} s")
 
     def read_certificates(self) -> Certificates | None:
         """Return the files' present contents; None for plain text. Raises BadEtcdSettings."""
@@ -221,7 +221,9 @@ class EtcdClient:
             return await self._read(transaction.reads)
         request = _request(transaction)
         if (size_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
-            return TransactionRejected(f"the request has {size_bytes} bytes; at most {MAX_REQUEST_BYTES} are sent")
+            return TransactionRejected(
+                f"a request to etcd must have at most {MAX_REQUEST_BYTES} bytes, not {size_bytes}"
+            )
         # Compare and write in one request. If etcd reports lack of space, find out whether it wrote.
         outcome = await self._attempt(
             lambda member, limit_s: self._ask(member, transaction, request, limit_s), is_read=not transaction.writes
@@ -408,7 +410,7 @@ class EtcdClient:
                 kvs += _key_values(page.kvs)
                 size_bytes += page.ByteSize()
                 if size_bytes > MAX_READ_BYTES:
-                    return TransactionRejected(f"what is read has more than {MAX_READ_BYTES} bytes")
+                    return TransactionRejected(f"the values read from etcd have more than {MAX_READ_BYTES} bytes")
                 revision, cluster_id = revision or page.header.revision, page.header.cluster_id
                 is_last = not page.more
                 if not is_last:
@@ -421,12 +423,12 @@ class EtcdClient:
         """Distinguish a write that lack of space prevented from one that was done anyway."""
         read = await self.do(Transaction(reads=tuple(Get(write.key) for write in transaction.writes)))
         if not isinstance(read, TransactionAnswer):
-            return Unknown("etcd says that no space is left, and the keys can't be read back")
+            return Unknown("etcd reports that it has no space left, and the keys can't be read back")
         # A key with the written value, or without one after a deletion, may be the work of this write.
         for write, items in zip(transaction.writes, read.found, strict=True):
             value = items[0].value if items else None
             if value == (write.value if isinstance(write, Put) else None):
-                return Unknown("etcd says that no space is left, and the write may be done all the same")
+                return Unknown("etcd reports that it has no space left, but the write may have been done")
         # No key has the value that was written, so the transaction was not executed.
         return TransactionRejected(
             "etcd has no space left: compact and defragment it, raise its quota, and disarm its alarm"

@@ -31,7 +31,7 @@ def parse_endpoints(address: str) -> tuple[str, ...]:
             raise BadEtcdSettings(f"{host!r} in {address!r} must be a member of etcd: write HOST or HOST:PORT")
         endpoints.append(f"{match[1]}:{port}")
     if len(set(endpoints)) != len(endpoints) or len(endpoints) > MAX_ENDPOINTS:
-        raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS}")
+        raise BadEtcdSettings(f"{address!r} names a member twice, or more than {MAX_ENDPOINTS} members")
     return tuple(endpoints)
 
 

@@ -78,7 +78,7 @@ def _stamp_of(stat: os.stat_result) -> Stamp:
 def received_certificates(names: Sequence[str], fds: Sequence[int]) -> Certificates | None:
     """Return the contents of the passed open files, named by `names`; None without `ca`. Raises BadEtcdSettings."""
     if len(names) != len(fds):
-        raise BadEtcdSettings("the files of certificates could not be passed on: too many files are open")
+        raise BadEtcdSettings("the certificate files could not be passed on because too many files are open")
     try:
         # pread(2) leaves the offset alone: the descriptors share it with the sender.
         contents = {name: os.pread(fd, MAX_FILE_BYTES, 0) for name, fd in zip(names, fds, strict=True)}

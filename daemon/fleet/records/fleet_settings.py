@@ -103,22 +103,23 @@ class FleetSettings:
     ca: Annotated[
         Path | None,
         path_setting(
-            "The file with the CA of etcd's certificates; without it, plain text.", "/etc/gpulease/pki/etcd-ca.pem"
+            "A file with the CA of etcd's certificates; without it, connections are not encrypted.",
+            "/etc/gpulease/pki/etcd-ca.pem",
         ),
     ] = None
     certificate: Annotated[
         Path | None,
         path_setting(
-            "This node's certificate for etcd; its common name is the name of the node's user in etcd.",
+            "This node's certificate for connections to etcd; its common name is the name of the node's user in etcd.",
             "/etc/gpulease/pki/etcd-client.pem",
         ),
     ] = None
-    key: Annotated[Path | None, path_setting("The key of that certificate.", "/etc/gpulease/pki/etcd-client.key")] = (
-        None
-    )
+    key: Annotated[
+        Path | None, path_setting("The private key of that certificate.", "/etc/gpulease/pki/etcd-client.key")
+    ] = None
     node: Annotated[
         str,
-        Setting("This node's id, by default the host's name.", what="a node's id", read=parse_node, example='"gpu1"'),
+        Setting("This node's id; by default, the host's name.", what="a node's id", read=parse_node, example='"gpu1"'),
     ] = ""
     addresses: Annotated[
         tuple[str, ...],
@@ -141,8 +142,8 @@ class FleetSettings:
     horizon_s: Annotated[
         int,
         Setting(
-            "The membership deadline: after this many seconds without a heartbeat in etcd, the node's named leases"
-            " have ended.",
+            "The membership deadline: if etcd acknowledges no heartbeat for this many seconds, the "
+            "node's named leases end.",
             least=MIN_HORIZON_S,
             most=MAX_HORIZON_S,
         ),
@@ -150,15 +151,15 @@ class FleetSettings:
     isolated: Annotated[
         Isolated,
         Setting(
-            'What the node does with requests for leases without a name while it is cut off from etcd: "hold"'
-            ' refuses them, "serve" grants them.'
+            "How requests for leases without a name are handled while the node is cut off from etcd: "
+            '"hold" refuses them, "serve" grants them.'
         ),
     ] = Isolated.HOLD
     history_s: Annotated[
         int,
         Setting(
-            "Seconds of etcd's history that the fleet's nodes keep; they compact older revisions. 0: etcd compacts by"
-            " itself.",
+            "Seconds of etcd's history that the fleet's nodes keep; they compact older revisions. With 0 "
+            "they never compact, because etcd does so by itself.",
             least=MIN_HISTORY_S,
             most=MAX_HISTORY_S,
             or_zero=True,
@@ -180,7 +181,7 @@ class FleetSettings:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate and key belong together")
+            raise ValueError("certificate and key must be given together")
         if self.certificate is not None and self.ca is None:
-            raise ValueError("certificate needs ca, by which etcd is known")
+            raise ValueError("certificate needs ca, the CA of etcd's own certificate")
         check_bounds(self)

@@ -49,7 +49,7 @@ def read_record(kind: type[R], value: bytes) -> R | Unreadable:
     Ignores members that the kind does not have, so that nodes of two versions can form one fleet.
     """
     if len(value) > MAX_RECORD_BYTES:
-        return Unreadable(f"it has {len(value)} bytes; a record has at most {MAX_RECORD_BYTES}")
+        return Unreadable(f"a record must have at most {MAX_RECORD_BYTES} bytes, not {len(value)}")
     try:
         record: R = _decoder(kind).decode(value)  # type: ignore[arg-type]  # types are hashable
     except Exception as error:

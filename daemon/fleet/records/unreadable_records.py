@@ -70,8 +70,8 @@ class UnreadableRecords:
             parts.append(f"and {len(self._records) - MAX_SHOWN} more")
         values = counted(len(self._records), "value")
         return (
-            f"{values} in etcd can't be read: {', '.join(parts)}."
-            " Find out who wrote that, and delete it if no newer daemon did"
+            f"{values} in etcd can't be read: {', '.join(parts)}. Find out what wrote them; delete them "
+            "unless a newer daemon did"
         )
 
 

@@ -102,24 +102,27 @@ from gpulease.daemon.fleet.rules.quota_shards import QuotaShards
 from gpulease.daemon.fleet.rules.store_history import StoreHistory
 from gpulease.protocol.time_units import NS_PER_S
 
-_OPERATOR_STEP: Final = "an operator waits until no named lease of before runs anywhere, then"
+_OPERATOR_STEP: Final = "an operator must wait until no named lease from before runs anywhere, and then"
 
-RENEW: Final = f"{_OPERATOR_STEP} puts a new text: `etcdctl put {GENERATION.decode()} TEXT`"
+RENEW: Final = f"{_OPERATOR_STEP} write a new text: `etcdctl put {GENERATION.decode()} TEXT`"
 """The step that lets nodes join a store other than the one they knew."""
 
 NEW_HORIZON: Final = (
-    f"set the fleet's; to give all nodes another one, {_OPERATOR_STEP} `etcdctl del {HORIZON.decode()}`"
+    f"use the fleet's value; to change it for all nodes, {_OPERATOR_STEP} run `etcdctl del {HORIZON.decode()}`"
 )
 """The step that lets a node join with a horizon other than the fleet's."""
 
-CLOCK: Final = "until they agree, its horizons end earlier or its waits last longer; check the clocks of all of them"
+CLOCK: Final = (
+    "until they agree, this node's named leases end earlier or its waits last longer; check the clocks of all nodes"
+)
 
 DUPLICATE_NODE_ID: Final = (
-    "another daemon runs under this node's id: an operator gives each its own, as `node` of [fleet]"
+    "another daemon uses this node's id: an operator must give each node a different `node` in [fleet]"
 )
 
 FOREIGN_DAEMON: Final = (
-    "a daemon with this node's id was not stopped, and may run: this one joins once that was silent for"
+    "a daemon with this node's id was not stopped and may still run: this daemon joins once the other "
+    "has been silent for"
 )
 
 REMEMBER_NS: Final = 60 * NS_PER_S
@@ -132,9 +135,9 @@ RENEWED: Final = "an operator renewed the fleet's generation key or its horizon"
 
 RESTORED: Final = "etcd was restored from a backup"
 
-UNSETTLED: Final = "the fleet's generation was renewed, and leases of before may live"
+UNSETTLED: Final = "the fleet's generation was renewed, and leases from before may still be active"
 
-FOREIGN: Final = "etcd has this node's record from another daemon, or from a later state of this one's journal"
+FOREIGN: Final = "etcd's record of this node comes from another daemon, or from a later state of this daemon's journal"
 
 EPOCH_GAP: Final = 10**9
 """Number of epochs that a new generation skips. Among them are the epochs of claims that no living node knows. It is
@@ -331,8 +334,8 @@ class Member:
     def _difference(self, answer: TransactionAnswer, floor: int) -> str:
         """Return why an answer came from a store other than the joined one; "" if it did not."""
         if self._identity.cluster_id not in (0, answer.cluster_id):
-            return f"etcd is cluster {answer.cluster_id:x}, and was {self._identity.cluster_id:x}"
-        return f"etcd is at revision {answer.revision}, and was at {floor}" if answer.revision < floor else ""
+            return f"etcd's cluster id is {answer.cluster_id:x}, but was {self._identity.cluster_id:x}"
+        return f"etcd is at revision {answer.revision}, but was at {floor}" if answer.revision < floor else ""
 
     def _lose_store(self, text: str, answer: TransactionAnswer, due_ns: int = 0) -> None:
         """Lose the membership of a store that is not the joined one, or that is an earlier state of it.
@@ -370,7 +373,7 @@ class Member:
             difference = (
                 "a value that can't be read as its horizon_s" if stored_s is None else f"horizon_s = {stored_s:g}"
             )
-            text = f"the fleet has {difference}, and this node {self._horizon_s:g}"
+            text = f"the fleet has {difference}, but this node has {self._horizon_s:g}"
             act = NEW_HORIZON
         # Stay out, log the reason once for the operator, and check again after the time of a heartbeat.
         if text:
@@ -619,7 +622,7 @@ class Member:
         # Compare the claims in etcd with the leases that live. A lost claim may already be another node's, so this node
         # must end all claimed leases.
         if lost := self._claims.sweep(held_records, answer.revision, now_ns):
-            self._lose(Reason.LOST, f"the claim of {lost} is gone from etcd, and its lease lives")
+            self._lose(Reason.LOST, f"the claim of {lost} is missing in etcd, although its lease is active")
             return
         self._quotas.sweep(held_records, now_ns)
         self._history.observe(history, now_ns)
@@ -702,7 +705,7 @@ class Member:
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
-            self._membership.trouble = ClaimRefusal.ISOLATED, f"{UNSETTLED}: no name is free for another {left_s:.0f} s"
+            self._membership.trouble = ClaimRefusal.ISOLATED, f"{UNSETTLED}: no name can be claimed for another {left_s:.0f} s"
         # Several nodes may write at the same time. The next heartbeat reads which record was written.
         elif not self._is_settling:
             self._is_settling = True

@@ -25,7 +25,7 @@ from gpulease.protocol.time_units import NS_PER_S
 SILENT_PART: Final = 0.5
 """Part of the horizon after which a node counts as silent if its record was not changed."""
 
-ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: ask another node, or wait"
+ISOLATED_TROUBLE: Final = ClaimRefusal.ISOLATED, "this node is cut off from its fleet: use another node, or wait"
 """The refusal while this node is not a member, and an operator need not act."""
 
 UNREADABLE_NS: Final = 60 * NS_PER_S

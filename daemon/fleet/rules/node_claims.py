@@ -98,7 +98,9 @@ class NodeClaims:
     def add_request(self, claim: ClaimWanted, now_ns: int) -> None:
         """Take a request for a name; `advance` makes the first attempt."""
         if len(self._requests) >= MAX_REQUESTS:
-            self._refuse(claim, ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node")
+            self._refuse(
+                claim, ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node, the maximum: use another node"
+            )
             return
         self._requests[claim.request] = _ClaimRequest(claim, self._membership.nonce(), now_ns)
 
@@ -181,7 +183,7 @@ class NodeClaims:
             request.next_ns = now_ns + self._membership.retry_ns
             request.refusal = (
                 ClaimRefusal.UNKNOWN,
-                "the fleet's store did not answer: ask again, with the same request id",
+                "the fleet's store did not answer: repeat the request with the same request id",
             )
             return
         if isinstance(outcome, TransactionRejected):
@@ -219,7 +221,10 @@ class NodeClaims:
     def _taken(self, request: _ClaimRequest, read_node: str | None, answer: TransactionAnswer, now_ns: int) -> None:
         """Wait for a name that another claim has, and check the node that has it."""
         membership, name = self._membership, request.claim.name
-        request.refusal = ClaimRefusal.TAKEN, f"another lease has the name {name}: wait, or free it"
+        request.refusal = (
+            ClaimRefusal.TAKEN,
+            f"another lease has the name {name}: wait until it ends, or free it",
+        )
         request.next_ns = now_ns + membership.poll_ns
         if not answer.found[0]:
             # The name is free, so the failed condition was this node's membership. Its next heartbeat will show that.

@@ -143,7 +143,9 @@ class QuotaShards:
         """Take a request for bytes; `advance` makes the first attempt."""
         # Check the limit before the request is kept.
         if len(self._requests) >= MAX_REQUESTS:
-            self._refuse(demand, (ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node: ask another node"))
+            self._refuse(
+                demand, (ClaimRefusal.BUSY, f"{MAX_REQUESTS} claims wait at this node, the maximum: use another node")
+            )
         else:
             self._requests[demand.request] = _BytesRequest(demand, now_ns, self._read_nodes.get(demand.tenant, ()))
 
@@ -257,10 +259,10 @@ class QuotaShards:
         tenant = request.demand.tenant
         quota = self._quota(tenant, outcome)
         if isinstance(quota, Unreadable):
-            text = f"the fleet's quota of tenant {tenant!r} can't be read: an operator of the fleet repairs it"
+            text = f"the fleet quota of tenant {tenant!r} can't be read: an operator of the fleet must repair it"
             self._refuse_at_once(request, ClaimRefusal.REJECTED, text, now_ns)
         elif quota is None:
-            self._refuse_at_once(request, ClaimRefusal.NO_QUOTA, f"tenant {tenant!r} has no quota in the fleet", now_ns)
+            self._refuse_at_once(request, ClaimRefusal.NO_QUOTA, f"tenant {tenant!r} has no fleet quota", now_ns)
         # Step 2: grant it if an earlier attempt without an answer has written the entry.
         elif self._is_mine(quota.home.used.get(request.demand.lease_id)):
             self._grant(request, now_ns)
@@ -310,8 +312,8 @@ class QuotaShards:
         shards = quota.shards.values()
         total_bytes = sum(shard.budget_bytes for shard in shards)
         left_bytes = total_bytes - sum(shard.used_bytes for shard in shards)
-        quota_text = f"tenant {demand.tenant!r} has a quota of {size_text(total_bytes)} in the fleet"
-        request_text = f"{size_text(demand.size_bytes)} were asked for"
+        quota_text = f"tenant {demand.tenant!r} has a fleet quota of {size_text(total_bytes)}"
+        request_text = f"{size_text(demand.size_bytes)} was requested"
         # Waiting does not help: only an operator can enlarge the quota.
         if demand.size_bytes > total_bytes:
             self._refuse_at_once(request, ClaimRefusal.TOO_LARGE, f"{quota_text}, and {request_text}", now_ns)
@@ -320,12 +322,13 @@ class QuotaShards:
         if demand.size_bytes > left_bytes or len(home.used) >= MAX_ENTRIES:
             request.refusal = (
                 ClaimRefusal.TAKEN,
-                f"{quota_text}: {size_text(max(0, left_bytes))} are left, and {request_text}",
+                f"{quota_text}: {size_text(max(0, left_bytes))} is left, and {request_text}",
             )
             if demand.size_bytes <= left_bytes:
                 request.refusal = (
                     ClaimRefusal.BUSY,
-                    f"tenant {demand.tenant!r} has {MAX_ENTRIES} leases at this node and its like",
+                    f"tenant {demand.tenant!r} has {MAX_ENTRIES} leases on the nodes that share this part "
+                    "of its quota, the maximum",
                 )
             foreign = {entry.node_id for shard in shards for entry in shard.used.values()}
             # Nodes that the last attempt did not check come first, so that all get their turn.
@@ -404,7 +407,7 @@ class QuotaShards:
         else:
             request.refusal = (
                 ClaimRefusal.UNKNOWN,
-                "the fleet's store did not answer: ask again, with the same request id",
+                "the fleet's store did not answer: repeat the request with the same request id",
             )
         return False
 

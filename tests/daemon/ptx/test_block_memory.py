@@ -63,9 +63,9 @@ def test_a_byte_more_is_refused_in_every_way_to_launch(
     resting: CpuContext, out: int, name: str, own_bytes: int
 ) -> None:
     kernel, size_bytes = kernel_of(resting, name), MOST_BYTES - own_bytes + 1
-    with pytest.raises(LaunchRejected, match=f"kernel {name}: {size_bytes} bytes .* more than the {MOST_BYTES} "):
+    with pytest.raises(LaunchRejected, match=f"kernel {name}: {size_bytes} bytes .* exceed the {MOST_BYTES} "):
         resting.launch(kernel, ONE, ONE, size_bytes, params(out, 0), 1)
-    with pytest.raises(LaunchRejected, match=f"more than the {MOST_BYTES} "):
+    with pytest.raises(LaunchRejected, match=f"exceed the {MOST_BYTES} "):
         resting.graph([KernelStep(kernel, ONE, ONE, size_bytes, params(out, 0))])
     assert resting.native().record(kernel, ONE, ONE, size_bytes) is None
     assert resting.native().record(kernel, ONE, ONE, size_bytes - 1) is not None

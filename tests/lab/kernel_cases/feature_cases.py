@@ -202,7 +202,7 @@ def cooperative_barrier(t: Trial) -> Any:
 @case(
     "cooperative, atomics",
     cpu="the embedded driver runs blocks one after another",
-    cuda="a cooperative launch of 1048576 blocks; at most",
+    cuda="a cooperative launch of 1048576 blocks was requested; at most",
 )
 def cooperative_too_large(t: Trial) -> Any:
     given = [np.zeros(1, np.uint32), np.zeros(1, np.uint32)]

@@ -215,7 +215,7 @@ def rows_of(kind: int, row_bytes: int, count: int) -> bytes:
 def test_more_rows_than_real_cubins_have_are_refused_before_they_are_kept(image: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(ImageRejected, match=f"are more than {MAX_ROWS}"):
+        with pytest.raises(ImageRejected, match=f"were found; at most {MAX_ROWS}"):
             weigh(image)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -231,7 +231,7 @@ def test_names_that_share_their_bytes_are_not_kept_for_each_of_many_kernels() ->
 
 def test_a_name_that_never_ends_is_refused() -> None:
     image = cubin(CODE, symbols=(Symbol("m" * (64 << 10), OBJECT, 1, 0, 4, other=0x04),))
-    with pytest.raises(ImageRejected, match="can't be followed"):
+    with pytest.raises(ImageRejected, match="headers are invalid"):
         weigh(image)
 
 

@@ -36,7 +36,7 @@ def test_a_card_that_shows_no_room_for_a_while_is_believed(monkeypatch: pytest.M
 
 def test_a_large_refusal_says_the_free_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refused_memory, "SHORTAGE_S", 0.01)
-    said = rf"the card can't give {SMALL_BYTES + 1} bytes: it has 99 bytes free for \d+\.\d s of retries"
+    said = rf"the card can't provide {SMALL_BYTES + 1} bytes: it has 99 bytes free after \d+\.\d s of retries"
     with pytest.raises(MemoryRefused, match=f"^{said}$"):
         take_once_given(Taker(0), SMALL_BYTES + 1, lambda: 99, keep_waiting)
 

@@ -282,8 +282,8 @@ def test_peers_that_say_nothing_or_half_are_cut_off(tmp_path: Path, pki: Pki, mo
 
     cuts = {
         "HELLO_TIMEOUT_S": (silent, "no HELLO"),
-        "STALL_TIMEOUT_S": (half, "a frame did not end"),
-        "IDLE_TIMEOUT_S": (idle, "no request came"),
+        "STALL_TIMEOUT_S": (half, "the rest of a frame did not arrive"),
+        "IDLE_TIMEOUT_S": (idle, "no request arrived"),
     }
     # For TLS alone, where nobody here shakes hands.
     monkeypatch.setattr(directory_server, "HANDSHAKE_TIMEOUT_S", 0.1)

@@ -82,7 +82,7 @@ def put(key: bytes, value: bytes = b"v") -> Transaction:
 
 
 async def insist(client: EtcdClient, transaction: Transaction) -> TransactionAnswer:
-    """Ask until there is an answer, as only one may whose transaction may be done twice."""
+    """Ask until there is an answer, as only one may whose transaction may have been done twice."""
     while not isinstance(outcome := await client.do(transaction), TransactionAnswer):
         assert isinstance(outcome, Unknown)
     return outcome
@@ -504,9 +504,9 @@ def test_without_space_writes_are_rejected_and_reads_answered(tmp_path: Path) ->
                 outcome := await client.do(put(b"/full/%d" % written, bytes(64 << 10))), TransactionAnswer
             ):
                 written += 1
-            # A write at the edge may be done all the same; then none is.
+            # A write at the edge may have been done all the same; then none is.
             if isinstance(outcome, Unknown):
-                assert "may be done" in outcome.reason
+                assert "may have been done" in outcome.reason
             refused = await client.do(put(b"/claim"))
             assert isinstance(refused, TransactionRejected), refused
             assert "space" in refused.reason

@@ -66,7 +66,7 @@ def test_the_command_line_names_another_etcd_and_keeps_the_rest_of_the_table(tmp
         ('etcd = "etcd://h1,h1:2379"', "a member twice"),
         ("etcd = 5", "fleet.etcd must be a string such as etcd://HOST,HOST:PORT, not 5"),
         ('etcd = "etcd://h1"\nca = "ca.pem"', "ca"),
-        ('etcd = "etcd://h1"\ncertificate = "/c"', "certificate and key belong together"),
+        ('etcd = "etcd://h1"\ncertificate = "/c"', "certificate and key must be given together"),
         ('etcd = "etcd://h1"\ncertificate = "/c"\nkey = "/k"', "certificate needs ca"),
         ('etcd = "etcd://h1"\nnode = "a/b"', "fleet.node must be a node's id, not 'a/b'"),
         ('etcd = "etcd://h1"\naddresses = "tls:a:1"', "a list of addresses"),
