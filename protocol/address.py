@@ -97,7 +97,9 @@ def parse_address(text: str) -> Address:
         return TlsAddress(*_parse_host_and_port(text, scheme, rest))
     # The fleet scheme is known, but only `parse_fleet_address` accepts it.
     if text.startswith(FLEET_SCHEME):
-        raise ValueError(f"{text!r} is a fleet's address; a single daemon's is needed here, without {FLEET_SCHEME}")
+        raise ValueError(
+            f"{text!r} is a fleet's address; use the address of a single daemon here, without {FLEET_SCHEME}"
+        )
     raise ValueError(f"{text!r} is not an address: write unix:/path/to/socket, tcp:HOST:PORT or tls:HOST:PORT")
 
 
@@ -110,7 +112,7 @@ def parse_fleet_address(text: str) -> FleetAddress:
     parts = text.removeprefix(FLEET_SCHEME).split(",")
     # Count the parts before any is parsed, because parsing costs far more than splitting.
     if len(parts) > MAX_DIRECTORIES:
-        raise ValueError(f"{text[:40]!r}...: a fleet's address names at most {MAX_DIRECTORIES} directories")
+        raise ValueError(f"{text[:40]!r}...: a fleet's address must name at most {MAX_DIRECTORIES} directories")
     directories = tuple(parse_address(part) for part in parts)
     # Refuse a directory that is named twice: it would be asked twice, and would hide that a fleet has only one.
     if len(set(directories)) < len(directories):
@@ -123,7 +125,7 @@ def _parse_unix(text: str, path: str) -> UnixAddress:
         raise ValueError(f"{text!r}: the path of a Unix socket must be absolute")
     # Count bytes, not characters, because the kernel's limit is for the encoded path.
     if len(path.encode()) > MAX_UNIX_PATH_BYTES or "\0" in path:
-        raise ValueError(f"{text!r}: a Unix socket's path has at most {MAX_UNIX_PATH_BYTES} bytes and no NUL")
+        raise ValueError(f"{text!r}: a Unix socket's path must have at most {MAX_UNIX_PATH_BYTES} bytes and no NUL")
     return UnixAddress(path)
 
 

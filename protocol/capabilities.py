@@ -78,13 +78,13 @@ def narrowing_source(expires_ms: int, permissions: Permission | None) -> str:
     """
     # A daemon's pattern allows a bounded number of digits, so a token with a longer time could never be used.
     if not 0 <= expires_ms < 10**_MAX_EXPIRY_DIGITS:
-        raise ValueError(f"{expires_ms} ms is not a time of a node's clock")
+        raise ValueError(f"{expires_ms} ms is not a valid time of a node's clock")
     source = f"check if time($t), $t <= {expires_ms};\n"
     # Without permissions the block narrows only the time, and the daemon assumes that all permissions are kept.
     if permissions is None:
         return source
     if not permissions:
-        raise ValueError("a token that permits nothing is of no use")
+        raise ValueError("a token that permits nothing is useless: name at least one permission")
     # Sort the names, so that the same permissions always give the same bytes.
     names = ", ".join(f'"{name}"' for name in sorted(names_of(permissions)))
     return f"{source}check if permission($p), {{{names}}}.contains($p);\n"
@@ -97,7 +97,7 @@ def parse_narrowing(source: str) -> tuple[int, Permission]:
     """
     match = _NARROWING.fullmatch(source)
     if match is None:
-        raise ValueError("a block has something other than an expiry and a set of permissions")
+        raise ValueError("the block must contain only an expiry and a set of permissions")
     # A block without a permission check narrows only the time.
     if match[2] is None:
         return int(match[1]), ALL_PERMISSIONS

@@ -89,7 +89,7 @@ def parse_body(kind: type[T], payload: bytes | memoryview) -> T:
     # Bytes after the body are an error, so that no sender can rely on a receiver that skips them.
     rest_bytes = len(data) - stream.tell()
     if rest_bytes:
-        raise BodyError(f"{kind.__name__} is followed by {rest_bytes} bytes that belong to nothing")
+        raise BodyError(f"{kind.__name__} is followed by {rest_bytes} bytes that do not belong to it")
     return body  # type: ignore[no-any-return]
 
 

@@ -217,7 +217,7 @@ class Connection:
         if frame.request_id == 0:
             raise FramingError("request id 0 is reserved for goodbyes")
         if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise FramingError(f"more than {MAX_IN_FLIGHT} requests await their reply", Status.BUSY)
+            raise FramingError(f"{MAX_IN_FLIGHT} requests await their reply, the maximum", Status.BUSY)
         # Step 2: errors within this frame get an error reply; the state and the next frames are not affected.
         try:
             op = self._accept_request(frame)
@@ -244,12 +244,14 @@ class Connection:
             raise BodyError(f"{op.name} is not allowed in state {self.state.name}")
         if op in EVENTS_OF and frame.request_id in self._subscriptions:
             # With two subscriptions of one number, events and LEASE_UNSUBSCRIBE would be ambiguous.
-            raise BodyError(f"there is a subscription {frame.request_id} on this connection already")
+            raise BodyError(f"this connection already has a subscription {frame.request_id}")
         # The worker that takes over the connection does not know the broker's subscriptions and open requests.
         if op in HANDING_OVER and self._subscriptions:
-            raise BodyError(f"{op.name} on a connection that has subscriptions: end them first")
+            raise BodyError(f"{op.name} is not allowed while the connection has subscriptions: end them first")
         if op in HANDING_OVER and self._in_flight:
-            raise BodyError(f"{op.name} while other requests are in flight: wait for their replies first")
+            raise BodyError(
+                f"{op.name} is not allowed while other requests are in flight: wait for their replies first"
+            )
         if frame.is_quiet and trigger is not WireTrigger.SESSION_REQUEST:
             raise BodyError(f"{op.name} can't be quiet: only session operations can")
         return op
@@ -266,7 +268,7 @@ class Connection:
         # Every other frame must answer an open request with its own operation.
         op = self._in_flight.get(frame.request_id)
         if op is None or op != frame.op:
-            raise FramingError(f"a reply to request {frame.request_id}, which was not asked")
+            raise FramingError(f"a reply arrived for request {frame.request_id}, which was not sent")
         try:
             result = _failure_of(frame) if frame.status else parse_body(reply_body(op), frame.payload)
         except BodyError as error:
@@ -313,9 +315,13 @@ class Connection:
         """Return the request id and the bytes to write. Raises LocalProtocolError for a request not allowed now."""
         # Make the same checks as the daemon's `_accept_request`, so that a request that it would refuse is not sent.
         if op in HANDING_OVER and (self._in_flight or self._subscriptions):
-            raise LocalProtocolError(f"{op.name} while other requests are in flight, or there are subscriptions")
+            raise LocalProtocolError(
+                f"{op.name} is not allowed while other requests are in flight, or there are subscriptions"
+            )
         if type(body) is not request_body(op):
-            raise LocalProtocolError(f"{op.name} takes {request_body(op).__name__}, not {type(body).__name__}")
+            raise LocalProtocolError(
+                f"{op.name} must have a body of type {request_body(op).__name__}, not {type(body).__name__}"
+            )
         if quiet and request_trigger(op) is not WireTrigger.SESSION_REQUEST:
             raise LocalProtocolError(f"{op.name} can't be quiet: only session operations can")
         request_id = self.last_request_id + 1
@@ -349,7 +355,7 @@ class Connection:
         """Return the number for a session request and await its reply. The caller builds the request's frame."""
         # The daemon would end a connection that exceeds this limit, so fail only this request.
         if len(self._in_flight) >= MAX_IN_FLIGHT:
-            raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply already", Status.BUSY)
+            raise LocalProtocolError(f"{MAX_IN_FLIGHT} requests await their reply, the maximum", Status.BUSY)
         request_id = self.last_request_id + 1
         self.expect_reply_to(op, request_id)
         return self.next_request_id()

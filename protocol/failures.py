@@ -221,14 +221,15 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             Status.LEASE_EXPIRED,
             "the lease was orphaned",
             "was orphaned",
-            "Acquire a new lease, and keep a connection to it; with GpuBuilder().orphan_secs(0) it needs none.",
+            "Acquire a new lease, and keep a connection to it, or acquire it with "
+            "GpuBuilder().orphan_secs(0), so that it needs none.",
         ),
         # Ends that an operator, or the fleet, caused.
         "revoked": LeaseEnd(
             Status.REVOKED,
             "the lease was revoked",
             "was revoked",
-            "Ask the operator why before you acquire another.",
+            "Ask the operator for the reason before you acquire another lease.",
         ),
         "isolated": LeaseEnd(
             Status.REVOKED,
@@ -297,7 +298,7 @@ LEASE_ENDS: Final[Mapping[str, LeaseEnd]] = MappingProxyType(
             Status.SESSION_FAILED,
             "an image took longer to compile than the node allows",
             "ended because an image took longer to compile than this node allows",
-            "Load the image in parts, or as a cubin; the operator's limit is max_load_s.",
+            "Load the image in parts, or load a cubin; the operator's limit is max_load_s.",
         ),
     }
 )
@@ -308,8 +309,8 @@ _REGION_KEPT_END: Final = LeaseEnd(
     Status.SESSION_FAILED,
     "a region of the session could not be ended",
     "ended because one of its regions could not be ended",
-    "Keep launches that name regions shorter than the operator's region_grace_ms; if they are, report it to the"
-    " operator.",
+    "Keep launches that name regions shorter than the operator's region_grace_ms; if they already are, "
+    "report it to the operator.",
 )
 """Replaces the end of `kernel_timeout`, because that is about `max_kernel_secs`."""
 
@@ -340,11 +341,12 @@ SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
         # Statuses of one session or one connection; they end no lease.
         Status.DRAINED: ("the node was drained", LEASE_ENDS["drained"].hint),
         Status.TIMED_OUT: (
-            "the submit took more time than it was given",
-            "Give it more: .timeout_secs(seconds); or make the kernel shorter.",
+            "the submit took longer than its time limit",
+            "Set a longer limit with .timeout_secs(seconds), or make the kernel shorter.",
         ),
         Status.DENIED: (
-            "the token this connection attached with is over: it expired, was revoked, or the lease was renewed since",
+            "the token with which this connection attached is no longer valid: it expired or was "
+            "revoked, or the lease was renewed",
             "Get a new token and attach again.",
         ),
         Status.SESSION_FAILED: ("the session has failed", "Ask the daemon why, then acquire a new lease."),
@@ -374,10 +376,10 @@ def _cut_start(value: str) -> bytes:
 
 _REGION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(
     {
-        Status.REVOKED: ("was revoked", "Ask why it was revoked; open another region, and name that one."),
+        Status.REVOKED: ("was revoked", "Ask for the reason of the revocation; open another region, and use that one."),
         Status.LEASE_EXPIRED: ("has expired", "Open another region, and renew it in time."),
-        Status.LEASE_FREED: ("was freed", "Name it in no region set any more."),
-        Status.CANCELLED: ("is cancelled", "Leave it out of the region set until its cancel is taken back."),
+        Status.LEASE_FREED: ("was freed", "Remove it from every region set."),
+        Status.CANCELLED: ("is cancelled", "Leave it out of the region set until it is resumed."),
         Status.FENCED: ("has ended or never began", "Make a region set without it."),
     }
 )

@@ -108,7 +108,7 @@ def build_header(
     # Refuse a frame that the receiver would refuse, because the refusal would end the connection with every other
     # request.
     if payload_bytes > MAX_PAYLOAD_BYTES:
-        raise LocalProtocolError(f"a payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
+        raise LocalProtocolError(f"a payload must have at most {MAX_PAYLOAD_BYTES} bytes, not {payload_bytes}")
     if op >> 16:
         raise LocalProtocolError(f"an operation of {op:#x}; it is a u16")
     _check_header(flags, status, 0, LocalProtocolError)
@@ -134,7 +134,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> tup
     version = head >> 24 & 0xFF
     if version != PROTOCOL_VERSION:
         raise FramingError(
-            f"version {version} of the protocol; this side speaks version {PROTOCOL_VERSION}",
+            f"the peer uses version {version} of the protocol; this side uses version {PROTOCOL_VERSION}",
             Status.UNSUPPORTED,
         )
     # Accept an unknown operation here: the connection refuses it by name, and the stream continues.
@@ -224,7 +224,7 @@ class FrameReader:
         op, flags, status, length, request_id, session_id = parse_header(self.buffer, self.start)
         if length > self._max_payload_bytes:
             raise FramingError(
-                f"a payload of {length} bytes is announced; at most {self._max_payload_bytes} are taken here"
+                f"a payload of {length} bytes is announced; this side accepts at most {self._max_payload_bytes}"
             )
         if have < HEADER_BYTES + length:
             return None

@@ -91,13 +91,13 @@ def refusal(
         return 400, "There must be one Host header."
     # Check the name first: after DNS rebinding all other headers look like those of a genuine request.
     if known_hosts.own is not None and host_of(hosts[0]) not in known_hosts.own | known_hosts.named:
-        return MISDIRECTED, f"This server is not asked by that name: see {known_hosts.setting}."
+        return MISDIRECTED, f"This server does not have that name: see {known_hosts.setting}."
     # The name is acceptable. The header as a whole must also be safe in a URL.
     if not _is_host(hosts[0]):
         return 400, "The Host header must be a host and a port."
     # A request with two lengths may be the attack on proxies that the module describes.
     if b"content-length" in headers and b"transfer-encoding" in headers:
-        return 400, "There must be Content-Length or Transfer-Encoding, and not both."
+        return 400, "There must be either Content-Length or Transfer-Encoding, not both."
     # If the operator admits the page's origin, its browser checks the rest (Fetch Standard, CORS protocol).
     origins = headers.get(b"origin", [])
     if len(origins) == 1 and known_hosts.origins & {b"*", origins[0]}:

@@ -172,7 +172,7 @@ class ChoiceOption(LeaseOption[Choice, Default], Generic[Choice, Default]):
             return self.kind(number)
         except ValueError:
             choices = ", ".join(f"{member.value} ({member.name.lower()})" for member in self.kind)
-            message = f"{self.noun} {number} is not known here"
+            message = f"this daemon does not know {self.noun} {number}"
             raise Refused(Failure(Status.UNSUPPORTED, message, hint=f"Use {choices}.")) from None
 
 
@@ -231,7 +231,7 @@ class LabelsOption(LeaseOption[Mapping[str, str], Mapping[str, str]]):
         # Split once more than allowed: a text of a thousand commas is cut into MAX_LABELS + 1 parts, not a thousand.
         pairs = data.decode(errors="replace").split(",", MAX_LABELS)
         if len(pairs) > MAX_LABELS:
-            raise self._malformed(f"a lease asks for more than {MAX_LABELS} labels")
+            raise self._malformed(f"a lease may request at most {MAX_LABELS} labels")
         labels: dict[str, str] = {}
         for pair in pairs:
             key, equals, value = pair.partition("=")

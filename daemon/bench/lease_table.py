@@ -196,7 +196,9 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
         ValueError: `kinds` has a name that is not in KEPT.
     """
     if unknown := kinds - set(KEPT):
-        raise ValueError(f"the records to keep must be some of {', '.join(KEPT)}, not {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"the kinds of records to keep must be among {', '.join(KEPT)}, not {', '.join(sorted(unknown))}"
+        )
     figures: dict[str, float] = {}
     async with _runtime(leases, kinds) as (runtime, workers):
         # Each load starts from the leases that the one before it left.

@@ -131,23 +131,24 @@ NO_LIBRARY: Final = {
     ),
     Library.CUDA: Diagnosis(
         "the NVIDIA driver's libcuda.so.1 is not installed",
-        f"Install the driver's part for computing (libcuda1, nvidia-driver-cuda or the like), {OTHERWISE}",
+        f"Install the compute part of the driver (libcuda1, nvidia-driver-cuda or a similar package), {OTHERWISE}",
         os.EX_OSERR,
     ),
 }
 
 _MISMATCH: Final = Diagnosis(
-    "the NVIDIA kernel module{module} and the driver's libraries are of different versions",
-    "The driver was updated under it: reboot, or unload and load the kernel module once nothing uses the cards.",
+    "the NVIDIA kernel module{module} and the driver's libraries have different versions",
+    "The driver was updated while the module was loaded: reboot, or reload the kernel module when "
+    "nothing uses the cards.",
     os.EX_OSERR,
 )
 _LOST: Final = Diagnosis(
     "the driver has lost a card",
-    "Reset it (nvidia-smi --gpu-reset) or reboot; `dmesg | grep -i xid` shows what happened.",
+    "Reset it (nvidia-smi --gpu-reset), or reboot; `dmesg | grep -i xid` shows what happened.",
     os.EX_OSERR,
 )
 _MPS: Final = Diagnosis(
-    "CUDA was sent to an MPS daemon, which does not keep tenants apart",
+    "CUDA was redirected to an MPS daemon, which does not isolate tenants",
     "Stop it (echo quit | nvidia-cuda-mps-control), and unset CUDA_MPS_PIPE_DIRECTORY.",
     os.EX_OSERR,
 )
@@ -155,12 +156,12 @@ _MPS: Final = Diagnosis(
 BY_NUMBER: Final = {
     # NVML_ERROR_NO_PERMISSION.
     (Library.NVML, 4): Diagnosis(
-        "the daemon's user may not use the cards", "Let it open /dev/nvidia*, for reading and writing.", os.EX_NOPERM
+        "the daemon's user may not use the cards", "Give it read and write access to /dev/nvidia*.", os.EX_NOPERM
     ),
     # NVML_ERROR_DRIVER_NOT_LOADED.
     (Library.NVML, 9): Diagnosis(
         "the NVIDIA driver is not loaded",
-        "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it isn't.",
+        "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it is not loaded.",
         may_pass=True,
     ),
     # NVML_ERROR_TIMEOUT.
@@ -187,43 +188,48 @@ BY_NUMBER: Final = {
     # NVML_ERROR_LIB_RM_VERSION_MISMATCH.
     (Library.NVML, 18): _MISMATCH,
     # NVML_ERROR_IN_USE.
-    (Library.NVML, 19): Diagnosis("another program holds the driver", "Try again once it is done.", may_pass=True),
+    (Library.NVML, 19): Diagnosis(
+        "another program uses the driver exclusively", "Try again when that program has ended.", may_pass=True
+    ),
     # CUDA_ERROR_OUT_OF_MEMORY.
-    (Library.CUDA, 2): Diagnosis("CUDA finds no memory on the host", "Give the daemon more, or end what uses it."),
+    (Library.CUDA, 2): Diagnosis(
+        "CUDA found too little memory on the host", "Allow the daemon more memory, or end programs that use it."
+    ),
     # CUDA_ERROR_STUB_LIBRARY.
     (Library.CUDA, 34): Diagnosis(
-        "the libcuda.so.1 that is found is the CUDA toolkit's stub, which does nothing",
-        "Take the toolkit's folder `stubs` out of LD_LIBRARY_PATH and /etc/ld.so.conf.d.",
+        "the libcuda.so.1 that was found is the CUDA toolkit's stub, which does nothing",
+        "Remove the toolkit's folder `stubs` from LD_LIBRARY_PATH and /etc/ld.so.conf.d.",
         os.EX_OSERR,
     ),
     # CUDA_ERROR_NO_DEVICE.
     (Library.CUDA, 100): Diagnosis(
-        "CUDA sees no card", "Unset CUDA_VISIBLE_DEVICES, and see that nvidia-smi lists the cards.", may_pass=True
+        "CUDA sees no card", "Unset CUDA_VISIBLE_DEVICES, and check that nvidia-smi lists the cards.", may_pass=True
     ),
     # CUDA_ERROR_ECC_UNCORRECTABLE.
     (Library.CUDA, 214): Diagnosis(
         "a card's memory has an error that can't be corrected",
-        "Reset the card, and replace it if that comes back.",
+        "Reset the card, and replace it if the error returns.",
         os.EX_OSERR,
     ),
     # CUDA_ERROR_OPERATING_SYSTEM.
     (Library.CUDA, 304): Diagnosis(
-        "the operating system refuses CUDA a call",
-        "See `dmesg`, and that /dev/nvidia-uvm can be opened and memory be locked (LimitMEMLOCK=).",
+        "the operating system refused a call of CUDA's",
+        "See `dmesg`; check that /dev/nvidia-uvm can be opened and that memory may be locked (LimitMEMLOCK=).",
         may_pass=True,
     ),
     # CUDA_ERROR_SYSTEM_NOT_READY.
     (Library.CUDA, 802): Diagnosis(
-        "the cards are joined by switches that are not set up yet",
-        "Start nvidia-fabricmanager, in exactly the driver's version{version}.",
+        "the switches that join the cards are not set up yet",
+        "Start nvidia-fabricmanager of exactly the driver's version{version}.",
         may_pass=True,
     ),
     # CUDA_ERROR_SYSTEM_DRIVER_MISMATCH.
     (Library.CUDA, 803): _MISMATCH,
     # CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE.
     (Library.CUDA, 804): Diagnosis(
-        "the libcuda.so.1 that is found is the forward compatibility package's, which these cards are not supported by",
-        "Take cuda-compat out of LD_LIBRARY_PATH and /etc/ld.so.conf.d, or update the driver.",
+        "the libcuda.so.1 that was found belongs to the forward compatibility package, which does not "
+        "support these cards",
+        "Remove cuda-compat from LD_LIBRARY_PATH and /etc/ld.so.conf.d, or update the driver.",
         os.EX_OSERR,
     ),
     # CUDA_ERROR_MPS_CONNECTION_FAILED, _MPS_RPC_FAILURE and _MPS_SERVER_NOT_READY.
@@ -232,8 +238,8 @@ BY_NUMBER: Final = {
     (Library.CUDA, 807): _MPS,
     # CUDA_ERROR_UNKNOWN.
     (Library.CUDA, 999): Diagnosis(
-        "CUDA fails without saying why",
-        "See `dmesg | grep NVRM`; after a suspend, load nvidia_uvm again.",
+        "CUDA failed without giving a reason",
+        "See `dmesg | grep NVRM`; after the host was suspended, reload nvidia_uvm.",
         may_pass=True,
     ),
 }
@@ -253,8 +259,8 @@ def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     diagnosis = BY_NUMBER.get((library, number))
     if diagnosis is None:
         return Diagnosis(
-            f"{library.value} fails with error {number}",
-            f"See that nvidia-smi works for the daemon's user, {OTHERWISE}",
+            f"{library.value} failed with error {number}",
+            f"Check that nvidia-smi works for the daemon's user, {OTHERWISE}",
         )
     # Versions are part of the sentence only if they are known.
     module = f" ({host.module_version})" if host.module_version else ""
@@ -273,7 +279,7 @@ def no_cards(host: Host) -> Diagnosis:
         return _no_such_card()
     return Diagnosis(
         "the NVIDIA driver lists no card",
-        "See `dmesg | grep NVRM`, which reports a card that can't be initialised.",
+        "See `dmesg | grep NVRM`, which reports cards that can't be initialized.",
         may_pass=True,
     )
 
@@ -285,22 +291,23 @@ def _shown(library: Library, host: Host) -> Diagnosis | None:
             return _no_such_card()
         return Diagnosis(
             "the NVIDIA kernel module is not loaded",
-            "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it can't be.",
+            "Load it (modprobe nvidia); `dmesg | grep NVRM` shows why it can't be loaded.",
             may_pass=True,
         )
     # NVML does not need nvidia-uvm, the node of CUDA's unified memory.
     needed = [name for name in host.missing if library is Library.CUDA or not name.endswith("-uvm")]
     if needed:
         return Diagnosis(
-            f"{_listed(needed)} not there",
-            "Have them made: nvidia-modprobe -u -c 0, or nvidia-persistenced.",
+            f"{_listed(needed)} missing",
+            "Create them with nvidia-modprobe -u -c 0, or run nvidia-persistenced.",
             may_pass=True,
         )
     for name, reason in host.closed:
         return Diagnosis(
             f"the daemon's user may not open {name} ({reason})",
-            "Give it the node's group or mode (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module);"
-            " under systemd allow it, too (DeviceAllow=).",
+            "Give the user the device's group, or change its mode (NVreg_DeviceFileGID and "
+            "NVreg_DeviceFileMode of the nvidia module). Under systemd, allow the device as well "
+            "(DeviceAllow=).",
             os.EX_NOPERM,
         )
     return None

@@ -35,8 +35,8 @@ def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
     # Only emulated cards may each have a size; for real cards there is one bound for all.
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
-            "several vram sizes were given for real cards",
-            hint="Give one size, the most that may be leased of each card, or none.",
+            "with real cards, vram must be one size, not several",
+            hint="Give one size, the most memory of each card that may be leased, or none.",
             status=os.EX_CONFIG,
         )
     try:

@@ -46,7 +46,7 @@ class EmbeddedCards:
         for size_bytes in sizes_bytes:
             if size_bytes > MAX_CARD_BYTES:
                 raise CardsUnavailable(
-                    f"an embedded card of {size_bytes} bytes; at most {MAX_CARD_BYTES} can be emulated",
+                    f"an emulated card must have at most {MAX_CARD_BYTES} bytes, not {size_bytes}",
                     hint="Give a smaller --vram.",
                     status=os.EX_CONFIG,
                 )

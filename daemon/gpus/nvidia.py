@@ -96,13 +96,13 @@ class NvidiaCards:
             used_bytes = self._processes(card_uuid).get(pid, 0)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
-                f"NVML can't list what runs on {card_uuid}: {error}", hint="Check it with nvidia-smi."
+                f"NVML can't list the processes on {card_uuid}: {error}", hint="Check the card with nvidia-smi."
             ) from None
         # Every worker has a context and holds bytes. 0 means that NVML lists the process by another number.
         if used_bytes == 0:
             raise CardsUnavailable(
-                f"NVML does not show what process {pid} holds on {card_uuid}",
-                hint="Run the daemon in the host's PID namespace: NVML numbers processes as the host does.",
+                f"NVML does not show the memory of process {pid} on {card_uuid}",
+                hint="Run the daemon in the host's PID namespace, because NVML uses the host's process numbers.",
             )
         return used_bytes
 
@@ -118,7 +118,7 @@ class NvidiaCards:
             after = self._processes(card_uuid)
         except pynvml.NVMLError as error:
             raise CardsUnavailable(
-                f"NVML can't report the card's memory: {error}", hint="Check it with nvidia-smi."
+                f"NVML can't report the card's memory: {error}", hint="Check the card with nvidia-smi."
             ) from None
         # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
         owned = sum(min(before_bytes, after.get(pid, 0)) for pid, before_bytes in before.items())
@@ -142,8 +142,8 @@ class NvidiaCards:
     def _facts(self, index: int, handle: Any, rows: Mapping[str, CardRow]) -> CardFacts:
         if _is_partitioned(handle):
             raise CardsUnavailable(
-                f"card {index} is in MIG mode, and leases on partitions are not supported",
-                hint="Turn MIG off on it, or leave it out of CUDA_VISIBLE_DEVICES.",
+                f"card {index} is in MIG mode, but leases on MIG partitions are not supported",
+                hint="Turn MIG mode off for this card, or remove the card from CUDA_VISIBLE_DEVICES.",
                 status=os.EX_OSERR,
             )
         uuid = str(pynvml.nvmlDeviceGetUUID(handle))

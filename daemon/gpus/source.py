@@ -159,7 +159,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
                 raise
             # Logged once, so that an operator who watches the start knows what it waits for.
             if tried == 1:
-                message = f"{error}; it is tried again for {RETRY_S:g} s. {error.hint}"
+                message = f"{error}; the daemon retries for {RETRY_S:g} s. {error.hint}"
                 log_event(LogEvent.CARDS_AWAITED, message, reason=str(error), hint=error.hint, patience_s=RETRY_S)
         await asyncio.sleep(wait_s)
 

@@ -46,7 +46,8 @@ def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: d
         if not is_certain:
             raise _unusable(
                 value,
-                f"CUDA may number these different cards otherwise than nvidia-smi, unless {ORDER_VARIABLE} is set",
+                "CUDA may number these different cards in another order than nvidia-smi, unless "
+                f"{ORDER_VARIABLE} is set",
             )
         if int(entry) < len(cards):
             return int(entry)
@@ -61,7 +62,7 @@ def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: d
 def _unusable(value: str, why: str) -> CardsUnavailable:
     return CardsUnavailable(
         f"{VARIABLE} is {value!r}, but {why}",
-        hint=f"Unset it to lease all cards, or list UUIDs, or numbers as nvidia-smi has them with "
-        f"{ORDER_VARIABLE}={_NVML_ORDER}.",
+        hint=f"Unset it to lease all cards, or list UUIDs, or with {ORDER_VARIABLE}={_NVML_ORDER} the numbers "
+        "that nvidia-smi shows.",
         status=os.EX_CONFIG,
     )

@@ -8,7 +8,7 @@ def check_installed(packages: Sequence[str], extra: str) -> None:
     """Check that packages can be imported. Raises ValueError with the extra that has them."""
     if missing := [name for name in packages if not _is_installed(name)]:
         raise ValueError(
-            f"{' and '.join(missing)} must be installed for it: pip install '.[{extra}]' in gpulease's repository"
+            f"{' and '.join(missing)} must be installed for this: pip install '.[{extra}]' in gpulease's repository"
         )
 
 

@@ -190,8 +190,8 @@ STACK_BYTES: Final = 1 << 20
 """Stack of each thread: 32 MiB in total. With the usual 8 MiB, a host that does not overcommit would count 256 MiB."""
 
 HINT: Final = (
-    "Let the daemon have more: TasksMax= and LimitNPROC= of its service, `ulimit -u`, pids.max of its control group,"
-    " or memory for their stacks."
+    "Raise its limits: TasksMax= and LimitNPROC= of its service, `ulimit -u`, pids.max of its control "
+    "group, or memory for the threads' stacks."
 )
 
 
@@ -199,7 +199,7 @@ class NoThread(CannotStart):
     """A thread that the daemon needs can't be started; a later start of the daemon may succeed."""
 
     def __init__(self) -> None:
-        super().__init__("this host lets the daemon start no more threads", HINT)
+        super().__init__("this host does not allow the daemon to start more threads", HINT)
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -82,7 +82,7 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
         # Meant for another process, of which this one is a child.
         return []
     if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
-        raise BadHandover(f"{_COUNT} is {count[:40]!r}: it must be a number of descriptors, {MAX_HANDED_OVER} at most")
+        raise BadHandover(f"{_COUNT} must be a number of descriptors, at most {MAX_HANDED_OVER}, not {count[:40]!r}")
     fds = range(FIRST_FD, FIRST_FD + int(count))
     # Names are optional. A list of another length can't be matched, so no socket gets a name.
     fd_names = names.split(":") if names else []
@@ -97,8 +97,8 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
         except OSError:
             subject = f"descriptor {fd}{f' ({name})' if name else ''}"
             raise BadHandover(
-                f"{subject}, passed by the service manager, must be a listening stream socket: ListenStream= in the "
-                ".socket unit, without Accept="
+                f"{subject}, passed by the service manager, must be a listening stream socket: use "
+                "ListenStream= in the .socket unit, without Accept="
             ) from None
     return sockets
 
@@ -167,8 +167,9 @@ def assign(sockets: Iterable[GivenSocket], listen: Mapping[Address, Sequence[tup
             )
             if owner is None:
                 raise BadHandover(
-                    f"the service manager handed over a socket at {given}, which neither listen nor http names:"
-                    f" there are {', '.join(map(str, listen))}; name it there, or take it out of the .socket unit"
+                    f"the service manager passed a socket for {given}, but listen and http name only "
+                    f"{', '.join(map(str, listen))}; add the address to the settings, or remove it from "
+                    "the .socket unit"
                 )
         assigned.by_address.setdefault(owner, []).append(given)
     for address, those in list(assigned.by_address.items()):

@@ -80,10 +80,10 @@ class UnixPlace:
             except OSError as error:
                 raise CannotListen(
                     f"can't listen on {self.address}: it is unknown whether the socket there is in use "
-                    f"({error.strerror}); remove it if it is not"
+                    f"({error.strerror}); if it is not, delete it"
                 ) from None
             if is_taken:
-                raise CannotListen(f"can't listen on {self.address}: another process does")
+                raise CannotListen(f"can't listen on {self.address}: another process listens on it")
             os.unlink(self.address.path)
         sock = bound_to_path(self.address.path, self._mode)
         self._file, self._is_made_here = file_at(self.address.path), True
@@ -127,7 +127,7 @@ class UnixPlace:
         except (CannotListen, OSError) as error:
             # A second daemon holds the lock until it has found that somebody listens.
             if not was_present and not self.problem:
-                self.problem = f"clients can't connect at {self.address}: its file is gone, and {error}"
+                self.problem = f"clients can't connect to {self.address}: its file was removed, and {error}"
                 self._report(PlaceChange.LOST, self.address.path, str(error))
             return None
         self.problem = ""
@@ -196,7 +196,7 @@ class PlaceLock:
             if self._is_at_path(fd):
                 return fd
             os.close(fd)
-        raise CannotListen(f"can't listen on {self._address}: another gpuleased does")
+        raise CannotListen(f"can't listen on {self._address}: another gpuleased listens on it")
 
     def _is_at_path(self, fd: int) -> bool:
         current_file = file_at(self.path)

@@ -50,7 +50,9 @@ class LogEvent(Enum):
         ("lease_id", "tenant", "size_bytes", "ttl_ms", "wait_ms", "exclusivity", "wanted_card"),
     )
     LEASE_QUEUED = LogKind("lease.queued", INFO, "the request waits in the queue", ("lease_id", "tenant"))
-    LEASE_PLACED = LogKind("lease.placed", INFO, "lease assigned to a worker", (*_LEASE, "is_warm", "waited_ms"))
+    LEASE_PLACED = LogKind(
+        "lease.placed", INFO, "the lease was assigned to a worker", (*_LEASE, "is_warm", "waited_ms")
+    )
     WORKER_READY = LogKind("worker.ready", INFO, "the worker has its context", ("lease_id", "worker_pid", "took_ms"))
     WORKER_FAILED = LogKind(
         "worker.failed", WARNING, "the worker could not make its context", ("lease_id", "worker_pid", "reason")
@@ -64,7 +66,7 @@ class LogEvent(Enum):
     LEASE_ADOPTED = LogKind(
         "lease.adopted",
         INFO,
-        "lease of an earlier daemon taken over",
+        "a lease of an earlier daemon was taken over",
         (*_OR_REGION, "worker_pid", "generation", "ttl_ms"),
     )
     # Sessions, regions and submits of a lease that is active.
@@ -103,13 +105,13 @@ class LogEvent(Enum):
     LEASE_UPGRADED = LogKind(
         "lease.upgraded",
         INFO,
-        "the session has left a worker of another version, for one of this version",
+        "the session moved from a worker of another version to one of this version",
         (*_LEASE, "worker_pid", "from_version", "moved_bytes", "took_ms"),
     )
     LEASE_PARK_FAILED = LogKind(
         "lease.park_failed",
         INFO,
-        "a session could not be parked, or could not return to its card, and stays where it is",
+        "a session could not be parked, or could not return to its card; it stays where it is",
         ("lease_id", "tenant", "why", "reason"),
     )
     FORWARD_REVOKED = LogKind(
@@ -120,22 +122,25 @@ class LogEvent(Enum):
     )
     SUBMIT_READY = LogKind("submit.ready", INFO, "a submit has its context", ("lease_id", "tenant", "worker_pid"))
     SUBMIT_ENDED = LogKind(
-        "submit.ended", INFO, "submit ended, its memory is proved free", ("lease_id", "tenant", "reason")
+        "submit.ended", INFO, "the submit ended, and its memory is proved free", ("lease_id", "tenant", "reason")
     )
     SUBMIT_FENCED = LogKind(
         "submit.fenced",
         WARNING,
-        "a submit can't be proved gone: its lease accepts no more submits",
+        "the end of a submit can't be proved: its lease accepts no more submits",
         ("lease_id", "tenant", "reason"),
     )
     # The end, in the order in which it happens.
     LEASE_WARNED = LogKind(
-        "lease.warned", INFO, "subscribers were notified how long the lease can last", ("lease_id", "left_ms", "reason")
+        "lease.warned",
+        INFO,
+        "subscribers were notified how long the lease can continue",
+        ("lease_id", "left_ms", "reason"),
     )
     LEASE_ENDING = LogKind(
         "lease.ending",
         INFO,
-        "lease is over: its work is refused",
+        "the lease has ended: its work is refused",
         (*_OR_REGION, "worker_pid", "cause", "reason", "held_ms", "late_ms"),
         warns_of_failures=True,
     )
@@ -197,13 +202,13 @@ class LogEvent(Enum):
     WORKER_OVER_SLICE = LogKind(
         "worker.over_slice",
         WARNING,
-        "a session is ended: it holds more of its card than was leased",
+        "a session is ended: it holds more of its card's memory than was leased",
         ("lease_id", "reason"),
     )
     WORKER_UNMEASURED = LogKind(
         "worker.unmeasured", WARNING, "a session is ended: its card's memory can't be read", ("lease_id", "reason")
     )
-    WARM_GONE = LogKind("warm.gone", INFO, "a pre-created context is gone", ("card", "reason"))
+    WARM_GONE = LogKind("warm.gone", INFO, "a pre-created context was ended", ("card", "reason"))
     WARM_REFUSED = LogKind(
         "warm.refused", INFO, "the lease's context is not reused for its tenant's next lease", ("lease_id", "reason")
     )
@@ -214,12 +219,14 @@ class LogEvent(Enum):
     DAEMON_MADE_FOLDER = LogKind(
         "daemon.made_folder", INFO, "created the folder for the socket, which did not exist", ("path", "mode")
     )
-    SOCKET_ANEW = LogKind("socket.anew", WARNING, "a socket's file was removed: the socket was made again", ("path",))
+    SOCKET_ANEW = LogKind(
+        "socket.anew", WARNING, "a socket's file was removed: the socket was created again", ("path",)
+    )
     SOCKET_LOCK_ANEW = LogKind(
-        "socket.lock_anew", WARNING, "the lock next to a socket was removed: it was made again", ("path",)
+        "socket.lock_anew", WARNING, "the lock next to a socket was removed: it was created again", ("path",)
     )
     SOCKET_LOST = LogKind(
-        "socket.lost", ERROR, "a socket's file was removed, and it can't be made again yet", ("path", "reason")
+        "socket.lost", ERROR, "a socket's file was removed, and it can't be created again yet", ("path", "reason")
     )
     DAEMON_STOPPING = LogKind("daemon.stopping", INFO, "stopping")
     DAEMON_FAILED = LogKind("daemon.failed", ERROR, "the daemon ends", ("hint", "status"))
@@ -241,20 +248,22 @@ class LogEvent(Enum):
     CARD_SHRANK = LogKind(
         "card.shrank",
         INFO,
-        "the driver, or programs outside the daemon, hold more of the card than before",
+        "the driver, or programs outside the daemon, hold more of the card's memory than before",
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )
     CARD_GREW = LogKind(
         "card.grew",
         INFO,
-        "the driver, or programs outside the daemon, hold less of the card than before",
+        "the driver, or programs outside the daemon, hold less of the card's memory than before",
         ("card", "capacity_bytes", "unowned_bytes", "outside_bytes"),
     )
     CARDS_AWAITED = LogKind(
         "cards.awaited", WARNING, "the cards can't be used yet; the daemon retries", ("reason", "hint", "patience_s")
     )
     SETTINGS_READ = LogKind("settings.read", INFO, "settings reloaded", ("waiting",))
-    SETTINGS_KEPT = LogKind("settings.kept", ERROR, "settings not reloaded, the old ones stay in effect", ("reason",))
+    SETTINGS_KEPT = LogKind(
+        "settings.kept", ERROR, "the settings were not reloaded: the old ones stay in effect", ("reason",)
+    )
     MANAGER_DEAF = LogKind(
         "manager.deaf", WARNING, "the service manager can't be notified of the daemon's state", ("reason",)
     )
@@ -264,7 +273,7 @@ class LogEvent(Enum):
         "sessions.found", INFO, "found leases and workers of an earlier daemon", ("count", "going_on")
     )
     WORKER_STRAY = LogKind(
-        "worker.stray", WARNING, "the lease's worker has no zygote; it is ended", ("lease_id", "worker_pid")
+        "worker.stray", WARNING, "the lease's worker has no zygote, so it is ended", ("lease_id", "worker_pid")
     )
     RECLAIM_AWAITED = LogKind(
         "reclaim.awaited", DEBUG, "the card does not report the memory as free yet", ("lease_id", "reason")
@@ -272,34 +281,35 @@ class LogEvent(Enum):
     TURNS_LOST = LogKind(
         "session.turns_lost",
         DEBUG,
-        "the session left too much of its turns on the card unused, and gets none for a while",
+        "the session left too much of its turns on the card unused, so it gets none for a while",
         ("lease_id", "for_ms", "due_ms", "busy_ms", "held_ms"),
     )
     ZYGOTE_DIED = LogKind("zygote.died", ERROR, "the zygote died: every session ends with it; it will be restarted")
     ZYGOTE_NOT_STARTED = LogKind("zygote.not_started", ERROR, "the zygote can't be started", ("reason", "hint"))
-    ZYGOTE_BACK = LogKind("zygote.back", INFO, "the zygote is back")
+    ZYGOTE_BACK = LogKind("zygote.back", INFO, "the zygote runs again")
     ZYGOTE_LEFT = LogKind("zygote.left", INFO, "an earlier daemon's zygote has ended")
     ZYGOTE_HUNG = LogKind(
         "zygote.hung", ERROR, "a zygote does not answer; it is killed, and its sessions with it", ("zygote_pid",)
     )
     # --- the journal, the audit log and memory: each event that begins a trouble has one that ends it ---
     JOURNAL_FAILING = LogKind("journal.failing", ERROR, "the journal can't be written", ("reason",))
-    JOURNAL_BACK = LogKind("journal.back", WARNING, "the journal is written again")
+    JOURNAL_BACK = LogKind("journal.back", WARNING, "the journal can be written again")
     JOURNAL_SHORT = LogKind("journal.short", ERROR, "the last changes are not in the journal", ("reason",))
     AUDIT_CONTINUED = LogKind("audit.continued", INFO, "the audit log continues", ("record", "hash"))
     AUDIT_NOT_AS_LEFT = LogKind(
-        "audit.not_as_left", WARNING, "the audit log differs from what the last daemon left", ("reason",)
+        "audit.not_as_left", WARNING, "the audit log is not as the last daemon left it", ("reason",)
     )
     AUDIT_FAILING = LogKind("audit.failing", ERROR, "the audit log can't be written", ("reason",))
     AUDIT_HEAD_FAILING = LogKind("audit.head_failing", ERROR, "the audit log's head can't be written", ("reason",))
-    AUDIT_BACK = LogKind("audit.back", WARNING, "the audit log is written again")
+    AUDIT_BACK = LogKind("audit.back", WARNING, "the audit log can be written again")
     AUDIT_DROPPED = LogKind("audit.dropped", WARNING, "records were dropped and are not in the audit log", ("count",))
     AUDIT_SHORT = LogKind("audit.short", ERROR, "the last records are not in the audit log", ("reason",))
     AUDIT_CLOSED = LogKind("audit.closed", INFO, "the audit log ends here", ("record", "hash"))
     MEMORY_SHORT = LogKind(
         "memory.short",
         ERROR,
-        "out of memory: new requests are refused until there is memory; leases continue and end as usual",
+        "the daemon is out of memory: new requests are refused until memory is available; leases "
+        "continue and end as usual",
     )
     MEMORY_BACK = LogKind("memory.back", WARNING, "memory is available again")
     # --- helper processes: the gate for remote tenants, the web process, the fleet process ---
@@ -316,7 +326,7 @@ class LogEvent(Enum):
         ("reason",),
     )
     GATE_NOT_STARTED = LogKind("gate.not_started", ERROR, "the gate for remote tenants can't be started", ("reason",))
-    GATE_BACK = LogKind("gate.back", INFO, "the gate for remote tenants is back")
+    GATE_BACK = LogKind("gate.back", INFO, "the gate for remote tenants runs again")
     GATE_IDENTITY = LogKind("gate.identity", INFO, "reloaded the node's certificate, key and trusted authorities")
     GATE_CLOSED = LogKind("gate.closed", ERROR, "no remote tenant can connect", ("reason",))
     WEB_DIED = LogKind(
@@ -326,7 +336,7 @@ class LogEvent(Enum):
         "web.hung", ERROR, "the web process hangs: it is killed and restarted; leases are not affected", ("reason",)
     )
     WEB_NOT_STARTED = LogKind("web.not_started", ERROR, "the web process can't be started", ("reason",))
-    WEB_BACK = LogKind("web.back", INFO, "the web process is back")
+    WEB_BACK = LogKind("web.back", INFO, "the web process runs again")
     WEB_WRONG_TOKEN = LogKind(
         "web.wrong_token", WARNING, "requests to the web page had a wrong operator's token", ("count",)
     )
@@ -340,17 +350,23 @@ class LogEvent(Enum):
         ("reason",),
     )
     FLEET_NOT_STARTED = LogKind("fleet.not_started", ERROR, "the fleet process can't be started", ("reason",))
-    FLEET_BACK = LogKind("fleet.back", INFO, "the fleet process is back")
+    FLEET_BACK = LogKind("fleet.back", INFO, "the fleet process runs again")
     # Messages of the fleet process, and of the store behind it.
     FLEET_JOINED = LogKind("fleet.joined", INFO, "the node has joined its fleet", ("node", "incarnation"))
     FLEET_FENCED = LogKind(
         "fleet.fenced", ERROR, "the fleet has declared this node dead: its named leases end", ("reason",)
     )
     FLEET_NOTED = LogKind(
-        "fleet.noted", INFO, "the node's membership of its fleet", ("what", "reason", "node", "lease_name")
+        "fleet.noted",
+        INFO,
+        "the state of the node's membership in its fleet has changed",
+        ("what", "reason", "node", "lease_name"),
     )
     FLEET_STORE_LARGE = LogKind(
-        "fleet.store_large", WARNING, "etcd's database nears its quota: without space all named leases end", ("reason",)
+        "fleet.store_large",
+        WARNING,
+        "etcd's database is close to its quota: if no space is left, all named leases end",
+        ("reason",),
     )
     FLEET_UNREADABLE = LogKind(
         "fleet.unreadable",
@@ -370,19 +386,20 @@ class LogEvent(Enum):
     DRAIN_GOES_ON = LogKind(
         "drain.goes_on",
         WARNING,
-        "this node is still being drained, as before the restart: gpulease drain --cancel ends the drain",
+        "this node is still being drained, as before the restart: `gpulease drain --cancel` ends the drain",
     )
     CARD_DRAIN_GOES_ON = LogKind(
         "drain.card_goes_on",
         WARNING,
-        "this card is still being drained, as before the restart: gpulease drain --device CARD --cancel ends the drain",
+        "this card is still being drained, as before the restart: `gpulease drain --device CARD "
+        "--cancel` ends the drain",
         ("card",),
     )
     RELAY_ARRIVED = LogKind(
         "relay.arrived", DEBUG, "a remote tenant connects", ("relay_pid", "tenant", "peer", "serial")
     )
     RELAY_REVOKED = LogKind(
-        "relay.revoked", WARNING, "a relay ends: its certificate was revoked", ("relay_pid", "serial")
+        "relay.revoked", WARNING, "a relay is ended because its certificate was revoked", ("relay_pid", "serial")
     )
     RELAY_NOT_WATCHED = LogKind(
         "relay.not_watched", ERROR, "a relay can't be ended if its certificate is revoked", ("relay_pid", "reason")
@@ -398,7 +415,7 @@ class LogEvent(Enum):
     DIRECTORY_COUNTS = LogKind(
         "directory.counts",
         INFO,
-        "the directory's last minute",
+        "what the directory did in the last minute",
         ("nodes", "names", "placed", "unplaced", "listed", "refused", "bad_records"),
     )
     STRANGER_REFUSED = LogKind(
@@ -408,10 +425,10 @@ class LogEvent(Enum):
     LOG_SUPPRESSED = LogKind(
         "log.suppressed",
         WARNING,
-        "a tenant caused too many events: some were not logged",
+        "a tenant caused too many events, so some were not logged",
         ("tenant", "of_event", "count"),
     )
-    LOG_DROPPED = LogKind("log.dropped", WARNING, "the log's reader is too slow: records were dropped", ("count",))
+    LOG_DROPPED = LogKind("log.dropped", WARNING, "the log's reader is too slow, so records were dropped", ("count",))
     LOG_OTHER = LogKind("log.other", INFO, "a library's message, at its own level", ("logger", "traceback"))
 
     # Members are looked up with every record. `Enum` hashes their names, which is slow, and so is its `value`.

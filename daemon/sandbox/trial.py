@@ -76,7 +76,7 @@ def prepare(
         missing = "; ".join(f"{finding.measure.value} ({finding.detail})" for finding in off)
         raise SandboxBroken(
             f"the sandbox is required, and this host lacks {missing}",
-            hint='Name what you do without in sandbox_without, or set sandbox = "available".',
+            hint='Name the missing measures in sandbox_without, or set sandbox = "available".',
         )
     return SandboxPlan(needs, identity, frozenset(finding.measure for finding in findings if finding.is_on)), findings
 
@@ -92,7 +92,7 @@ def _identity(settings: SandboxSettings, needs: SandboxNeeds) -> tuple[WorkerIde
         return identity, ""
     # Only root can change to another user.
     if os.geteuid() != 0:
-        return None, f"the daemon is not root, so its workers are its own user, {os.geteuid()}"
+        return None, f"the daemon is not root, so its workers run as its own user, {os.geteuid()}"
     try:
         return identity_of(DEFAULT_USER, needs.devices), ""
     except SandboxBroken as error:
@@ -112,7 +112,7 @@ def _try_out(
         findings = pipe.read()
     _, status = os.waitpid(pid, 0)
     if status != 0:
-        raise SandboxBroken(f"a process that was shut in to try it {exit_text(status)}")
+        raise SandboxBroken(f"the process that tried the sandbox {exit_text(status)}")
     return [MeasureFinding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(findings)]
 
 
@@ -219,7 +219,7 @@ class _Trials:
             raise
         if version < needed_abi:
             raise _Missing(
-                f"it takes Linux {_KERNEL_OF_ABI[needed_abi]} (Landlock ABI {needed_abi}); this is ABI {version}"
+                f"Landlock ABI {needed_abi} (Linux {_KERNEL_OF_ABI[needed_abi]}) is needed; this is ABI {version}"
             )
         restrict(BY_LANDLOCK[measure], self._needs)
         return f"Landlock ABI {version}"
@@ -257,4 +257,4 @@ def _must_fail(attempt: Callable[[], object]) -> None:
         attempt()
     except PermissionError:
         return
-    raise _Missing("the kernel took it, and it does not hold")
+    raise _Missing("the kernel accepted it, but it has no effect")

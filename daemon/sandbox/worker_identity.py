@@ -61,9 +61,11 @@ def identity_of(name: str, devices: tuple[Path, ...]) -> WorkerIdentity:
     try:
         user = pwd.getpwnam(name)
     except KeyError:
-        raise SandboxBroken(f"the user {name!r} does not exist", hint="Set worker_user to one that is there.") from None
+        raise SandboxBroken(
+            f"the user {name!r} does not exist", hint="Set worker_user to a user that exists."
+        ) from None
     if user.pw_uid == 0:
-        raise SandboxBroken("worker_user is root", hint="Set it to a user who may do nothing.")
+        raise SandboxBroken("worker_user is root", hint="Set it to a user without rights.")
     return WorkerIdentity(name, user.pw_uid, user.pw_gid, _groups_for(user.pw_uid, user.pw_gid, devices))
 
 
@@ -85,7 +87,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
         if mode & 0o060 != 0o060 or status.st_gid == 0:
             raise SandboxBroken(
                 f"only root can open {device}",
-                hint="Give it to a group (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module).",
+                hint="Give the device to a group (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module).",
             )
         groups.add(status.st_gid)
     return tuple(sorted(groups - {gid}))

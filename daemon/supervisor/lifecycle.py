@@ -95,14 +95,14 @@ class Reloader:
         except ConfigError as error:
             log_event(
                 LogEvent.SETTINGS_KEPT,
-                f"settings not reloaded, the old ones stay in effect: {error}",
+                f"the settings were not reloaded, so the old ones stay in effect: {error}",
                 reason=str(error),
             )
-            return f"Settings not reloaded, the old ones stay in effect: {error}"
+            return f"Settings not reloaded; the old ones stay in effect: {error}"
         # Compared with the settings of the start, because those are still in effect.
         waiting = settings_that_wait(self._started_with, config)
         if waiting:
-            message = f"settings reloaded; taking effect at the next start: {', '.join(waiting)}"
+            message = f"settings reloaded; these take effect at the next start: {', '.join(waiting)}"
             log_event(LogEvent.SETTINGS_READ, message, waiting=waiting)
             return f"{message[0].upper()}{message[1:]}."
         log_event(LogEvent.SETTINGS_READ)
@@ -160,7 +160,7 @@ class Supervised:
             # listen.
             stack.enter_context(interrupting_closes())
             async with self._notifier.starting():
-                self._notifier.send_status("Making a context on every card.")
+                self._notifier.send_status("Creating a context on every card.")
                 service = await stack.enter_async_context(running_service(config, self._given))
             for address in service.addresses:
                 message = f"gpuleased {VERSION} listens on {address}"

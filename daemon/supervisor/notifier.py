@@ -51,7 +51,7 @@ class Notifier:
         address = environment.pop(ADDRESS_VARIABLE, "")
         # Other kinds of sockets (vsock:) are for machines, not for processes of this host.
         if address and address[0] not in "/@":
-            reason = f"{ADDRESS_VARIABLE} is {address!r}, which is not a local socket"
+            reason = f"{ADDRESS_VARIABLE} must name a local socket, not {address!r}"
             log_event(LogEvent.MANAGER_DEAF, f"the service manager is not notified: {reason}", reason=reason)
             address = ""
         return cls(address)
@@ -87,7 +87,7 @@ class Notifier:
             if self.send(*assignments, fds=fds):
                 return
             await asyncio.sleep(_PAUSE_S)
-        message = f"the service manager accepts no notification: {assignments[0]} was not sent"
+        message = f"the service manager accepts no notifications: {assignments[0]} was not sent"
         log_event(LogEvent.MANAGER_DEAF, message, reason="it reads nothing")
 
     def send_status(self, text: str) -> None:

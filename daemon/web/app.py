@@ -140,7 +140,7 @@ class PageAccess:
         # Count only real attempts: a reader without a token is not one.
         if scheme and self._token_digest:
             self._wrong_tokens.add()
-        reason = "This is not the operator's token." if scheme else "This takes the operator's token."
+        reason = "This is not the operator's token." if scheme else "This request needs the operator's token."
         reason = reason if self._token_digest else "This daemon has no http_token_file."
         raise HTTPException(401, reason, {"WWW-Authenticate": "Bearer"})
 
@@ -235,7 +235,7 @@ class Site:
         is_named = self._access.is_operator(request)
         if self._streams >= MAX_STREAMS + OPERATORS_STREAMS * is_named:
             raise HTTPException(
-                503, f"{self._streams} pages are open, as many as this daemon serves.", {"Retry-After": str(RETRY_S)}
+                503, f"{self._streams} pages are open, the maximum for this daemon.", {"Retry-After": str(RETRY_S)}
             )
         # The answer to HEAD has the headers of the stream, and occupies no place.
         if request.method == "HEAD":

@@ -66,12 +66,12 @@ def parse_http(value: Any) -> TcpAddress:
         is_loopback = isinstance(address, TcpAddress) and ipaddress.ip_address(address.host).is_loopback
     except ValueError:
         # Not even localhost is taken: the page's address must not depend on a name's look-up.
-        raise ValueError(f"{value!r} names no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
+        raise ValueError(f"{value!r} contains no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
     # Step 3: refuse every other address. The page has no TLS, and a reader sends the operator's token to it.
     if not isinstance(address, TcpAddress) or not is_loopback:
         raise ValueError(
-            f"{value} is not on loopback, and plain HTTP is served only there: write 127.0.0.1:PORT, and put a "
-            "proxy in front of it that terminates TLS and authenticates users"
+            f"{value} is not on loopback, and plain HTTP is only served there: write 127.0.0.1:PORT, and "
+            "use a proxy that terminates TLS and authenticates users"
         )
     check_installed(NEEDED, "serve")
     return address
@@ -83,7 +83,7 @@ def _read_token(path: Path) -> bytes:
             # Check the open file, not the path, so that the file can't be replaced between the check and the read.
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise BadToken(f"{path} must be a file that only its owner can read: chmod 600 it")
+                raise BadToken(f"{path} must be a file that only its owner can read: run chmod 600 on it")
             text = file.read(MAX_TOKEN_BYTES + 1)
     except OSError as error:
         raise BadToken(f"{path}: {error.strerror}") from None
@@ -91,8 +91,11 @@ def _read_token(path: Path) -> bytes:
     token = text.strip()
     if len(text) > MAX_TOKEN_BYTES or len(token) < MIN_TOKEN_CHARS:
         raise BadToken(
-            f"{path} must hold a token of {MIN_TOKEN_CHARS} characters or more: openssl rand -hex 32 makes one"
+            f"{path} must contain a token of at least {MIN_TOKEN_CHARS} characters; `openssl rand -hex 32` makes one"
         )
     if _TOKEN.fullmatch(token.decode("ascii", "replace")) is None:
-        raise BadToken(f"{path} holds characters that no Bearer token can have (RFC 6750): openssl rand -hex 32")
+        raise BadToken(
+            f"{path} must contain only characters that a Bearer token can have (RFC 6750); `openssl rand -hex "
+            "32` makes a token"
+        )
     return token

@@ -91,7 +91,7 @@ class _Probe:
             reason = first_event.reason
         card = self.card
         return CardsUnavailable(
-            f"no context can be made on card {card.index} ({card.uuid}, {card.name}): {reason}",
+            f"no context can be created on card {card.index} ({card.uuid}, {card.name}): {reason}",
             hint="Check that the driver works on this card, and turn off measures of the sandbox one by one "
             "(sandbox_without) to find one that blocks the driver; or start with --driver cpu.",
         )
@@ -133,6 +133,6 @@ async def _wait_for_proof(source: CardSource, card: CardFacts, pid: int) -> None
         if time.monotonic() > deadline_s:
             raise CardsUnavailable(
                 f"card {card.index} ({card.uuid}) does not return memory: {missing}",
-                hint="See what nvidia-smi lists there.",
+                hint="Check with nvidia-smi what uses it.",
             )
         await asyncio.sleep(_POLL_S)

@@ -177,7 +177,7 @@ class ChildProcess:
             raise CannotListen(f"{kind.name} was not ready after {self._timeouts.start_s:g} s") from None
         except ChannelClosed:
             await self._end()
-            raise CannotListen(f"{kind.name} died at its start; the log says why") from None
+            raise CannotListen(f"{kind.name} died while it was starting; the log says why") from None
         except OSError as error:
             await self._end()
             raise CannotListen(f"{kind.name} can't be started: {error.strerror or error}") from None

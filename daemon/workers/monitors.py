@@ -161,7 +161,7 @@ class KernelWatchdog:
         if last is not None and last.compiling_since_ns == compiling_since_ns:
             away_ns = last.away_ns
         if compiling_since_ns and now_ns - compiling_since_ns - away_ns >= self._max_load_ns:
-            return Cause.LOAD_TIMEOUT, f"an image compiled for more than {self._max_load_ns // NS_PER_S} s"
+            return Cause.LOAD_TIMEOUT, f"an image took more than {self._max_load_ns // NS_PER_S} s to compile"
         # Rule 3: the heartbeat has stopped. Operations that are known to wait inside the driver are exempt, because
         # rules 1 and 2 and the lease's deadline bound them.
         waits = compiling_since_ns or worker.page.counter(Counter.DOING) in _KNOWN_WAITS
@@ -286,8 +286,7 @@ class MemoryMonitor:
                 return
             log_kind, cause = LogEvent.WORKER_OVER_SLICE, Cause.OVER_SLICE
             reason = (
-                f"the card shows {held_bytes} bytes for its process; "
-                f"{allowed} were admitted, the context's share included"
+                f"the card shows {held_bytes} bytes for its process; {allowed} were admitted, including the context"
             )
         # A worker that ended during the poll has left the card; `WorkerExited` follows.
         if self._workers.is_alive(lease_id):
@@ -378,7 +377,7 @@ class Reclaimer:
                 reading = await asyncio.to_thread(self._source.read, card_uuid)
             except (CardsUnavailable, MemoryError, RuntimeError) as error:
                 # If no thread can be started, try again: memory may become free before the slice must be fenced.
-                missing = f"the card can't be looked at: {error}"
+                missing = f"the card can't be read: {error}"
             else:
                 missing = unlisted.missing(reading, polled_ns)
                 if not missing:
@@ -442,7 +441,7 @@ class RegionProver:
             try:
                 held_bytes = await asyncio.to_thread(self._source.process_bytes, order.card_uuid, pid)
             except _UNKNOWN as error:
-                missing = f"the card can't be looked at: {error}"
+                missing = f"the card can't be read: {error}"
             else:
                 # For a region, other changes may have raised the allowance by now. For a resize, only the order's
                 # figure counts.
@@ -554,7 +553,7 @@ class Recycler:
             finally:
                 os.close(lease_fd)
         except (OSError, ChannelClosed) as error:
-            doubt = f"it could not be asked: {error}"
+            doubt = f"it could not be queried: {error}"
             asyncio.get_running_loop().call_soon(self._post, WorkerScrubbed(lease_id, doubt))
 
     def on_scrubbed(self, worker: Worker, doubt: str, held_bytes: int) -> None:
@@ -584,12 +583,12 @@ class Recycler:
             try:
                 held_bytes = await asyncio.to_thread(self._source.process_bytes, worker.spec.card_uuid, worker.pid)
             except _UNKNOWN as error:
-                doubt = f"the card can't be looked at: {error}"
+                doubt = f"the card can't be read: {error}"
             else:
                 # The worker's report is not enough: by the card's figure, it must also hold no more than before its
                 # first lease.
                 if worker.hand_overs:
-                    doubt = "a connection was handed to it meanwhile"
+                    doubt = "a connection was passed to it meanwhile"
                 elif worker.own_bytes is None or held_bytes > worker.own_bytes:
                     doubt = f"the card reports {held_bytes} bytes for its process, not {worker.own_bytes}"
         self._post(WorkerScrubbed(lease_id, doubt))

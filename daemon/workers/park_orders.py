@@ -53,7 +53,7 @@ STAY_AGAIN_S: Final = 0.05
 
 _USES: Final = (Counter.LAUNCHES, Counter.SYNCS, Counter.COPIES, Counter.OPS)
 
-_IS_FULL: Final = "its worker takes no orders now"
+_IS_FULL: Final = "its worker accepts no orders now"
 
 _IS_EARLIER: Final = "its worker is of an earlier version and must be replaced first (gpulease upgrade-workers)"
 

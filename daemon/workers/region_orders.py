@@ -146,7 +146,7 @@ class RegionOrders:
 
     def _condemn(self, lease_id: int, error: OSError) -> None:
         """End a session whose worker can't be sent its regions' words: without them no region could be ended."""
-        reason = f"it can't be shown its regions page: {error.strerror}"
+        reason = f"its regions page can't be sent to it: {error.strerror}"
         self._post(SessionCondemned(lease_id, Cause.UNRESPONSIVE, reason))
 
     def _link(self, lease_id: int) -> RegionLink | None:
@@ -160,7 +160,7 @@ class RegionOrders:
             if (link := self._link(lease_id)) is not None:
                 link.order(message)
         except OSError as error:
-            return error.strerror or "no descriptor is left"
+            return error.strerror or "no file descriptor is left"
         return None
 
     # --- answers ---
@@ -178,7 +178,7 @@ class RegionOrders:
                 # The worker chose the address, and its tenant gets it. Refuse an address that would overflow when the
                 # tenant adds an offset.
                 is_possible = 0 < address <= U64_MAX + 1 - region.size_bytes
-                impossible = RegionRefused(region_id, "The session gave an address that can't be.")
+                impossible = RegionRefused(region_id, "The session returned an impossible address.")
                 self._post(RegionOpened(region_id, address) if is_possible else impossible)
             case messages.RegionRefusedReport(region_id, reason):
                 self._post(RegionRefused(region_id, clean_text(reason, MAX_REASON_CHARS)))
@@ -215,7 +215,7 @@ class RegionOrders:
             return
         doubt = clean_text(message.doubt, MAX_REASON_CHARS)
         if message.size_bytes != ordered_bytes:
-            doubt = doubt or f"its session took {message.size_bytes} bytes"
+            doubt = doubt or f"its session used {message.size_bytes} bytes"
         elif (worker := self._workers.worker(lease_id)) is not None:
             worker.resize(ordered_bytes)
         self._post(SliceResized(lease_id, message.size_bytes, doubt))
@@ -224,7 +224,7 @@ class RegionOrders:
 def _end_of(region: LeaseSnapshot, message: messages.RegionEndedReport) -> Event:
     if not (message.freed_bytes or message.kept_bytes):
         # The region was never opened, or the session has released it. If it was open once, the table requires a proof.
-        return RegionRefused(region.lease_id, "The session has nothing of the region.")
+        return RegionRefused(region.lease_id, "The session knows nothing of the region.")
     if message.freed_bytes + message.kept_bytes != region.size_bytes:
         figures = f"{message.freed_bytes} bytes freed and {message.kept_bytes} kept"
         reason = f"its session reports {figures} of {region.size_bytes}"

@@ -544,7 +544,7 @@ class Workers:
         asyncio.get_running_loop().remove_reader(worker.pidfd)
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-        self._on_ended(worker, "was killed with the zygote it came from")
+        self._on_ended(worker, "was killed together with its zygote")
 
     # --- ends ---
 

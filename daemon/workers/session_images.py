@@ -173,7 +173,7 @@ class SessionImages:
         # Only a session that was parked in place may lend pages: any number of sessions may be cold, for any time, and
         # the broker has a bounded number of descriptors.
         if memory.in_place != image.in_place or (memory.pages and not memory.in_place):
-            raise ValueError("its bytes are not where it was parked")
+            raise ValueError("its bytes are not where they were parked")
         while len(image.pages) < memory.pages:
             pages, fds = _receive(channel)
             image.pages += fds
@@ -192,7 +192,7 @@ class SessionImages:
             region.at + region.size_bytes > host_bytes or region.kept_bytes > region.size_bytes
             for region in report.regions
         ):
-            raise ValueError("one of its regions is outside of its memory")
+            raise ValueError("one of its regions is outside its memory")
         image.regions = {region.region_id: region for region in report.regions}
 
     def keep(self, lease_id: int, worker: Worker | None) -> None:
@@ -287,7 +287,7 @@ class SessionImages:
             return None
         region = image.regions.pop(region_id, None)
         if region is None:
-            return RegionRefused(region_id, "The session has nothing of the region.")
+            return RegionRefused(region_id, "The session knows nothing of the region.")
         try:
             _wipe(image.memory[1][1], region.at, region.size_bytes)
         except (OSError, ValueError) as error:

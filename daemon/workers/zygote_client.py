@@ -454,7 +454,7 @@ class ZygoteClient:
             case HelperBroken(reason, hint):
                 preloaded.set_exception(ZygoteBroken(reason, hint=hint))
             case _:
-                preloaded.set_exception(ZygoteBroken("the zygote sent something else than that it is ready"))
+                preloaded.set_exception(ZygoteBroken("the zygote's first message does not say that it is ready"))
 
     def _on_closed(self) -> None:
         self.stop()

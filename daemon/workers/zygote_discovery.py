@@ -162,7 +162,7 @@ def _find(path: Path) -> FoundZygote | None:
             return None
         except _HasBroker:
             if time.monotonic() > deadline_s:
-                raise CannotAdopt(f"another gpuleased has the sessions behind {path}", hint="Stop it first.") from None
+                raise CannotAdopt(f"another gpuleased has the sessions of {path}", hint="Stop it first.") from None
             time.sleep(_PAUSE_S)
 
 
@@ -178,8 +178,8 @@ def _connect(path: Path) -> FoundZygote:
         except OSError as error:
             # The zygote hangs, and its backlog is full of clients that wait to be accepted.
             raise CannotAdopt(
-                f"the zygote behind {path} can't be reached: {error.strerror or error}",
-                hint="Kill it, and start again.",
+                f"the zygote of {path} can't be reached: {error.strerror or error}",
+                hint="Kill the zygote, and start again.",
             ) from None
         channel.settimeout(None)
         try:
@@ -216,8 +216,8 @@ def _introduced(channel: socket.socket, path: Path) -> FoundZygote:
     if not isinstance(own, ZygoteIntroduction) or own.handover != HANDOVER or len(fds) != 1:
         close_all(fds)
         raise CannotAdopt(
-            f"sessions of gpuleased {answer.get('version')} live on, which this version can't take over",
-            hint=f"Start that version, or end them: kill {answer.get('pid')}.",
+            f"sessions of gpuleased {answer.get('version')} are running, which this version can't take over",
+            hint=f"Start that version, or end the sessions: kill {answer.get('pid')}.",
         )
     return FoundZygote(
         path,
@@ -265,7 +265,7 @@ def _add_worker(zygote: FoundZygote) -> bool:
         case _:
             close_all(fds)
             raise CannotAdopt(
-                "this process has no descriptors left for the remaining sessions",
+                "this process has no file descriptors left for the remaining sessions",
                 hint="Raise the limit on open files (LimitNOFILE of systemd.exec(5), ulimit -n).",
             )
     return False
@@ -294,15 +294,15 @@ def _kill_listener(channel: socket.socket, path: Path) -> None:
     """Kill a zygote that hangs, and with it its workers, because no other process could end their leases."""
     # The peer's credentials are those of the process that called listen(2) last (unix(7), SO_PEERCRED): the zygote.
     pid = parse_ucred(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_BYTES)).pid
-    hint = "Find out who listens there, end it, and start again."
+    hint = "Find out which program listens there, end it, and start again."
     try:
         # Open the pidfd before the name is checked, so that the check is of the process that is killed.
         pidfd = os.pidfd_open(pid)
     except OSError:
-        raise CannotAdopt(f"the zygote behind {path} does not answer", hint=hint) from None
+        raise CannotAdopt(f"the zygote of {path} does not answer", hint=hint) from None
     try:
         if name_of(pid) != ZYGOTE_NAME:
-            raise CannotAdopt(f"process {pid} listens at {path} and is not a zygote", hint=hint)
+            raise CannotAdopt(f"process {pid} listens on {path}, but is not a zygote", hint=hint)
         log_event(LogEvent.ZYGOTE_HUNG, zygote_pid=pid)
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -95,7 +95,7 @@ class WorkerOutput:
                 self._log_line(pipe, line[at : at + MAX_LINE_BYTES])
         # Step 3: the bound for the worker's life.
         if pipe.output_bytes > MAX_OUTPUT_BYTES:
-            self._log_line(pipe, f"(it has said {MAX_OUTPUT_BYTES} bytes; the rest is lost)".encode())
+            self._log_line(pipe, f"(it has printed {MAX_OUTPUT_BYTES} bytes; the rest is lost)".encode())
         if pipe.output_bytes > MAX_OUTPUT_BYTES or not data:
             self._poll.unregister(fd)
             del self._pipes[fd]

@@ -62,7 +62,7 @@ BAD = {
     "tcp:a\0b:80": "is not a valid host name",
     "tcp:a..b:80": "is not a valid host name",
     "tls:" + "a" * 64 + ".example:80": "is not a valid host name",
-    "fleet:tls:a:1": "is a fleet's address; a single daemon's is needed",
+    "fleet:tls:a:1": "is a fleet's address; use the address of a single daemon",
     "tcp:localhost:" + "9" * 5000: "it has 5014 characters",
 }
 

@@ -204,7 +204,7 @@ def test_an_announced_length_reserves_nothing() -> None:
 def test_a_length_over_the_limit_is_refused_by_the_header_alone(length: int) -> None:
     reader = FrameReader(100)
     reader.receive_data(header(payload_length=length))
-    with pytest.raises(FramingError, match=f"{length} bytes is announced; at most 100"):
+    with pytest.raises(FramingError, match=f"{length} bytes is announced; this side accepts at most 100"):
         reader.next_frame()
 
 

@@ -33,7 +33,7 @@ _paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE
 _head_file = click.option(
     "--head-file",
     type=click.Path(path_type=Path),
-    help="The log's head; by default, head.json next to it, if it exists.",
+    help="The log's head; by default, head.json next to the log, if it exists.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 
@@ -58,7 +58,7 @@ def main() -> None:
 @main.command()
 @_paths
 @_head_file
-@click.option("--head", metavar="SEQ:HASH", help="A head that was kept elsewhere; it takes precedence over any file.")
+@click.option("--head", metavar="SEQ:HASH", help="A head that you kept elsewhere; it takes precedence over any file.")
 @_json
 def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as_json: bool) -> None:
     """Find every edited, missing or reordered record. The exit status is 0 only if there is none."""
@@ -71,14 +71,16 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
     verdict = verifier.finish()
     # Without a head a log that was cut at the end looks whole.
     if chain_end is None:
-        verdict.notes.append("no head is known: records missing at the end would not be detected")
+        verdict.notes.append("no head is known, so missing records at the end would not be detected")
     click.echo(indented_json(_verdict_map(verdict)) if as_json else _verdict_text(verdict))
     sys.exit(0 if verdict.is_whole else EXIT_NOT_WHOLE)
 
 
 @main.command()
 @_paths
-@click.option("--lease", metavar="ID", help="Only this lease's records: its id, or the first digits.")
+@click.option(
+    "--lease", metavar="ID", help="Only the records of this lease, given by its id or the first digits of it."
+)
 @click.option("--tenant", help="Only this tenant's records.")
 @click.option(
     "--kind",
@@ -160,7 +162,7 @@ def _lease_named(source: LogSource, digits: str) -> str:
     matches = sorted({lease for lease in leases if isinstance(lease, str) and lease.startswith(digits)})
     if len(matches) != 1:
         raise click.UsageError(
-            f"{len(matches)} leases of the log begin with {digits}: give all {LEASE_ID_DIGITS} digits"
+            f"{len(matches)} leases in the log begin with {digits}: give all {LEASE_ID_DIGITS} digits"
         )
     return matches[0]
 

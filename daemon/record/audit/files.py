@@ -366,7 +366,7 @@ class AuditLog:
             raise LogDisturbed(errno.ENOENT, "the newest file of the audit log is gone") from None
         # The log is disturbed if another file is at the path, or if the file has bytes that this process did not write.
         if path_status.st_ino != own_status.st_ino or path_status.st_size != self._size:
-            raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as it was left")
+            raise LogDisturbed(errno.ESTALE, "the newest file of the audit log is not as the last daemon left it")
 
     def _write(self, data: bytes) -> None:
         unwritten = memoryview(data)

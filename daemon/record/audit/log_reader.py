@@ -136,7 +136,7 @@ def found_text(details: Mapping[str, Any]) -> str:
     if lost := details.get("lost"):
         parts.append(f"records {lost['first']} to {lost['last']} are missing")
     if "edited" in details:
-        parts.append(f"record {details['edited']} is another than was written")
+        parts.append(f"record {details['edited']} was changed after it was written")
     return "; ".join(parts)
 
 

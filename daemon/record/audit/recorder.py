@@ -245,7 +245,7 @@ class LogRecorder(FactRecorder):
         if problem := self.problem():
             return note_not_recorded(problem)
         if self._notes_waiting >= MAX_NOTES_WAITING:
-            return too_many_notes(f"{MAX_NOTES_WAITING} are waiting to be written")
+            return too_many_notes(f"{MAX_NOTES_WAITING} notes are waiting to be written, the maximum")
         cost_bytes = size_bytes + NOTE_FRAME_BYTES
         if self._note_budgets.spend(tenant, time.monotonic_ns(), cost_bytes) is None:
             return too_many_notes(f"a tenant may write {NOTE_BYTES_PER_S} bytes per second")

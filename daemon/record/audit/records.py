@@ -281,9 +281,9 @@ def read_record(line: bytes) -> AuditRecord:
     if not (_is_count(record.seq) and record.seq > 0 and _is_count(record.mono_us)):
         raise NotARecord("seq or mono_us is not a count")
     if not (_is(_HASH, record.prev) and _is(_BOOT, record.boot) and _is(_AT, record.at)):
-        raise NotARecord("prev, boot or at is not what it must be")
+        raise NotARecord("prev, boot or at is invalid")
     if not isinstance(record.kind, str) or not isinstance(record.data, dict):
-        raise NotARecord("kind or data is not what it must be")
+        raise NotARecord("kind or data is invalid")
     return record
 
 
@@ -306,7 +306,7 @@ def read_head(data: bytes) -> Head:
     if not (_is_count(members["seq"]) and _is_count(members["alive_us"])):
         raise NotAHead("seq or alive_us is not a count")
     if not (_is(_HASH, members["hash"]) and _is(_BOOT, members["boot"])):
-        raise NotAHead("hash or boot is not what it must be")
+        raise NotAHead("hash or boot is invalid")
     return Head(ChainEnd(members["seq"], members["hash"]), members["boot"], members["alive_us"])
 
 

@@ -126,7 +126,7 @@ class Verifier:
             if isinstance(last, int) and isinstance(last_hash, str):
                 self._removed.add(ChainEnd(last, last_hash))
         if record.kind == RecordKind.START and record.data.get("format") != FORMAT:
-            self._find(file, offset_bytes, record.seq, f"it is of another format than {FORMAT}")
+            self._find(file, offset_bytes, record.seq, f"its format must be {FORMAT}")
         # Step 4: the chain continues after this record even if it was wrong, so that one fault is reported once.
         self.verdict.end = ChainEnd(record.seq, hash_of(line[:-1]))
         self.verdict.records += 1
@@ -150,7 +150,11 @@ class Verifier:
         if not self._is_head_reached and self._head is not None:
             if verdict.end.seq < self._head.seq:
                 self._find(
-                    "", 0, 0, f"it ends with record {verdict.end.seq}, and its head is {self._head.seq}: it was cut"
+                    "",
+                    0,
+                    0,
+                    f"it ends with record {verdict.end.seq}, but its head is {self._head.seq}: records at "
+                    "the end were removed",
                 )
             else:
                 self._find("", 0, 0, f"it has no record {self._head.seq} with the hash in its head")
@@ -217,7 +221,7 @@ class Verifier:
         if record is None and not torn_bytes.newline and self._is_head_reached:
             # Nothing durable is lost: the next start of the daemon will describe these bytes.
             self.verdict.notes.append(
-                f"{torn_bytes.file}, byte {torn_bytes.offset_bytes}: it ends in a piece of a line"
+                f"{torn_bytes.file}, byte {torn_bytes.offset_bytes}: it ends in the middle of a line"
             )
             return
         self._find(

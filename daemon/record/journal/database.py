@@ -36,8 +36,8 @@ from gpulease.daemon.record.journal.rows import Change, RowDigests, digest_of, p
 from gpulease.protocol.fast_dataclass import dataclass
 
 MOVE_ASIDE: Final = (
-    "Restore it from where it was, or move the folder's journal files aside: then the daemon ends sessions that run,"
-    " and forgets their leases and every fence and revocation."
+    "Restore it from where it was, or move the folder's journal files aside: then the daemon ends the "
+    "sessions that run, and forgets their leases and all fences and revocations."
 )
 
 
@@ -47,7 +47,7 @@ class JournalBroken(CannotStart):
 
 def not_whole(path: object, reason: str) -> JournalBroken:
     """Return the error for files that lack something that was written, or that have more than that."""
-    return JournalBroken(f"the journal {path} is broken: {reason}", MOVE_ASIDE, os.EX_DATAERR)
+    return JournalBroken(f"the journal {path} is damaged: {reason}", MOVE_ASIDE, os.EX_DATAERR)
 
 
 FOLDER_MODE: Final = 0o700
@@ -59,7 +59,7 @@ HEAD_NAME: Final = "journal.head"
 HEAD_BYTES: Final = 64
 """The head's size is less than a sector, and constant: a crash leaves the old head or the new one."""
 
-_MAKE_IT: Final = "Make it, or name another: the daemon makes only the last folder of a path."
+_MAKE_IT: Final = "Create it, or name another folder: the daemon creates only the last folder of a path."
 _MISTAKES: Final = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 """Errors that remain until someone corrects the setting or the folder."""
 
@@ -77,7 +77,7 @@ def prepare(folder: Path) -> int:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise JournalBroken(
                 f"the state folder {folder} must be a folder of the daemon's user with mode 0700",
-                "Correct that, or let the daemon make one.",
+                "Correct that, or let the daemon create one.",
                 os.EX_CONFIG,
             )
         # Lock the folder itself, not a file in it, which could be removed while the folder is in use.
@@ -91,7 +91,9 @@ def prepare(folder: Path) -> int:
     except BlockingIOError:
         os.close(fd)
         raise JournalBroken(
-            f"another daemon has the state folder {folder}", "Stop it, or give this one its own.", os.EX_UNAVAILABLE
+            f"another daemon uses the state folder {folder}",
+            "Stop that daemon, or give this one another folder.",
+            os.EX_UNAVAILABLE,
         ) from None
     except OSError as error:
         os.close(fd)
@@ -132,7 +134,7 @@ class HeadFile:
         match = _HEAD.fullmatch(data)
         if match is None or len(data) != HEAD_BYTES or data != _head_bytes(int(match[1])):
             self.close()
-            raise not_whole(self._path, "it is not what was written there")
+            raise not_whole(self._path, "its content is not what was written")
         self.commits = int(match[1])
 
     def make(self) -> None:
@@ -174,8 +176,8 @@ def _unusable(folder: Path, error: OSError) -> JournalBroken:
         )
     message = f"the state folder {folder} can't be used: {error.strerror}"
     if error.errno in _MISTAKES:
-        return JournalBroken(message, "Name another, or let the daemon's user in.", os.EX_CONFIG)
-    return JournalBroken(message, "Look after the disk, or name another.", os.EX_IOERR)
+        return JournalBroken(message, "Name another folder, or give the daemon's user access.", os.EX_CONFIG)
+    return JournalBroken(message, "Check the disk, or name another folder.", os.EX_IOERR)
 
 
 APPLICATION_ID: Final = 0x67704C4A
@@ -304,7 +306,9 @@ class Store:
             self._state = _state_in(self._connection, self._boot, self._head.commits or 0)
         # A commit into a file that was moved away would be lost for the next daemon.
         if self._places not in (None, self._file_places()):
-            raise OSError(f"{self._path}, its log or its head was moved or removed; put them back, or start again")
+            raise OSError(
+                f"{self._path}, its log or its head was moved or deleted; put them back, or restart the daemon"
+            )
         connection = self._connection
         state = _State(self._boot, self._state.commits + 1, self._state.total)
         try:
@@ -349,7 +353,7 @@ class Store:
             raise not_whole(self._path, "it is missing")
         if not exists and self._wal.exists():
             # SQLite would create a new database and remove the log of the old one.
-            raise not_whole(self._path, f"it is missing, and its log, {self._wal.name}, is there")
+            raise not_whole(self._path, f"it is missing, but its log, {self._wal.name}, exists")
         return not exists
 
     def _make(self, folder: Path, head: HeadFile) -> None:
@@ -432,9 +436,9 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
     # From the outermost to the innermost: is it a journal, of a known format, with the right tables, with an intact
     # state, and with all its commits.
     if application != APPLICATION_ID:
-        raise ValueError("it is not a journal of gpulease, or not all of it is there")
+        raise ValueError("it is not a journal of gpulease, or parts of it are missing")
     if version > VERSION:
-        raise ValueError(f"it was written by a newer gpulease (format {version}; this one knows {VERSION})")
+        raise ValueError(f"it was written by a newer gpulease (format {version}; this version knows {VERSION})")
     if version < _FIRST_VERSION or tables != list(_SCHEMA):
         raise ValueError("its tables are not those of a journal")
     rows = list(connection.execute("SELECT one, boot, commits, total, digest FROM state"))
@@ -445,7 +449,7 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
     if state.digest() != digest:
         raise ValueError("its state is not what was written")
     if commits < head_commits:
-        raise ValueError(f"it ends with commit {commits}, and there were {head_commits}")
+        raise ValueError(f"it ends with commit {commits}, but {head_commits} were written")
     return state
 
 
@@ -491,6 +495,6 @@ def _broken(path: Path, error: Exception) -> JournalBroken:
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     return JournalBroken(
         f"the journal {path} can't be opened: {reason}",
-        "Look after the disk, its free space and the file's owner, then start again; nothing was changed.",
+        "Check the disk, its free space and the file's owner, then start again; nothing was changed.",
         os.EX_IOERR,
     )

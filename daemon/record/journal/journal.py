@@ -228,7 +228,7 @@ class FileJournal(Journal):
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"following {event!r}")
             # The rows may now lack something. The fault lasts until a restart: each later reply says that it is not
             # durable.
-            self._fault = "the daemon could not follow what happened to a lease"
+            self._fault = "the daemon failed to record what happened to a lease"
             return
         # The ticket is not needed: `answer` waits for every item so far.
         if changes:

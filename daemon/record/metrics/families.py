@@ -112,7 +112,7 @@ SESSION_BUSY_SECONDS: Final = _counter(
 )
 SESSION_GPU_SECONDS: Final = _counter(
     "gpu_session_gpu_seconds",
-    "GPU time: busy seconds, divided by k while k sessions of a card are busy at the same time.",
+    "GPU time: busy seconds, where a second in which k sessions of a card are busy counts 1/k for each of them.",
 )
 SESSION_HELD_BACK_SECONDS: Final = _counter(
     "gpu_session_held_back_seconds",

@@ -25,7 +25,7 @@ by("token-form").addEventListener("submit", (event) => {
   const token = by("token").value.trim();
   by("token").value = "";
   if (token && !SENDABLE.test(token)) {
-    askForToken("This is not the operator's token: it has a character that none can have.");
+    askForToken("This is not the operator's token: it contains a character that tokens can't have.");
     return;
   }
   by("token-dialog").close();
@@ -73,7 +73,7 @@ async function perform(action) {
     return;
   }
   by("act-do").disabled = by("act-input").disabled = true;
-  report("Being done …", false);
+  report("In progress …", false);
   const [method, path] = action.request(by("act-input").value.trim());
   let outcome = { text: "", isDone: false };
   try {
@@ -81,7 +81,7 @@ async function perform(action) {
     const isOutcome = answer.headers.get("content-type") === "application/json";
     outcome = isOutcome ? action.outcome(await answer.json()) : { text: (await answer.text()).trim(), isDone: false };
   } catch {
-    outcome = { text: "No connection to the daemon: look whether it was done.", isDone: false };
+    outcome = { text: "The connection to the daemon was lost: check on this page whether the request took effect.", isDone: false };
   }
   if (asked !== action || !by("act-dialog").open) return;
   report(outcome.text, !outcome.isDone);
@@ -100,8 +100,8 @@ function mark(tag, text) {
 }
 
 const OUTCOMES = {
-  torndown: { text: "The lease is torn down and its memory is free.", isDone: true },
-  fenced: { text: "The lease is over, but its memory could not be proved free and is fenced.", isDone: false },
+  torndown: { text: "The lease has ended, and its memory is free.", isDone: true },
+  fenced: { text: "The lease has ended, but its memory could not be proved free and is fenced.", isDone: false },
   notfound: { text: "The lease no longer exists.", isDone: true },
 };
 
@@ -109,7 +109,7 @@ export function askToRevoke(slice) {
   const about = ["Lease ", mark("code", slice.lease_id), " of tenant ", mark("bdi", slice.tenant)];
   ask({
     title: "Revoke this lease?",
-    about: [...about, `, ${size(slice.size_bytes)}, ends at once, whatever it is doing. What it holds on the card is lost.`],
+    about: [...about, `, ${size(slice.size_bytes)}, ends at once, even while a kernel runs. Its data on the card is lost.`],
     field: { label: "Reason for its tenant (optional)", input: { value: "", maxLength: 512 } },
     word: "Revoke",
     request: (reason) => {
@@ -129,7 +129,7 @@ export function askToDrain(card) {
       `${card ? "there " : ""}at the deadline is ended.`,
     ],
     field: {
-      label: `Minutes until what is left is ended (0 to ${MOST_DRAIN_MIN})`,
+      label: `Minutes until the remaining leases are ended (0 to ${MOST_DRAIN_MIN})`,
       input: { type: "number", min: "0", max: String(MOST_DRAIN_MIN), value: String(DRAIN_MIN) },
     },
     word: "Drain",
@@ -154,16 +154,16 @@ const pathOfDrain = (card) => (card ? `/api/v1/drain/${card.uuid}` : "/api/v1/dr
 function outcomeOfDrain({ draining, left_s, leases }, card) {
   const what = card ? `GPU ${card.index}` : "The host";
   if (!draining) return { text: `${what} is not drained: it grants leases.`, isDone: true };
-  const left = leases ? `${count(leases, "lease is", "leases are")} left, and ended in ${span(left_s)} at most` : "Nothing is leased";
-  return { text: `${what} grants nothing any more. ${left}.`, isDone: true };
+  const left = leases ? `${count(leases, "lease is", "leases are")} left, and will end within ${span(left_s)}` : "No lease is left";
+  return { text: `${what} grants no more leases. ${left}.`, isDone: true };
 }
 
 export function askToClearFences(card) {
   ask({
     title: "Clear the fence?",
     about: [
-      `${size(card.fenced_bytes)} of GPU ${card.index} could not be proved free. Cleared, they are granted again: `,
-      "you vouch that no process holds them. Look at what ", mark("code", "nvidia-smi"), " shows first.",
+      `${size(card.fenced_bytes)} of GPU ${card.index} could not be proved free. If you clear the fence, they can be granted again: `,
+      "first check with ", mark("code", "nvidia-smi"), " that no process uses them.",
     ],
     field: null,
     word: "Clear the fence",

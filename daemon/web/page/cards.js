@@ -65,8 +65,8 @@ function drawCard(card, own, isWanted) {
   const isDrained = card.drain_left_s != null;
   at(".drain").hidden = !isDrained;
   at(".begin").hidden = isDrained;
-  const ends = card.drain_left_s ? `what is left ends in ${span(Math.ceil(card.drain_left_s))}` : "what was left is ended";
-  say(at(".drain span"), isDrained ? `This card is being drained: nothing new is granted on it, and ${ends}.` : "");
+  const ends = card.drain_left_s ? `the remaining leases end in ${span(Math.ceil(card.drain_left_s))}` : "all of its leases have been ended";
+  say(at(".drain span"), isDrained ? `This card is being drained: it grants no leases, and ${ends}.` : "");
   const inRows = card.slices.flatMap((slice) => [slice, ...slice.regions]);
   arrange(at("tbody"), rows, inRows, (slice) => slice.key, () => copyOf("row-template"));
   for (const slice of inRows) drawRow(rows.get(slice.key), slice, isWanted);
@@ -92,7 +92,7 @@ function piecesOf(card, leased) {
   const free = card.capacity_bytes - card.held_bytes - Math.max(0, stuck) - card.warm_bytes;
   return [
     ...live.map(piece),
-    rest("overhead", overhead, "contexts' own"),
+    rest("overhead", overhead, "memory of contexts"),
     ...fenced.map(piece),
     rest("fenced", stuck, "fenced"),
     rest("warm", card.warm_bytes, `${card.warm_contexts} pre-created`),

@@ -86,8 +86,8 @@ function tick() {
   by("drain-begin").hidden = !state.named || state.drain_left_s !== null;
   if (state.drain_left_s !== null) {
     const leftS = Math.max(0, state.drain_left_s - sinceS);
-    const when = leftS ? `what is left ends in ${span(Math.ceil(leftS))}` : "what was left is ended";
-    say(by("drain-text"), `This host is being drained: it grants nothing, and ${when}.`);
+    const when = leftS ? `the remaining leases end in ${span(Math.ceil(leftS))}` : "all leases have been ended";
+    say(by("drain-text"), `This host is being drained: it grants no leases, and ${when}.`);
   }
 }
 
@@ -100,7 +100,7 @@ function drawStatus(nowMs) {
   else if (stream.isConnected) say(by("status"), nowMs - stream.openedMs < STALE_MS ? "Connecting" : "The daemon does not answer.");
   else if (stream.why || state !== null) say(by("status"), `No connection to the daemon${stream.why ? ` (${stream.why})` : ""}, trying again.`);
   const seconds = Math.floor((nowMs - arrivedMs) / 1000);
-  say(by("since"), isLost && state !== null ? `What is shown is ${span(seconds)} old.` : "");
+  say(by("since"), isLost && state !== null ? `This page is ${span(seconds)} old.` : "");
 }
 
 // --- start ---

@@ -39,5 +39,5 @@ def test_rates_alone() -> None:
 
 
 def test_what_can_not_be_kept() -> None:
-    with pytest.raises(ValueError, match=r"must be some of .*, not stamps"):
+    with pytest.raises(ValueError, match=r"must be among .*, not stamps"):
         asyncio.run(measure(LEASES, frozenset({"stamps"})))

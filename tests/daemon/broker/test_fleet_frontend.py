@@ -112,7 +112,7 @@ def test_health_metrics_and_the_log_warn_before_etcd_is_full(caplog: pytest.LogC
         assert frontend.figures().store_quota_bytes == 200 << 20
 
     asyncio.run(story())
-    assert caplog.text.count("etcd's database nears its quota") == 1
+    assert caplog.text.count("etcd's database is close to its quota") == 1
 
 
 def test_what_comes_up_while_the_process_starts_does_not_precede_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_a_socket_in_use_is_not_taken(path: Path) -> None:
         address = UnixAddress(str(path))
         await listeners.listen(address)
         second = Listeners(Greeter, 0o600)
-        with pytest.raises(CannotListen, match="another gpuleased does"):
+        with pytest.raises(CannotListen, match="another gpuleased listens on it"):
             await second.listen(address)
         second.close()
         assert await greeting(address) == b"here"

@@ -66,7 +66,7 @@ def test_a_pool_that_can_not_be_whole(monkeypatch: pytest.MonkeyPatch, after: in
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(NoThread, match="start no more threads") as told:
+    with pytest.raises(NoThread, match="start more threads") as told:
         thread_pool(3)
     assert (told.value.status, "TasksMax=" in told.value.hint) == (os.EX_UNAVAILABLE, True)
 
@@ -76,14 +76,14 @@ def test_a_host_that_has_too_few_for_a_pool() -> None:
     command = [sys.executable, "-P", "-c", FEW_THREADS]
     done = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    assert "NoThread: this host lets the daemon start no more threads" in done.stderr
+    assert "NoThread: this host does not allow the daemon to start more threads" in done.stderr
 
 
 def test_a_daemon_without_threads_says_so(tmp_path: Path) -> None:
     done = run_without_threads("-m", "gpulease.daemon", "--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu")
     assert done.returncode == os.EX_UNAVAILABLE
     assert done.stderr.startswith(
-        "gpuleased: this host lets the daemon start no more threads. Let the daemon have more:"
+        "gpuleased: this host does not allow the daemon to start more threads. Raise its limits:"
     )
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "d.sock").exists()

@@ -45,7 +45,7 @@ def test_without_the_lock_a_second_one_finds_the_first_by_connecting(path: str, 
     bound(place_at(path, stack), stack)
     os.unlink(f"{path}.lock")
     second = UnixPlace(UnixAddress(path), MODE, log_place_change)
-    with pytest.raises(CannotListen, match="another process does"):
+    with pytest.raises(CannotListen, match="another process listens on it"):
         second.bind()
     second.release()
     assert listener_at(path) == os.getpid(), "the first one's is there"
@@ -66,7 +66,7 @@ def test_what_was_removed_is_made_anew(
         stack.enter_context(made)
     assert listener_at(path) == os.getpid()
     assert os.stat(path).st_mode & 0o777 == MODE
-    with pytest.raises(CannotListen, match="another gpuleased does"):
+    with pytest.raises(CannotListen, match="another gpuleased listens on it"):
         UnixPlace(UnixAddress(path), MODE, log_place_change)
     said = {"d.sock": "a socket's file was removed", "d.sock.lock": "the lock next to a socket was removed"}
     assert len(caplog.records) == len(gone)
@@ -85,7 +85,8 @@ def test_a_living_process_that_came_to_the_path_keeps_it(
     for _ in range(2):
         assert place.restore() is None
     assert place.problem == (
-        "clients can't connect at unix:d.sock: its file is gone, and can't listen on unix:d.sock: another process does"
+        "clients can't connect to unix:d.sock: its file was removed, and "
+        "can't listen on unix:d.sock: another process listens on it"
     )
     assert len(caplog.records) == 1, "once, not at each look"
     place.release()
@@ -127,7 +128,7 @@ def test_one_that_does_not_accept_is_alive(path: str, stack: ExitStack, backlog:
     listener.listen(0)
     if backlog == "full":
         stack.enter_context(socket.socket(socket.AF_UNIX)).connect(path)
-    with pytest.raises(CannotListen, match="another process does"):
+    with pytest.raises(CannotListen, match="another process listens on it"):
         place_at(path, stack).bind()
 
 
@@ -191,7 +192,7 @@ def test_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_released_lock_leaves_no_file(tmp_path: Path) -> None:
     address = UnixAddress(str(tmp_path / "d.sock"))
     lock = PlaceLock(address)
-    with pytest.raises(CannotListen, match="another gpuleased does"):
+    with pytest.raises(CannotListen, match="another gpuleased listens on it"):
         PlaceLock(address)
     assert os.listdir(tmp_path) == ["d.sock.lock"]
     lock.release()

@@ -175,7 +175,7 @@ class ExpectedRegions:
     def _end(self, region_id: int, luck: int, shell: "Shell") -> None:
         region = self.mapped.get(region_id)
         if region is None:
-            shell.send(RegionRefused(region_id, "The session has nothing of the region."))
+            shell.send(RegionRefused(region_id, "The session knows nothing of the region."))
         elif luck % 16 == 8:
             shell.send(RegionStuck(region_id, "a kernel did not end"))
         else:

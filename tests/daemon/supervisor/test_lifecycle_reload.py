@@ -71,8 +71,11 @@ def test_a_broken_file_changes_nothing(manager: ServiceManager) -> None:
         heard = manager.said.count("READY=1")
         manager.send(signal.SIGHUP)
         manager.wait_for("READY=1", times=heard + 1)
-        assert manager.said[-1].startswith("STATUS=Settings not reloaded, the old ones stay in effect: ")
-    assert "ERROR   settings not reloaded, the old ones stay in effect: there is no setting no_such" in manager.log()
+        assert manager.said[-1].startswith("STATUS=Settings not reloaded; the old ones stay in effect: ")
+    assert (
+        "ERROR   the settings were not reloaded, so the old ones stay in effect: there is no setting no_such"
+        in manager.log()
+    )
     with manager.builder().acquire(), pytest.raises(Denied, match="max_leases"):
         manager.builder().acquire()
     assert manager.end() == 0
@@ -112,7 +115,7 @@ def test_the_web_pages_token_is_read_again(manager: ServiceManager) -> None:
 
     assert statuses() == [200, 401]
     for text, told in (
-        ("b" * 31, "STATUS=Settings not reloaded, the old ones stay in effect: setting http_token_file: "),
+        ("b" * 31, "STATUS=Settings not reloaded; the old ones stay in effect: setting http_token_file: "),
         ("b" * 32, ""),
     ):
         path.write_text(text)

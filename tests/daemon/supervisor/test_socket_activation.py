@@ -159,8 +159,8 @@ def test_a_unit_s_socket_that_nobody_names(folder: Path, listen: str) -> None:
     with unix_listener(folder / "d") as sock, pytest.raises(BadHandover) as raised:
         assign([GivenSocket(sock, "gpuleased.socket")], hosts(listen))
     assert str(raised.value) == (
-        f"the service manager handed over a socket at unix:{folder}/d (gpuleased.socket), which neither listen nor http"
-        f" names: there are {listen}; name it there, or take it out of the .socket unit"
+        f"the service manager passed a socket for unix:{folder}/d (gpuleased.socket), but listen and http name only"
+        f" {listen}; add the address to the settings, or remove it from the .socket unit"
     )
 
 
@@ -211,7 +211,7 @@ def test_a_socket_that_listen_does_not_name(manager: ServiceManager) -> None:
     with unix_listener(manager.folder / "other") as sock:
         manager.start(units=[(sock, "gpuleased.socket")])
         assert manager.wait_for_exit() == 78
-    assert f"gpuleased: the service manager handed over a socket at unix:{manager.folder}/other" in manager.log()
+    assert f"gpuleased: the service manager passed a socket for unix:{manager.folder}/other" in manager.log()
 
 
 @pytest.mark.exhaustive

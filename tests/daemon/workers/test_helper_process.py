@@ -108,7 +108,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None]]:
 @pytest.mark.parametrize(
     ("way", "said"),
     [
-        ("dies", "the script died at its start; the log says why"),
+        ("dies", "the script died while it was starting; the log says why"),
         ("breaks", "nothing can be written: there is no paper"),
         ("is not ready", "the script was not ready after 0.5 s"),
     ],

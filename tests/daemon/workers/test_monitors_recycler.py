@@ -56,7 +56,7 @@ def test_a_card_that_can_not_be_asked(error: Exception) -> None:
         await settled()
         scrubbed = posted[1]
         assert isinstance(scrubbed, WorkerScrubbed)
-        assert scrubbed.doubt.startswith("the card can't be looked at")
+        assert scrubbed.doubt.startswith("the card can't be read")
         theirs.close()
         worker.close()
 

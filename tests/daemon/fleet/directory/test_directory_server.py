@@ -448,7 +448,7 @@ async def test_a_source_of_many_connections_has_one_turn_a_round(scene: Scene) -
 @with_scene
 async def test_a_socket_that_somebody_listens_at_is_not_taken(scene: Scene) -> None:
     address = scene.unix()
-    with pytest.raises(CannotServe, match="another gpuleased does"):
+    with pytest.raises(CannotServe, match="another gpuleased listens on it"):
         scene.server.listen(address)
     with pytest.raises(CannotServe, match=r"can't listen on unix:/nowhere/d\.sock"):
         scene.server.listen(UnixAddress("/nowhere/d.sock"))

@@ -714,7 +714,7 @@ def test_a_node_with_another_horizon_stays_out_until_the_fleet_s_is_deleted(etcd
     host.ask_for()
     (refused,) = host.take(ClaimRefused)
     assert refused.why is ClaimRefusal.STALE
-    assert "the fleet has horizon_s = 4, and this node 30: set the fleet's" in refused.text
+    assert "the fleet has horizon_s = 4, but this node has 30: use the fleet's" in refused.text
     etcd.delete(HORIZON)
     host.run(6)
     assert len(host.take(Joined)) == 1

@@ -105,7 +105,7 @@ def test_a_torn_line(open_log: Open, folder: Path, size: int) -> None:
     whole = newest(folder).stat().st_size
     with newest(folder).open("ab") as file:
         file.write(piece)
-    assert "a piece of a line" in verdict(folder).notes[0]
+    assert "in the middle of a line" in verdict(folder).notes[0]
     log = open_log()
     torn = {"offset": whole, "size_bytes": size, "sha256": hashlib.sha256(piece).hexdigest()}
     assert log.findings == {"torn": torn}

@@ -17,7 +17,7 @@ from gpulease.daemon.record.audit.log_reader import found_text
         ({"head": "it is missing", "unanchored": 4}, "its head: it is missing; 4 records are after its head"),
         (
             {"lost": {"first": 5, "last": 7}, "edited": 7},
-            "records 5 to 7 are missing; record 7 is another than was written",
+            "records 5 to 7 are missing; record 7 was changed after it was written",
         ),
     ],
 )

@@ -137,18 +137,18 @@ DB, WAL, HEAD = JOURNAL_NAME, WAL_NAME, HEAD_NAME
     ("kind", "there", "said"),
     [
         ("killed", {DB, WAL, HEAD}, None),
-        ("killed", {DB, HEAD}, "not all of it is there"),
+        ("killed", {DB, HEAD}, "parts of it are missing"),
         ("killed", {DB, WAL}, "its head, journal.head, is missing"),
         ("killed", {WAL, HEAD}, "it is missing"),
         ("killed", {DB}, "its head, journal.head, is missing"),
-        ("killed", {WAL}, "it is missing, and its log, journal.db-wal, is there"),
+        ("killed", {WAL}, "it is missing, but its log, journal.db-wal, exists"),
         ("killed", {HEAD}, "it is missing"),
         ("killed", set(), None),
         ("stopped", {DB, HEAD}, None),
         ("stopped", {DB}, "its head, journal.head, is missing"),
         ("stopped", {HEAD}, "it is missing"),
         ("stopped", set(), None),
-        ("begun", {WAL, HEAD}, "it is missing, and its log, journal.db-wal, is there"),
+        ("begun", {WAL, HEAD}, "it is missing, but its log, journal.db-wal, exists"),
         ("begun", {HEAD}, None),
     ],
 )
@@ -252,7 +252,7 @@ def test_nothing_is_written_where_nobody_finds_it(state: Path, name: str) -> Non
     store.begin([])
     place = state / name
     place.rename(state.with_name("aside"))
-    with pytest.raises(OSError, match="was moved or removed; put them back"):
+    with pytest.raises(OSError, match="was moved or deleted; put them back"):
         store.apply([put(kept(20))])
     state.with_name("aside").rename(place)
     store.apply([put(kept(20))])
