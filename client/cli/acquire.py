@@ -62,7 +62,7 @@ def acquire(lease_request: LeaseArguments, as_json: bool) -> None:
     """
     # If the id can't be printed, nobody can free the lease.
     if sys.stdout is None:
-        raise MissingPrerequisite("the lease can't be printed: the output is closed")
+        raise MissingPrerequisite("the lease can't be printed because standard output is closed")
 
     def use(lease: engine.LeaseHandle) -> None:
         try:
@@ -121,7 +121,7 @@ def renew(lease_id: LeaseId, ttl_ms: int, as_json: bool) -> None:
 
 @click.command()
 @_lease
-@click.option("--memory", is_flag=True, help="Free the memory that no open session owns; the lease continues.")
+@click.option("--memory", is_flag=True, help="Free only the memory that no open session owns; the lease continues.")
 @_json
 def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
     """Free a lease or a region, with everything in its memory.
@@ -134,10 +134,10 @@ def free(lease_id: LeaseId, memory: bool, as_json: bool) -> None:
     if memory:
         freed_bytes = _reset(lease_id)
         fields = {"lease_id": str(lease_id), "freed_bytes": freed_bytes}
-        click.echo(json.dumps(fields) if as_json else f"{size_text(freed_bytes)} of lease {lease_id} are free again.")
+        click.echo(json.dumps(fields) if as_json else f"{size_text(freed_bytes)} of lease {lease_id} were freed.")
         return
     ask_about(lease_id, Opcode.LEASE_FREE, LeaseRef(lease_id))
-    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} is freed.")
+    click.echo(json.dumps({"lease_id": str(lease_id)}) if as_json else f"Lease {lease_id} was freed.")
 
 
 def _reset(lease_id: LeaseId) -> int:

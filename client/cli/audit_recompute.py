@@ -40,13 +40,23 @@ EMBEDDED_DRIVER: Final = "cpu"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("record", type=click.File("rb"))
-@click.option("--prompt", "prompt_file", type=click.File("rb"), help="The prompt: a text, or a JSON array of ids.")
 @click.option(
-    "--request", "request_file", type=click.File("rb"), help="Instead, the body of the HTTP request, with all it had."
+    "--prompt", "prompt_file", type=click.File("rb"), help="A file with the prompt: text, or a JSON array of token ids."
 )
-@click.option("--model", "path", type=click.Path(path_type=Path), help="The model's path; by default, the tiny model.")
 @click.option(
-    "--logit-bias", "bias_file", type=click.File("rb"), help="The request's logit_bias, if it had one: a JSON object."
+    "--request",
+    "request_file",
+    type=click.File("rb"),
+    help="Instead of --prompt, a file with the complete body of the HTTP request.",
+)
+@click.option(
+    "--model", "path", type=click.Path(path_type=Path), help="The model's path; by default, the installed tiny model."
+)
+@click.option(
+    "--logit-bias",
+    "bias_file",
+    type=click.File("rb"),
+    help="A file with the request's logit_bias, if it had one: a JSON object.",
 )
 def recompute(
     record: BinaryIO,
@@ -104,7 +114,7 @@ def recompute(
         fail(
             f"audit recompute: the output DIFFERS: {digest}; the record has {decode_record.output}", EXIT_OUTPUT_DIFFERS
         )
-    click.echo(f"The output is equal: {digest}.")
+    click.echo(f"The output is the same: {digest}.")
 
 
 def _record_of(data: bytes) -> DecodeRecord:
@@ -113,7 +123,7 @@ def _record_of(data: bytes) -> DecodeRecord:
         # The record is in the line's note.
         return DecodeRecord.read(line["data"]["note"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fail(f"audit recompute: RECORD must be a decoder's line of an audit log: {error}", EXIT_NO_RECORD)
+        fail(f"audit recompute: RECORD must be a line that a decoder wrote to an audit log: {error}", EXIT_NO_RECORD)
 
 
 def _prompt_of(data: bytes, checkpoint: Checkpoint) -> list[int]:
@@ -144,7 +154,7 @@ def _request_of(data: bytes, checkpoint: Checkpoint) -> tuple[list[list[int]], S
         completion_request = parse_request(data, is_chat=b'"messages"' in data, fresh_seed=0)
         completion_request = with_tokens(reader, with_grammar(reader, completion_request))
     except ApiError as error:
-        raise click.UsageError(f"the request must be one that the server took: {error.message}") from None
+        raise click.UsageError(f"the request must be one that the server accepted: {error.message}") from None
     return read_prompts(reader, completion_request), completion_request.sampling
 
 
@@ -153,7 +163,7 @@ def _biases_of(data: bytes) -> tuple[tuple[int, float], ...]:
     try:
         return tuple((int(token), float(bias)) for token, bias in json.loads(data).items())
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise click.UsageError("logit_bias must be a JSON object of token ids with a number each") from None
+        raise click.UsageError("logit_bias must be a JSON object with a number for each token id") from None
 
 
 def _check(
@@ -184,7 +194,8 @@ def _check(
     ]
     for member, _, recorded, recomputed in mismatches:
         click.echo(
-            f"gpulease: audit recompute: the {member} must be the record's, {recorded}, not {recomputed}", err=True
+            f"gpulease: audit recompute: the {member} must be that of the record, {recorded}, not {recomputed}",
+            err=True,
         )
     if mismatches:
         fail("audit recompute: nothing was computed", mismatches[0][1])

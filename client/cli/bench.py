@@ -61,77 +61,85 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--driver", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="The private daemon's driver."
 )
-@click.option("--quick", is_flag=True, help="Take fewer samples: about a minute.")
+@click.option("--quick", is_flag=True, help="Take fewer samples; takes about a minute.")
 @click.option(
     "--rounds",
     type=_POSITIVE,
     help=(
-        "Rounds; each measures a lease and the direct driver in turn, and medians are shown. By default"
-        " 3, or 1 with --quick."
+        "Number of rounds; each measures a lease and the direct driver in turn, and the medians are "
+        "shown. By default 3, or 1 with --quick."
     ),
 )
 @click.option(
-    "--launches", type=_POSITIVE, help="Pipelined launches per round; by default 20,000, or 5,000 with --quick."
+    "--launches",
+    type=_POSITIVE,
+    help="Number of pipelined launches per round; by default 20,000, or 5,000 with --quick.",
 )
 @click.option(
     "--leases",
     type=_POSITIVE,
-    help="Leases to acquire and free; as many expire, and as many are revoked. By default 30, or 5 with --quick. With "
-    "--core, leases at a time; by default 10,000.",
+    help="Number of leases to acquire and free; the same numbers expire and are revoked. By default 30, or 5 "
+    "with --quick. With --core, the number of leases that exist at the same time; by default 10,000.",
 )
-@click.option("--tcp", default="", help="The running daemon's TCP address, to measure TCP too.")
+@click.option("--tcp", default="", help="The running daemon's TCP address, to measure TCP as well.")
 @click.option(
     "--tls",
     default="",
-    help="The running daemon's TLS address, to measure TLS too; GPULEASE_TLS_CERTIFICATE, _KEY and _CA name the files.",
+    help="The running daemon's TLS address, to measure TLS as well; GPULEASE_TLS_CERTIFICATE, _KEY and _CA "
+    "name the files.",
 )
 @click.option(
-    "--gateway", is_flag=True, help="Instead, measure requests per second with one lease each, on private daemons."
+    "--gateway",
+    is_flag=True,
+    help="Instead, measure requests per second, each on a separate lease, on private daemons.",
 )
 @click.option(
     "--core",
     is_flag=True,
-    help="Instead, measure the daemon's lease table alone: grants and renewals per second, lateness.",
+    help="Instead, measure only the daemon's lease table: grants and renewals per second, and how late leases expire.",
 )
 @click.option(
     "--regions",
     is_flag=True,
-    help="Instead, measure regions; fail if a revoked region's launches are refused too late.",
+    help="Instead, measure regions; fail if launches in a revoked region are refused too late.",
 )
 @click.option(
     "--park",
     is_flag=True,
-    help="Instead, measure models that share a card by parking, compared with loading them again.",
+    help="Instead, measure models that share a card by parking, compared with loading them again each time.",
 )
 @click.option(
     "--park-storm",
     is_flag=True,
     help=(
-        "Instead, check sessions that are parked, moved, revoked and killed at random; fail on any wrong"
-        " result or missing byte."
+        "Instead, park, move, revoke and kill sessions at random; fail if any result is wrong or any byte is missing."
     ),
 )
-@click.option("--model-mib", type=_POSITIVE, help="With --park: a model's size; by default 16,384 on a card, else 64.")
+@click.option(
+    "--model-mib",
+    type=_POSITIVE,
+    help="With --park: the size of each model; by default 16,384 on a card, otherwise 64.",
+)
 @click.option(
     "--decode",
     is_flag=True,
-    help="Instead, measure the decode engine's steps and kernels; print one JSON object per figure, each on a line.",
+    help="Instead, measure the steps and kernels of the decode engine; print each figure as a JSON object on a line.",
 )
 @click.option(
     "--round-trips",
     is_flag=True,
-    help="Instead, measure only round trips, compared with C, cuda-bindings and pycuda in turn.",
+    help="Instead, measure only round trips, each in turn through a lease, in C, with cuda-bindings and with pycuda.",
 )
 @click.option(
     "--check",
     is_flag=True,
     help=(
-        "Instead, measure everything that has a bound in client/bench/bounds.toml, in some minutes;"
-        " fail if a bound is missed."
+        "Instead, measure every figure that has a bound in client/bench/bounds.toml; takes some minutes. "
+        "Fail if a bound is missed."
     ),
 )
 @click.option(
-    "--against", type=click.Path(path_type=Path), help="With --check: an earlier run's file, to show regressions."
+    "--against", type=click.Path(path_type=Path), help="With --check: the file of an earlier run, to show regressions."
 )
 @click.option(
     "--to",
@@ -144,7 +152,7 @@ _POSITIVE: Final = click.IntRange(min=1)
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0.01),
-    help="With --park or --park-storm: minutes to run; by default 10, or 1 with --quick.",
+    help="With --park or --park-storm: how many minutes to run; by default 10, or 1 with --quick.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def bench(
@@ -176,12 +184,12 @@ def bench(
         click.echo(files("gpulease.client.bench").joinpath("PEERS.md").read_text(encoding="utf-8").rstrip())
         return
     if core and quick:
-        raise click.UsageError("--core takes --leases, not --quick")
+        raise click.UsageError("--core can be combined with --leases, but not with --quick")
     # Each option below runs one part instead of the whole benchmark.
     if check:
         _run_check(driver, against, to, log, as_json)
     if against is not None:
-        raise click.UsageError("--against goes with --check")
+        raise click.UsageError("--against needs --check")
     minutes = minutes or (QUICK_MINUTES if quick else STORM_MINUTES)
     if park:
         _run_park(driver, model_mib, minutes, log, as_json)

@@ -9,7 +9,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print a script that makes SHELL complete commands, options and lease ids, which it asks the daemon for.
+    """Print a script with which SHELL completes commands, options and the lease ids that the daemon lists.
 
     bash: eval "$(gpulease completion bash)" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc;
     fish: gpulease completion fish > ~/.config/fish/completions/gpulease.fish
@@ -17,7 +17,7 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     # All choices of the argument have a class now. A newer click may drop one.
     if kind is None:
-        raise click.UsageError(f"this version of click has no completion for {shell}")
+        raise click.UsageError(f"this version of click has no completion script for {shell}")
     root = click.get_current_context().find_root().command
     # Fill in the template here, because click's own method would start the shell to ask for its version.
     script = kind(root, {}, "gpulease", "_GPULEASE_COMPLETE")

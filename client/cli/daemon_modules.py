@@ -33,7 +33,7 @@ def become_module(module: str, words: Sequence[str], extra: str = DAEMON) -> NoR
     # The client may be installed without the daemon.
     if find_spec(module.rpartition(".")[0]) is None:
         raise MissingPrerequisite(
-            f"no daemon is installed with this client: pip install '.[{extra}]' in gpulease's repository"
+            f"the daemon is not installed with this client: pip install '.[{extra}]' in gpulease's repository"
         )
     # execv keeps the process id and the terminal, so for a shell it is still the same command.
     os.execv(sys.executable, [sys.executable, "-P", "-c", _STARTER, extra, module, *words])
@@ -51,7 +51,7 @@ AUDIT_MODULE: Final = "gpulease.daemon.record.audit"
 @click.command("audit", **PASSES_ON)
 @words_argument
 def audit(words: tuple[str, ...]) -> None:
-    """Read audit logs: verify, show, usage, head, recompute. `gpulease audit -h` says more."""
+    """Read audit logs: verify, show, usage, head, recompute. See `gpulease audit -h`."""
     if words[:1] == (RECOMPUTE,):
         # The daemon's module can't decode, because the daemon imports nothing of the client.
         from gpulease.client.cli.audit_recompute import recompute
@@ -67,5 +67,5 @@ PKI_MODULE: Final = "gpulease.daemon.remote.pki"
 @click.command("pki", **PASSES_ON)
 @words_argument
 def pki(words: tuple[str, ...]) -> None:
-    """Make a test authority and certificates: init, issue, revoke. `gpulease pki -h` says more."""
+    """Make a test authority and certificates: init, issue, revoke. See `gpulease pki -h`."""
     become_module(PKI_MODULE, words)

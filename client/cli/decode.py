@@ -79,7 +79,7 @@ class _Answer:
     "--model",
     "path",
     type=click.Path(path_type=Path),
-    help="A folder with config.json and safetensors, or a .gguf file. By default, an installed model.",
+    help="The model: a folder with config.json and safetensors, or a .gguf file. By default, an installed model.",
 )
 @click.option(
     "--max-tokens",
@@ -88,17 +88,24 @@ class _Answer:
     show_default=True,
     help="Maximum number of tokens to add.",
 )
-@click.option("--temperature", default=0.0, show_default=True, help="0: always the likeliest token.")
+@click.option(
+    "--temperature",
+    default=0.0,
+    show_default=True,
+    help="0: always the likeliest token; larger values choose more evenly.",
+)
 @click.option(
     "--top-p",
     default=1.0,
     show_default=True,
-    help="Choose from the likeliest tokens that together have this probability.",
+    help="Choose only from the likeliest tokens that together have this probability.",
 )
 @click.option(
-    "--top-k", default=0, show_default=True, help="Choose from this many of the likeliest tokens; 0: from all."
+    "--top-k", default=0, show_default=True, help="Choose only from this many of the likeliest tokens; 0: from all."
 )
-@click.option("--seed", default=0, show_default=True, help="The seed for choosing tokens, unless the temperature is 0.")
+@click.option(
+    "--seed", default=0, show_default=True, help="The seed for choosing tokens; without effect if the temperature is 0."
+)
 @click.option(
     "--chat",
     "is_chat",
@@ -163,7 +170,7 @@ def model_at_hand(address: str) -> tuple[Path, str]:
     """
     # The directory chooses the node only later, so its driver is not known here.
     if address.startswith(FLEET_SCHEME):
-        return TINY_MODEL, "a tiny one, because a fleet's nodes may be of any kind. Name a larger one with --model"
+        return TINY_MODEL, "a tiny one, because the nodes of a fleet may be of any kind. Name a larger one with --model"
     if first_card(address)["driver"] == EMBEDDED_DRIVER:
         return TINY_MODEL, "a tiny one, because the embedded driver is slow. Name a larger one with --model"
     checkpoint = find_smollm2()
@@ -250,6 +257,6 @@ def _note_size(answer: _Answer, done_bytes: int, total: int) -> None:
 def _summary(answer: _Answer) -> str:
     rate_text = "" if answer.tokens_per_s is None else f", then {answer.tokens_per_s:.1f} a second"
     return (
-        f"{counted(len(answer.tokens), 'token')}, the first after {answer.first_token_s:.2f} s{rate_text}."
-        f" The model was ready after {answer.load_s:.1f} s."
+        f"{counted(len(answer.tokens), 'token')}, the first after {answer.first_token_s:.2f} "
+        f"s{rate_text}. Loading the model took {answer.load_s:.1f} s."
     )

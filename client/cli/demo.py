@@ -27,7 +27,7 @@ kills one of three nodes. Ten lines of your own: README.md, "A tenant's ten line
     "--fleet",
     "of_fleet",
     is_flag=True,
-    help="Three daemons on an etcd; one is killed, and another takes over its name.",
+    help="Show three daemons that share an etcd: one is killed, and another takes over its name.",
 )
 @click.option(
     "--driver",
@@ -36,7 +36,7 @@ kills one of three nodes. Ten lines of your own: README.md, "A tenant's ten line
     help="The private daemon's driver: cuda uses the host's card.",
 )
 def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
-    """Show three tenants on a card: one computes, one runs an endless kernel, one gets that one's memory afterwards.
+    """Show three tenants on a card: the first computes, the second runs an endless kernel, the third gets its memory.
 
     Uses the running daemon; without one, starts a private one on the embedded driver, which needs no GPU. A fleet's
     daemons, and its etcd, are always private. Every figure is measured; the exit status is 1 if a claim does not hold.
@@ -59,7 +59,7 @@ def demo(as_json: bool, of_fleet: bool, driver: str) -> None:
         lines.say(
             f"Card 0 of {address}: {card['name']}, {size_text(card['capacity_bytes'])} (driver {card['driver']})."
         )
-        lines.say("ann, bob and carol are three leases of yours, each with a process and a context of its own.\n")
+        lines.say("ann, bob and carol are three leases of yours, each with a separate process and context.\n")
         report, claims = run_tenants_demo(address, lines, transform_ptx(), is_private=running is None)
     # Print the claims in the order in which they were tested. If any failed, so does the command.
     broken = [claim for claim in claims if not claim.holds]

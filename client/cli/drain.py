@@ -48,15 +48,19 @@ def span_option(option: str, variable: str, default: str, text: str) -> Callable
     return click.option(option, variable, callback=milliseconds_of, default=default, show_default=True, help=text)
 
 
-within_option = span_option("--within", "within_ms", "10m", "The time until all remaining leases are ended: 30s, 10m.")
-cancel_option = click.option("--cancel", is_flag=True, help="End the drain: grant leases again.")
+within_option = span_option(
+    "--within", "within_ms", "10m", "The time after which all remaining leases are ended: 30s, 10m."
+)
+cancel_option = click.option("--cancel", is_flag=True, help="End the drain, so that leases are granted again.")
 
 
 @click.command()
-@click.option("--device", help="Drain this card alone: its UUID or index.")
+@click.option("--device", help="Drain only this card, given by its UUID or index.")
 @within_option
-@click.option("--move", "moves", is_flag=True, help="With --device: move parkable sessions to other cards at once.")
-@click.option("--wait", is_flag=True, help="Return once no lease is left.")
+@click.option(
+    "--move", "moves", is_flag=True, help="With --device: move the sessions of parkable leases to other cards at once."
+)
+@click.option("--wait", is_flag=True, help="Return only once no lease is left.")
 @cancel_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -77,7 +81,7 @@ def drain(
     if cancel and (wait or moves or ctx.get_parameter_source("within_ms") == ParameterSource.COMMANDLINE):
         raise click.UsageError("--cancel can't be combined with --within, --move or --wait")
     if moves and (device is None or wait):
-        raise click.UsageError("--move needs --device" if device is None else "give either --move or --wait")
+        raise click.UsageError("--move needs --device" if device is None else "--move and --wait can't be combined")
     uuid = None if device is None else card_uuid_of(device, "--device")
     status = _set_drain(uuid, None if cancel else within_ms)
     if not (as_json and (wait or moves)):
@@ -128,8 +132,8 @@ def _check_drained(uuid: str | None) -> None:
     key, subject = ("drain_left_ms", "node") if uuid is None else ("card_drain_left_ms", "card")
     if all(card.get(key) is None for card in cards if uuid in (None, card["uuid"])):
         raise InvalidRequest(
-            f"the {subject} does not drain any more: the drain was cancelled, or its daemon was restarted without"
-            " `state`",
+            f"the {subject} is no longer being drained: the drain was cancelled, or the daemon was "
+            "restarted without `state`",
             "Drain it again",
         )
 
@@ -171,4 +175,6 @@ def drain_text(node: str, status: DrainStatus) -> str:
     if not status.leases:
         return f"{node} grants no more leases, and none is left."
     lease_count = counted(status.leases, "lease is", "leases are")
-    return f"{node} grants no more leases. {lease_count} left, to end within {seconds_text(status.left_ms / 1000)}."
+    return (
+        f"{node} grants no more leases. {lease_count} left, and will end within {seconds_text(status.left_ms / 1000)}."
+    )

@@ -126,7 +126,9 @@ def _operators_listing() -> Report:
     listing = _listing()
     # A directory of an older version does not say whether the user is an operator, and lists everything.
     if not listing.get("operator", True):
-        raise Denied("the fleet's nodes are listed for operators", "A directory's option --operator names them.")
+        raise Denied(
+            "only operators can list the fleet's nodes", "The directory's option --operator names the operators."
+        )
     return listing
 
 
@@ -155,8 +157,8 @@ def ask_about(lease_id: LeaseId, op: Opcode, body: Body) -> Any:
     node_ids = [name["node_id"] for name in _listing()["names"] if name["lease_id"] == str(lease_id)]
     if not node_ids:
         raise NotFound(
-            f"lease {lease_id} serves no name of the fleet, or none that you may see",
-            "Set GPULEASE_ADDRESS to its node's address, which the lease was acquired with",
+            f"the fleet has no name for lease {lease_id}, or you may not see it",
+            "Set GPULEASE_ADDRESS to the address of its node, with which the lease was acquired",
         )
     return _ask_node(_node(node_ids[0]), op, body)
 

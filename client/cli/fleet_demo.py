@@ -96,4 +96,4 @@ def _refusal(address: str) -> str:
                 return str(error)
             time.sleep(ASK_PAUSE_S)
         else:
-            raise MissingPrerequisite("two nodes serve one name: please report this")
+            raise MissingPrerequisite("two nodes served one name at the same time: please report this")

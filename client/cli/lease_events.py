@@ -21,8 +21,8 @@ from gpulease.protocol.counts import counted
     "--refused",
     is_flag=True,
     help=(
-        "Instead, print the launches that are refused because the region LEASE_ID, or a region of that"
-        " lease, has ended."
+        "Instead, print the launches that are refused because a region has ended: the region LEASE_ID, "
+        "or any region of the lease LEASE_ID."
     ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
@@ -30,7 +30,7 @@ def events(lease_id: int | None, refused: bool, as_json: bool) -> None:
     """Print the phases of leases, one line each: of LEASE_ID until it has ended, or of all until interrupted."""
     if refused:
         if lease_id is None:
-            raise click.UsageError("--refused needs a LEASE_ID: a region's, or that of a lease with regions.")
+            raise click.UsageError("--refused needs a LEASE_ID, that of a region or of a lease with regions.")
         with RegionWatch(RefusalStream(address_of(None), lease_id)) as watch:
             for refusal in watch:
                 click.echo(json.dumps(_refusal_fields(refusal)) if as_json else refusal_text(refusal))
@@ -77,9 +77,9 @@ def refusal_text(refusal: ForwardRevoked) -> str:
     after_us = (refusal.seen_ns - refusal.flipped_ns) / 1000
     parts = [
         str(refusal.lease_id),
-        f"{_status_text(refusal.status)}: {refused} did not begin",
+        f"{_status_text(refusal.status)}: {refused} was not started",
         f"position {refusal.position}",
-        f"seen {after_us:.0f} us after it was decided",
+        f"noticed {after_us:.0f} us after the region ended",
     ]
     return shown("  ".join([*parts, *_lost_text(refusal.lost)]))
 
@@ -87,14 +87,14 @@ def refusal_text(refusal: ForwardRevoked) -> str:
 def _lost_text(lost: int) -> list[str]:
     # Say how many events were dropped because the reader was too slow.
     lost_text = counted(lost, "event before this one was", "events before this one were")
-    return [f"{lost_text} not read in time and lost"] if lost else []
+    return [f"{lost_text} lost (read too slowly)"] if lost else []
 
 
 _NEXT: Final = {
-    Phase.ACTIVE: "its warning comes in {}, if it is not renewed",
-    Phase.WARNING: "it ends in {} at most",
-    Phase.GRACE: "what still runs is killed in {} at most",
-    Phase.TEARDOWN: "its memory is proved free in {}, or fenced",
+    Phase.ACTIVE: "its warning comes in {}, unless it is renewed",
+    Phase.WARNING: "it ends in {} at the latest",
+    Phase.GRACE: "its process is killed in {} at the latest",
+    Phase.TEARDOWN: "its memory is proved free or fenced within {}",
 }
 """What follows a phase, and when. Only a warning's time is the time to the lease's end."""
 

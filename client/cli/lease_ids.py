@@ -62,8 +62,8 @@ def _parse_lease_id(ctx: click.Context, param: click.Parameter, value: str | Non
         return lease_id_of(value)
     if not _PREFIX.fullmatch(value):
         raise click.BadParameter(
-            f"it must be a lease id of 32 hexadecimal digits, or at least {MIN_PREFIX_DIGITS} of its first digits, "
-            f"not {value!r}. Copy one from `gpulease leases`.",
+            f"it must be a lease id of 32 hexadecimal digits, or at least the first {MIN_PREFIX_DIGITS} "
+            f"digits of one, not {value!r}. Copy one from `gpulease leases`.",
             ctx,
             param,
         )
@@ -77,8 +77,8 @@ def _lease_with_prefix(prefix: str) -> LeaseId:
     matches = [text for text in ids if _LEASE_ID.fullmatch(text) and text.startswith(prefix)]
     if not matches:
         raise NotFound(
-            f"no lease that you may see begins with {prefix}",
-            "See `gpulease leases`; one that has ended needs all 32 digits",
+            f"no lease that you may see has an id that begins with {prefix}",
+            "See `gpulease leases`; the id of an ended lease must be given in full",
         )
     if len(matches) > 1:
         listed = ", ".join(matches[:MAX_LISTED]) + (" and more" if len(matches) > MAX_LISTED else "")

@@ -75,19 +75,19 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--park-idle",
             "park_idle_ms",
             "0s",
-            "Park the session after this time without an operation; 0s: never park for idleness.",
+            "Park the session when it has been idle for this time; 0s: idle sessions are not parked.",
         ),
         click.option(
             "--parkable",
             "is_parkable",
             is_flag=True,
-            help="Let the session's bytes leave the card while it is idle; its next operation brings them back.",
+            help="Allow the session's bytes to leave the card while it is idle; its next operation brings them back.",
         ),
         click.option(
             "--latency",
             "is_latency",
             is_flag=True,
-            help="Make the card's other sessions hold back while this one has work; the operator must allow this.",
+            help="Make the card's other sessions hold back while this one has work; needs the operator's permission.",
         ),
         click.option(
             "--weight",
@@ -95,19 +95,29 @@ def lease_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="The lease's weight when its card's time is shared; by default 1.",
         ),
         click.option(
-            "--label", "labels", multiple=True, callback=_labels_of, help="A label that the node must have: zone=a."
+            "--label",
+            "labels",
+            multiple=True,
+            callback=_labels_of,
+            help="A label that the node must have, such as zone=a.",
         ),
-        click.option("--name", help="The lease's name, which one node of the daemon's fleet serves at a time."),
-        click.option("--device", help="The card's UUID or index; by default, any card that has room."),
-        span_option("--wait", "wait_ms", "0s", "How long to wait for room."),
+        click.option("--name", help="The lease's name; only one node of the fleet serves it at a time."),
+        click.option("--device", help="The card's UUID or index; by default, any card with enough room."),
+        span_option("--wait", "wait_ms", "0s", "How long to wait until a card has room."),
         time_option,
-        click.option("--vram", "vram_bytes", required=True, callback=_size_of, help="Device memory: 4GiB, 512MiB."),
+        click.option(
+            "--vram",
+            "vram_bytes",
+            required=True,
+            callback=_size_of,
+            help="The amount of device memory, such as 4GiB or 512MiB.",
+        ),
     ):
         with_lease = option(with_lease)
     return with_lease
 
 
-time_option = span_option("--for", "ttl_ms", "10m", "The lease's duration: 30s, 2h.")
+time_option = span_option("--for", "ttl_ms", "10m", "The lease's duration, such as 30s or 2h.")
 
 
 def _size_of(ctx: click.Context, param: click.Parameter, value: str) -> int:

@@ -17,7 +17,10 @@ from gpulease.protocol.messages import LeaseMove, LeaseRef
 
 @click.command()
 @lease_id_argument(required=False)
-@click.option("--device", help="The card to move to: its UUID or index. With --from, by default any that has room.")
+@click.option(
+    "--device",
+    help="The card to move to, given by its UUID or index. With --from, by default any card with enough room.",
+)
 @click.option("--from", "source", help="Move all sessions of this card, given by its UUID or index.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_json: bool) -> None:
@@ -33,7 +36,7 @@ def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_js
         uuid = card_uuid_of(source, "--from")
         target = None if device is None else card_uuid_of(device, "--device")
         if uuid == target:
-            raise click.UsageError("--from and --device are the same card")
+            raise click.UsageError("--from and --device must be different cards")
         print_moves(move_sessions(uuid, target), uuid, as_json=as_json)
     elif lease_id is not None and device is not None:
         _move_one(lease_id, device, as_json)

@@ -24,7 +24,7 @@ _words_or_json = click.option("--json", "as_json", is_flag=True, help="Print a J
 
 
 @click.command()
-@click.option("--sandbox", "shows_sandbox", is_flag=True, help="Show the measures of the workers' sandbox.")
+@click.option("--sandbox", "shows_sandbox", is_flag=True, help="Show each measure of the workers' sandbox.")
 @_table_or_json
 def info(shows_sandbox: bool, as_json: bool) -> None:
     """Show the cards: memory to lease, free memory, fenced memory."""
@@ -37,8 +37,10 @@ def info(shows_sandbox: bool, as_json: bool) -> None:
     # The node's drain concerns every card, so each reports the same time.
     left_ms = next((card.get("drain_left_ms") for card in cards), None)
     if left_ms is not None:
-        end_text = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease is ended"
-        click.echo(wrapped_text(f"The node is drained: it grants nothing, and {end_text}.", width))
+        end_text = (
+            f"the remaining leases end in {seconds_text(left_ms / 1000)}" if left_ms else "all leases have been ended"
+        )
+        click.echo(wrapped_text(f"The node is drained: it grants no leases, and {end_text}.", width))
     click.echo(_card_table(cards, width))
     # Below the table, a sentence for each card that has something to explain.
     for card in cards:
@@ -54,8 +56,12 @@ def _drained(card: Report) -> str:
     left_ms = card.get("card_drain_left_ms")
     if left_ms is None:
         return ""
-    end_text = f"what is left ends in {seconds_text(left_ms / 1000)}" if left_ms else "every lease there is ended"
-    return f"Card {card['index']} is drained: nothing new is granted on it, and {end_text}."
+    end_text = (
+        f"its remaining leases end in {seconds_text(left_ms / 1000)}"
+        if left_ms
+        else "all of its leases have been ended"
+    )
+    return f"Card {card['index']} is drained: it grants no leases, and {end_text}."
 
 
 def _card_table(cards: list[Report], width: int | None) -> str:
@@ -85,12 +91,12 @@ def _sandbox_text(sandbox: list[Report], width: int | None, *, is_whole: bool) -
     # Show all measures on request, otherwise only those that an operator should know about.
     if is_whole:
         measures = [[finding["measure"], "on" if finding["on"] else "OFF", finding["detail"]] for finding in sandbox]
-        return fitted(["workers' sandbox", "", "how far, or why not"], measures, width, is_text_last=True)
+        return fitted(["workers' sandbox", "", "extent, or why it is off"], measures, width, is_text_last=True)
     off = [finding["measure"] for finding in sandbox if not finding["on"]]
     if not off:
         return ""
     measures_off = f"{len(off)} of {len(sandbox)} measures of the workers' sandbox are OFF: {', '.join(off)}"
-    return wrapped_text(f"{measures_off}. `gpulease info --sandbox` says why.", width)
+    return wrapped_text(f"{measures_off}. `gpulease info --sandbox` shows why.", width)
 
 
 def _taken_by_others(card: Report) -> str:
@@ -98,7 +104,11 @@ def _taken_by_others(card: Report) -> str:
     holders = (("unowned_bytes", "the driver"), ("outside_bytes", "programs outside gpulease"))
     # Show only the members that exist: older daemons report neither.
     shares = [f"{size_text(card[name])} by {holder}" for name, holder in holders if card.get(name)]
-    return f"GPU {card['index']}: taken since the daemon began: {' and '.join(shares)}." if shares else ""
+    return (
+        f"GPU {card['index']}: since the daemon started, memory was taken by others: {' and '.join(shares)}."
+        if shares
+        else ""
+    )
 
 
 def _fenced(card: Report) -> str:
@@ -106,8 +116,9 @@ def _fenced(card: Report) -> str:
     if not card["fenced_bytes"]:
         return ""
     return (
-        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free and are not "
-        f"granted. Once you are sure that no program uses them: `gpulease fence clear {card['index']}`."
+        f"GPU {card['index']}: {size_text(card['fenced_bytes'])} could not be proved free, and can't be "
+        "granted. If you are sure that no program uses this memory: `gpulease fence clear "
+        f"{card['index']}`."
     )
 
 
@@ -122,7 +133,7 @@ def _warm(card: Report) -> str:
 
 
 @click.command()
-@click.option("--tenant", metavar="NAME", help="Only leases of this tenant.")
+@click.option("--tenant", metavar="NAME", help="List only the leases of this tenant.")
 @_table_or_json
 def leases(tenant: str | None, as_json: bool) -> None:
     """List leases, each with its regions: your own, or all of them if you are an operator."""
@@ -145,20 +156,23 @@ def leases(tenant: str | None, as_json: bool) -> None:
     click.echo(fitted(head, rows, output_width(), droppable=droppable, texts=("lease", "tenant")))
     # List the leases on workers that still run the code of an earlier daemon.
     if earlier := [_earlier(lease) for lease in listed if lease.get("earlier_version")]:
-        head = ["lease", "version of its worker", "stays there because"]
+        head = ["lease", "version of its worker", "why it stays there"]
         click.echo("\n" + fitted(head, earlier, output_width(), texts=("lease",), is_text_last=True))
-        click.echo(wrapped_text("`gpulease upgrade-workers` gives them workers of this version.", output_width()))
+        click.echo(wrapped_text("`gpulease upgrade-workers` moves them to workers of this version.", output_width()))
     # List the holders of buffers, for sessions that several programs use.
     if holders_by_lease := [(lease["lease_id"], _holders(lease)) for lease in listed if _holders(lease)]:
         click.echo(
             "\n"
             + fitted(
-                ["lease", "buffers are held by"], holders_by_lease, output_width(), texts=("lease",), is_text_last=True
+                ["lease", "holders of buffers"], holders_by_lease, output_width(), texts=("lease",), is_text_last=True
             )
         )
     if any(lease.get("unheld_bytes") for lease in listed):
         click.echo(
-            wrapped_text("`gpulease free --memory LEASE` frees these, and what is kept by name.", output_width())
+            wrapped_text(
+                "`gpulease free --memory LEASE` frees what no connection holds, and what is kept by name.",
+                output_width(),
+            )
         )
 
 
@@ -237,13 +251,13 @@ def _park_text(park: Report) -> str:
     "--reason",
     default="revoked by the operator",
     callback=lambda ctx, param, text: _reason(text),
-    help="The reason, reported to its tenant.",
+    help="The reason, which is reported to the lease's tenant.",
 )
 @click.option(
     "--token",
     "nonce",
     callback=lambda ctx, param, text: None if text is None else _nonce_number(text),
-    help="End only the token with this nonce, which is in the audit log's `issue` record.",
+    help="End only the token with this nonce; the audit log's `issue` records contain the nonces.",
 )
 @_words_or_json
 def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> None:
@@ -264,7 +278,7 @@ def revoke(lease_id: LeaseId, reason: str, nonce: int | None, as_json: bool) -> 
 
 @click.command()
 @lease_id_argument()
-@click.option("--cold", is_flag=True, help="End the session's process, too, so that it uses no memory of the card.")
+@click.option("--cold", is_flag=True, help="End the session's process as well, so that it uses no memory of the card.")
 @_words_or_json
 def park(lease_id: LeaseId, cold: bool, as_json: bool) -> None:
     """Move the memory of a parkable lease's session to the host, so that other leases can use the card.
@@ -284,7 +298,7 @@ def _revoke_token(lease_id: LeaseId, nonce: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"lease_id": str(lease_id), "token": f"{nonce:032x}", "outcome": "revoked"}))
     else:
-        click.echo(f"Token {nonce:032x} of lease {lease_id} is over, if there was one.")
+        click.echo(f"Token {nonce:032x} of lease {lease_id} is no longer valid, if it existed.")
 
 
 def outcome_word(outcome: int) -> str:
@@ -298,10 +312,10 @@ def outcome_text(lease_id: LeaseId, outcome: int) -> str:
     """A revocation's outcome as a sentence about the lease and its memory."""
     match outcome:
         case RevokeOutcome.TORN_DOWN:
-            return f"Lease {lease_id} is torn down and its memory is free."
+            return f"Lease {lease_id} has ended, and its memory is free."
         case RevokeOutcome.FENCED:
-            reason = "could not be proved free and is fenced, unless that was cleared since"
-            return f"Lease {lease_id} is over, but its memory {reason}."
+            reason = "could not be proved free; it is fenced, unless an operator has cleared the fence"
+            return f"Lease {lease_id} has ended, but its memory {reason}."
         case _:
             return f"No such lease: {lease_id}."
 
@@ -325,7 +339,8 @@ def _nonce_number(text: str) -> int:
     """Parse a token's nonce, 32 hex digits. Raises BadParameter."""
     if not _NONCE.fullmatch(text):
         raise click.BadParameter(
-            f"it must be a token's nonce, not {text!r}. Copy one from `gpulease audit show --kind issue FOLDER`."
+            f"it must be a token's nonce, not {text!r}. Copy one from the output of `gpulease audit show "
+            "--kind issue FOLDER`."
         )
     return int(text, 16)
 

@@ -234,7 +234,7 @@ class _LeasedProgram:
         # Without a report from the daemon, the lease has ended because its time is over.
         self.end_reason = self._reported_reason or "its time is up"
         problem = f"lease {self._lease.lease_id_text} has ended ({self.end_reason})"
-        click.echo(f"gpulease: {problem}: its program gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
+        click.echo(f"gpulease: {problem}: its program now gets SIGTERM, and SIGKILL {KILL_AFTER_S:g} s later", err=True)
         self._send(signal.SIGTERM)
 
     def _send(self, number: signal.Signals) -> None:

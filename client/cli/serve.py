@@ -29,7 +29,7 @@ serve.add_command(serve_decode)
 DIRECTORY_MODULE = "gpulease.daemon.fleet.directory"
 
 
-@serve.command("directory", short_help="Name the nodes of a fleet to its tenants.", **PASSES_ON)
+@serve.command("directory", short_help="Run a fleet's directory, which names nodes with room to tenants.", **PASSES_ON)
 @words_argument
 def directory(words: tuple[str, ...]) -> None:
     """Run a fleet's directory, which names nodes with room to tenants. See `gpulease serve directory -h`."""
@@ -37,38 +37,65 @@ def directory(words: tuple[str, ...]) -> None:
 
 
 @serve.command(help="Serve each HTTP request on a lease of its own; a repeated request runs once.")
-@click.option("--models", type=click.Path(path_type=Path), help="A TOML file of models; see the README.")
-@click.option("--listen", default="tcp:127.0.0.1:8080", show_default=True, help="tcp:127.0.0.1:PORT or unix:PATH.")
+@click.option(
+    "--models", type=click.Path(path_type=Path), help="A TOML file of models; client/serve/README.md describes it."
+)
+@click.option(
+    "--listen",
+    default="tcp:127.0.0.1:8080",
+    show_default=True,
+    help="The address to listen on: tcp:127.0.0.1:PORT or unix:PATH.",
+)
 @host_name_option
 @click.option(
     "--store",
     "store_url",
     default="sqlite:gateway.sqlite",
     show_default=True,
-    help="The store of requests: sqlite:PATH or postgresql://...",
-)
-@click.option("--max-in-flight", type=_POSITIVE, default=4, show_default=True, help="Requests served at a time.")
-@click.option(
-    "--max-queue", type=click.IntRange(min=0), default=32, show_default=True, help="Requests that may wait in addition."
+    help="Where requests and outcomes are stored: sqlite:PATH or postgresql://...",
 )
 @click.option(
-    "--queue-secs", type=_SECONDS, default=10, show_default=True, help="How long a request waits for its lease."
+    "--max-in-flight",
+    type=_POSITIVE,
+    default=4,
+    show_default=True,
+    help="Maximum number of requests that are served at the same time.",
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=0),
+    default=32,
+    show_default=True,
+    help="Maximum number of further requests that wait.",
+)
+@click.option(
+    "--queue-secs", type=_SECONDS, default=10, show_default=True, help="How long a request may wait for its lease."
 )
 @click.option(
     "--join-secs",
     type=_SECONDS,
     default=5,
     show_default=True,
-    help="How long a repeated request waits for the first attempt.",
+    help="How long a repeated request waits for the outcome of the first attempt.",
 )
-@click.option("--body-secs", type=_SECONDS, default=10, show_default=True, help="How long a body may take to arrive.")
 @click.option(
-    "--keep-hours", type=click.FloatRange(min=2), default=24, show_default=True, help="How long outcomes are kept."
+    "--body-secs",
+    type=_SECONDS,
+    default=10,
+    show_default=True,
+    help="How long the body of a request may take to arrive.",
+)
+@click.option(
+    "--keep-hours",
+    type=click.FloatRange(min=2),
+    default=24,
+    show_default=True,
+    help="How long the outcomes of requests are kept.",
 )
 @click.option(
     "--attach-by-token",
     is_flag=True,
-    help='Present a token to open sessions, for a daemon with require_token = ["attach"].',
+    help='Open sessions with a token, for a daemon with require_token = ["attach"].',
 )
 @click.option(
     "--demo", is_flag=True, help="Use the example model and a private store, and start a daemon if none is running."
@@ -99,7 +126,7 @@ def gateway(
     from gpulease.client.serve.gateway.store import open_store
 
     if models is None and not demo:
-        raise click.UsageError("give the models with --models FILE, or try --demo")
+        raise click.UsageError("give the models with --models FILE, or use --demo")
     served = load_models(models or EXAMPLE)
     bounds = GatewayBounds(max_in_flight, max_queue, queue_secs, body_secs, join_secs, keep_hours * 3600)
     with contextlib.ExitStack() as stack:
@@ -131,10 +158,13 @@ def gateway(
 @serve.command()
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--listen", default="tcp:127.0.0.1:8081", show_default=True, help="HTTP: tcp:127.0.0.1:PORT or unix:PATH."
+    "--listen",
+    default="tcp:127.0.0.1:8081",
+    show_default=True,
+    help="The address to listen on: tcp:127.0.0.1:PORT or unix:PATH.",
 )
 @host_name_option
-@click.option("--rpc", default="", help="Also serve calls through shared memory: unix:PATH.")
+@click.option("--rpc", default="", help="Also serve calls through shared memory at this address: unix:PATH.")
 @click.option("--demo", is_flag=True, help="Use the example's models, and start a daemon if none is running.")
 def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: str, demo: bool) -> None:
     """Serve the models of a TOML file, each on a permanent lease.
@@ -148,9 +178,11 @@ def models(config: Path | None, listen: str, host_names: tuple[str, ...], rpc: s
     from gpulease.client.serve.models.model_settings import EXAMPLE, load_settings
 
     if config is None and not demo:
-        raise click.UsageError("give the models with CONFIG, or try --demo")
+        raise click.UsageError("give the models with CONFIG, or use --demo")
     if rpc and not rpc.startswith("unix:"):
-        raise InvalidRequest(f"--rpc {rpc}: memory can only be shared on one host", "Use unix:PATH")
+        raise InvalidRequest(
+            f"--rpc must be unix:PATH, not {rpc}: memory can only be shared on one host", "Use unix:PATH"
+        )
     served = load_settings(config or EXAMPLE)
     with contextlib.ExitStack() as stack:
         address = _daemon_address(stack, is_demo=demo)

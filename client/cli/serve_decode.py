@@ -56,7 +56,8 @@ host_name_option = click.option(
 @click.command("decode", short_help="Serve a language model to many tenants, with OpenAI's API.")
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--listen", help="HTTP: tcp:127.0.0.1:PORT or unix:PATH. By default, the address in CONFIG, or port 8082."
+    "--listen",
+    help="The address to listen on: tcp:127.0.0.1:PORT or unix:PATH. By default, the address in CONFIG, or port 8082.",
 )
 @host_name_option
 @click.option(
@@ -65,7 +66,7 @@ host_name_option = click.option(
     help="Use an installed model and four example tenants, and start a daemon if none is running.",
 )
 def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str, ...], demo: bool) -> None:
-    """Serve the language models of a TOML file to its tenants: /v1/completions and /v1/chat/completions.
+    """Serve the language models of a TOML file to the tenants that it lists, with OpenAI's API.
 
     See client/decode/openai/example/decode.toml for the file's settings.
     """
@@ -74,7 +75,7 @@ def serve_decode(config: Path | None, listen: str | None, host_names: tuple[str,
         from gpulease.client.decode.openai.decode_settings import DEFAULT_LISTEN, load_decode_settings
         from gpulease.client.http.uvicorn_server import known_hosts, listening, log_to_stderr
     if (config is None) is not demo:
-        raise click.UsageError("give CONFIG, or try --demo")
+        raise click.UsageError("give CONFIG, or use --demo")
     # Loading a model writes log lines, too.
     log_to_stderr()
     # Open the socket before the model is loaded, so that a taken port is reported at once.
@@ -232,7 +233,9 @@ def prefixes_reload(
         # Compare the keys by their digests, because keys define no comparison.
         others = replace(reloaded, prefixes=settings.prefixes, keys=settings.keys)
         if others != settings or reloaded.keys.digests != settings.keys.digests:
-            log.warning("%s: of a server of one model, all settings but [prefixes] are read at the start only", path)
+            log.warning(
+                "%s: for a server of one model, only [prefixes] is read again; all other settings need a restart", path
+            )
         if reloaded.prefixes != shared:
             tokenizer = await decoder.tokenizer()
             await decoder.share(await asyncio.to_thread(shared_prefixes, reloaded.prefixes, tokenizer, positions))

@@ -120,7 +120,7 @@ def pool_reload(
     async def apply(reloaded: "DecodeSettings") -> str:
         check_kind(path, reloaded, settings)
         if reloaded.keys.digests != settings.keys.digests or reloaded.pool != settings.pool:
-            log.warning("%s: [pool] and the tenants' keys are read at the start only", path)
+            log.warning("%s: changes of [pool] and of the tenants' keys need a restart", path)
         await pool.change(reloaded.models)
         return ", ".join(reloaded.models)
 

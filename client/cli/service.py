@@ -86,7 +86,7 @@ def this_environment() -> Environment:
     daemon = find_spec("gpulease.daemon")
     if daemon is None or daemon.origin is None:
         raise MissingPrerequisite(
-            "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
+            "the daemon is not installed with this client: pip install '.[daemon]' in gpulease's repository"
         )
     package = Path(daemon.origin)
     python = Path(sys.executable)
@@ -141,15 +141,15 @@ def _named(ctx: click.Context, param: click.Parameter, value: str) -> Path:
 
 @click.command("install-service")
 @click.option(
-    "--install", "installs", is_flag=True, help="Write the files below --root, as root, instead of printing them."
+    "--install", "installs", is_flag=True, help="Write the files below --root instead of printing them; as root."
 )
-@click.option("--print", "prints", is_flag=True, help="Print the files; the default.")
+@click.option("--print", "prints", is_flag=True, help="Print the files; this is the default.")
 @click.option(
     "--root",
     type=click.Path(file_okay=False),
     callback=_named,
     default="/",
-    help="The root of the file system to install into; / by default.",
+    help="The root of the file system to install into; by default, /.",
 )
 def install_service(installs: bool, prints: bool, root: Path) -> None:
     """Print the daemon's systemd units, its settings and the other files that it needs, or install them."""
@@ -160,8 +160,8 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
     # A service with PrivateTmp= sees another /tmp.
     if hidden is not None:
         complaint = (
-            f"the service would not see {hidden}: it has a {_HIDDEN[0]} of its own (PrivateTmp=);"
-            " install gpulease elsewhere, in /opt/gpulease for one"
+            f"the service could not see {hidden}, because it has a separate {_HIDDEN[0]} (PrivateTmp=); "
+            "install gpulease elsewhere, for example in /opt/gpulease"
         )
         if installs and root == Path("/"):
             raise MissingPrerequisite(complaint)
@@ -169,7 +169,7 @@ def install_service(installs: bool, prints: bool, root: Path) -> None:
     # Printing is the default. Nothing is written without --install.
     if prints or not installs:
         if root != Path("/"):
-            click.echo(f"gpulease: nothing was written below {root}: add --install", err=True)
+            click.echo(f"gpulease: nothing was written below {root}, because --install is missing", err=True)
         for name, text in files.items():
             click.echo(f"# --- /{PLACES[name]}\n{text}")
         return
@@ -184,7 +184,7 @@ def _install(files: dict[str, str], root: Path) -> Iterator[str]:
         try:
             yield f"{path} {_write(path, text, is_operators=name == OPERATORS_OWN)}"
         except OSError as error:
-            fix = "; do this as root" if isinstance(error, PermissionError) and os.geteuid() != 0 else ""
+            fix = "; run this command as root" if isinstance(error, PermissionError) and os.geteuid() != 0 else ""
             raise MissingPrerequisite(f"{path} can't be written: {error.strerror}{fix}") from None
 
 
@@ -193,9 +193,9 @@ def _write(path: Path, text: str, *, is_operators: bool) -> str:
     # Don't touch a file that is the same already, and never replace one of the operator's.
     if path.exists():
         if path.read_text("utf-8", errors="replace") == text:
-            return "is as it should be"
+            return "is up to date"
         if is_operators:
-            return "is left as it is: it is yours"
+            return "was not changed: it is the operator's own file"
     path.parent.mkdir(parents=True, exist_ok=True)
     # Write to a new file and rename it: a reader sees either the old text or the new one.
     new = path.with_name(f".{path.name}.new")

@@ -28,15 +28,15 @@ _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
 @click.command()
 @click.argument("kernel")
 @click.argument("image", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--grid", default="1", show_default=True, help="Blocks: X, X,Y or X,Y,Z.")
-@click.option("--block", default="1", show_default=True, help="Threads in a block: X, X,Y or X,Y,Z.")
+@click.option("--grid", default="1", show_default=True, help="The number of blocks: X, X,Y or X,Y,Z.")
+@click.option("--block", default="1", show_default=True, help="The number of threads in a block: X, X,Y or X,Y,Z.")
 @click.option(
     "--arg",
     "arguments",
     multiple=True,
     help=(
-        "The kernel's next argument: in:FILE, inout:FILE, out:BYTES, or a number such as u32:7, i64:-1"
-        " or f32:2.5. Repeatable."
+        "The kernel's next argument: in:FILE, inout:FILE, out:BYTES, or a number such as u32:7, i64:-1 "
+        "or f32:2.5. Repeatable."
     ),
 )
 @click.option(
@@ -44,12 +44,12 @@ _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "outputs",
     multiple=True,
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="The file for the next output; outputs without a file go to standard output. Repeatable.",
+    help="The file for the kernel's next output; outputs without a file are written to standard output. Repeatable.",
 )
 @click.option(
-    "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory on the card, in MiB."
+    "--room", default=DEFAULT_ROOM_MIB, show_default=True, type=click.IntRange(1), help="Memory of the lease, in MiB."
 )
-@click.option("--secs", default=60.0, show_default=True, help="Longest duration of the lease, in seconds.")
+@click.option("--secs", default=60.0, show_default=True, help="The lease's maximum duration in seconds.")
 def submit(
     kernel: str,
     image: Path,

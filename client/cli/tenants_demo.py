@@ -164,7 +164,9 @@ class Ann:
         # It is not enough that there is no error: in each phase a launch must have run.
         holds = not errors and all(phase.launches for phase in self.phases)
         counts = ", ".join(f"{phase.launches:,} {phase.name}" for phase in self.phases)
-        return Claim("every launch of ann's was right, all the time", holds, f"{counts}; {errors} errors{first}")
+        return Claim(
+            "all of ann's launches had the right result, all the time", holds, f"{counts}; {errors} errors{first}"
+        )
 
 
 class Bob:
@@ -344,7 +346,7 @@ def _bob_bytes(free_bytes: int, *, is_private: bool) -> int:
     size -= size % (2 * MIB)
     if size < LEAST_BYTES:
         raise MissingPrerequisite(
-            f"the card has {size_text(free_bytes)} free; the demonstration needs {size_text(4 * LEAST_BYTES)}"
+            f"the card must have {size_text(4 * LEAST_BYTES)} free for the demonstration, not {size_text(free_bytes)}"
         )
     return size
 

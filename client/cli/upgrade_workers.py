@@ -22,8 +22,8 @@ from gpulease.protocol.time_units import US_PER_MS
 
 
 @click.command()
-@span_option("--pause", "pause_ms", "200ms", "The time between two sessions.")
-@span_option("--patience", "patience_ms", "10s", "How long to retry a busy session.")
+@span_option("--pause", "pause_ms", "200ms", "The pause between two sessions.")
+@span_option("--patience", "patience_ms", "10s", "How long to retry a session that is busy.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
     """Move sessions out of the workers of an earlier daemon into workers of the running one, one after the other.

@@ -81,7 +81,9 @@ def _fail_by(error: Exception) -> NoReturn:
     if os.environ.get(TRACEBACK_VARIABLE):
         raise error
     description = f"{type(error).__name__}: {error}"
-    fail(f"a fault of gpulease itself: {description}. With {TRACEBACK_VARIABLE}=1 it shows where", EXIT_FAULT)
+    fail(
+        f"an internal error of gpulease: {description}. Set {TRACEBACK_VARIABLE}=1 to see where it happened", EXIT_FAULT
+    )
 
 
 def check_words(words: Iterable[str]) -> None:

@@ -270,7 +270,7 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", path: str, log: P
             log_lines = log.read_text(errors="replace").strip().splitlines()
             if any("No module named" in line for line in log_lines):
                 raise MissingPrerequisite(
-                    "no daemon is installed with this client: pip install '.[daemon]' in gpulease's repository"
+                    "the daemon is not installed with this client: pip install '.[daemon]' in gpulease's repository"
                 )
             raise MissingPrerequisite(log_lines[-1] if log_lines else "the daemon did not start, and printed nothing")
         time.sleep(_POLL_S)

@@ -21,7 +21,7 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.fast_dataclass import dataclass
 
 ETCD: Final = "etcd"
-INSTALL: Final = "install it, as by `apt install etcd-server`, or from etcd.io"
+INSTALL: Final = "install it, for example with `apt install etcd-server`, or from etcd.io"
 ETCD_START_S: Final = 60.0
 """Longest time until etcd has a leader, in seconds."""
 
@@ -196,7 +196,7 @@ class PrivateFleet:
         """Wait until the directory lists all nodes. Raises MissingPrerequisite."""
         fleet = fleet_of(self.address)
         if fleet is None or self._directory is None:
-            raise ValueError("open_directory comes first")
+            raise ValueError("open_directory must be called first")
         self._directory.await_answer()
         until_s = time.monotonic() + JOIN_S
         node_count, problem = 0, "it knows none"

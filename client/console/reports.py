@@ -25,8 +25,8 @@ class MalformedReport(GpuLeaseError):
     """The daemon's answer has a form that this program can't read."""
 
     default_hint = (
-        "Do their versions differ? Compare `gpulease --version` with what the daemon logs at its start. The peer"
-        " may also be another program"
+        "Do their versions differ? Compare `gpulease --version` with the version that the daemon logs "
+        "when it starts. The peer may also be another program"
     )
 
 

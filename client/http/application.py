@@ -84,7 +84,7 @@ async def read_body(request: Request, max_bytes: int, limit_s: float, slow_subje
         RequestRefused: The body is larger than `max_bytes`, or takes longer than `limit_s`.
         ClientDisconnect: The client closed the connection.
     """
-    too_large = RequestRefused(Problem(413, "too_large", f"A body of this kind has at most {max_bytes} bytes."))
+    too_large = RequestRefused(Problem(413, "too_large", f"A body of this kind must have at most {max_bytes} bytes."))
     # Refuse by the declared length first, before any of the body is read. A chunked body declares none.
     declared = request.headers.get("Content-Length", "0")
     if not declared.isdecimal() or int(declared) > max_bytes:

@@ -29,7 +29,7 @@ def open_regular(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it must be a file, not a folder, a FIFO or a device")
+        raise OSError(errno.EINVAL, "it must be a regular file, not a folder, a FIFO or a device")
     return os.fdopen(descriptor, "rb")
 
 
@@ -40,7 +40,7 @@ def read_file(path: Path) -> dict[str, Any]:
             # Read one byte more than allowed, to notice a file that is too large.
             data = file.read(MAX_SETTINGS_BYTES + 1)
         if len(data) > MAX_SETTINGS_BYTES:
-            raise InvalidRequest(f"{path} must have at most {MAX_SETTINGS_BYTES} bytes to be a settings file")
+            raise InvalidRequest(f"{path}: a settings file must have at most {MAX_SETTINGS_BYTES} bytes")
         return tomllib.loads(data.decode())
     except OSError as error:
         raise InvalidRequest(f"{path}: {error.strerror}") from None
@@ -70,5 +70,5 @@ def read_model_tables(path: Path) -> dict[str, Any]:
     settings = read_file(path)
     tables = settings.pop("models", None)
     if settings or not isinstance(tables, dict) or not 0 < len(tables) <= MAX_MODELS:
-        raise InvalidRequest(f"{path}: there must be 1 to {MAX_MODELS} tables [models.NAME], and nothing else")
+        raise InvalidRequest(f"{path} must contain 1 to {MAX_MODELS} tables [models.NAME], and nothing else")
     return tables

@@ -86,11 +86,11 @@ async def keep_path(sock: socket.socket, replace: Callable[[socket.socket], Awai
         except OSError as error:
             # Log once per loss, not at every check.
             if not is_lost:
-                _log.error("the socket's file %s was removed, and it can't be made again yet: %s", path, error)
+                _log.error("the socket's file %s was removed, and it can't be created again yet: %s", path, error)
             is_lost = True
             continue
         own_file, is_lost = file_at(path), False
-        _log.warning("the socket's file %s was removed: the socket was made again", path)
+        _log.warning("the socket's file %s was removed: the socket was created again", path)
         # Let the server accept from the new socket.
         await replace(bound)
 

@@ -88,9 +88,7 @@ def _bound(address: UnixAddress | TcpAddress) -> socket.socket:
     except OSError as error:
         # socket.create_server() adds the address to its message; this message names it already.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
-        todo = (
-            "Stop the program that listens there, or give another --listen" if error.errno == errno.EADDRINUSE else ""
-        )
+        todo = "End the program that listens there, or use another --listen" if error.errno == errno.EADDRINUSE else ""
         raise InvalidRequest(f"can't listen at {address}: {reason}", todo) from None
 
 

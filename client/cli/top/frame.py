@@ -94,7 +94,7 @@ def _title(view: View, samples: ScreenSamples, address: str) -> Line:
     if view.pattern:
         line.append((f"  filter {shown(view.pattern)!r}", Style.PLAIN))
     if samples.sample is None and not samples.trouble:
-        line.append(("  asking the daemon ...", Style.FAINT))
+        line.append(("  waiting for the daemon's first answer ...", Style.FAINT))
     return line
 
 
@@ -103,14 +103,14 @@ def _warnings(view: View, samples: ScreenSamples, now_s: float) -> list[Line]:
     sample = samples.sample
     # If figures are old, say how old.
     if samples.trouble:
-        age = "" if sample is None else f"what is shown is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
+        age = "" if sample is None else f"the table is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
         lines.append([(f"{age}{shown(samples.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
-        lines.append([(f"no answer yet: what is shown is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
+        lines.append([(f"the daemon does not answer; the table is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
     # Show the node's drain above the cards; a card's own drain is in the card's line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:
-        end_text = f"what is left ends in {seconds_text(left_s)}" if left_s else "every lease is ended"
+        end_text = f"the remaining leases end in {seconds_text(left_s)}" if left_s else "all leases have been ended"
         lines.append([(f"DRAINED: no new leases, and {end_text}", Style.WARNING)])
     return lines
 
@@ -199,8 +199,8 @@ def _aged(line: LeaseLine, age_s: float) -> LeaseLine:
 def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
     begin = view.target[:CONFIRMING_DIGITS]
     questions = {
-        Mode.FILTER: "Only tenants with this in their names, or ids that begin with it: ",
-        Mode.EVERY: f"Seconds between readings, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
+        Mode.FILTER: "Show only tenants whose names contain this text, or leases whose ids begin with it: ",
+        Mode.EVERY: f"Seconds between samples, {MIN_EVERY_S:g} to {MAX_EVERY_S:g}: ",
         Mode.REASON: f"Revoke {_of_target(view, samples)}. Reason for its tenant [{DEFAULT_REASON}]: ",
         Mode.CONFIRM: f"Type {shown(begin)} to revoke {_of_target(view, samples)}, whatever it is doing: ",
     }
@@ -208,7 +208,7 @@ def _bottom(view: View, samples: ScreenSamples, width: int) -> Line:
     if view.mode in questions:
         return _typed_line(questions[view.mode], shown(view.typed) + "_", width)
     if view.mode == Mode.HELP:
-        return _cut([("Any key goes back", Style.FAINT)], width)
+        return _cut([("Press any key to return", Style.FAINT)], width)
     if view.notice:
         return _cut([(shown(view.notice), Style.WARNING)], width)
     return _cut([(HINTS, Style.FAINT)], width)
@@ -231,17 +231,17 @@ def _of_target(view: View, samples: ScreenSamples) -> str:
 
 def _help() -> list[Line]:
     keys = [
-        ("q", "leave; so does Ctrl-C"),
+        ("q", "quit; so does Ctrl-C"),
         ("up down", "choose a lease; also Page Up, Page Down, Home, End"),
-        ("< >", "sort by the column to the left, to the right"),
+        ("< >", "sort by the next column to the left or to the right"),
         *((column.key, f"sort by {column.title}") for column in COLUMNS),
         ("R", "reverse the order"),
-        ("/", "only tenants with a text in their names, or ids that begin so; Esc for all"),
-        ("c", "only leases of the next card, of all cards"),
-        ("space", "take a reading now"),
+        ("/", "show only tenants whose names contain a text, or leases whose ids begin with it; Esc shows all"),
+        ("c", "show only the leases of the next card, or of all cards"),
+        ("space", "take a sample now"),
         ("p", "pause, resume"),
-        ("s", "seconds between readings"),
-        ("k", "revoke the chosen lease: asks for a reason, and to type how its id begins"),
+        ("s", "change the seconds between samples"),
+        ("k", "revoke the chosen lease; asks for a reason and for the first digits of its id"),
     ]
     return [[(pad(key, 9), Style.HEAD), (text, Style.PLAIN)] for key, text in keys]
 

@@ -150,7 +150,7 @@ class Poller:
         # Keep the last two samples, because rates need both.
         with self._lock:
             if self._samples.trouble and self._samples.sample is not None:
-                self._notices.append("The daemon answers again, on another connection")
+                self._notices.append("The daemon answers again on a new connection")
             self._samples = ScreenSamples(sample, self._samples.sample)
 
     def _revoke(self, lease_id_text: str, reason: str) -> None:

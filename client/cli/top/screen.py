@@ -68,7 +68,7 @@ def watch(address: Address, every_s: float) -> signal.Signals | None:
         # Check the terminal before curses takes it over: afterwards its errors end the program.
         curses.setupterm()
         if not curses.tigetstr("cup"):
-            raise curses.error("it can't move its cursor")
+            raise curses.error("its cursor can't be moved")
     except curses.error as error:
         kind = os.environ.get("TERM", "")
         raise Unsupported(

@@ -115,7 +115,7 @@ def press(view: View, key: str, samples: ScreenSamples) -> Pressed:
         return replace(view, mode=Mode.BROWSE), None
     # From here on a line is being typed; Esc leaves it in every mode.
     if key == "esc":
-        return _leave_mode(view, "It was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
+        return _leave_mode(view, "The lease was not revoked" if view.mode in (Mode.REASON, Mode.CONFIRM) else ""), None
     if key == "backspace":
         return replace(view, typed=view.typed[:-1]), None
     # The meaning of an entered line depends on the question.
@@ -194,7 +194,8 @@ def _enter_interval(view: View) -> Pressed:
     # A text that is not a number is refused like one out of bounds.
     if not MIN_EVERY_S <= every_s <= MAX_EVERY_S:
         return _leave_mode(
-            view, f"{shown(view.typed)!r} is not a number of seconds from {MIN_EVERY_S:g} to {MAX_EVERY_S:g}"
+            view,
+            f"the pace must be a number of seconds from {MIN_EVERY_S:g} to {MAX_EVERY_S:g}, not {shown(view.typed)!r}",
         ), None
     return replace(_leave_mode(view), every_s=every_s), Refresh()
 
@@ -206,7 +207,7 @@ def _enter_reason(view: View) -> Pressed:
 def _enter_confirmation(view: View) -> Pressed:
     # Compare with the target, which stays the same even if the selection moves meanwhile.
     if view.typed.strip().lower() != view.target[:CONFIRMING_DIGITS]:
-        return _leave_mode(view, "It was not revoked: what was typed is not how its id begins"), None
+        return _leave_mode(view, "The lease was not revoked: the typed digits do not begin its id"), None
     return _leave_mode(view, f"Revoking {view.target} ..."), Revoke(view.target, view.reason)
 
 

@@ -50,7 +50,7 @@ def test_a_shell_acquires_other_programs_attach_and_it_frees(daemon: Daemon) -> 
     assert second.split()[0] == lease_id
     # Of the time some has passed when the daemon tells what is left.
     assert re.fullmatch(rf"Lease {lease_id} lasts for (7 min 00|6 min \d+) s\.", renewed)
-    assert freed == f"Lease {lease_id} is freed."
+    assert freed == f"Lease {lease_id} was freed."
     report = daemon.query(lease_id_of(lease_id))
     assert (report["cause"], report["generation"]) == ("freed", 2)
 
@@ -63,7 +63,7 @@ def test_it_prints_what_any_shell_evaluates(daemon: Daemon) -> None:
     found = re.fullmatch(rf"export {LEASE_ID_VARIABLE}=([0-9a-f]{{32}});", lines[1])
     assert found is not None
     assert len(lines) == 2
-    assert done.stdout == f"Lease {found[1]} is freed.\n"
+    assert done.stdout == f"Lease {found[1]} was freed.\n"
 
 
 def test_an_address_that_a_shell_would_take_apart_is_quoted(daemon: Daemon) -> None:
@@ -120,7 +120,7 @@ def test_its_weight_and_class_are_those_of_the_options() -> None:
     ("output", "status", "said"),
     [
         (">/dev/full", 74, "can't read or write: No space left on device"),
-        (">&-", 1, "the lease can't be printed: the output is closed"),
+        (">&-", 1, "the lease can't be printed because standard output is closed"),
     ],
 )
 def test_no_lease_is_left_that_nobody_was_told_of(daemon: Daemon, output: str, status: int, said: str) -> None:

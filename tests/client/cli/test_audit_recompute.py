@@ -90,7 +90,7 @@ def test_a_cancelled_request_is_recorded_and_is_computed_equally(recorded: Recor
     note = recorded.record["data"]["note"]
     assert (note["reason"], note["output"]["count"] >= TOKENS) == ("Cancelled", True)
     done = recompute(recorded, recorded.record, PROMPT, tmp_path)
-    assert (done.exit_code, "The output is equal" in done.stdout) == (0, True), done.output
+    assert (done.exit_code, "The output is the same" in done.stdout) == (0, True), done.output
 
 
 def test_penalties_and_biases_are_computed_equally(recorded: Recorded, tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_penalties_and_biases_are_computed_equally(recorded: Recorded, tmp_path:
     file = tmp_path / "biases"
     file.write_text('{"41": -100, "40": 3.5}')
     done = recompute(recorded, record, PROMPT, tmp_path, "--logit-bias", str(file))
-    assert (done.exit_code, "The output is equal" in done.stdout) == (0, True), done.output
+    assert (done.exit_code, "The output is the same" in done.stdout) == (0, True), done.output
     done = recompute(recorded, record, PROMPT, tmp_path)
     assert done.exit_code == command.EXIT_PROMPT_DIFFERS
-    assert "the logit_bias must be the record's" in done.stderr
+    assert "the logit_bias must be that of the record" in done.stderr
     done = recompute(
         recorded,
         changed(record, sampling={"min_p": "1.0", "presence_penalty": "-2.0"}),
@@ -185,11 +185,14 @@ def test_what_differs_is_named_and_nothing_is_computed(recorded: Recorded, tmp_p
     other = changed(recorded.record, model={"sha256": "1" * 64})
     other["data"]["note"]["kernels_sha256"] = "2" * 64
     done = recompute(recorded, recorded.record, PROMPT + "!", tmp_path)
-    assert (done.exit_code, "the prompt must be the record's" in done.stderr) == (command.EXIT_PROMPT_DIFFERS, True)
+    assert (done.exit_code, "the prompt must be that of the record" in done.stderr) == (
+        command.EXIT_PROMPT_DIFFERS,
+        True,
+    )
     done = recompute(recorded, other, PROMPT, tmp_path)
     assert done.exit_code == command.EXIT_MODEL_DIFFERS
-    assert "the model must be the record's" in done.stderr
-    assert "the set of kernels must be the record's" in done.stderr
+    assert "the model must be that of the record" in done.stderr
+    assert "the set of kernels must be that of the record" in done.stderr
 
 
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"data":{"note":{"event":"decode"}}}', "no JSON"])

@@ -71,7 +71,7 @@ WRONG = {
     ),
     "no tokens": (("--max-tokens", "0"), 2, "--max-tokens"),
     "no model there": (("--model", "nowhere"), 1, "ModelRejected: nowhere: the file or folder does not exist"),
-    "no model": (("--model", __file__), 1, "neither a folder with config.json and safetensors nor a .gguf file"),
+    "no model": (("--model", __file__), 1, "must be a folder with config.json and safetensors, or a .gguf file"),
     "no daemon": ((), 69, "Is gpuleased running?"),
 }
 
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_a_sentence(words: tuple[str, ...], status: int, said: 
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
-    [("", "the prompt must have at least one token"), ("with " * 300, "the model's context has 256")],
+    [("", "the prompt must have at least one token"), ("with " * 300, "the model's context has only 256")],
 )
 def test_a_prompt_that_the_model_does_not_take(daemon: Daemon, prompt: str, said: str) -> None:
     done = decode(daemon.address, prompt)

@@ -13,20 +13,25 @@ ID = "000000000000000000000000000000ab"
 @pytest.mark.parametrize(
     ("phase", "left_s", "more", "line"),
     [
-        (Phase.ACTIVE, 54.0, {}, "active  its warning comes in 54.0 s, if it is not renewed"),
+        (Phase.ACTIVE, 54.0, {}, "active  its warning comes in 54.0 s, unless it is renewed"),
         (
             Phase.WARNING,
             5.91,
             {"reason": "the lease ends unless it is renewed"},
-            "warning  it ends in 6.0 s at most  the lease ends unless it is renewed",
+            "warning  it ends in 6.0 s at the latest  the lease ends unless it is renewed",
         ),
         (
             Phase.GRACE,
             0.02,
             {"cause": "drained", "reason": "the node was drained"},
-            "grace  what still runs is killed in 0.1 s at most  drained  the node was drained",
+            "grace  its process is killed in 0.1 s at the latest  drained  the node was drained",
         ),
-        (Phase.TEARDOWN, 10.0, {"cause": "freed"}, "teardown  its memory is proved free in 10.0 s, or fenced  freed"),
+        (
+            Phase.TEARDOWN,
+            10.0,
+            {"cause": "freed"},
+            "teardown  its memory is proved free or fenced within 10.0 s  freed",
+        ),
         (Phase.TEARDOWN, 0.0, {"cause": "freed"}, "teardown  freed"),
         (Phase.ENDED, 0.0, {"cause": "revoked", "reason": "maintenance"}, "ended  revoked  maintenance"),
         (77, 3.0, {}, "phase 77"),
@@ -36,8 +41,8 @@ ID = "000000000000000000000000000000ab"
             {"cause": "revoked", "reason": "\x1b]0;x\a\n\u202e"},
             r"ended  revoked  \x1b]0;x\x07\n\u202e",
         ),
-        (Phase.ENDED, 0.0, {"lost": 1}, "ended  1 event before this one was not read in time and lost"),
-        (Phase.ENDED, 0.0, {"lost": 3}, "ended  3 events before this one were not read in time and lost"),
+        (Phase.ENDED, 0.0, {"lost": 1}, "ended  1 event before this one was lost (read too slowly)"),
+        (Phase.ENDED, 0.0, {"lost": 3}, "ended  3 events before this one were lost (read too slowly)"),
     ],
 )
 def test_lines(phase: Phase | int, left_s: float, more: dict[str, str | int], line: str) -> None:
@@ -60,4 +65,4 @@ def test_refused_launches(status: Status | int, kernel: str, lost: int, line: st
 
 def test_a_refused_launch_tells_what_was_lost() -> None:
     told = ForwardRevoked(LeaseId(0xAB), Status.CANCELLED, "k", 0, 0, 0, 0, 2)
-    assert refusal_text(told).endswith("2 events before this one were not read in time and lost")
+    assert refusal_text(told).endswith("2 events before this one were lost (read too slowly)")

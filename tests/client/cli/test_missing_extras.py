@@ -44,7 +44,7 @@ def test_the_extra_is_named(
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     said = done.stdout + done.stderr
     assert "Traceback" not in said
-    assert "a fault of gpulease itself" not in said
+    assert "an internal error of gpulease" not in said
     assert " is not installed" in said
     assert f"pip install '.[{extra}]' in gpulease's repository" in said
     assert done.returncode == (78 if module == "gpulease.daemon" else 1)

@@ -33,7 +33,7 @@ def test_fenced_memory_comes_with_what_to_do(shown: Callable[..., list[str]]) ->
     head, _, _, hint = shown("info", cards=cards)
     assert head.split()[:2] == ["GPU", "card"]
     assert hint == (
-        "GPU 1: 2 GiB could not be proved free and are not granted. Once you are sure that no program uses them:"
+        "GPU 1: 2 GiB could not be proved free, and can't be granted. If you are sure that no program uses this memory:"
         " `gpulease fence clear 1`."
     )
 
@@ -54,10 +54,10 @@ def test_a_lease_s_row_says_why_it_ends_and_who_has_its_buffers(shown: Callable[
     assert "active (unconnected, ends in 3.0 s)" in rows[0]
     assert "fenced (revoked)" in rows[1]
     assert rows[3].startswith(f"- {4:032x}")
-    assert (blank, head.split(maxsplit=1)) == ("", ["lease", "buffers are held by"])
+    assert (blank, head.split(maxsplit=1)) == ("", ["lease", "holders of buffers"])
     assert unheld == f"{1:032x}  no session: 2 GiB"
     assert held == f"{3:032x}  pid 12: 1 GiB, kept by name: 1 GiB"
-    assert hint == "`gpulease free --memory LEASE` frees these, and what is kept by name."
+    assert hint == "`gpulease free --memory LEASE` frees what no connection holds, and what is kept by name."
 
 
 def test_each_check_has_a_result_and_a_reason_where_it_is_not_met(shown: Callable[..., list[str]]) -> None:

@@ -23,8 +23,8 @@ from helpers.daemon import Daemon
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ([], 2, "give CONFIG, or try --demo"),
-        ([str(EXAMPLE), "--demo"], 2, "give CONFIG, or try --demo"),
+        ([], 2, "give CONFIG, or use --demo"),
+        ([str(EXAMPLE), "--demo"], 2, "give CONFIG, or use --demo"),
         (["nowhere.toml"], 1, "nowhere.toml"),
         ([str(EXAMPLE), "--listen", "tcp:0.0.0.0:80"], 1, "where only this host can connect"),
     ],
@@ -100,7 +100,7 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
                 await reload(text + prefix)
                 assert await under_way == expected == await output()
                 assert list(decoder.scheduler.prefixes) == ["numbers"]
-                assert "read at the start only" not in caplog.text
+                assert "need a restart" not in caplog.text
                 for changed, said in (
                     (prefix, "tenants must be given"),
                     (text + prefix.replace("[3,", "[9999,"), "0 to"),
@@ -111,7 +111,7 @@ def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(
                     assert said in caplog.text
                     assert list(decoder.scheduler.prefixes) == ["numbers"]
                 await reload(text.replace("max_concurrent = 8", "max_concurrent = 9"))
-                assert "all settings but [prefixes] are read at the start only" in caplog.text
+                assert "only [prefixes] is read again" in caplog.text
                 assert decoder.scheduler.prefixes == {}
                 assert await output() == expected
         await tasks.stop()

@@ -60,7 +60,7 @@ def test_a_root_without_install_writes_nothing_and_says_so(tmp_path: Path) -> No
     status, said, complaint = run("--root", str(tmp_path))
     assert (status, list(tmp_path.iterdir())) == (0, [])
     assert "# --- /" in said
-    assert f"nothing was written below {tmp_path}: add --install" in complaint
+    assert f"nothing was written below {tmp_path}, because --install is missing" in complaint
 
 
 def test_they_are_installed_once_and_the_settings_are_the_operator_s(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_they_are_installed_once_and_the_settings_are_the_operator_s(tmp_path: P
     unit.write_text("[Service]\n")
     status, said, _ = run("--install", "--root", str(tmp_path))
     assert status == 0
-    assert said.count("is as it should be") == len(PLACES) - 2
-    assert f"{settings} is left as it is: it is yours" in said
+    assert said.count("is up to date") == len(PLACES) - 2
+    assert f"{settings} was not changed: it is the operator's own file" in said
     assert f"{unit} is replaced" in said
     assert settings.read_text() == "max_load_s = 5\n"
     assert "gpuleased --config" in unit.read_text()
@@ -107,10 +107,10 @@ def test_a_place_that_the_service_would_not_see(monkeypatch: pytest.MonkeyPatch,
     status, said, complaint = run("--install")
     assert status == 1
     assert not said
-    assert "the service would not see /tmp/mine" in complaint
+    assert "the service could not see /tmp/mine" in complaint
     status, _, complaint = run("--install", "--root", str(tmp_path))
     assert status == 0
-    assert "the service would not see /tmp/mine" in complaint
+    assert "the service could not see /tmp/mine" in complaint
 
 
 def test_a_python_in_a_home_can_be_read() -> None:
@@ -144,7 +144,7 @@ def test_a_client_alone_has_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "this_environment", this_environment)
     status, _, complaint = run()
     assert status == 1
-    assert "no daemon is installed" in complaint
+    assert "the daemon is not installed" in complaint
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

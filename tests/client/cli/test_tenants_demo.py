@@ -119,7 +119,7 @@ def test_a_claim_that_does_not_hold_fails_it(daemon: Daemon) -> None:
 
 
 def test_a_card_without_room_says_how_much_is_needed() -> None:
-    with pytest.raises(MissingPrerequisite, match=r"has 100 MiB free; the demonstration needs 256 MiB"):
+    with pytest.raises(MissingPrerequisite, match=r"must have 256 MiB free for the demonstration, not 100 MiB"):
         tenants_demo._bob_bytes(100 << 20, is_private=False)
 
 

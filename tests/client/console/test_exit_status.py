@@ -163,7 +163,9 @@ def test_a_fault_of_its_own_is_a_sentence_too(daemon: Daemon, monkeypatch: pytes
     monkeypatch.setattr("gpulease.client.cli.node.ask", fail)
     done = CliRunner().invoke(main, ["leases"])
     assert done.exit_code == 70
-    assert done.stderr.startswith("gpulease: a fault of gpulease itself: RuntimeError: nobody\nforesaw \\x1b[2J this.")
+    assert done.stderr.startswith(
+        "gpulease: an internal error of gpulease: RuntimeError: nobody\nforesaw \\x1b[2J this."
+    )
     done = CliRunner().invoke(main, ["leases"], env={TRACEBACK_VARIABLE: "1"})
     assert isinstance(done.exception, RuntimeError)
 

@@ -107,7 +107,7 @@ def test_a_socket_that_was_removed_is_made_anew(
             )
             for _ in range(2):
                 os.unlink(path)
-                await asyncio.to_thread(wait_until, path.exists, "the socket was made again")
+                await asyncio.to_thread(wait_until, path.exists, "the socket was created again")
                 reader, writer = await asyncio.open_unix_connection(path)
                 writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 assert (await reader.read()).endswith(b"here")
@@ -117,8 +117,8 @@ def test_a_socket_that_was_removed_is_made_anew(
 
     asyncio.run(body())
     assert not path.exists()
-    assert [message for message in caplog.messages if "made again" in message] == [
-        f"the socket's file {path} was removed: the socket was made again"
+    assert [message for message in caplog.messages if "created again" in message] == [
+        f"the socket's file {path} was removed: the socket was created again"
     ] * 2
 
 

@@ -74,19 +74,19 @@ def test_time_goes_on_between_readings() -> None:
 
 def test_trouble_is_said_with_the_age_of_what_is_shown() -> None:
     assert screen(samples=replace(SCENE, trouble="can't connect"), now_s=103)[1] == (
-        "what is shown is 3.0 s old: can't connect"
+        "the table is 3.0 s old: can't connect"
     )
     assert screen(samples=ScreenSamples(trouble="can't connect"))[1] == "can't connect"
-    assert screen(now_s=105)[1] == "no answer yet: what is shown is 5.0 s old"
-    assert "no answer" not in "".join(screen(replace(VIEW, is_paused=True), now_s=500) + screen(now_s=103))
-    assert "asking the daemon" in screen(samples=ScreenSamples())[0]
+    assert screen(now_s=105)[1] == "the daemon does not answer; the table is 5.0 s old"
+    assert "does not answer" not in "".join(screen(replace(VIEW, is_paused=True), now_s=500) + screen(now_s=103))
+    assert "waiting for the daemon" in screen(samples=ScreenSamples())[0]
 
 
 def test_a_drain_a_fence_and_filters_show() -> None:
     card = CARD | {"drain_left_ms": 90_000, "fenced_bytes": 1 << 30, "warm_wanted": 2, "warm_contexts": 1}
     lines = screen(replace(VIEW, card=0, pattern="x", is_paused=True), ScreenSamples(sample(lease(1), cards=[card])))
     assert lines[0] == "gpulease top  unix:/a  paused  GPU 0 only  filter 'x'"
-    assert lines[1] == "DRAINED: no new leases, and what is left ends in 1 min 30 s"
+    assert lines[1] == "DRAINED: no new leases, and the remaining leases end in 1 min 30 s"
     assert "1 GiB FENCED, 2 leases, 1 of 2 warm" in lines[2]
     assert lines[3] == "No lease matches the filter."
 
@@ -126,7 +126,7 @@ def test_what_is_typed_stays_in_sight(width: int) -> None:
 def test_a_page_of_help() -> None:
     lines = screen(replace(VIEW, mode=Mode.HELP), height=30)
     assert any(line.startswith("k        revoke the chosen lease") for line in lines)
-    assert lines[-1] == "Any key goes back"
+    assert lines[-1] == "Press any key to return"
 
 
 def test_plain_text_for_a_pipe() -> None:
