@@ -13,9 +13,9 @@ from gpulease.protocol import Failure, Status
 
 OWNED_BY_PARENT: Final = Failure(
     Status.INVALID_REQUEST,
-    "it was made by the process that forked this one, and only that process can use it",
-    "Acquire a lease of this process's own, or start the process with multiprocessing's spawn method; "
-    "the parent's lease continues",
+    "it was created by the process that forked this one, and only that process can use it",
+    "Acquire a lease in this process, or start the process with multiprocessing's spawn method; the "
+    "parent's lease continues",
 )
 """The failure with which an inherited lease or session has ended for the child."""
 

@@ -188,7 +188,9 @@ class Variable(BorrowedBuffer):
 
     def mark_freed(self) -> tuple[Opcode, int]:
         """Raise InvalidHandle: a part of a module can't be freed."""
-        raise InvalidHandle(f"mem_free: {self.name} is a variable", "It ends with its module: unload that")
+        raise InvalidHandle(
+            f"mem_free: {self.name} is a variable, not an allocation", "It is freed with its module: unload the module"
+        )
 
 
 def _type_of(byte: int) -> ParameterType:

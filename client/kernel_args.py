@@ -160,7 +160,7 @@ class KernelArgs:
         if not isinstance(buffer, Buffer):
             raise self._misfit(buffer, "a Buffer", "Push an integer with push_u64")
         if buffer.owner is None:
-            raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} is freed")
+            raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} was freed")
         # An offset equal to the size is allowed: a pointer to the end, of which the kernel reads nothing.
         if offset:
             buffer.check_range(offset, 0, f"argument {len(self.kinds)}")
@@ -313,7 +313,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
     if view.ndim:
         raise InvalidRequest(
             f"argument {index}: a kernel can't take an array in the host's memory",
-            "Write it to a buffer, or make session.array(it), and give that; a struct by value goes as bytes",
+            "Write it to a buffer, or create session.array(it), and pass that; pass a struct by value as bytes",
         )
     # Kernels read little-endian numbers; converting silently would hide where the data came from.
     if view.format.startswith((">", "!")):
@@ -325,7 +325,7 @@ def _scalar(index: int, value: Any) -> tuple[ArgumentKind, bytes] | None:
 def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str) -> tuple[ArgumentKind, bytes]:
     """Pack a Python number as the parameter's declared type. Raises InvalidRequest or LaunchFailed."""
     if not isinstance(value, int | float):
-        hint = "A list has buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
+        hint = "A list may contain buffers, arrays on the card, (buffer, offset), numpy scalars and bytes"
         raise InvalidRequest(f"argument {index}: a kernel can't take {quoted(value)}", hint)
     # PTX calls signed integers s32; here they are i32, as in numpy.
     kind = "u64" if declared is ParameterType.POINTER else declared.name.lower().replace("s", "i")
@@ -347,7 +347,9 @@ def _number(index: int, value: Any, declared: ParameterType, why_undeclared: str
         )
     # A float would be cut to an integer, which PTX would not report.
     if isinstance(value, float) and not kind.startswith("f"):
-        raise LaunchFailed(f"argument {index} is a Python float, the kernel's parameter is {declared.text}", MATCH_HINT)
+        raise LaunchFailed(
+            f"argument {index} is a Python float, but the kernel's parameter is {declared.text}", MATCH_HINT
+        )
     try:
         return kind, struct.pack(layout, value)
     except (struct.error, OverflowError):

@@ -40,7 +40,7 @@ def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
     if view.readonly:
         raise InvalidRequest(f"{operation}: `into` is read-only")
     if view.nbytes < nbytes:
-        raise InvalidRequest(f"{operation}: `into` has {view.nbytes} bytes, {nbytes} are to be read")
+        raise InvalidRequest(f"{operation}: `into` must have {nbytes} bytes, not {view.nbytes}")
     # An empty view can't be cast, and nothing will be written to it.
     if not view.nbytes:
         return memoryview(bytearray())
@@ -49,7 +49,7 @@ def writable_bytes(into: Any, nbytes: int, operation: str) -> memoryview:
     if flat is None:
         raise InvalidRequest(
             f"{operation}: `into` must be C-contiguous",
-            "Read into a C-contiguous array, such as np.empty makes, and copy from that",
+            "Read into a C-contiguous array, for example from np.empty, and copy from it",
         )
     return flat[:nbytes]
 

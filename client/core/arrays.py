@@ -186,8 +186,8 @@ def assign(array: SessionArray, value: Any, stream: StreamHandle | None) -> Call
 def _assign_from_card(array: SessionArray, source: SessionArray, stream: StreamHandle | None) -> Calls[None]:
     if source.dtype != array.dtype:
         raise InvalidRequest(
-            f"assign: elements of {source.dtype} for an array of {array.dtype}",
-            "Arrays are not converted on the card: write a kernel that does, or go by .numpy().astype(...)",
+            f"assign: an array of {array.dtype} can't be assigned elements of {source.dtype}",
+            "Arrays are not converted on the card: write a kernel that does so, or convert with .numpy().astype(...)",
         )
     layout = source.layout.broadcast(array.shape, "assign")
     # If both are in the same buffer, there is nothing to do for the same elements, and overlapping ones need an extra
@@ -292,7 +292,7 @@ def checked_dtype(dtype: Any, operation: str) -> np.dtype[Any]:
 def host_array(values: Any, dtype: Any) -> NDArray[Any]:
     """A contiguous numpy array of the given values, converted if a dtype is given. Raises InvalidRequest."""
     if isinstance(values, ArrayView):
-        raise InvalidRequest(f"array: {values!r} is on the card already", "Copy it there by its copy()")
+        raise InvalidRequest(f"array: {values!r} is already on the card", "Copy it there with its copy() method")
     wanted_dtype = None if dtype is None else checked_dtype(dtype, "array")
     try:
         data = np.asarray(values)
@@ -313,14 +313,14 @@ def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]
     """
     if isinstance(value, ArrayView):
         raise InvalidRequest(
-            f"{operation}: the value must be a number, not the array {value!r}", "Assign it: a[...] = b"
+            f"{operation}: the value must be a number, not the array {value!r}", "Assign it instead: a[...] = b"
         )
     # Never convert an array implicitly: that could lose data of a whole buffer unnoticed.
     if isinstance(value, np.ndarray) and value.ndim:
         if value.dtype != dtype:
             raise InvalidRequest(
-                f"{operation}: elements of {value.dtype} for an array of {dtype}",
-                f"Convert it: .astype({str(dtype)!r})",
+                f"{operation}: an array of {dtype} can't take elements of {value.dtype}",
+                f"Convert them: .astype({str(dtype)!r})",
             )
         return np.ascontiguousarray(value)
     try:
@@ -341,5 +341,5 @@ def host_value(value: Any, dtype: np.dtype[Any], operation: str) -> NDArray[Any]
         np.array_equal(converted, scalar) if is_whole else bool((np.isfinite(converted) == np.isfinite(scalar)).all())
     )
     if not fits:
-        raise InvalidRequest(f"{operation}: {quoted(value)} does not fit elements of {dtype}")
+        raise InvalidRequest(f"{operation}: {quoted(value)} does not fit elements of type {dtype}")
     return converted

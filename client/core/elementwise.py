@@ -89,12 +89,15 @@ class ElementwiseOperation:
         inputs, outputs = len(self._source.inputs), self._source.outputs
         if len(args) not in (inputs, len(self._parameters)):
             takes = f"{counted(inputs, 'argument')}, or {len(self._parameters)} with its outputs"
-            raise self._failed(f"it takes {takes}; {len(args)} are given")
+            raise self._failed(f"it takes {takes}; {len(args)} were given")
         # Inputs may be numbers; what the kernel writes, or indexes itself, must be an array on the card.
         for number, (parameter, value) in enumerate(zip(self._parameters, args, strict=False)):
             self._check_kind(parameter, value, needs_array=parameter.is_raw or number >= inputs)
         if len(args) == inputs and any(parameter.is_raw for parameter in outputs):
-            raise self._failed("a raw output has no shape of its own", "Make the array, and pass it after the inputs")
+            raise self._failed(
+                "a raw output has no shape of its own, so it must be given",
+                "Create the array, and pass it after the inputs",
+            )
 
     def _check_kind(self, parameter: SourceParameter, value: Any, needs_array: bool) -> None:
         if isinstance(value, SessionArray):
@@ -102,7 +105,7 @@ class ElementwiseOperation:
         # This is a common mistake, so it has its own hint.
         if isinstance(value, np.ndarray) and value.ndim:
             hint = f"Copy it to the card: {parameter.name} = session.array({parameter.name})"
-            raise self._failed(f"{parameter.name} is an array of the host's memory", hint)
+            raise self._failed(f"{parameter.name} is an array in host memory", hint)
         is_number = isinstance(value, int | float | np.generic | np.ndarray)
         if needs_array or not is_number:
             expected = "an array on the card" if needs_array else "an array on the card or a number"
@@ -133,7 +136,9 @@ class ElementwiseOperation:
         for parameter in self._parameters:
             dtype = dtype_by_kind.get(parameter.kind)
             if dtype is None:
-                raise self._failed(f"no argument determines the type {parameter.kind}", "Give the output arrays, too")
+                raise self._failed(
+                    f"no argument determines the type {parameter.kind}", "Pass the output arrays as well"
+                )
             if dtype.name not in C_TYPES:
                 raise self._failed(f"{parameter.name}: such kernels have no elements of {dtype}")
         return dtype_by_kind
@@ -146,9 +151,9 @@ class ElementwiseOperation:
         ]
         # The number of elements comes from arrays or from `size`, never from both.
         if shaped and size is not None:
-            raise self._failed("size must be left out: the arrays have a size")
+            raise self._failed("size must be left out, because the arrays determine it")
         if not shaped and size is None:
-            raise self._failed("no array gives the size, since all of them are raw", "Use kernel(..., size=n)")
+            raise self._failed("no array determines the size, because all of them are raw", "Use kernel(..., size=n)")
         if size is not None:
             if type(size) is not int or size < 0:
                 raise self._failed(f"size must be a number of elements, not {quoted(size)}")
@@ -157,10 +162,10 @@ class ElementwiseOperation:
         try:
             shape = np.broadcast_shapes(*shaped)
         except ValueError:
-            raise self._failed(f"arrays of shapes {', '.join(map(str, shaped))} do not fit each other") from None
+            raise self._failed(f"arrays of shapes {', '.join(map(str, shaped))} can't be combined") from None
         for parameter, value in zip(self._source.outputs, args[len(self._source.inputs) :], strict=False):
             if not parameter.is_raw and value.shape != shape:
-                raise self._failed(f"{parameter.name} has the shape {value.shape}, the operation runs over {shape}")
+                raise self._failed(f"{parameter.name} has the shape {value.shape}, but the operation runs over {shape}")
         return shape
 
     def _number(self, parameter: SourceParameter, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -53,7 +53,10 @@ CONNECT_RETRY_S: Final = 0.01
 AGENT: Final = "gpulease-python/0.1"
 """Name of this client in HELLO."""
 
-_HTTP: Final = "an HTTP server answers there, not gpuleased", "Is it the port of the web page? Name one of `listen`"
+_HTTP: Final = (
+    "an HTTP server answers there, not gpuleased",
+    "Is this the port of the web page? Use an address in the daemon's setting `listen`",
+)
 
 OTHER_PEERS: Final = {
     # A TLS alert (RFC 8446, section 5.1).
@@ -61,7 +64,7 @@ OTHER_PEERS: Final = {
     b"HTTP/": _HTTP,
     # Some servers answer a request that they can't parse with the body alone, as in HTTP/0.9.
     b"<": _HTTP,
-    b"SSH-": ("an SSH server answers there, not gpuleased", "Name the port that gpuleased listens at"),
+    b"SSH-": ("an SSH server answers there, not gpuleased", "Use the port on which gpuleased listens"),
 }
 """Error texts for an address at which another kind of server answers, by the first bytes of its answer to a plain
 frame."""
@@ -103,7 +106,7 @@ class FixedDeadline:
         other = "" if isinstance(self._address, UnixAddress) else ", or another program listens there"
         raise Disconnected(
             f"{self._operation}: the daemon at {self._address} did not answer within {self._seconds:g} s",
-            f"The daemon hangs or its host is overloaded: see its log{other}",
+            f"The daemon hangs, or its host is overloaded: see its log{other}",
         )
         yield  # makes this a procedure, as `Deadline` says
 
@@ -439,7 +442,7 @@ def _connect_problem(address: Address, code: int) -> str:
         with contextlib.suppress(OSError):
             mode = os.stat(address.path).st_mode
             if not stat.S_ISSOCK(mode):
-                return "that is a folder, not a socket" if stat.S_ISDIR(mode) else "that is not a socket"
+                return "this path is a folder, not a socket" if stat.S_ISDIR(mode) else "that is not a socket"
     return os.strerror(code)
 
 

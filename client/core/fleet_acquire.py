@@ -341,7 +341,7 @@ class _Search(Generic[T]):
 
     def _dial(self, candidate: Candidate) -> Procedure[tuple[Channel, HelloReply]]:
         """Connect to a node, at the first of its addresses that answers."""
-        error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no address that can be used")
+        error: GpuLeaseError = Disconnected(f"node {candidate.node_id} has no usable address")
         # An address that this client can't parse belongs to a newer fleet: skip it.
         for text in candidate.addresses:
             try:
@@ -361,7 +361,7 @@ class _Search(Generic[T]):
         if len(refused) > MAX_LISTED:
             reasons.append(f"and {len(refused) - MAX_LISTED} more")
         nodes = counted(self._last.nodes, "node was", "nodes were")
-        parts = [f"{len(refused)} of the fleet's {nodes} asked, and none granted the lease"]
+        parts = [f"{len(refused)} of the fleet's {nodes} asked, and none of them granted the lease"]
         parts += ["; ".join(reasons)] if reasons else []
         if self._last.why and len(refused) < self._last.nodes:
             parts.append(f"a directory reports about the nodes: {self._last.why}")

@@ -189,7 +189,7 @@ class Graphs:
         most = min(MAX_GRAPH_BYTES, self.attachment.max_payload_bytes)
         if len(payload) > most:
             raise InvalidRequest(
-                f"record: the graph must have at most {most} bytes, not {len(payload)}", "Record several graphs"
+                f"record: the graph must have at most {most} bytes, not {len(payload)}", "Split it into several graphs"
             )
         making = self._operations.make(
             Opcode.GRAPH_CREATE, payload, Opcode.GRAPH_DESTROY, lambda reply: graph.made(self, reply.handle, record)

@@ -113,4 +113,6 @@ class SessionKeptBuffers:
         names = ", ".join(quoted(kept.name) for kept in listed[:MAX_NAMED]) + (
             " and more" if listed[MAX_NAMED:] else ""
         )
-        raise InvalidHandle(f"{operation}: the lease keeps no buffer {quoted(name)}", f"It keeps {names or 'none'}")
+        raise InvalidHandle(
+            f"{operation}: the lease keeps no buffer with the name {quoted(name)}", f"It keeps: {names or 'none'}"
+        )

@@ -368,7 +368,9 @@ class Launches(LaunchCommands):
             if buffer.owner is not attachment:
                 buffer.check(attachment, f"launch of {kernel!r}")
         if len(data) != template.args_bytes:
-            raise _failed(kernel, f"the arguments have {len(data)} bytes, their sizes add up to {template.args_bytes}")
+            raise _failed(
+                kernel, f"the arguments have {len(data)} bytes, but the sum of their sizes is {template.args_bytes}"
+            )
         return template, data
 
     def _template(
@@ -432,7 +434,10 @@ def _checked(
     full_block = dimensions(kernel, "block", block)
     threads = full_block[0] * full_block[1] * full_block[2]
     if entry.max_threads_per_block and threads > entry.max_threads_per_block:
-        raise _failed(kernel, f"a block of {threads} threads; the kernel takes at most {entry.max_threads_per_block}")
+        raise _failed(
+            kernel,
+            f"a block of {threads} threads was requested; the kernel allows at most {entry.max_threads_per_block}",
+        )
     if not isinstance(shared_bytes, int) or not 0 <= shared_bytes <= MAX_U32:
         raise _failed(kernel, f"shared_bytes must be an integer from 0 to {MAX_U32}, not {quoted(shared_bytes)}")
     # Step 3: the message with blank arguments, which each launch replaces. If they exceed the limit, one byte too many
@@ -496,27 +501,32 @@ def _raw(
     # KernelArgs come here only together with arg_sizes, which contradict their own.
     if isinstance(args, KernelArgs):
         raise InvalidRequest(
-            f"launch of {quoted(kernel)}: KernelArgs and lists know their sizes; arg_sizes is for raw bytes"
+            f"launch of {quoted(kernel)}: arg_sizes must be left out, unless the arguments are raw bytes: "
+            "KernelArgs and lists contain their sizes"
         )
     if arg_sizes is None:
         raise InvalidRequest(
-            f"launch of {quoted(kernel)}: raw argument bytes need arg_sizes, the size of each argument"
+            f"launch of {quoted(kernel)}: arguments that are raw bytes need arg_sizes, the size of each argument"
         )
     try:
         return bytes(memoryview(args)), tuple(size.__index__() for size in arg_sizes), ()
     except (TypeError, AttributeError):
         raise InvalidRequest(
-            f"launch of {quoted(kernel)}: arguments are KernelArgs, a list, or bytes and arg_sizes"
+            f"launch of {quoted(kernel)}: the arguments must be KernelArgs, a list, or bytes with arg_sizes"
         ) from None
 
 
 def _check_sizes(entry: KernelEntry, sizes: tuple[int, ...]) -> None:
     expected_sizes = entry.parameter_sizes
     if len(sizes) != len(expected_sizes):
-        raise _failed(entry.name, f"{len(sizes)} arguments are given, the kernel has {len(expected_sizes)} parameters")
+        raise _failed(
+            entry.name, f"{len(sizes)} arguments were given, but the kernel has {len(expected_sizes)} parameters"
+        )
     for index, (size, parameter) in enumerate(zip(sizes, expected_sizes, strict=True)):
         if size != parameter:
-            raise _failed(entry.name, f"argument {index} has {size!r} bytes, the kernel's parameter has {parameter}")
+            raise _failed(
+                entry.name, f"argument {index} has {size!r} bytes, but the kernel's parameter has {parameter}"
+            )
 
 
 def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tuple[ParameterType, ...]) -> None:
@@ -526,7 +536,7 @@ def _check_kinds(entry: KernelEntry, kinds: tuple[ArgumentKind, ...], types: tup
             actual = "a buffer" if kind == "buffer" else f"{'an' if str(kind)[0] in 'if' else 'a'} {kind}"
             raise _failed(
                 entry.name,
-                f"argument {index} is {actual}, the kernel's parameter is {declared.text}",
+                f"argument {index} is {actual}, but the kernel's parameter is {declared.text}",
                 MATCH_HINT,
             )
 

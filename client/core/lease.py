@@ -541,8 +541,8 @@ class LeaseHandle:
         now, most = report.get("allocated_bytes"), report.get("most_allocated_bytes")
         if not isinstance(now, int) or not isinstance(most, int):
             raise Unsupported(
-                "used: the session's memory is not counted",
-                "Ask while the lease is active; if it is, the daemon is too old",
+                "used: the memory of the session is not known",
+                "Call used() while the lease is active; if it is active, the daemon is too old",
             )
         return LeaseUse(
             now,
@@ -840,7 +840,7 @@ def _note_of(data: Mapping[str, Any]) -> bytes:
         text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
         note = text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"note: it can't be written as JSON: {error}") from None
+        raise InvalidRequest(f"note: it can't be represented as JSON: {error}") from None
     if len(note) > MAX_NOTE_BYTES:
         raise InvalidRequest(f"note: it must have at most {MAX_NOTE_BYTES} bytes as JSON, not {len(note)}")
     return note
@@ -1004,7 +1004,7 @@ def _take_name(lease: LeaseHandle, name: str) -> Procedure[None]:
     if lease.name != name:
         yield from lease.free()
         failure = Failure(
-            Status.UNSUPPORTED, "the daemon does not support names", hint="Leave the name out, or update it."
+            Status.UNSUPPORTED, "the daemon does not support names", hint="Leave the name out, or update the daemon."
         )
         raise error_of(failure, operation_of(Opcode.LEASE_ALLOC))
 
@@ -1024,10 +1024,10 @@ def reacquire(lease: LeaseHandle, lock: Any, clean_up: GrantCleanUp) -> Procedur
             report = yield from lease.query()
         if report is not None and end_reason_of(report) is None:
             raise InvalidRequest(
-                "reacquire: the lease has not ended", "Use it, renew it, or free it and call reacquire() then"
+                "reacquire: the lease has not ended", "Use it, renew it, or free it before you call reacquire()"
             )
     if lease.granted_request is None:
-        raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one by GpuBuilder")
+        raise InvalidRequest("reacquire: this lease was acquired by another program", "Acquire one with GpuBuilder")
     return (yield from acquire(lease.fleet or lease.address, lease.granted_request, lock, clean_up))
 
 
@@ -1278,8 +1278,9 @@ def keep_renewed(
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
-                    f"keep_alive: the lease's node is being drained: it lasts {state.ttl_s:.1f} s more, and no longer",
-                    "Finish what you do, and acquire a lease on another node",
+                    f"keep_alive: the lease's node is being drained: the lease lasts {state.ttl_s:g} s "
+                    "more, and can't be renewed for longer",
+                    "Complete your work, and acquire a lease on another node",
                 )
             delay_s = schedule.after_grant(state.remaining_s)
         except GpuLeaseError as error:
@@ -1336,7 +1337,7 @@ def find_end_reason(lease: LeaseHandle, ended: Failure) -> Procedure[Failure]:
         return _unknown_lease(lease, error.failure)
     return lease.end_failure or Failure(
         Status.DISCONNECTED,
-        f"{ended.message}, and the daemon says the lease is still active",
+        f"{ended.message}, but the daemon reports that the lease is still active",
         "Open another session, or acquire another lease",
     )
 

@@ -113,12 +113,14 @@ def milliseconds(seconds: float, subject: str, *, least_ms: int) -> int:
     """
     # bool is an int in Python, and a string of digits is a mistake that needs another hint.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
-        hint = "Give seconds as a number: 600 for ten minutes" if isinstance(seconds, str) else ""
+        hint = "Give seconds as a number, such as 600 for ten minutes" if isinstance(seconds, str) else ""
         raise InvalidRequest(f"{subject} must be a number of seconds, not {quoted(seconds)}", hint)
     # Round up: a lease of 0.0001 s must not become one of 0 ms.
     value = math.ceil(seconds * 1000)
     if not least_ms <= value <= MAX_WIRE_MS:
-        raise InvalidRequest(f"{subject} must be {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s")
+        raise InvalidRequest(
+            f"{subject} must be from {least_ms / 1000:g} s to {MAX_WIRE_MS // 1000} s, not {seconds!r} s"
+        )
     return value
 
 

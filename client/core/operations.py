@@ -71,7 +71,7 @@ class LeaseDeadline:
         if report.get("cause") is None and isinstance(remaining_ms, int) and remaining_ms > 0:
             self._lease.deadline = self._lease.clock() + remaining_ms / 1000
             return
-        raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer until the end of its lease"))
+        raise LinkEnded(Failure(Status.DISCONNECTED, "the session did not answer before the end of its lease"))
 
 
 class BlockEndDeadline(LeaseDeadline):
@@ -96,8 +96,8 @@ class BlockEndDeadline(LeaseDeadline):
     def error(self) -> TimedOut:
         """The error to raise if the lease continues and its last work has not ended."""
         return TimedOut(
-            "leaving the `with` block: the session's last work has not ended in the time that its lease had left",
-            "Does a kernel run for ever? The session is closed, its lease continues. Call sync() to wait longer",
+            "leaving the `with` block: the session's last work did not end before its lease did",
+            "Does a kernel run forever? The session is closed, but its lease continues. To wait longer, call sync()",
         )
 
 

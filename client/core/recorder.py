@@ -66,7 +66,7 @@ class Recording(LaunchCommands, CopyCommands):
         """Start recording. Raises InvalidRequest if the session is recording already, or the error of its end."""
         self._attachment.check_open("record")
         if self._attachment.recording is not None:
-            raise InvalidRequest("record: the session is recording already", "One graph is recorded at a time")
+            raise InvalidRequest("record: the session is already recording", "Record one graph at a time")
         self._attachment.recording = self
 
     def stop(self) -> None:
@@ -83,7 +83,7 @@ class Recording(LaunchCommands, CopyCommands):
         """The finished recording. Raises InvalidRequest if it can't become a graph."""
         # Check the limits of the whole graph. Each node was checked when it was recorded.
         if not self._nodes:
-            raise InvalidRequest("record: nothing was recorded", "Launch or copy something in the block")
+            raise InvalidRequest("record: nothing was recorded", "Launch or copy something within the block")
         if len(self._used) > MAX_GRAPH_HANDLES:
             raise InvalidRequest(f"record: a graph has at most {MAX_GRAPH_HANDLES} buffers, not {len(self._used)}")
         total_bytes = sum(len(parameter.value) for parameter in self._parameters.values())
@@ -193,7 +193,9 @@ class Recording(LaunchCommands, CopyCommands):
         self._session.operations.check(buffer, Buffer, "mem_read")
         check_range(buffer, offset, nbytes, "mem_read")
         if into is None:
-            raise InvalidRequest("mem_read: a graph has nowhere to put the bytes", "Give an array of session.empty()")
+            raise InvalidRequest(
+                "mem_read: a graph needs an array into which it can copy", "Pass an array from session.empty()"
+            )
         writable_bytes(into, nbytes, "mem_read")
         if nbytes:
             self._add_arena_copy(Opcode.ARENA_READ, buffer, offset, into, nbytes)
@@ -206,7 +208,7 @@ class Recording(LaunchCommands, CopyCommands):
         self._attachment.check_open(operation)
         if self._caller() != self._owner:
             raise InvalidRequest(
-                f"{operation}: another thread or task records a launch graph in this session",
+                f"{operation}: another thread or task is recording a launch graph in this session",
                 "Wait until it has left its `with` block",
             )
 
@@ -229,7 +231,7 @@ class Recording(LaunchCommands, CopyCommands):
                 f"{'mem_write' if writes else 'mem_read'}: the array's memory is not shared with the session, so a "
                 "graph can't copy it at each launch",
                 "Use an array of session.empty(), in a session that shares memory"
-                + ("; or give bytes(array), to record its bytes as they are now" if writes else ""),
+                + ("; or pass bytes(array), which records its current bytes" if writes else ""),
             )
         self._add(op, ARENA_COPY.pack(buffer.handle, offset, place, nbytes))
         self._buffers[id(buffer)] = buffer
@@ -249,7 +251,7 @@ class Recording(LaunchCommands, CopyCommands):
             earlier = added.setdefault(name, bound)
             if (earlier.kind, earlier.value) != (bound.kind, bound.value):
                 raise InvalidRequest(
-                    f"launch of {kernel!r}: parameter {name!r} is {bound}, and {earlier} in a launch before it",
+                    f"launch of {kernel!r}: parameter {name!r} is {bound}, but {earlier} in an earlier launch",
                     "Give it the same kind and value everywhere, or another name",
                 )
         if len(added) > MAX_GRAPH_PARAMETERS or len(self._places) + len(args.parameters) > MAX_GRAPH_PLACES:

@@ -67,11 +67,11 @@ class RegionSets:
     def _make(self, regions: tuple[RegionView, ...]) -> Procedure[RegionSet]:
         if not self.granule_bytes:
             raise Unsupported(
-                "region_set: this session has no regions",
-                "Its daemon is too old for them, or its driver can't take memory away: acquire a lease on another node",
+                "region_set: this session can't have regions",
+                "Its daemon is too old for them, or its driver can't unmap memory: acquire a lease on another node",
             )
         if not 1 <= len(regions) <= MAX_REGIONS:
-            raise InvalidRequest(f"region_set: a set has 1 to {MAX_REGIONS} regions, not {len(regions)}")
+            raise InvalidRequest(f"region_set: a set must have 1 to {MAX_REGIONS} regions, not {len(regions)}")
         # Check the regions here, because a launch with the set could only say that some region is wrong.
         for region in regions:
             if not isinstance(region, RegionView):

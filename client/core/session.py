@@ -79,7 +79,7 @@ class SessionCore:
         memory_request = shared_memory_request(lease.address) if shared_memory else SharedMemoryRequest()
         # The session's frames name this lease, so the worker would refuse each of them with another lease's token.
         if grant is not None and grant.lease_id != lease.grant.lease_id:
-            raise InvalidRequest(f"attach: the grant is of lease {grant.lease_id}, not of this one")
+            raise InvalidRequest(f"attach: the grant must be of this lease, not of lease {grant.lease_id}")
         token = lease.token if grant is None else grant.token
         spin = spin_policy_of(lease.waiting, spin_ns)
         # Build the parts in order: each depends only on earlier ones.

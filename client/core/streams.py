@@ -143,7 +143,7 @@ class Streams:
     def destroy(self, stream: StreamHandle) -> Procedure[None]:
         """Free a stream. Its queued work still runs, and its arrays stay lent until a sync."""
         if stream.handle == DEFAULT:
-            raise InvalidRequest("close: the default stream is always there")
+            raise InvalidRequest("close: the default stream can't be closed")
         yield from self.operations.free(stream, StreamHandle, "close")
 
     # --- order ---
@@ -380,6 +380,6 @@ class Streams:
 def not_recorded(operation: str) -> InvalidRequest:
     """The refusal of anything but a launch or a copy while a session records."""
     return InvalidRequest(
-        f"{operation}: the session is recording a launch graph, which has launches and copies only",
+        f"{operation}: the session is recording a launch graph, which can contain only launches and copies",
         "Do it before or after the `with` block",
     )

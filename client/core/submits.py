@@ -48,10 +48,12 @@ RUN_FIXED_BYTES: Final = 38
 ARGUMENT_FIXED_BYTES: Final = 13
 """Bytes of an argument other than its data."""
 
-MAY_HAVE_RUN: Final = "The kernel may have run, and is not run again by itself: ask again if twice does no harm"
+MAY_HAVE_RUN: Final = (
+    "The kernel may have run, and the submit is not repeated automatically: repeat it if running twice does no harm"
+)
 
 _NOT_ENDED: Final = frozenset({"starting", "running"})
-_NOT_RUN: Final = "Nothing was run, so it can be repeated"
+_NOT_RUN: Final = "Nothing was run, so you can repeat the submit"
 
 
 class SubmissionBase:
@@ -106,10 +108,10 @@ class SubmissionBase:
         Raises InvalidRequest for buffers.
         """
         if isinstance(args, list | tuple):
-            args = pack_listed(args, why_undeclared="a submit sends its image unread")
+            args = pack_listed(args, why_undeclared="the image of a submit is not inspected before it is sent")
         if not isinstance(args, KernelArgs) or args.buffers:
-            hint = "It has a context of its own: give it the bytes, with .arg(data)"
-            raise InvalidRequest("args: a submit takes KernelArgs without a session's buffers", hint)
+            hint = "A submit has a separate context: pass the bytes with .arg(data)"
+            raise InvalidRequest("args: a submit must have KernelArgs without buffers of a session", hint)
         at = 0
         # Split the packed bytes into arguments, because a job sends each with its own length.
         for kind, size in zip(args.kinds, args.sizes, strict=True):
@@ -142,11 +144,11 @@ class SubmissionBase:
 
     def _add(self, argument: SubmitArgument, output_bytes: int) -> Self:
         if len(self._arguments) >= MAX_SUBMIT_ARGUMENTS:
-            raise InvalidRequest(f"a submit takes at most {MAX_SUBMIT_ARGUMENTS} arguments")
+            raise InvalidRequest(f"a submit must have at most {MAX_SUBMIT_ARGUMENTS} arguments")
         # Outputs come back in one frame.
         if self._output_bytes + output_bytes > MAX_SUBMIT_OUTPUT_BYTES:
-            hint = "Use a session for more: its buffers are read in pieces"
-            raise InvalidRequest(f"a submit's outputs have at most {MAX_SUBMIT_OUTPUT_BYTES} bytes together", hint)
+            hint = "Use a session for more, which can read its buffers in pieces"
+            raise InvalidRequest(f"a submit's outputs must have at most {MAX_SUBMIT_OUTPUT_BYTES} bytes together", hint)
         self._output_bytes += output_bytes
         self._arguments.append(argument)
         return self
@@ -195,7 +197,7 @@ def _check_size(body: SubmitRun) -> None:
     data_bytes = sum(ARGUMENT_FIXED_BYTES + len(argument.data) for argument in body.arguments)
     size_bytes = RUN_FIXED_BYTES + len(body.kernel.encode()) + data_bytes + len(body.image)
     if size_bytes > MAX_PAYLOAD_BYTES:
-        hint = "Use a session for more: its buffers are written in pieces"
+        hint = "Use a session for more, which can write its buffers in pieces"
         raise InvalidRequest(
             f"submit: image and arguments must have at most {MAX_PAYLOAD_BYTES} bytes together, not {size_bytes}", hint
         )
@@ -285,7 +287,7 @@ def _end_error(
         return error
     if submit is not None and submit.get("reason"):
         reason = f"{reason}: {submit['reason']}"
-    return Disconnected(f"submit: {reason}; its lease is still active", hint)
+    return Disconnected(f"submit: {reason}, but its lease is still active", hint)
 
 
 def _submit_in(report: LeaseReport, number: int | None) -> SubmitReport | None:

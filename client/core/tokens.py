@@ -82,9 +82,9 @@ def token_of(token: "bytes | str | Grant") -> bytes:
             # Call memoryview() first, because bytes() of a number would return that many zeros.
             token_bytes = bytes(memoryview(token))
     except (ValueError, TypeError):
-        raise InvalidRequest("a token must be bytes, or the string that Grant.to_text gave") from None
+        raise InvalidRequest("a token must be bytes, or a string from Grant.to_text") from None
     if len(token_bytes) > MAX_TOKEN_BYTES:
-        raise InvalidRequest(f"a token has at most {MAX_TOKEN_BYTES} bytes, not {len(token_bytes)}")
+        raise InvalidRequest(f"a token must have at most {MAX_TOKEN_BYTES} bytes, not {len(token_bytes)}")
     return token_bytes
 
 
@@ -98,7 +98,7 @@ def issue_request(
     if audience is not None and (not isinstance(audience, bytes | bytearray) or len(audience) != AUDIENCE_BYTES):
         raise InvalidRequest(
             f"issue: an audience must be {AUDIENCE_BYTES} bytes, not {quoted(audience)}",
-            "Ask the holder for their my_audience()",
+            "Ask the token's holder for its my_audience()",
         )
     return CapabilityIssue(
         lease_id,

@@ -57,7 +57,9 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
     cuda_c_of(source, "compile")
     # The compiler takes a C string, so a zero byte would cut the source silently.
     if "\0" in source:
-        raise InvalidRequest(f"compile: the source must have no zero byte; byte {source.index(chr(0))} is one")
+        raise InvalidRequest(
+            f"compile: the source must not contain a zero byte, but byte {source.index(chr(0))} is one"
+        )
     if len(source) > MAX_SOURCE_BYTES:
         raise InvalidRequest(f"compile: the source must have at most {MAX_SOURCE_BYTES} bytes, not {len(source)}")
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
@@ -66,7 +68,8 @@ def _checked(source: Any, options: Any, arch: Any) -> list[bytes]:
         # The architecture has a parameter of its own, which this option would contradict.
         if option.startswith(("-arch", "--gpu-architecture")):
             raise InvalidRequest(
-                f"compile: the architecture can't be the option {quoted(option)}", "Write it as arch=90, for example"
+                f"compile: the architecture can't be the option {quoted(option)}",
+                "Pass it as an argument, for example arch=90",
             )
     return [f"--gpu-architecture=compute_{checked_arch(arch)}".encode(), *(option.encode() for option in options)]
 

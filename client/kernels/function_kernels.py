@@ -31,5 +31,7 @@ def kernel_of(
             raise InvalidRequest(f"kernel: types must be a map, not {quoted(types)}", 'Pass types={"x": "*fp32"}')
         return TritonKernel(function, types, arch, cuda)
     if isinstance(types, Mapping):
-        raise InvalidRequest("kernel: numba's types are a signature", 'Pass types="void(float32, float32[:])"')
+        raise InvalidRequest(
+            "kernel: numba's types must be a signature, not a map", 'Pass types="void(float32, float32[:])"'
+        )
     return NumbaKernel(function, types, arch)

@@ -127,7 +127,7 @@ class NumbaKernel:
             raise self._failed(f"numba's kernels take no arguments by name: {', '.join(map(quoted, keywords))}")
         names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
         if len(args) != len(names):
-            raise self._failed(f"it takes {len(names)} arguments, {len(args)} are given")
+            raise self._failed(f"it takes {len(names)} arguments; {len(args)} were given")
         kinds = self._kinds(names, args)
         # One variant for each tuple of types, compiled on its first call.
         compiled = self._variants.get(kinds)
@@ -169,7 +169,7 @@ class NumbaKernel:
         if self._declared is None:
             return tuple(self._kind(name, value) for name, value in zip(names, args, strict=True))
         if len(self._declared) != len(args):
-            raise self._failed(f"its signature has {len(self._declared)} types, {len(args)} arguments are given")
+            raise self._failed(f"its signature has {len(self._declared)} types, but {len(args)} arguments were given")
         for name, declared, value in zip(names, self._declared, args, strict=True):
             self._check(name, declared, value)
         return self._declared
@@ -182,10 +182,10 @@ class NumbaKernel:
             return self._types.Array(self._numba.from_dtype(value.dtype), len(value.shape), layout)
         if isinstance(value, Buffer):
             hint = f"Give an array: session.array(x), or session.zeros(shape, dtype) for {name}"
-            raise self._failed(f"{name} is a buffer: its elements have no type", hint)
+            raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
         if isinstance(value, np.ndarray):
             hint = f"Copy it to the card: {name} = session.array({name})"
-            raise self._failed(f"{name} is an array of the host's memory", hint)
+            raise self._failed(f"{name} is an array in host memory", hint)
         try:
             kind = self._numba.typeof(value)
         except (ValueError, TypeError):

@@ -63,9 +63,12 @@ def checked_version(image: bytes | str, cuda_version: int) -> bytes | str:
     match = _VERSION.search(image if isinstance(image, str) else image[:4096].decode(errors="replace"))
     if most is None or match is None or 10 * int(match[1]) + int(match[2]) <= most:
         return image
-    message = f"the compiler writes PTX {match[1]}.{match[2]}, the card's driver takes up to {most // 10}.{most % 10}"
+    message = (
+        f"the compiler writes PTX {match[1]}.{match[2]}, but the card's driver supports at most "
+        f"{most // 10}.{most % 10}"
+    )
     cuda = f"{cuda_version // 1000}.{cuda_version % 1000 // 10}"
-    raise LoadFailed(message, f"Install the compiler's wheels of CUDA {cuda}", Failure(Status.LOAD_FAILED, message))
+    raise LoadFailed(message, f"Install the compiler's packages for CUDA {cuda}", Failure(Status.LOAD_FAILED, message))
 
 
 def missing(tool: str, extra: str) -> Unsupported:

@@ -73,9 +73,9 @@ class TritonKernel:
         if not isinstance(function, JITFunction):
             is_interpreted = type(function).__name__ == "InterpretedFunction"
             hint = (
-                "TRITON_INTERPRET is set, so Triton runs it in Python: take it out of the environment"
+                "TRITON_INTERPRET is set, so Triton runs it in Python: remove the variable from the environment"
                 if is_interpreted
-                else "Of an autotuned function give .fn and choose one config"
+                else "Of an autotuned function, pass .fn and choose one config"
             )
             raise InvalidRequest(f"kernel: it must be a @triton.jit function, not {quoted(function)}", hint)
         self.function: Any = function
@@ -174,7 +174,7 @@ class TritonKernel:
                     f" {state}"
                 )
                 raise self._failed(
-                    reason, "Triton takes a global's first value: give what changes as a tl.constexpr argument"
+                    reason, "Triton uses a global's first value: pass a value that changes as a tl.constexpr argument"
                 )
 
     def _originals(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class TritonKernel:
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, np.ndarray):
-            raise self._failed(f"{name} is an array of the host's memory", "Copy it to the card and give that")
+            raise self._failed(f"{name} is an array in host memory", "Copy it to the card, and pass the copy")
         offset = 0
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Buffer):
             value, offset = value
@@ -204,9 +204,9 @@ class TritonKernel:
         element = self._element(name, dtype) if dtype is not None else declared
         if not element:
             hint = f'Pass an array, which has a dtype, or use session.kernel(fn, types={{"{name}": "*fp32"}})'
-            raise self._failed(f"{name} is a buffer: its elements have no type", hint)
+            raise self._failed(f"{name} is a buffer, whose elements have no type", hint)
         if declared and element != declared:
-            raise self._failed(f"{name} has elements of {element}, the kernel's parameter is *{declared}")
+            raise self._failed(f"{name} has elements of {element}, but the kernel's parameter is *{declared}")
         return _Pointer(buffer, offset, element)
 
     def _element(self, name: str, dtype: Any) -> str:
@@ -266,9 +266,9 @@ class TritonKernel:
         metadata = compiled.metadata
         # Refuse features that launches here don't have by name, because the launch would fail on the card.
         if metadata.global_scratch_size or metadata.profile_scratch_size:
-            raise Unsupported(f"kernel {self.name} wants scratch memory, which no launch gives it")
+            raise Unsupported(f"kernel {self.name} needs scratch memory, which launches don't provide")
         if settings.num_ctas > 1:
-            raise Unsupported(f"kernel {self.name} wants clusters: num_ctas is 1 here")
+            raise Unsupported(f"kernel {self.name} needs clusters, but num_ctas must be 1 here")
         is_cooperative = bool(settings.launch_cooperative_grid)
         return CompiledKernel(
             compiled.asm["ptx"], metadata.name, 32 * metadata.num_warps, metadata.shared, is_cooperative

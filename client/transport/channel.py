@@ -320,7 +320,7 @@ class Channel:
     def close(self) -> None:
         """Close the socket. Calling it twice is harmless."""
         # Use this order, so that a waiting thread finds the end before its socket is closed.
-        self.link.break_off(Failure(Status.DISCONNECTED, "the connection was closed here"))
+        self.link.break_off(Failure(Status.DISCONNECTED, "this program closed the connection"))
         self.drop_descriptors()
         self.sock.close()
 
@@ -329,7 +329,7 @@ class Channel:
 def _ended_link() -> tuple[Link, socket.socket]:
     """Return the link and socket of a channel after `detach`. They are shared, because an ended link never changes."""
     link, sock = Link(), socket.socket(socket.AF_UNIX)
-    link.break_off(Failure(Status.DISCONNECTED, "the connection was passed on"))
+    link.break_off(Failure(Status.DISCONNECTED, "the connection was passed to another process"))
     sock.close()
     return link, sock
 

@@ -40,7 +40,7 @@ class TlsFiles:
         paths = {item.name: getattr(self, item.name) or os.environ.get(VARIABLES[item.name]) for item in fields(self)}
         if missing := [VARIABLES[name] for name, path in paths.items() if not path]:
             raise InvalidRequest(
-                f"a tls: address takes a certificate, its key and the node's CA; missing: {', '.join(missing)}",
+                f"a tls: address needs a certificate, its key and the node's CA; missing: {', '.join(missing)}",
                 "Set these variables, or call GpuBuilder.tls(certificate, key, ca)",
             )
         return type(self)(**{name: _path(path, VARIABLES[name]) for name, path in paths.items()})

@@ -37,7 +37,7 @@ DIRECT_READ_BYTES: Final = 16 << 10
 smaller read, the second system call would cost more than the copy."""
 
 NOT_FOLLOWED_HINT: Final = (
-    "Do the versions of the daemon and of this client differ? Or is it no gpuleased that answers?"
+    "Do the versions of the daemon and of this client differ? Or is it not gpuleased that answers?"
 )
 """Hint about a peer that does not follow the protocol."""
 
@@ -345,7 +345,7 @@ class Link:
         target = self._targets.pop(request_id)
         (data_bytes,) = _LENGTH.unpack_from(reader.buffer, reader.start + HEADER_BYTES)
         if data_bytes != len(target) or length != _LENGTH.size + data_bytes:
-            failure = Failure(Status.DISCONNECTED, f"{len(target)} bytes were requested, {data_bytes} arrived")
+            failure = Failure(Status.DISCONNECTED, f"{len(target)} bytes were requested, but {data_bytes} arrived")
             self._distrust(failure)
             return True
         # Step 2: move the part that has arrived.
@@ -364,9 +364,7 @@ class Link:
 
     def _distrust(self, failure: Failure) -> None:
         status = Status.UNSUPPORTED if failure.status is Status.UNSUPPORTED else Status.DISCONNECTED
-        self.break_off(
-            Failure(status, f"what the daemon sends can't be followed: {failure.message}", NOT_FOLLOWED_HINT)
-        )
+        self.break_off(Failure(status, f"the daemon sent something invalid: {failure.message}", NOT_FOLLOWED_HINT))
 
 
 def _handle_in(result: Any) -> int:

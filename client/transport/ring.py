@@ -41,7 +41,7 @@ from gpulease.protocol.ring import (
 BELLS_BYTES: Final = 4096
 """Maximum number of bells received at a time."""
 
-_NO_MEMORY: Final = "Allow this process more open files and memory, or open the session with shared_memory=False"
+_NO_MEMORY: Final = "Raise this process's limits on open files and memory, or open the session with shared_memory=False"
 
 ARENA_BYTES: Final = 1 << 30
 """Size of the arena that a session asks for. Only the part in use takes physical memory."""
@@ -292,7 +292,7 @@ class RingChannel(Channel):
         return f"the connection to {self.address} broke: {error.strerror or error}"
 
     def _distrust(self, error: FramingError) -> None:
-        self.link.break_off(Failure(Status.DISCONNECTED, f"what the daemon sends can't be followed: {error}"))
+        self.link.break_off(Failure(Status.DISCONNECTED, f"the daemon sent something invalid: {error}"))
 
 
 def _send_bell(sock: socket.socket) -> None:

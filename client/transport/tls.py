@@ -413,12 +413,12 @@ class TlsCoalescingSocket(CoalescingSocket):
 _NEW_ONE: Final = "Ask the operator of the node for a new certificate"
 
 _REFUSED: Final = {
-    "CERTIFICATE_EXPIRED": ("has expired, or the node's list of revoked ones has", _NEW_ONE),
+    "CERTIFICATE_EXPIRED": ("has expired, or the node's revocation list has", _NEW_ONE),
     "CERTIFICATE_REVOKED": ("was revoked", _NEW_ONE),
-    "UNKNOWN_CA": ("comes from a CA that the node does not know", "Ask the operator which CA the node believes"),
+    "UNKNOWN_CA": ("comes from a CA that the node does not trust", "Ask the operator which CA the node trusts"),
     "CERTIFICATE_REQUIRED": ("is missing", "Set GPULEASE_TLS_CERTIFICATE and GPULEASE_TLS_KEY"),
     "BAD_CERTIFICATE": ("is not accepted by the node", _NEW_ONE),
-    "UNSUPPORTED_CERTIFICATE": ("is not one for tenants", _NEW_ONE),
+    "UNSUPPORTED_CERTIFICATE": ("is not a certificate for tenants", _NEW_ONE),
     "CERTIFICATE_UNKNOWN": ("is not accepted by the node", _NEW_ONE),
 }
 """Alerts about this end's certificate (RFC 8446, section 6.2), as OpenSSL names them after `ALERT_`."""
@@ -438,7 +438,7 @@ def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
     if isinstance(error, ssl.SSLCertVerificationError):
         return _untrusted(error, address)
     if isinstance(error, ssl.SSLEOFError):
-        reason_text = f"{address} closed the connection in the handshake"
+        reason_text = f"{address} closed the connection during the handshake"
         return Disconnected(reason_text, "The node has no room for more connections, or is overloaded: see its log")
     if not isinstance(error, ssl.SSLError):
         return Disconnected(f"the connection to {address} broke: {getattr(error, 'strerror', None) or error}")
@@ -446,13 +446,11 @@ def error_for(error: Exception, address: SecuredAddress) -> GpuLeaseError:
     alert = reason.partition("ALERT_")[2]
     if alert in _REFUSED:
         reason_text, hint = _REFUSED[alert]
-        return Denied(
-            f"{address} turned this tenant away: the certificate {address.files.certificate} {reason_text}", hint
-        )
+        return Denied(f"{address} refused this tenant: the certificate {address.files.certificate} {reason_text}", hint)
     if alert == "PROTOCOL_VERSION":
         return Disconnected(f"{address} does not speak TLS 1.3", "Is it gpuleased?")
     if reason in _NOT_TLS:
-        hint = "A daemon's plain port, on its own host alone, is written tcp:HOST:PORT"
+        hint = "For a daemon's plain TCP port on this host, write tcp:HOST:PORT"
         return Disconnected(f"{address} does not speak TLS", hint)
     return Disconnected(f"TLS with {address} failed: {reason.lower().replace('_', ' ') or error}")
 
@@ -461,11 +459,11 @@ def _untrusted(error: ssl.SSLCertVerificationError, address: SecuredAddress) -> 
     # The usual causes are a wrong name, a wrong time and a wrong CA.
     if error.verify_code in _HOST_MISMATCH:
         reason = f"its certificate is not for the name {address.host!r}"
-        hint = "Use the name that the node's certificate has"
+        hint = "Use a name that the node's certificate contains"
     elif error.verify_code in _EXPIRED:
-        reason = f"its certificate does not hold now ({error.verify_message})"
-        hint = "Check this host's clock; the operator of the node has to renew it otherwise"
+        reason = f"its certificate is not valid now ({error.verify_message})"
+        hint = "Check this host's clock; if it is right, the node's operator must renew the certificate"
     else:
-        reason = f"its certificate can't be verified by {address.files.ca} ({error.verify_message})"
-        hint = "GPULEASE_TLS_CA must have the certificate of the node's CA"
-    return Untrusted(f"{address} could not prove that it is the daemon: {reason}", hint)
+        reason = f"its certificate can't be verified with {address.files.ca} ({error.verify_message})"
+        hint = "GPULEASE_TLS_CA must contain the certificate of the node's CA"
+    return Untrusted(f"{address} could not prove its identity: {reason}", hint)

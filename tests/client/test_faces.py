@@ -233,7 +233,7 @@ async def ranges_are_checked_here(face: Face) -> None:
             await session.mem_write(buffer, 0, 5)
         with pytest.raises(InvalidRequest, match="read-only"):
             await session.mem_read(buffer, 0, 4, into=b"1234")
-        with pytest.raises(InvalidRequest, match="has 3 bytes"):
+        with pytest.raises(InvalidRequest, match="must have 4 bytes, not 3"):
             await session.mem_read(buffer, 0, 4, into=bytearray(3))
         for into in (np.zeros(8, np.uint8)[::2], np.zeros((2, 4), np.uint8, order="F")):
             with pytest.raises(InvalidRequest, match="must be C-contiguous"):

@@ -300,17 +300,20 @@ def test_local_launch_checks(run: Run) -> None:
     cases: list[tuple[Any, ...]] = [
         (("other", [1], [1], KernelArgs()), "no such kernel; it has nothing, scale, small"),
         (("other", [1], [1], [b"1234", 7]), "no such kernel; it has nothing, scale, small"),
-        (("small", [1], [1], KernelArgs()), "0 arguments are given, the kernel has 1 parameters"),
-        (("small", [1], [1], KernelArgs().push_u64(1)), "argument 0 has 8 bytes, the kernel's parameter has 4"),
+        (("small", [1], [1], KernelArgs()), "0 arguments were given, but the kernel has 1 parameters"),
+        (("small", [1], [1], KernelArgs().push_u64(1)), "argument 0 has 8 bytes, but the kernel's parameter has 4"),
         (("nothing", [0], [1], KernelArgs()), r"the grid's numbers must be from 1 to 4294967295, not 0"),
         (("nothing", [1], [1, 2**32], KernelArgs()), r"the block's numbers must be"),
         (("nothing", [], [1], KernelArgs()), "1 to 3 dimensions, not 0"),
         (("nothing", [1], [1] * 4, KernelArgs()), "1 to 3 dimensions, not 4"),
         (("nothing", 5, [1], KernelArgs()), r"the grid must be a sequence of integers, not 5\. Write \[5\]"),
         (("nothing", [1.5], [1], KernelArgs()), "must be a sequence of integers"),
-        (("small", [1], [65], KernelArgs().push_u32(1)), "a block of 65 threads; the kernel takes at most 64"),
+        (
+            ("small", [1], [65], KernelArgs().push_u32(1)),
+            "a block of 65 threads was requested; the kernel allows at most 64",
+        ),
         (("nothing", [1], [1], KernelArgs(), None, -1), "shared_bytes"),
-        (("small", [1], [1], b"12345", [4]), "have 5 bytes, their sizes add up to 4"),
+        (("small", [1], [1], b"12345", [4]), "have 5 bytes, but the sum of their sizes is 4"),
     ]
 
     async def scenario(face: Face) -> None:
@@ -322,7 +325,7 @@ def test_local_launch_checks(run: Run) -> None:
                 assert caught.value.kernel == args[0]
             with pytest.raises(client.InvalidRequest, match="need arg_sizes"):
                 await session.launch(module, "small", [1], [1], b"1234")
-            with pytest.raises(client.InvalidRequest, match="is for raw bytes"):
+            with pytest.raises(client.InvalidRequest, match="unless the arguments are raw bytes"):
                 await session.launch(module, "small", [1], [1], KernelArgs(), [4])
             with pytest.raises(client.InvalidHandle, match="must be a Module, not"):
                 await session.launch("module", "small", [1], [1], KernelArgs())

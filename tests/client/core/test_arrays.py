@@ -134,7 +134,7 @@ def test_an_array_of_another_session_is_refused(session: GpuSession, shared_daem
         ("f2", 1e6, "does not fit"),
         ("f4", "text", "must be a number"),
         ("f4", None, "must be a number"),
-        ("f4", np.zeros(4), "elements of float64 for an array of float32"),
+        ("f4", np.zeros(4), "an array of float32 can't .* elements of float64"),
         ("f4", np.zeros(3, "f4"), "does not fit one of shape"),
         ("f4", [[1], [1, 2]], "must be a number"),
     ],
@@ -155,7 +155,7 @@ def test_a_type_that_kernels_have_not_is_refused_before_memory_is_taken(session:
 
 
 def test_no_element_is_converted_between_arrays(session: GpuSession) -> None:
-    with pytest.raises(InvalidRequest, match="elements of float64 for an array of float32"):
+    with pytest.raises(InvalidRequest, match=r"an array of float32 can't .* elements of float64"):
         session.zeros(4, "f4")[...] = session.zeros(4, "f8")
 
 
@@ -168,7 +168,7 @@ def test_numpy_computes_nothing_with_it(session: GpuSession) -> None:
         bool(array)
     with pytest.raises(InvalidRequest, match="share"):
         np.array(array, copy=False)
-    with pytest.raises(InvalidRequest, match="on the card already"):
+    with pytest.raises(InvalidRequest, match="already on the card"):
         session.array(array)
 
 

@@ -51,7 +51,8 @@ def test_a_server_of_http_that_waits_for_a_whole_request(stack: ExitStack) -> No
     with pytest.raises(Disconnected) as failure:
         ask(Opcode.GET_INVENTORY, Empty(), address)
     assert str(failure.value) == (
-        f"{address}: an HTTP server answers there, not gpuleased. Is it the port of the web page? Name one of `listen`"
+        f"{address}: an HTTP server answers there, not gpuleased. Is this the port of the web page? "
+        "Use an address in the daemon's setting `listen`"
     )
 
 

@@ -75,7 +75,7 @@ WRONG: dict[str, Any] = {
     "an output of nothing": lambda s: s.out(0),
     "outputs too large together": lambda s: s.out(MAX_SUBMIT_OUTPUT_BYTES).inout(b"x"),
     "arguments that are none": lambda s: s.args(b"1234"),
-    "a session's buffer": lambda s: s.args(a_sessions_buffer()),
+    "buffers of a session": lambda s: s.args(a_sessions_buffer()),
     "too many": lambda s: [s.arg(np.uint32(1)) for _ in range(MAX_SUBMIT_ARGUMENTS + 1)],
     "no time": lambda s: s.timeout_secs(0),
 }

@@ -61,7 +61,7 @@ def test_options_reach_the_compiler() -> None:
         ((b"", ()), "must be a string of CUDA C"),
         (("\0", ()), "zero byte"),
         (("", "-DN=4"), "must be a sequence"),
-        (("", ("-arch=sm_90",)), "Write it as arch=90"),
+        (("", ("-arch=sm_90",)), "for example arch=90"),
         (("", (), "sm_90"), "must be a compute capability"),
         (("", (), 60), "from 75"),
     ],

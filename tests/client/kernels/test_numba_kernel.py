@@ -249,9 +249,9 @@ def test_the_asyncio_face(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("types", "arguments", "said"),
     [
-        (None, ("array",), "takes 2 arguments, 1 are given"),
-        (None, ("buffer", 1.0), "x is a buffer: its elements have no type"),
-        (None, (np.zeros(3), 1.0), "x is an array of the host's memory"),
+        (None, ("array",), "takes 2 arguments; 1 were given"),
+        (None, ("buffer", 1.0), "x is a buffer, whose elements have no type"),
+        (None, (np.zeros(3), 1.0), "x is an array in host memory"),
         (None, ("array", "text"), "a launch can't take unicode_type"),
         ("void(float32[:], float32)", ("array", 1j), "value is complex128, but the signature declares float32"),
         ("void(float32[:], int32)", ("array", 1.5), "value is float64, but the signature declares int32"),
@@ -260,7 +260,7 @@ def test_the_asyncio_face(daemon: Daemon) -> None:
         ("void(float64[:], float32)", ("array", 1), "x is array(float32, 1d, C)"),
         ("void(float32[:, :], float32)", ("array", 1), "x is array(float32, 1d, C)"),
         ("void(float32, float32)", ("array", 1), "x is array(float32, 1d, C)"),
-        ("void(float32[:])", ("array", 1), "its signature has 1 types, 2 arguments"),
+        ("void(float32[:])", ("array", 1), "its signature has 1 types, but 2 arguments"),
     ],
 )
 def test_arguments_that_do_not_fit(session: Any, types: Any, arguments: tuple[Any, ...], said: str) -> None:

@@ -18,6 +18,6 @@ def test_a_text_that_is_too_new_names_the_wheels() -> None:
     text = "// made by a compiler\n.version 9.1\n.target sm_80\n"
     for cuda in (0, 13010):
         assert checked_version(text, cuda) == text
-    with pytest.raises(LoadFailed, match=r"writes PTX 9\.1, the card's driver takes up to 9\.0") as caught:
+    with pytest.raises(LoadFailed, match=r"writes PTX 9\.1, but the card's driver supports at most 9\.0") as caught:
         checked_version(text.encode(), 13000)
-    assert caught.value.hint == "Install the compiler's wheels of CUDA 13.0"
+    assert caught.value.hint == "Install the compiler's packages for CUDA 13.0"
