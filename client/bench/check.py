@@ -122,13 +122,14 @@ def read_earlier(path: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         earlier = None
     if not isinstance(earlier, dict) or not {"driver", "card", "title"} <= set(earlier):
-        raise MissingPrerequisite(f"{path} must be a file that `gpulease bench --check` has written")
+        raise MissingPrerequisite(f"{path} must be a file that `gpulease bench --check` wrote")
     # Figures of another card would look like regressions, or hide them.
     for key in ("driver", "card"):
         if earlier[key] != report[key]:
             raise MissingPrerequisite(
-                f"{path} is of {earlier['card']} ({earlier['driver']}), this run of {report['card']}"
-                f" ({report['driver']}): only runs on the same kind of card are compared"
+                f"{path} was measured on {earlier['card']} ({earlier['driver']}), this run on "
+                f"{report['card']} ({report['driver']}): only runs on the same kind of card can be "
+                "compared"
             )
     return earlier
 

@@ -243,12 +243,24 @@ def report_of(outcomes: Sequence[RequestOutcome], keys: int) -> dict[str, Any]:
 
 @click.command()
 @click.argument("url")
-@click.option("--key", "keys", multiple=True, required=True, help="A tenant's key. Repeatable: each is one tenant.")
-@click.option("--rate", type=click.FloatRange(min=0.001), default=10.0, show_default=True, help="Requests a second.")
+@click.option("--key", "keys", multiple=True, required=True, help="A tenant's key. Repeatable; each key is one tenant.")
+@click.option("--rate", type=click.FloatRange(min=0.001), default=10.0, show_default=True, help="Requests per second.")
 @click.option("--requests", type=click.IntRange(min=1), default=1000, show_default=True, help="In all.")
-@click.option("--prompt-words", type=click.IntRange(1, 100_000), default=24, show_default=True, help="Of each prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Of each reply.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Of arrivals and prompts.")
+@click.option(
+    "--prompt-words",
+    type=click.IntRange(1, 100_000),
+    default=24,
+    show_default=True,
+    help="Number of words in each prompt.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Maximum number of tokens in each reply.",
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="The seed for arrivals and prompts.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def main(
     url: str,

@@ -105,9 +105,12 @@ def used_members(members: Members, table: KeyTable) -> Members:
         elif key.effect is Effect.ADVICE and not key.is_neutral(value):
             advised.append(f"{name} {quoted_value(value)}")
     if unknown:
-        _log_once(f"{members.where}: keys that are not known are left out: {_listed(map(quoted, unknown))}")
+        _log_once(f"{members.where}: unknown keys are ignored: {_listed(map(quoted, unknown))}")
     if advised:
-        _log_once(f"{members.where}: sampling is each request's own; this advice is left out: {_listed(advised)}")
+        _log_once(
+            f"{members.where}: recommended sampling parameters are ignored, because each request sets its "
+            f"own: {_listed(advised)}"
+        )
     return Members(used, members.where)
 
 

@@ -125,7 +125,7 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
     for option in (("--head-file", head_file), ("--head", head)):
         done = gpulease_audit("verify", *option, folder)
         assert done.exit_code == 1
-        assert "it ends with record 4, and its head is 5: it was cut" in done.stdout
+        assert "it ends with record 4, but its head is 5: records at the end were removed" in done.stdout
     assert "no head is known" in gpulease_audit("verify", file).stdout
     # An edit shows with its place.
     file.write_bytes(b"".join(lines).replace(b'"size_bytes":1048576', b'"size_bytes":1048577', 1))

@@ -157,7 +157,7 @@ def test_keep_alive_stops_and_says_why(
         drained(50)
         assert lost.wait(60)
         assert isinstance(losses[0], Drained)
-        assert "being drained: it lasts" in losses[0].message
+        assert "being drained: the lease lasts" in losses[0].message
         assert lease.is_alive
 
 
@@ -328,7 +328,7 @@ def test_who_waits_for_an_empty_node_outlives_its_daemon(start_lasting: Callable
     with waiting_for_it(lasting.address, "1h") as process:
         ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
         output, _ = process.communicate(timeout=60)
-        assert (process.returncode, "does not drain any more" in output) == (1, True), output
+        assert (process.returncode, "is no longer being drained" in output) == (1, True), output
     lease.free()
 
 
@@ -355,12 +355,14 @@ def test_what_an_operator_types(
     assert 3590 < told["left_s"] <= 3600
     shown = gpulease("info")
     # Within half a minute it is an hour, then 59 minutes.
-    assert re.search(r"The node is drained: it grants nothing, and what is left ends in (1 h 00|59) min", shown.stdout)
+    assert re.search(
+        r"The node is drained: it grants no leases, and the remaining leases end in (1 h 00|59) min", shown.stdout
+    )
     done = gpulease("drain", "--within", "300ms", "--wait")
     assert done.exit_code == 0, done.output
-    assert "1 lease is left, to end within 0.3 s." in done.stdout
+    assert "1 lease is left, and will end within 0.3 s." in done.stdout
     assert "No lease is left." in done.stdout
-    assert "every lease is ended" in gpulease("info").stdout
+    assert "all leases have been ended" in gpulease("info").stdout
     heard = gpulease("events", lease.lease_id_text, "--json")
     assert json.loads(heard.stdout)["cause"] == "drained"
     assert "ended  drained  the node is drained" in gpulease("events", lease.lease_id_text).stdout

@@ -211,5 +211,5 @@ def test_the_wrong_kind_of_address_is_told(cluster: EtcdCluster, directory: Dire
     with pytest.raises(Exception, match="this is a fleet's directory, not a node") as as_node:
         GpuBuilder(directory.address).min_vram(MIB).acquire()
     assert "as fleet:" in str(as_node.value)
-    with pytest.raises(InvalidRequest, match="is a fleet's address; a single daemon's is needed"):
+    with pytest.raises(InvalidRequest, match="is a fleet's address; use the address of a single daemon"):
         ask(Opcode.GET_INVENTORY, Empty(), f"fleet:{directory.address}")

@@ -115,7 +115,7 @@ def test_a_name_is_acquired_used_by_another_process_and_freed_at_a_fleet_s_addre
         assert node.now.query(lease_id_of(words[0]))["cause"] == "freed"
         unnamed = json.loads(gpulease("acquire", "--vram", "1MiB", "--json", at=at).stdout)
         unknown = gpulease("free", unnamed["lease_id"], at=at)
-        assert (unknown.returncode, "serves no name of the fleet" in unknown.stderr) == (1, True)
+        assert (unknown.returncode, "the fleet has no name for lease" in unknown.stderr) == (1, True)
         assert gpulease("free", unnamed["lease_id"], at=unnamed["address"]).returncode == 0
 
 
@@ -242,7 +242,7 @@ def test_a_directory_by_tls_places_leases_of_a_tls_node(
         at = f"fleet:{directory.address.replace('tls:', 'tls://')}"
         pki.be(pki.ann, monkeypatch)
         denied = gpulease("fleet", "nodes", at=at, **os.environ)
-        assert (denied.returncode, "the fleet's nodes are listed for operators" in denied.stderr) == (1, True)
+        assert (denied.returncode, "only operators can list the fleet's nodes" in denied.stderr) == (1, True)
         pki.be(pki.ops, monkeypatch)
         assert node.tls_address in gpulease("fleet", "nodes", at=at, **os.environ).stdout
 

@@ -49,7 +49,7 @@ def test_regions_submits_and_tokens(fleet: str, daemon: Daemon) -> None:
             assert session.mem_read(buffer, 0, 16) == bytes(16)
         grant = lease.issue(Permission.LEASE_QUERY, my_audience(lease.address))
         assert lease.inspect_token(grant).permissions == Permission.LEASE_QUERY
-        with pytest.raises(InvalidRequest, match="a single daemon's is needed here"):
+        with pytest.raises(InvalidRequest, match="use the address of a single daemon here"):
             my_audience(fleet)
         lease.grow(MIB)
         lease.keep_alive().stop()

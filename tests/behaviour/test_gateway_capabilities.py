@@ -107,13 +107,13 @@ def test_a_capability_for_another_tenant(gateway: Gateway) -> None:
 def test_a_capability_of_another_lease(gateway: Gateway) -> None:
     with gateway.daemon.builder().acquire() as other:
         bad = Bad(lambda _lease, _grant: other.issue(SUBMISSION))
-        with pytest.raises(CapabilityRefused, match="is of lease"):
+        with pytest.raises(CapabilityRefused, match="not of lease"):
             gateway.serve(request("other's"), bad)
     assert "open" not in gateway.steps
 
 
 def test_a_capability_that_is_over_by_the_callers_date(gateway: Gateway) -> None:
-    with pytest.raises(CapabilityRefused, match="by the request's date"):
+    with pytest.raises(CapabilityRefused, match="the request's date"):
         gateway.serve(request("late", now_secs=time.time() + 3600))
     assert "open" not in gateway.steps
 

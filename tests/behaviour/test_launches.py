@@ -229,7 +229,9 @@ def test_a_float_for_an_integer_is_refused_before_anything_is_sent(session: GpuS
         session.launch(module, "scale", [1], [4], KernelArgs().push_buffer(buffer).push_u32(4).push_u32(2))
     with pytest.raises(LaunchFailed, match=r"argument 1 is an f32, the kernel's parameter is \.u32"):
         session.launch(module, "scale", [1], [4], [buffer, np.float32(4), np.float32(2)])
-    with pytest.raises(LaunchFailed, match=r"'scale': argument 1 is a Python float, the kernel's parameter is \.u32"):
+    with pytest.raises(
+        LaunchFailed, match=r"'scale': argument 1 is a Python float, but the kernel's parameter is \.u32"
+    ):
         session.launch(module, "scale", [1], [4], [buffer, 16.0, 2.0])
     assert session.mem_read(buffer, 0, 16) == np.ones(4, np.float32).tobytes()
 

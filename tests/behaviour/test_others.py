@@ -73,7 +73,7 @@ def test_what_stays_behind_a_dead_worker_is_the_nodes_and_fences_nothing(daemon:
     assert daemon.inventory().details[0]["fenced_bytes"] == 0
     wait_for_figures(daemon, CARD_MIB - 150, 150, 0)
     done = CliRunner().invoke(main, ["info"], env={ADDRESS_VARIABLE: daemon.address, "COLUMNS": "200"})
-    assert "GPU 0: taken since the daemon began: 150 MiB by the driver." in done.stdout
+    assert "GPU 0: since the daemon started, memory was taken by others: 150 MiB by the driver." in done.stdout
     told = text_string_to_metric_families(ask(Opcode.METRICS, Empty(), daemon.address).exposition)
     (family,) = [family for family in told if family.name == "gpulease_card_others_bytes"]
     assert {sample.labels["holder"]: sample.value for sample in family.samples} == {"unowned": 150 * MIB, "outside": 0}

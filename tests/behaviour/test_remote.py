@@ -180,12 +180,12 @@ def test_certificates_that_do_not_hold_are_refused(daemon: Daemon, pki: Pki, tmp
     revoked = pki.authority.issue_tenant("eve")
     pki.authority.revoke(revoked.certificate)
     for who, why in (
-        (other.issue_tenant("ann"), "comes from a CA that the node does not know"),
+        (other.issue_tenant("ann"), "comes from a CA that the node does not trust"),
         (pki.short_lived("late", -1), "has expired"),
         (revoked, "was revoked"),
-        (pki.server, "is not one for tenants"),
+        (pki.server, "is not a certificate for tenants"),
     ):
-        with pytest.raises(Denied, match=f"turned this tenant away.*{why}"):
+        with pytest.raises(Denied, match=f"refused this tenant.*{why}"):
             pki.builder(daemon.tls_address, who).acquire()
 
 
@@ -237,7 +237,7 @@ def test_a_connection_ends_with_its_certificate(daemon: Daemon, pki: Pki) -> Non
 def test_a_client_believes_nobody_else(daemon: Daemon, pki: Pki, tmp_path: Path, start_daemon: Any) -> None:
     other = PkiAuthority.create(tmp_path / "other")
     builder = GpuBuilder(daemon.tls_address).min_vram(1)
-    with pytest.raises(Untrusted, match="can't be verified by"):
+    with pytest.raises(Untrusted, match="can't be verified with"):
         builder.tls(str(pki.ann.certificate), str(pki.ann.key), str(other.certificate_path)).acquire()
     misnamed = pki.authority.issue_server(["elsewhere.example"])
     settings = pki.settings().replace(str(pki.server.certificate), str(misnamed.certificate))

@@ -25,10 +25,10 @@ def test_tenants_come_back_through_a_socket_that_was_removed(start_daemon: Calla
     daemon = start_daemon()
     with GpuBuilder(daemon.address).min_vram(1 << 20).lease_secs(60).acquire() as lease, GpuSession(lease) as session:
         daemon.socket_path.unlink()
-        wait_until(daemon.socket_path.exists, "the socket was made again")
+        wait_until(daemon.socket_path.exists, "the socket was created again")
         session.sync()
         assert ask(Opcode.PING, Ping(7), daemon.address) == Ping(7)
-    told = "a socket's file was removed: the socket was made again"
+    told = "a socket's file was removed: the socket was created again"
     wait_until(lambda: told in daemon.log(), "the log says it", seen=daemon.log)
 
 

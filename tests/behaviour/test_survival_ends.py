@@ -53,7 +53,7 @@ def test_a_remote_one_ends_once_its_certificate_is_revoked(start_lasting: StartL
         bob.sync()
         pki.authority.revoke(pki.bob.certificate)
         wait_until(lambda: not relays(), "his is gone, too")
-    told = "a relay ends: its certificate was revoked"
+    told = "a relay is ended because its certificate was revoked"
     wait_until(lambda: lasting.now.log().count(told) >= 2, "the log tells it of both")
     for lease in (anns, bobs):
         lasting.now.revoke(lease.lease_id)

@@ -102,7 +102,7 @@ def test_a_grant_binds_a_session_on_the_lease_at_hand(shared: Shared) -> None:
     assert shared.lease.query()["state"] == "active", "of the lease the refusal says nothing"
     shared.lease.renew(60)
     check_main_job(shared.session)
-    with shared.daemon.builder().acquire() as other, pytest.raises(InvalidRequest, match="not of this one"):
+    with shared.daemon.builder().acquire() as other, pytest.raises(InvalidRequest, match="must be of this lease"):
         GpuSession(other, grant=grant)
 
 

@@ -88,10 +88,10 @@ def test_revoking_asks_first_and_says_what_came_of_it(daemon: Daemon) -> None:
         terminal.press("it is late\r")
         terminal.wait_for(f"Type {lease.lease_id_text[:4]} to revoke")
         terminal.press("yes\r")
-        terminal.wait_for("It was not revoked")
+        terminal.wait_for("The lease was not revoked")
         assert daemon.query(lease.lease_id)["state"] == "active"
         terminal.press("kit is late\r" + lease.lease_id_text[:4] + "\r")
-        terminal.wait_for(f"Lease {lease.lease_id_text} is torn down and its memory is free.", "No leases.")
+        terminal.wait_for(f"Lease {lease.lease_id_text} has ended, and its memory is free.", "No leases.")
         terminal.press("q")
         assert terminal.wait_for_exit() == 0
         with pytest.raises(Revoked, match="it is late"):
@@ -117,9 +117,9 @@ def test_a_daemon_that_is_killed_and_comes_back(lasting: LastingDaemon) -> None:
     with lasting.now.builder(seconds=600).acquire() as lease, top(lasting.address) as terminal:
         terminal.wait_for(lease.lease_id_text[:8], "active", within_s=START_S)
         lasting.kill()
-        terminal.wait_for("what is shown is", "old", lease.lease_id_text[:8])
+        terminal.wait_for("the table is", "old", lease.lease_id_text[:8])
         lasting.start()
-        terminal.wait_for("The daemon answers again", lease.lease_id_text[:8], without="what is shown is")
+        terminal.wait_for("The daemon answers again", lease.lease_id_text[:8], without="the table is")
         terminal.press("q")
         assert terminal.wait_for_exit() == 0
 
@@ -134,9 +134,9 @@ def test_a_drain_shows_and_a_daemon_that_hangs(start_daemon: Callable[..., Daemo
         assert CliRunner().invoke(main, ["drain", "--cancel"], env={ADDRESS_VARIABLE: daemon.address}).exit_code == 0
         terminal.wait_for("No leases.", without="DRAINED")
         daemon.process.send_signal(signal.SIGSTOP)
-        terminal.wait_for("no answer yet: what is shown is", "q quit")
+        terminal.wait_for("the daemon does not answer; the table is", "q quit")
         daemon.process.send_signal(signal.SIGCONT)
-        terminal.wait_for("No leases.", without="no answer yet")
+        terminal.wait_for("No leases.", without="the daemon does not answer")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_drain_shows_and_a_daemon_that_hangs(start_daemon: Callable[..., Daemo
     [
         ("\x03", RUN, 128 + signal.SIGINT, ""),
         (signal.SIGTERM, RUN, 128 + signal.SIGTERM, ""),
-        ("x", f"{BREAK}{RUN}", 70, "gpulease: a fault of gpulease itself: RuntimeError: a fault"),
+        ("x", f"{BREAK}{RUN}", 70, "gpulease: an internal error of gpulease: RuntimeError: a fault"),
     ],
     ids=["interrupt", "SIGTERM", "fault"],
 )
@@ -207,7 +207,7 @@ def test_a_terminal_that_goes_away(daemon: Daemon, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("dumb", "it can't move its cursor"), ("nonsense", "terminal type 'nonsense'")]
+    ("kind", "said"), [("dumb", "its cursor can't be moved"), ("nonsense", "terminal type 'nonsense'")]
 )
 def test_a_terminal_it_cannot_use(daemon: Daemon, kind: str, said: str) -> None:
     with top(daemon.address, TERM=kind) as terminal:

@@ -120,7 +120,7 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
     daemon.process.terminate()
     assert daemon.wait_for_exit() == 0
     browser.wait_for("#status", "No connection to the daemon")
-    browser.wait_for("#since", "What is shown is")
+    browser.wait_for("#since", "This page is")
     assert start_daemon(config=settings(tmp_path, port)).address != daemon.address
     browser.wait_for("#status", "Live", RECONNECT_S)
     assert browser.run("return document.getElementById('drain').hidden"), "this one is not drained"
@@ -164,7 +164,7 @@ def test_an_operator_revokes_by_the_page(start_daemon: Callable[..., Daemon], br
         browser.press(HOSTILE + "\ue004\ue004")
         assert browser.run("return document.activeElement.id") == "act-do"
         browser.press("\ue007")
-        browser.wait_for("#act-told", "torn down and its memory is free")
+        browser.wait_for("#act-told", "ended, and its memory is free")
         browser.press("\ue007")
         wait_until(lambda: len(slices(browser)) == 1, "it is gone", seen=lambda: browser.text("body"))
         with pytest.raises(Revoked, match="<script>"):
@@ -173,7 +173,7 @@ def test_an_operator_revokes_by_the_page(start_daemon: Callable[..., Daemon], br
         browser.run(press_revoke(other.lease_id))
         other.free()
         browser.run("document.getElementById('act-do').click()")
-        wait_until(lambda: browser.text("#act-told") not in ("", "Being done …"), "it is told")
+        wait_until(lambda: browser.text("#act-told") not in ("", "In progress …"), "it is told")
         assert browser.run("return document.title") != "taken"
     (acted,) = [record for record in story_of(daemon.log(), ours.lease_id) if record["event"] == "operator.acted"]
     assert [acted[name] for name in ("action", "by", "outcome", "reason")] == ["revoke", BY_PAGE, "torn_down", HOSTILE]
@@ -265,7 +265,7 @@ def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..
         daemon.allowed_trouble.append("the web process died")
         os.kill(web.pid, signal.SIGKILL)
         check_main_job(session)
-        wait_until(lambda: "the web process is back" in daemon.log(), "it is started anew", seen=daemon.log)
+        wait_until(lambda: "the web process runs again" in daemon.log(), "it is started anew", seen=daemon.log)
         assert fetched(daemon, "api/v1/state", BEARER).json()["cards"][0]["slices"][0]["tenant"] == "ann"
         ask(Opcode.DRAIN, Drain(60_000), daemon.address)
         wait_until(lambda: fetched(daemon, "readyz").status_code == 503, "it says that it is drained")
@@ -280,7 +280,7 @@ def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..
 @pytest.mark.parametrize(
     ("place", "status", "said"),
     [
-        ("0.0.0.0:9400", 78, "plain HTTP is served only there"),
+        ("0.0.0.0:9400", 78, "plain HTTP is only served there"),
         ("taken", 69, "Address already in use"),
         ("no token", 78, "http_token_file: .*: No such file"),
     ],

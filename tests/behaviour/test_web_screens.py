@@ -320,10 +320,12 @@ def test_an_operator_drains_and_clears_a_fence(browser: Browser, scene: Scene) -
 
     assert "6 GiB of GPU 0 could not be proved free" in do(".clear", "2 fenced slices were cleared.")
     assert scene.cleared == [CARD]
-    assert "Minutes until what is left is ended" in do("#drain-begin", "5 leases are left, and ended in")
+    assert "Minutes until the remaining leases are ended" in do(
+        "#drain-begin", "5 leases are left, and will end within"
+    )
     for one in scene.cards:
         one["drain_left_ms"] = 600_000
-    browser.wait_for("#drain-text", "This host is being drained: it grants nothing, and what is left ends in")
+    browser.wait_for("#drain-text", "This host is being drained: it grants no leases, and the remaining leases end in")
     do("#drain-end", "it grants leases.")
     assert scene.drained == [600_000, None]
     browser.run("document.querySelector('#drain-begin').click()")

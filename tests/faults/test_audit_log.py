@@ -78,7 +78,7 @@ def test_a_full_disk_under_a_log_that_is_required(
         lease.renew(60)
         wait_until(lambda: len(daemon.leases()) == 1, "what was not told is torn down", seen=daemon.leases)
         disk.empty()
-        wait_until(lambda: "is written again" in daemon.log(), "the log goes on", seen=daemon.log)
+        wait_until(lambda: "can be written again" in daemon.log(), "the log goes on", seen=daemon.log)
         use(daemon)
         neighbour.check()
     stop(daemon)
@@ -102,7 +102,7 @@ def test_a_full_disk_under_a_log_that_is_not(start_daemon: Callable[..., Daemon]
         check_main_job(session)
     wait_until(lambda: CAN_NOT_BE_WRITTEN in daemon.log(), "it says so", seen=daemon.log)
     disk.empty()
-    wait_until(lambda: "is written again" in daemon.log(), "the log goes on", seen=daemon.log)
+    wait_until(lambda: "can be written again" in daemon.log(), "the log goes on", seen=daemon.log)
     stop(daemon)
     check_whole(folder)
     # Nothing is missing: it had waited.
@@ -212,10 +212,10 @@ def test_somebody_cuts_the_log_while_it_is_written(start_daemon: Callable[..., D
     wait_until(lambda: kinds(folder).count("end") == 2, "all is written")
     os.truncate(log_files(folder)[-1], 700)
     use(daemon)
-    wait_until(lambda: "is written again" in daemon.log(), "the log goes on", seen=daemon.log)
+    wait_until(lambda: "can be written again" in daemon.log(), "the log goes on", seen=daemon.log)
     stop(daemon)
     (resume,) = [record["data"] for record in records(folder) if record["kind"] == "resume"]
-    assert "not as it was left" in resume["problem"]
+    assert "not as the last daemon left it" in resume["problem"]
     assert resume["lost"]["last"] == 7
     with pytest.raises(AssertionError, match="are missing before it"):
         check_whole(folder)

@@ -49,7 +49,7 @@ def test_a_driver_that_was_updated_under_its_kernel_module(tmp_path: Path) -> No
     status, said = ended(run(tmp_path, *daemon_arguments(tmp_path)), tmp_path)
     assert status == os.EX_OSERR
     assert said.startswith("gpuleased: the NVIDIA kernel module")
-    assert "are of different versions. The driver was updated under it: reboot" in said
+    assert "have different versions. The driver was updated under it: reboot" in said
 
 
 def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     make_nvml(tmp_path, 10, later=15, flag=flag)
     process = run(tmp_path, *daemon_arguments(tmp_path))
     said = tmp_path / "said"
-    wait_until(lambda: "the driver did not answer in time; it is tried again for 30 s" in said.read_text(), "it waits")
+    wait_until(lambda: "the driver did not answer in time; the daemon retries for 30 s" in said.read_text(), "it waits")
     flag.touch()
     status, last = ended(process, tmp_path)
     assert status == os.EX_OSERR
@@ -70,7 +70,7 @@ def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:
     ("body", "status", "said"),
     [
         ("return 0;", 0, "None"),
-        ("return 803;", os.EX_OSERR, "are of different versions"),
+        ("return 803;", os.EX_OSERR, "have different versions"),
         ("return 804;", os.EX_OSERR, "forward compatibility"),
         ("abort();", 69, "cuInit can't be called: it died of signal 6"),
     ],

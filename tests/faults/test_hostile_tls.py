@@ -190,7 +190,7 @@ def test_a_relay_that_is_killed_ends_its_connection_alone(
         with GpuSession(lease) as session:
             (pid,) = {info.pid for info in relays(daemon)} - before - control
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(Disconnected, match="the daemon says the lease is still active"):
+            with pytest.raises(Disconnected, match="the daemon reports that the lease is still active"):
                 session.sync()
         with GpuSession(lease) as session:
             check_main_job(session)
@@ -203,7 +203,7 @@ def test_connections_outlive_the_gate_and_it_comes_back(pki: Pki, start_daemon: 
         os.kill(gate_pid(daemon), signal.SIGKILL)
         check_main_job(session)
         lease.renew(30)
-    wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+    wait_until(lambda: daemon.log().count("runs again") == 1, "there is another gate", seen=daemon.log)
     check_ann_is_served(daemon, pki)
 
 
@@ -238,7 +238,7 @@ def test_relays_in_their_handshake_are_reaped_without_a_gate(pki: Pki, start_dae
             ann.hello()
         os.kill(gate, signal.SIGKILL)
     wait_until(lambda: not any(map(process_info, begun)), "none is left, nor its number", seen=lambda: begun)
-    wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+    wait_until(lambda: daemon.log().count("runs again") == 1, "there is another gate", seen=daemon.log)
 
 
 def children_of(pid: int) -> set[int]:
@@ -269,7 +269,7 @@ def test_a_gate_whose_files_are_gone_for_a_while(tmp_path: Path, start_daemon: C
     daemon.process.send_signal(signal.SIGCONT)
     wait_until(lambda: daemon.log().count("can't be started") >= 3, "it was tried again", seen=daemon.log)
     hidden.rename(pki.server.key)
-    wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+    wait_until(lambda: daemon.log().count("runs again") == 1, "there is another gate", seen=daemon.log)
     assert daemon.log().count("the gate for remote tenants died") == 1
     with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
@@ -282,7 +282,7 @@ def test_a_revocation_reaches_relays_of_a_gate_that_died(tmp_path: Path, start_d
     daemon.allowed_trouble.append("the gate for remote tenants died")
     with own.peer(daemon.tls_address, own.ann).hello() as ann, own.peer(daemon.tls_address, own.bob).hello() as bob:
         os.kill(gate_pid(daemon), signal.SIGKILL)
-        wait_until(lambda: daemon.log().count("is back") == 1, "there is another gate", seen=daemon.log)
+        wait_until(lambda: daemon.log().count("runs again") == 1, "there is another gate", seen=daemon.log)
         own.authority.revoke(own.ann.certificate)
         assert ann.sock.recv(1) == b""
         assert bob.request(Opcode.PING, Ping(1)) == Ping(1)

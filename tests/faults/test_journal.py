@@ -83,7 +83,7 @@ def test_a_journal_that_is_moved_under_its_daemon(daemon: Daemon, folder: Path, 
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         aside = tmp_path / JOURNAL_NAME
         (folder / JOURNAL_NAME).rename(aside)
-        with pytest.raises(Busy, match="was moved or removed"):
+        with pytest.raises(Busy, match="was moved or deleted"):
             daemon.builder().acquire()
         assert not can_acquire(daemon)
         check_main_job(session)
@@ -236,7 +236,7 @@ def test_one_state_one_daemon(daemon: Daemon, folder: Path, tmp_path: Path) -> N
     settings.write_text(f'state = "{folder}"')
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/s", "--driver", "cpu", "--config", str(settings))
     assert status == os.EX_UNAVAILABLE
-    check_sentence(said, "another daemon has the state folder")
+    check_sentence(said, "another daemon uses the state folder")
 
 
 @pytest.mark.exhaustive
@@ -248,7 +248,7 @@ def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str,
     settings.write_text(f'state = "{folder}"')
     status, said = start_in_vain("--listen", f"unix:{tmp_path}/s", "--driver", "cpu", "--config", str(settings))
     assert status == os.EX_DATAERR
-    check_sentence(said, "is broken: .* move the folder's journal files aside")
+    check_sentence(said, "is damaged: .* move the folder's journal files aside")
     assert (folder / name).read_bytes() == content
 
 
@@ -264,7 +264,7 @@ def test_a_journal_is_spoilt_under_sessions(lasting: LastingDaemon, tmp_path: Pa
         path.write_bytes(data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :])
         refused = lasting.begin()
         assert refused.wait_for_exit() == os.EX_DATAERR
-        check_sentence(refused.log(), "is broken: .* move the folder's journal files aside")
+        check_sentence(refused.log(), "is damaged: .* move the folder's journal files aside")
         work.check_goes_on()
         path.write_bytes(data)
         lasting.start()

@@ -112,7 +112,7 @@ def test_the_zygote_is_killed_twice(start_daemon: Callable[..., Daemon]) -> None
     files = len(daemon.open_files())
     for times in (1, 2):
         os.kill(daemon.zygote_pid(), signal.SIGKILL)
-        wait_for_log(daemon, "the zygote is back", times)
+        wait_for_log(daemon, "the zygote runs again", times)
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
     daemon.check_idle(files)
@@ -140,7 +140,7 @@ def test_the_zygote_is_killed_while_it_makes_a_worker(lasting: LastingDaemon) ->
             session.sync()
     daemon.wait_for_end(lease.lease_id)
     assert daemon.query(lease.lease_id)["cause"] == "worker_died"
-    wait_for_log(daemon, "the zygote is back", 1)
+    wait_for_log(daemon, "the zygote runs again", 1)
     # What ended stays so for the next daemon, whose leases work.
     again = lasting.restart()
     assert again.query(lease.lease_id)["cause"] == "worker_died"

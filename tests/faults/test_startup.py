@@ -35,7 +35,7 @@ def check_sentence(said: str, expected: str) -> None:
 def test_a_second_daemon_on_the_same_socket(daemon: Daemon) -> None:
     status, said = start_in_vain("--listen", daemon.address, "--driver", "cpu")
     assert status == os.EX_UNAVAILABLE
-    check_sentence(said, "another gpuleased does")
+    check_sentence(said, "another gpuleased listens on it")
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
 

@@ -106,7 +106,7 @@ class _Reader:
             raise ModelRejected(f"{self._path}: a GGUF file must begin with {MAGIC!r}, not {magic!r}")
         (version,) = self._numbers("<I")
         if version not in VERSIONS:
-            raise ModelRejected(f"{self._path}: GGUF of version {version}; the engine reads {VERSIONS}")
+            raise ModelRejected(f"{self._path}: the GGUF version must be one of {VERSIONS}, not {version}")
         tensors, pairs = self._numbers("<QQ")
         if pairs > MAX_PAIRS or tensors > MAX_TENSORS:
             raise ModelRejected(

@@ -11,8 +11,8 @@ from gpulease.client.decode.model_config import Family
 
 _GENERAL: Final[KeyTable] = {
     **used("general.architecture", "general.alignment"),
-    **refused("the engine reads models", {"general.type": ("model",)}),
-    **refused("the engine reads blocks of version 2", {"general.quantization_version": (2,)}),
+    **refused("the engine supports only files that contain a model", {"general.type": ("model",)}),
+    **refused("the engine supports only version 2 of this quantization", {"general.quantization_version": (2,)}),
     **refused("merge its files with llama-gguf-split --merge", {"split.count": (0, 1)}),
     **advice({"general.sampling.*": ()}),
     **no_effect("general.*", "quantize.*", "split.no", "split.tensors.count"),
@@ -40,12 +40,10 @@ _TOKENIZER: Final[KeyTable] = {
         "tokenizer.chat_template",
     ),
     **refused(
-        "the engine puts at most one token before a prompt, and none after it",
+        "the engine supports at most one token before a prompt, and none after it",
         {"tokenizer.ggml.add_eos_token": (False,), "tokenizer.ggml.add_sep_token": (False,)},
     ),
-    **refused(
-        "the engine lets every token come by the model's own probability", {"tokenizer.ggml.suppress_tokens": ()}
-    ),
+    **refused("the engine does not support tokens that are suppressed", {"tokenizer.ggml.suppress_tokens": ()}),
     **no_effect(
         # Named templates. A plain chat uses the one without a name.
         "tokenizer.chat_template.*",
@@ -86,7 +84,7 @@ _ARCHITECTURE: Final[KeyTable] = {
         "rope.freq_base",
     ),
     **refused(
-        "of stretched rotary embeddings the engine computes Llama 3's alone",
+        "the engine supports only Llama 3's scaling of rotary embeddings",
         {
             "rope.scaling.type": ("none", "linear"),
             # Converters write 0 for "no scaling".
@@ -100,15 +98,15 @@ _ARCHITECTURE: Final[KeyTable] = {
         },
     ),
     **refused(
-        "the engine computes no mixture of experts",
+        "the engine does not support mixtures of experts in this family",
         {"expert_count": (0,), "expert_used_count": (0,), "expert_group_count": (0,), "expert_shared_count": (0,)},
     ),
-    **refused("the engine attends to all positions", {"attention.sliding_window": (0,)}),
-    **refused("the engine attends to what came before", {"attention.causal": (True,)}),
-    **refused("the engine computes no layers that predict further tokens", {"nextn_predict_layers": (0,)}),
-    **refused("the engine computes the likelihood of tokens", {"classifier.output_labels": ()}),
+    **refused("the engine does not support sliding windows in this family", {"attention.sliding_window": (0,)}),
+    **refused("the engine supports only causal attention", {"attention.causal": (True,)}),
+    **refused("the engine does not support layers that predict further tokens", {"nextn_predict_layers": (0,)}),
+    **refused("the engine does not support classifiers", {"classifier.output_labels": ()}),
     **refused(
-        "it is of a relative of this family, which the engine does not compute",
+        "it belongs to a related model that the engine does not support",
         {
             "attention.clamp_kqv": (0.0,),
             "attention.max_alibi_bias": (0.0,),

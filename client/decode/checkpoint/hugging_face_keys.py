@@ -37,7 +37,7 @@ GENERATION_KEYS: Final[KeyTable] = {
         }
     ),
     **refused(
-        "the engine lets every token come by the model's own probability",
+        "the engine does not support tokens that are suppressed or forced",
         {
             "suppress_tokens": (),
             "begin_suppress_tokens": (),
@@ -56,8 +56,11 @@ GENERATION_KEYS: Final[KeyTable] = {
             "dola_layers": (),
         },
     ),
-    **refused("the engine ends a sequence at tokens, and at the texts of a request", {"stop_strings": ()}),
-    **refused("the engine takes a prompt as it is", {"token_healing": (False,)}),
+    **refused(
+        "the engine ends a sequence only at the model's end tokens, and at the tokens and texts in a request",
+        {"stop_strings": ()},
+    ),
+    **refused("the engine does not change a prompt", {"token_healing": (False,)}),
     **no_effect(
         # Ids for padding, and for the start of an encoder's answer. The tokenizer decides a prompt's begin token.
         "bos_token_id",
@@ -128,22 +131,29 @@ _COMMON: Final[KeyTable] = {
         "tie_word_embeddings",
         "eos_token_id",
     ),
-    **refused("the engine's activation is SiLU", {"hidden_act": ("silu", "swish")}),
-    **refused("the engine computes no such biases", {"mlp_bias": (False,)}),
+    **refused("the engine supports only the activation SiLU in this family", {"hidden_act": ("silu", "swish")}),
+    **refused("the engine does not support these biases", {"mlp_bias": (False,)}),
     # If it is false, transformers computes attention in both directions, in all of these families.
-    **refused("the engine attends to what came before", {"is_causal": (True,)}),
-    **refused("layers of this family attend alike", {"layer_types": ("full_attention",)}),
-    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    **refused("the engine supports only causal attention", {"is_causal": (True,)}),
+    **refused(
+        "the engine supports only full attention in all layers of this family", {"layer_types": ("full_attention",)}
+    ),
+    **refused(
+        "the engine supports only rotary embeddings of whole heads in this family", {"partial_rotary_factor": (1.0,)}
+    ),
     # Which tensors are packed, and how: quantized_weights.py.
     **used("quantization_config"),
-    **refused("of packed weights the engine reads GGUF's, FP8 and AWQ", {"compression_config": (), "quantization": ()}),
     **refused(
-        "the engine computes a decoder alone, of all its heads",
+        "the engine supports only weights that are packed as GGUF, FP8 or AWQ",
+        {"compression_config": (), "quantization": ()},
+    ),
+    **refused(
+        "the engine supports only decoders with all of their heads",
         {"is_encoder_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ()},
     ),
-    **refused("the engine computes every layer alike", {"per_layer_config": ()}),
+    **refused("the engine supports only layers with the same configuration", {"per_layer_config": ()}),
     **refused(
-        "it is of a relative of this family, which the engine does not compute",
+        "it belongs to a related model that the engine does not support",
         {
             "attention_multiplier": (),
             "attn_logit_softcapping": (),
@@ -222,7 +232,7 @@ _QWEN: Final[KeyTable] = {
     **used("use_sliding_window", "layer_types", *_WINDOW),
 }
 
-_WITH_BIASES: Final = refused("the engine computes no such biases", {"attention_bias": (False,)})
+_WITH_BIASES: Final = refused("the engine does not support these biases", {"attention_bias": (False,)})
 
 CONFIG_KEYS: Final[dict[str, KeyTable]] = {
     # LlamaConfig ignores windows, even if the file has these keys.
@@ -245,7 +255,7 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
             "decoder_sparse_step",
             "mlp_only_layers",
         ),
-        **refused("the engine computes no experts for all rows", {"shared_expert_intermediate_size": (0,)}),
+        **refused("the engine does not support shared experts", {"shared_expert_intermediate_size": (0,)}),
         **no_effect("max_window_layers", "router_aux_loss_coef"),
     },
     # MistralConfig has a window without a switch, and its class no biases, whatever the file says.
@@ -267,10 +277,15 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
             "query_pre_attn_scalar",
             "rope_local_base_freq",
         ),
-        **refused("the activation of this family is GELU by tanh", {"hidden_activation": ("gelu_pytorch_tanh",)}),
-        **refused("the engine attends to what came before", {"use_bidirectional_attention": (False,)}),
+        **refused(
+            "the engine supports only the activation GELU (tanh) in this family",
+            {"hidden_activation": ("gelu_pytorch_tanh",)},
+        ),
+        **refused("the engine supports only causal attention", {"use_bidirectional_attention": (False,)}),
         # Gemma 2's, which Gemma 3's class still obeys.
-        **refused("the engine caps no logits", {"attn_logit_softcapping": (), "final_logit_softcapping": ()}),
+        **refused(
+            "the engine does not support caps of logits", {"attn_logit_softcapping": (), "final_logit_softcapping": ()}
+        ),
         # Its class has `hidden_activation` instead and reads only the pattern without the underscore, and no scaling
         # here needs the original context.
         **no_effect(
@@ -288,7 +303,7 @@ CONFIG_KEYS: Final[dict[str, KeyTable]] = {
 IMAGE_MODEL_KEYS: Final[KeyTable] = {
     **{key: entry for key, entry in _COMMON.items() if entry.effect is not Effect.USED},
     **used("model_type", "architectures", "text_config", "eos_token_id", "tie_word_embeddings"),
-    **refused("the engine reads no packed weights of models with images", {"quantization_config": ()}),
+    **refused("the engine does not support packed weights of models with images", {"quantization_config": ()}),
     # The parts for images, and the tokens that they replace.
     **no_effect(
         "vision_config",
@@ -321,7 +336,7 @@ ROPE_KEYS: Final[KeyTable] = {
         "mscale_all_dim",
         "truncate",
     ),
-    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    **refused("the engine supports only rotary embeddings of whole heads", {"partial_rotary_factor": (1.0,)}),
     **no_effect(
         "finetuned",
         # Parts of a head for the axes of an image. A text's position is the same on each axis.
@@ -332,7 +347,7 @@ ROPE_KEYS: Final[KeyTable] = {
 
 LAYERED_ROPE_KEYS: Final[KeyTable] = {
     **used("rope_theta", "rope_type", "type", "factor"),
-    **refused("the engine turns whole heads", {"partial_rotary_factor": (1.0,)}),
+    **refused("the engine supports only rotary embeddings of whole heads", {"partial_rotary_factor": (1.0,)}),
     **no_effect("finetuned"),
 }
 """Keys of the objects that Gemma 3's rope_parameters have for each kind of layers."""

@@ -31,5 +31,5 @@ def open_model(path: str | Path) -> Checkpoint:
     if not path.exists():
         raise ModelRejected(f"{path}: the file or folder does not exist")
     if path.suffix != ".gguf":
-        raise ModelRejected(f"{path}: neither a folder with config.json and safetensors nor a .gguf file")
+        raise ModelRejected(f"{path}: must be a folder with config.json and safetensors, or a .gguf file")
     return GgufFile(path)

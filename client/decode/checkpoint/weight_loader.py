@@ -335,8 +335,8 @@ async def load_weights(
     image_bytes = _page_bytes(image)
     if image_bytes > session.slice_bytes:
         raise AllocFailed(
-            f"{checkpoint.name} takes {image_bytes:,} bytes; the lease has {session.slice_bytes:,}",
-            "Acquire a lease of at least the model's bytes, and those of its sequences",
+            f"{checkpoint.name} needs {image_bytes:,} bytes, but the lease has {session.slice_bytes:,}",
+            "Acquire a lease with room for the model's bytes and those of its sequences",
         )
     buffer = await session.mem_alloc(image.size_bytes)
     loader = _Loader(session, buffer, image, progress)

@@ -295,9 +295,9 @@ def buffer_sizes(config: ModelConfig, limits: StepLimits) -> dict[str, int]:
         # Check here, before the lease is requested: in the kernels a larger index would wrap around.
         if size > MAX_BUFFER_BYTES:
             raise RequestRejected(
-                f"{limits.max_rows} rows of {limits.positions} positions need {size:,} bytes for {name} alone; a buffer"
-                f" has {MAX_BUFFER_BYTES:,} at most",
-                "Make room for fewer rows or positions",
+                f"{limits.max_rows} rows of {limits.positions} positions need {size:,} bytes for {name} "
+                f"alone; a buffer can have at most {MAX_BUFFER_BYTES:,}",
+                "Use fewer rows or positions",
             )
     return sizes
 

@@ -100,7 +100,7 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
     GrammarRefused: ReplyTo(400, "grammar_refused"),
     RequestRejected: ReplyTo(400, "request_rejected"),
     TextProcessesFailed: ReplyTo(
-        OVERLOADED, "texts_unavailable", is_retried=True, message="No text can be read now. Send the request again."
+        OVERLOADED, "texts_unavailable", is_retried=True, message="No text can be parsed now. Send the request again."
     ),
     RebindLimited: ReplyTo(429, "rebind_limited", is_retried=True),
     ModelRejected: ReplyTo(
@@ -110,7 +110,7 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
     RequestBreaksEngine: ReplyTo(FAILED, "request_breaks_engine"),
     EngineDecodeFailed: _NO_ENGINE,
     NoModelLoaded: ReplyTo(
-        OVERLOADED, "stopping", is_retried=True, message="The server stops. Send the request again."
+        OVERLOADED, "stopping", is_retried=True, message="The server is stopping. Send the request again."
     ),
     DecodeError: _NO_ENGINE,
     GpuLeaseError: _NO_ENGINE,

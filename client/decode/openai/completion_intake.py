@@ -304,4 +304,4 @@ def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: st
     if api_error is None or api_error.message != str(error):
         # The log limits its lines per tenant, so a caller that retries at once can't fill the disk.
         log.failure("request_failed", error, tenant=tenant, request=request_id)
-    return api_error or ApiError(500, "internal_error", "The server failed; its log says more.")
+    return api_error or ApiError(500, "internal_error", "The server failed; its log has details.")

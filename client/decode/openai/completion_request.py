@@ -178,11 +178,11 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     options = parameters.get("stream_options")
     is_stream = _flag(parameters, "stream")
     if options is not None and (not is_stream or not isinstance(options, dict)):
-        raise invalid("stream_options is an object, and taken with stream alone", "stream_options")
+        raise invalid("stream_options must be an object, and needs stream", "stream_options")
     check_parameters(options or {}, STREAM_OPTIONS, is_chat=is_chat, where="stream_options.")
     has_usage, has_running_usage = (_flag(options or {}, name) for name in ("include_usage", "continuous_usage_stats"))
     if has_running_usage and not has_usage:
-        text = "stream_options.continuous_usage_stats is taken with include_usage alone"
+        text = "stream_options.continuous_usage_stats needs include_usage"
         raise invalid(text, "stream_options.continuous_usage_stats")
     prompts = () if is_chat else _prompts(parameters.get("prompt"))
     choices, tries = _choices(parameters, len(prompts) or 1, is_stream=is_stream)
@@ -275,7 +275,7 @@ def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
         raise invalid(f"truncation_side must be left or right, not {quoted(side)}", "truncation_side")
     if parameters.get("truncate_prompt_tokens") is None:
         if side is not None:
-            raise invalid("truncation_side is taken with truncate_prompt_tokens alone", "truncation_side")
+            raise invalid("truncation_side needs truncate_prompt_tokens", "truncation_side")
         return None
     if most == 0:
         raise invalid("truncate_prompt_tokens must be 1 or more, or -1 for what fits, not 0", "truncate_prompt_tokens")
@@ -287,7 +287,7 @@ def _tools(parameters: Mapping[str, Any]) -> tuple[tuple[Tool, ...], bool]:
     value, choice = parameters.get("tools"), parameters.get("tool_choice")
     if value is None or value == []:
         if choice not in (None, "none", "auto"):
-            raise invalid("tool_choice is taken with tools alone", "tool_choice")
+            raise invalid("tool_choice needs tools", "tool_choice")
         return (), False
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid(f"tools must be a list of at most {MAX_TOOLS} functions", "tools")
@@ -338,7 +338,7 @@ def _check_stops(
         if name == "stop" and form is not None and form.is_text and not has_tools:
             continue
         if stops if name == "stop" else parameters.get(name):
-            raise invalid(f"{name} can't be combined with {label}: that alone says what the answer is", name)
+            raise invalid(f"{name} can't be combined with {label}, which alone determines the form of the answer", name)
 
 
 def check_model(name: str, names: Sequence[str]) -> None:
@@ -413,7 +413,7 @@ def _variables(value: Any) -> dict[str, Any]:
         )
     for name in _OWN_VARIABLES:
         if name in value:
-            raise invalid(f"chat_template_kwargs: send {name} as a parameter of its own", "chat_template_kwargs")
+            raise invalid(f"chat_template_kwargs: send {name} as a separate parameter", "chat_template_kwargs")
     return dict(value)
 
 

@@ -87,7 +87,7 @@ class GapHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric family for a scrape. Prometheus's buckets are cumulative."""
-        help_text = "Between two tokens of a sequence."
+        help_text = "Time between two tokens of a sequence."
         family = HistogramMetricFamily("gpulease_decode_inter_token_seconds", help_text, labels=["tenant"])
         for tenant, counts in self._counts.items():
             buckets, total = [], 0
@@ -109,11 +109,14 @@ class TenantGauges(Collector):
         decoder = self._decoder()
         tenants = {} if decoder is None else decoder.scheduler.tenants
         values: dict[str, tuple[str, Callable[[TenantState], float]]] = {
-            "waiting": ("Requests that wait.", lambda state: len(state.waiting)),
-            "live_sequences": ("Sequences that are computed.", lambda state: len(state.live)),
-            "blocks": ("Blocks of the region.", lambda state: state.region_blocks),
-            "blocks_used": ("Blocks that live sequences have.", lambda state: state.blocks.used),
-            "blocks_kept": ("Blocks that are kept for prompts to reuse.", lambda state: state.blocks.cached),
+            "waiting": ("Requests that wait to be admitted.", lambda state: len(state.waiting)),
+            "live_sequences": ("Sequences in progress.", lambda state: len(state.live)),
+            "blocks": ("Blocks of the tenant's region.", lambda state: state.region_blocks),
+            "blocks_used": ("Blocks that sequences in progress use.", lambda state: state.blocks.used),
+            "blocks_kept": (
+                "Blocks that are kept so that later prompts can reuse them.",
+                lambda state: state.blocks.cached,
+            ),
         }
         for name, (help_text, value) in values.items():
             family = GaugeMetricFamily(f"gpulease_decode_{name}", help_text, labels=["tenant"])
@@ -121,26 +124,42 @@ class TenantGauges(Collector):
                 family.add_metric([tenant], value(state))
             yield family
         totals: dict[str, tuple[str, Callable[[TenantState], float]]] = {
-            "gpu_seconds": ("Seconds of steps, shared by the tenants' rows.", lambda it: it.gpu_s),
-            "reused_prompt_tokens": ("Tokens of prompts that were not computed again.", lambda it: it.reused_tokens),
-            "evicted_blocks": ("Kept blocks that were given up for their place.", lambda it: it.evictions),
+            "gpu_seconds": (
+                "Seconds in which the engine worked, divided among tenants by their rows.",
+                lambda it: it.gpu_s,
+            ),
+            "reused_prompt_tokens": (
+                "Tokens of prompts that did not have to be computed again.",
+                lambda it: it.reused_tokens,
+            ),
+            "evicted_blocks": ("Kept blocks that were evicted to make room.", lambda it: it.evictions),
         }
         for name, (help_text, value) in totals.items():
             counter = CounterMetricFamily(f"gpulease_decode_{name}", help_text, labels=["tenant"])
             for tenant, state in tenants.items():
                 counter.add_metric([tenant], value(state))
             yield counter
-        coming = GaugeMetricFamily("gpulease_decode_coming", "Prompts that are being read.", labels=["tenant"])
+        coming = GaugeMetricFamily("gpulease_decode_coming", "Prompts that are being parsed.", labels=["tenant"])
         for tenant in tenants:
             coming.add_metric([tenant], 0 if decoder is None else decoder.prompts.coming[tenant])
         yield coming
         replaced = 0 if decoder is None else decoder.prompts.replaced
-        yield GaugeMetricFamily("gpulease_decode_text_processes_replaced", "Readers of texts.", value=replaced)
+        yield GaugeMetricFamily(
+            "gpulease_decode_text_processes_replaced",
+            "Processes for parsing prompts that were replaced.",
+            value=replaced,
+        )
         live_tenants = sum(bool(state.live) for state in tenants.values())
-        yield GaugeMetricFamily("gpulease_decode_live_tenants", "Tenants with a live sequence.", value=live_tenants)
+        yield GaugeMetricFamily(
+            "gpulease_decode_live_tenants", "Tenants with a sequence in progress.", value=live_tenants
+        )
         outage = None if decoder is None else decoder.outage
         outage_s = 0.0 if outage is None else self._clock() - outage.since
-        yield GaugeMetricFamily("gpulease_decode_without_engine_seconds", "Since the engine was lost.", value=outage_s)
+        yield GaugeMetricFamily(
+            "gpulease_decode_without_engine_seconds",
+            "Seconds since the engine was lost; 0 while there is an engine.",
+            value=outage_s,
+        )
 
 
 class PrefixUses(Collector):
@@ -152,9 +171,15 @@ class PrefixUses(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families; without a decoder, or a shared prefix, they are empty."""
         decoder, names = self._decoder(), ["prefix"]
-        requests = CounterMetricFamily("gpulease_decode_prefix_requests", "Requests that began with it.", labels=names)
-        reused = CounterMetricFamily("gpulease_decode_prefix_reused_tokens", "Tokens that it saved.", labels=names)
-        region_bytes = GaugeMetricFamily("gpulease_decode_prefix_bytes", "Memory of its region.", labels=names)
+        requests = CounterMetricFamily(
+            "gpulease_decode_prefix_requests", "Requests that began with the prefix.", labels=names
+        )
+        reused = CounterMetricFamily(
+            "gpulease_decode_prefix_reused_tokens",
+            "Tokens that did not have to be computed because of the prefix.",
+            labels=names,
+        )
+        region_bytes = GaugeMetricFamily("gpulease_decode_prefix_bytes", "Memory of the prefix's region.", labels=names)
         for prefix in () if decoder is None else decoder.prefixes:
             requests.add_metric([prefix.name], prefix.requests)
             reused.add_metric([prefix.name], prefix.reused_tokens)
@@ -193,14 +218,18 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             return Counter(f"gpulease_decode_{name}", help_text, labels, registry=registry)
 
         tokens = counter("tokens", "Tokens computed.", ("tenant", "kind"))
-        rows = counter("rows", "Rows of steps.", ("kind",))
+        rows = counter("rows", "Rows that steps computed.", ("kind",))
         self._requests = counter("requests", "Requests that ended or were refused.", ("tenant", "reason"))
-        revoked = counter("forward_revoked", "Steps that a region's end kept from beginning.", by_tenant)
+        revoked = counter("forward_revoked", "Steps that were not started because a region had ended.", by_tenant)
         self._step = histogram("step", "A step.", STEP_BUCKETS_S)
-        first = histogram("first_token", "From a request to its first token.", WAIT_BUCKETS_S, by_tenant)
-        rebind = histogram("rebind", "From a loss to the next token.", REBIND_BUCKETS_S, ("tenant", "scope"))
-        self._flip = histogram("forward_revoked", "From a flip to the refused step's report.", FLIP_BUCKETS_S)
-        rebuild = histogram("engine_rebuild", "Without an engine.", REBIND_BUCKETS_S, ("kind",))
+        first = histogram("first_token", "Time from a request to its first token.", WAIT_BUCKETS_S, by_tenant)
+        rebind = histogram("rebind", "Time from a loss to the next token.", REBIND_BUCKETS_S, ("tenant", "scope"))
+        self._flip = histogram(
+            "forward_revoked",
+            "Time from the change of a region's state word to the report of the refused step.",
+            FLIP_BUCKETS_S,
+        )
+        rebuild = histogram("engine_rebuild", "Time without an engine.", REBIND_BUCKETS_S, ("kind",))
         # Create every series at the start: `increase` of a series that first appears with the value 1 would be 0.
         kinds = ("prompt", "emitted", "replayed")
         self._tokens = {(name, kind): tokens.labels(name, kind) for name in self._tenants for kind in kinds}
@@ -212,7 +241,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._rebuild = {kind: rebuild.labels(kind) for kind in ("planned", "known", "unknown")}
         self._gaps = GapHistogram(self._tenants)
         registry.register(self._gaps)
-        self._prefix_changes = counter("prefix_changes", "Loads and ends of prefixes.", ("prefix", "kind"))
+        self._prefix_changes = counter("prefix_changes", "Loads and ends of shared prefixes.", ("prefix", "kind"))
         # Gauges are read at the scrape, so no event needs to update them.
         registry.register(TenantGauges(decoder, clock))
         registry.register(PrefixUses(decoder))

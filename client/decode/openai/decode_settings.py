@@ -158,11 +158,16 @@ class KeyTable:
 class TenantTable(KeyTable):
     """The table `[tenants.NAME]` of one tenant."""
 
-    max_concurrent: Annotated[int, Setting("Sequences of this tenant in progress at a time.", least=1, example="8")]
+    max_concurrent: Annotated[
+        int,
+        Setting(
+            "Maximum number of this tenant's sequences that are in progress at the same time.", least=1, example="8"
+        ),
+    ]
     max_blocks: Annotated[
         int | None,
         Setting(
-            f"The size of the tenant's region: keys and values of this many blocks of {PAGE} positions.",
+            f"The size of the tenant's region: it has the keys and values of this many blocks of {PAGE} positions.",
             least=1,
             most=MAX_BLOCKS_PER_TENANT,
             example="64",
@@ -180,11 +185,13 @@ class TenantTable(KeyTable):
     weight: Annotated[float, Setting("The tenant's share among tenants with waiting requests.", over=0)] = (
         DEFAULT_WEIGHT
     )
-    max_waiting: Annotated[int, Setting("Requests that may wait; one more gets 429.", least=0)] = DEFAULT_MAX_WAITING
+    max_waiting: Annotated[
+        int, Setting("Maximum number of this tenant's requests that may wait; further ones get 429.", least=0)
+    ] = DEFAULT_MAX_WAITING
     models: Annotated[
         tuple[str, ...] | None,
         Setting(
-            "The models of [models.NAME] that the tenant may use; others do not exist for it. Without it, all.",
+            "The models of [models.NAME] that the tenant may use; the tenant can't see others. Without it, all.",
             what=_NAMES_TEXT,
             read=_read_names,
             example='["small"]',
@@ -350,7 +357,12 @@ class PoolTable:
         ),
     ] = 5.0
     max_waiting: Annotated[
-        int, Setting("Requests that wait for one model; one more gets 503.", least=1, most=MAX_MODEL_QUEUE)
+        int,
+        Setting(
+            "Maximum number of requests that may wait for one model; further ones get 503.",
+            least=1,
+            most=MAX_MODEL_QUEUE,
+        ),
     ] = 256
     load_wait_s: Annotated[
         float,
@@ -411,8 +423,9 @@ class ServerTable:
     http_processes: Annotated[
         int | None,
         Setting(
-            "Processes that serve HTTP to the callers, so that the engine's process only computes. 0: the engine's"
-            " process serves HTTP, too. Without it: half of the cores, 8 at most; 0 with fewer than 4 cores.",
+            "Number of processes that serve HTTP, so that the engine's process only computes. With 0, "
+            "the engine's process serves HTTP as well. Without it: half of the cores, at most 8, and 0 "
+            "with fewer than 4 cores.",
             least=0,
             most=MAX_HTTP_PROCESSES,
             example="4",
@@ -444,7 +457,9 @@ class ServerTable:
             " it the server has no page."
         ),
     ] = None
-    pool: Annotated[PoolTable | None, Setting("The memory of many models, and their times.")] = None
+    pool: Annotated[
+        PoolTable | None, Setting("The memory of all models together, and the times after which they move.")
+    ] = None
     models: Annotated[
         Mapping[str, Any] | None,
         Setting(
@@ -652,7 +667,7 @@ def _read_key(where: str, file: Path) -> str:
             # Check the file that is open, not the path, which could be exchanged in between.
             status = os.fstat(opened.fileno())
             if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
-                raise InvalidRequest(f"{where}: key_file {file} is open to others", f"chmod 600 {file}")
+                raise InvalidRequest(f"{where}: other users can access key_file {file}", f"chmod 600 {file}")
             key = opened.read(MAX_KEY_BYTES + 2).decode("ascii").strip()
     except OSError as error:
         raise InvalidRequest(f"{where}: key_file {file}: {error.strerror}") from None

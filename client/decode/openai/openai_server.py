@@ -649,7 +649,7 @@ async def _served(log: DecodeLog, reply: "_Reply", serving: Coroutine[Any, Any, 
 def _api_error(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
     """Return the reply to an error. Details that the caller must not see are only logged."""
     if isinstance(error, ClientDisconnect):
-        return ApiError(CLOSED_REQUEST, "closed", "The caller hung up.")
+        return ApiError(CLOSED_REQUEST, "closed", "The caller disconnected.")
     return reply_to_error(error, log, reply.tenant, reply.request_id)
 
 
@@ -867,7 +867,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     # Starlette raises the error again after the reply, so the log has its traceback.
-    text = "The server failed; its log says more."
+    text = "The server failed; its log has details."
     headers = id_headers_of(request.scope, request_id_of(request))
     return refusal_of(ApiError(FAILED, "internal_error", text), headers, error_form_of(request.scope))
 

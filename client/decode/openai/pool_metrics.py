@@ -94,13 +94,21 @@ class _OfPool(Collector):
         if (pool := self._pool()) is None:
             return
         models = pool.residency.models
-        state = GaugeMetricFamily("gpulease_decode_model_state", "Where a model is.", labels=["model", "state"])
-        changes = CounterMetricFamily("gpulease_decode_model_changes", "Loads and parks.", labels=["model", "kind"])
+        state = GaugeMetricFamily("gpulease_decode_model_state", "Where the model is.", labels=["model", "state"])
+        changes = CounterMetricFamily(
+            "gpulease_decode_model_changes", "Loads and parks of the model.", labels=["model", "kind"]
+        )
         gauges = {
-            "bytes": GaugeMetricFamily("gpulease_decode_model_bytes", "Memory of its lease.", labels=["model"]),
-            "waiting": GaugeMetricFamily("gpulease_decode_model_waiting", "Requests that wait.", labels=["model"]),
-            "in_use": GaugeMetricFamily("gpulease_decode_model_in_use", "Requests that use it.", labels=["model"]),
-            "load": GaugeMetricFamily("gpulease_decode_model_load_seconds", "Its last load.", labels=["model"]),
+            "bytes": GaugeMetricFamily("gpulease_decode_model_bytes", "Memory of the model's lease.", labels=["model"]),
+            "waiting": GaugeMetricFamily(
+                "gpulease_decode_model_waiting", "Requests that wait for the model.", labels=["model"]
+            ),
+            "in_use": GaugeMetricFamily(
+                "gpulease_decode_model_in_use", "Requests that use the model.", labels=["model"]
+            ),
+            "load": GaugeMetricFamily(
+                "gpulease_decode_model_load_seconds", "Duration of the model's last load.", labels=["model"]
+            ),
         }
         for name, model in models.items():
             for model_state in ModelState:

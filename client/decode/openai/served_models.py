@@ -149,7 +149,7 @@ class ManyModels:
         """Count a request until its model is on the card, or the block ends. Raises AdmissionRefused."""
         config, is_counted = self._tenants[tenant], True
         if self.coming[tenant] >= config.max_concurrent + config.max_waiting:
-            detail = f"tenant {tenant}: {self.coming[tenant]} of its requests wait already; send it later"
+            detail = f"tenant {tenant}: {self.coming[tenant]} of its requests already wait; send it later"
             raise AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
 
         def release() -> None:

@@ -416,7 +416,7 @@ class DecodePage:
         if isinstance(viewer := self._viewer(request), Response):
             return viewer
         if self._is_full(viewer):
-            text = f"{self._streams[viewer]} of these pages are open, the most."
+            text = f"{self._streams[viewer]} of these pages are open, the maximum."
             return _problem(503, text, {"Retry-After": str(RETRY_S)})
         if request.method == "HEAD":
             return Response(headers=HEADERS, media_type=EVENT_STREAM)
@@ -473,7 +473,7 @@ class DecodePage:
         # With many models, each model has a region of the tenant. Between two regions there is nothing to revoke.
         pools = [pool for decoder in decoders if (pool := decoder.regions.pools.get(tenant_id)) is not None]
         if not pools:
-            return _problem(409, "The tenant has no region now: another one is being opened.")
+            return _problem(409, "The tenant has no region now, because another one is being opened.")
         try:
             for pool in pools:
                 await pool.region.revoke(REVOKED_BY)

@@ -81,7 +81,7 @@ class PageEvent:
             case EventKind.PREFIX_REBUILT:
                 return f"This shared prefix was computed again{times}, for another engine."
             case EventKind.PREFIX_ENDED:
-                text = "This prefix is shared no more until another engine is opened. Why its region ended:"
+                text = "This prefix is not shared until another engine is opened. Why its region ended:"
                 return f"{text} {self.detail}"
 
 

@@ -258,7 +258,7 @@ class ContinuousBatchScheduler:
         None means `max_blocks`; 0 means that the tenant has no region until `rebound`.
         """
         if config.id in self.tenants:
-            raise ValueError(f"tenant {config.id} is there already")
+            raise ValueError(f"the decoder already has a tenant {config.id}")
         # The limiter belongs to the tenant and not to the engine, so an engine's loss does not reset it.
         limiter = CellRate(self.settings.rebinds_at_once, self.settings.rebind_interval_s)
         tenant = TenantState(config, limiter, reuses=self.settings.reuses_prefixes)
@@ -279,7 +279,7 @@ class ContinuousBatchScheduler:
         if tenant is None:
             raise RequestRejected(f"the decoder has no tenant {request.tenant_id!r}")
         if request.request_id in self._live or request.request_id in self._waiting:
-            raise RequestIdInUse(f"request {request.request_id!r} lives or waits already", "Give another id")
+            raise RequestIdInUse(f"request {request.request_id!r} is already waiting or in progress", "Use another id")
         # Refuse at once if waiting can't help: the request is too large for the region or the context, or its region
         # comes too late.
         if detail := self._excess(tenant, request):
@@ -502,7 +502,7 @@ class ContinuousBatchScheduler:
     def share(self, prefix: SharedPrefix) -> None:
         """Let prompts begin with the computed blocks of a prefix. Raises ValueError if it is shared already."""
         if prefix.name in self.prefixes:
-            raise ValueError(f"prefix {prefix.name} is shared already")
+            raise ValueError(f"prefix {prefix.name} is already shared")
         self.prefixes[prefix.name] = prefix
         for tenant in self.tenants.values():
             if tenant.region_blocks:
@@ -545,7 +545,7 @@ class ContinuousBatchScheduler:
         """
         tenant = self.tenants[tenant_id]
         if tenant.region_blocks:
-            raise ValueError(f"tenant {tenant_id} has a region")
+            raise ValueError(f"tenant {tenant_id} already has a region")
         _check_blocks(tenant.config, blocks)
         if tenant.needs_permit:
             if delay_s := tenant.limiter.take(now):
@@ -596,11 +596,13 @@ class ContinuousBatchScheduler:
     def _excess(self, tenant: TenantState, request: PromptRequest) -> str:
         """Explain why a request can never be admitted; "" if it can."""
         if request.positions > self.settings.context:
-            return f"it can take {request.positions} positions; the model's context has {self.settings.context}"
+            return (
+                f"it can have {request.positions} positions, but the model's context has only {self.settings.context}"
+            )
         # Without a region, judge by the largest that the tenant may get; `rebound` checks again.
         blocks = tenant.region_blocks or tenant.config.max_blocks
         if request.blocks > blocks:
-            return f"it can need {request.blocks} blocks; tenant {tenant.config.id} has {blocks} in all"
+            return f"it can need {request.blocks} blocks, but tenant {tenant.config.id} has only {blocks}"
         return ""
 
     def _limited(
@@ -610,7 +612,7 @@ class ContinuousBatchScheduler:
         delay_s = self.rebind_delay_s(tenant.config.id, now)
         if delay_s <= wait_s:
             return None
-        detail = f"tenant {tenant.config.id} lost its region too often; it may get one in {delay_s:.3f} s"
+        detail = f"tenant {tenant.config.id} lost its region too often; another one can be opened in {delay_s:.3f} s"
         return SchedulerEvent.AdmissionRejected(request, AdmissionReason.REBIND_LIMITED, detail, delay_s)
 
     def _refusal(
@@ -619,7 +621,7 @@ class ContinuousBatchScheduler:
         """Return the refusal of a request that may not wait, with the obstacle as its reason."""
         config = tenant.config
         if is_queue_full:
-            reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests wait already"
+            reason, detail = AdmissionReason.QUOTA_EXCEEDED, f"{config.max_waiting} of its requests already wait"
         else:
             reason, detail = self._obstacle(tenant, UnadmittedRequest(request, 0.0, 0))
         detail = f"tenant {config.id}: {detail}; send it later, or let it wait"
@@ -629,14 +631,17 @@ class ContinuousBatchScheduler:
         """Return why a waiting request can't be admitted now: the reason, and a sentence for the caller."""
         # First the tenant's own limit, the only obstacle that counts as the tenant's (429 instead of 503).
         if len(tenant.live) >= tenant.config.max_concurrent:
-            return AdmissionReason.QUOTA_EXCEEDED, f"{tenant.config.max_concurrent} of its sequences live already"
+            return (
+                AdmissionReason.QUOTA_EXCEEDED,
+                f"{tenant.config.max_concurrent} of its sequences are already in progress",
+            )
         if not tenant.region_blocks:
             return AdmissionReason.POOL_EXHAUSTED, "its region is being rebuilt"
         if tenant.is_held:
             return AdmissionReason.POOL_EXHAUSTED, "its region is being moved, or it is suspended"
         if (lacking := tenant.lacking(waiting)) > 0:
             needed = waiting.request.prompt_blocks
-            detail = f"its prompt needs {needed} blocks, and {max(0, needed - lacking)} are free for it"
+            detail = f"its prompt needs {needed} blocks, but only {max(0, needed - lacking)} are free for it"
             return AdmissionReason.POOL_EXHAUSTED, detail
         return AdmissionReason.POOL_EXHAUSTED, "requests before it wait for the engine"
 
@@ -672,7 +677,7 @@ class ContinuousBatchScheduler:
             tenant = self.tenants[waiting.request.tenant_id]
             # The obstacle at the end of the wait is reported, not the one at its beginning.
             kept_out_by, detail = self._obstacle(tenant, waiting)
-            detail = f"tenant {tenant.config.id}: {detail}; it waited as long as it may, send it later"
+            detail = f"tenant {tenant.config.id}: {detail}; the maximum waiting time has passed, send it later"
             reason = CompletionReason.DEADLINE_EXCEEDED
             events.append(SchedulerEvent.Completed(waiting.request, reason, kept_out_by=kept_out_by, detail=detail))
             self._dequeue(tenant, waiting)

@@ -98,17 +98,27 @@ class DecoderSettings:
     """
 
     max_rows: Annotated[
-        int, Setting("Rows of a step: each computes one position of a sequence.", least=1, most=MAX_ROWS)
+        int,
+        Setting(
+            "Maximum number of rows of a step; each row computes one position of a sequence.", least=1, most=MAX_ROWS
+        ),
     ] = 64
     prefill_rows: Annotated[
-        int, Setting("Rows of a step that prompts may take while other sequences are decoding.", least=1, most=MAX_ROWS)
+        int,
+        Setting(
+            "Maximum number of rows of a step that prompts may use while other sequences are decoding.",
+            least=1,
+            most=MAX_ROWS,
+        ),
     ] = 32
-    max_sequences: Annotated[int, Setting("Sequences in progress at a time.", least=1, most=MAX_SEQUENCES)] = 64
+    max_sequences: Annotated[
+        int, Setting("Maximum number of sequences in progress at the same time.", least=1, most=MAX_SEQUENCES)
+    ] = 64
     positions: Annotated[
         int | None,
         Setting(
-            "Positions of a sequence, its prompt and its answer together; at most the model's context length. Without"
-            f" it, the context length, but at most {MAX_POSITIONS:,}.",
+            "Maximum number of positions of a sequence, its prompt and its answer together; at most the "
+            f"model's context length. Without it, the context length, but at most {MAX_POSITIONS:,}.",
             least=1,
             most=1 << 20,
             example="256",
@@ -127,7 +137,7 @@ class DecoderSettings:
     rebind_interval_s: Annotated[
         float,
         Setting(
-            "After that, seconds between two regions opened for this tenant.",
+            "After that, the seconds between two regions that are opened for this tenant.",
             key="rebind_interval_secs",
             least=0,
             most=MAX_WAIT_S,
@@ -171,7 +181,7 @@ class DecoderSettings:
     text_processes: Annotated[
         int,
         Setting(
-            "Processes that parse prompts: with two, one tenant's large texts do not delay the others'.",
+            "Number of processes that parse prompts: with two, one tenant's large texts do not delay the others'.",
             least=1,
             most=MAX_TEXT_PROCESSES,
         ),

@@ -565,13 +565,13 @@ def unknown_model(model: str) -> UnknownModel:
 def _error_of(refusal: Refuse) -> GpuLeaseError:
     match refusal.reason:
         case ModelRefusal.UNKNOWN:
-            return UnknownModel("The model is not served here any more; GET /v1/models lists those that are.")
+            return UnknownModel("The model is no longer served here; GET /v1/models lists those that are.")
         case ModelRefusal.QUEUE_FULL:
-            text = "Too many requests wait for the model already; send it later."
+            text = "Too many requests already wait for the model; send it later."
         case ModelRefusal.WAITED_TOO_LONG:
             text = "The model is being loaded, or waits for room on the card; send the request again."
         case ModelRefusal.LOAD_FAILED:
             text = f"The model could not be loaded ({refusal.detail}); the server's log says why."
         case ModelRefusal.STOPPING:
-            text = "The server stops. Send the request again."
+            text = "The server is stopping. Send the request again."
     return ModelUnavailable(text, refusal.reason, refusal.retry_after_s)

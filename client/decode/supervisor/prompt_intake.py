@@ -79,9 +79,9 @@ class PromptIntake:
         config, count = tenant.config, len(tenant.live) + len(tenant.waiting)
         # Live, waiting and coming requests use the same places, so a request never loses its place when it moves on.
         if count + self.coming[tenant_id] >= config.max_concurrent + config.max_waiting:
-            full = f"{config.max_waiting} of its requests wait"
+            full = f"{config.max_waiting} of its requests are waiting"
             if not config.max_waiting:
-                full = f"{config.max_concurrent} of its sequences live"
+                full = f"{config.max_concurrent} of its sequences are in progress"
             detail = f"tenant {tenant_id}: {full} already; send it later"
             error = AdmissionRefused(AdmissionReason.QUOTA_EXCEEDED, detail, None)
             self._report(tenant_id, error)

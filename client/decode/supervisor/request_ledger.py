@@ -101,7 +101,7 @@ class RequestLedger:
     def open(self, request: PromptRequest, cancel: Callable[[Generation], None], now: float) -> Generation:
         """Add a request that is about to be submitted. Raises RequestIdInUse."""
         if request.request_id in self._generations or request.request_id in self._entries:
-            raise RequestIdInUse(f"request {request.request_id!r} is already in progress", "Give another id")
+            raise RequestIdInUse(f"request {request.request_id!r} is already in progress", "Use another id")
         generation = Generation(request, cancel)
         self._entries[request.request_id] = _Entry(generation, now)
         self._generations[request.request_id] = generation
@@ -326,7 +326,7 @@ def error_of(end: SchedulerEvent.Completed) -> DecodeError | None:
             return None  # Its caller closed it.
         case CompletionReason.DEADLINE_EXCEEDED:
             reason = end.kept_out_by or AdmissionReason.POOL_EXHAUSTED
-            return WaitedTooLong(reason, end.detail or "it waited as long as it may", None)
+            return WaitedTooLong(reason, end.detail or "its maximum waiting time has passed", None)
         case CompletionReason.ENGINE_ERROR:
             name = end.request.continues or end.request.request_id
             text = f"The engine failed while it computed request {name} alone"

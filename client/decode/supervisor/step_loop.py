@@ -147,7 +147,7 @@ class StepLoop:
                 self.moves.step_answered()
         except Exception as error:
             self.log.failure("decoder_failed", error)
-            text = f"The decoder failed by a fault of its own, {type(error).__name__}"
+            text = f"The decoder failed because of an internal error, {type(error).__name__}"
             supervisor.fail(EngineDecodeFailed(text, "See its log, and open another decoder"))
 
     async def _advance(self) -> None:

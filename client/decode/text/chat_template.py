@@ -56,13 +56,14 @@ class ChatTemplate:
         """
         if len(source) > MAX_TEMPLATE_CHARACTERS:
             raise ModelRejected(
-                f"{where}: a chat template of {len(source):,} characters; it may have {MAX_TEMPLATE_CHARACTERS:,}"
+                f"{where}: a chat template must have at most {MAX_TEMPLATE_CHARACTERS:,} characters, not "
+                f"{len(source):,}"
             )
         try:
             # A new environment per template, so that templates share no state.
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
-            raise ModelRejected(f"{where}: the chat template is broken: {error}") from None
+            raise ModelRejected(f"{where}: the chat template is invalid: {error}") from None
         self._tokens = dict(tokens)
         self.arguments = (source, self._tokens, where)
 
@@ -102,7 +103,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can fail in any way that Python can
             reason = str(error)[:MAX_ERROR_CHARACTERS]
-            raise RequestRejected(f"the model's chat template does not take these messages: {reason}") from None
+            raise RequestRejected(f"the model's chat template does not accept these messages: {reason}") from None
         text = "".join(pieces)
         return _up_to_mark(text, messages[-1]["content"]) if continues else text
 

@@ -203,7 +203,7 @@ class TextProcesses:
             self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
         elif answer is not None:
             self._log.error("text_failed", tenant=job.tenant_id, cause=str(answer["failed"]))
-            _fail(job, TextProcessesFailed("a text could not be read; the server's log says more"))
+            _fail(job, TextProcessesFailed("a text could not be parsed; the server's log has details"))
         else:
             await self._on_worker_end(worker, job)
         self._replace(worker)
@@ -228,11 +228,11 @@ class TextProcesses:
             # The tokenizer's library aborts when an allocation fails.
             self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
         else:
-            self._refuse(job, f"ended the process that read it, {job.tries} times", "process")
+            self._refuse(job, f"ended the process that parsed it, {job.tries} times", "process")
 
     def _refuse(self, job: _Job, reason: str, limit: str) -> None:
         self._log.warning("text_process_replaced", tenant=job.tenant_id, why=f"its text {reason}")
-        _fail(job, TextNotRead(f"the prompt can't be read: it {reason}", limit))
+        _fail(job, TextNotRead(f"the prompt can't be parsed: it {reason}", limit))
 
     def _replace(self, worker: ForkedWorker | None) -> None:
         self.replaced += 1

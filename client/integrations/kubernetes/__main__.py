@@ -33,7 +33,10 @@ _kubelet = click.option(
     "--kubelet", type=click.Path(path_type=Path), default=Path("/var/lib/kubelet"), show_default=True
 )
 _instance = click.option(
-    "--pod-uid", default="", envvar="POD_UID", help="The driver's pod (POD_UID), so that two can serve in an update."
+    "--pod-uid",
+    default="",
+    envvar="POD_UID",
+    help="The uid of the driver's pod (POD_UID), so that two pods can serve during an update.",
 )
 
 
@@ -47,13 +50,17 @@ _instance = click.option(
     type=click.FloatRange(min=10),
     default=LEASE_S,
     show_default=True,
-    help="Time of a claim's lease, which is renewed while the claim is prepared.",
+    help="How long a claim's lease lasts; it is renewed while the claim is prepared.",
 )
-@click.option("--share-users", is_flag=True, help="Let claims of several namespaces have the same user.")
+@click.option("--share-users", is_flag=True, help="Allow claims of several namespaces to have the same user.")
 @click.option("--cdi", type=click.Path(path_type=Path), default=Path("/var/run/cdi"), show_default=True)
-@click.option("--api-server", help="https://HOST:PORT; by default the cluster's, from the pod's environment.")
-@click.option("--api-token", type=click.Path(path_type=Path), help="The account's token; by default the pod's.")
-@click.option("--api-ca", type=click.Path(path_type=Path), help="The server's CA; by default the pod's.")
+@click.option(
+    "--api-server", help="The API server, https://HOST:PORT; by default the cluster's, from the pod's environment."
+)
+@click.option(
+    "--api-token", type=click.Path(path_type=Path), help="A file with the account's token; by default the pod's."
+)
+@click.option("--api-ca", type=click.Path(path_type=Path), help="A file with the server's CA; by default the pod's.")
 def serve(
     node: str,
     address: str,
@@ -103,7 +110,9 @@ def serve(
                 DRIVER, claims, lambda: cards.health(node), registry, folder, _write_status, instance=pod_uid
             )
         except OSError as error:
-            raise MissingPrerequisite(f"can't listen for the kubelet: {error}. End what listens there") from None
+            raise MissingPrerequisite(
+                f"can't listen for the kubelet: {error}. End the program that listens there"
+            ) from None
 
     plugin = listening()
     # Publish only when the driver listens, because the scheduler assigns claims as soon as there is a slice.
@@ -120,10 +129,10 @@ def serve(
                 next_renewal = time.monotonic() + renew_s
             # If the slices are not published any more, end this process, so that the cluster restarts the pod.
             if not publisher.is_alive:
-                raise MissingPrerequisite("the ResourceSlices are not published any more: the log says why")
+                raise MissingPrerequisite("the ResourceSlices are no longer published: the log says why")
             # A restart of the kubelet or a clean-up of its folder may remove the sockets.
             if lost := plugin.lost_sockets():
-                _write_status(f"{', '.join(map(str, lost))} was removed: the sockets are made again")
+                _write_status(f"{', '.join(map(str, lost))} was removed: the sockets are created again")
                 plugin.close()
                 plugin = listening()
     finally:

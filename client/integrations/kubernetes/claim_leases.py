@@ -100,7 +100,9 @@ class ClaimLeases:
             shares_users: Whether claims of several namespaces may have the same user on this node.
         """
         if not address.startswith("unix:/"):
-            raise InvalidRequest(f"the daemon's address {address}: pods reach it by a Unix socket", "Use unix:/PATH")
+            raise InvalidRequest(
+                f"the daemon's address must be a Unix socket, which pods can reach, not {address}", "Use unix:/PATH"
+            )
         self._address, self._socket = address, Path(address.removeprefix("unix:"))
         self._node, self._files, self._cluster = node, files, cluster
         self._lease_s, self._on_message, self._shares_users = lease_s, on_message, shares_users
@@ -234,7 +236,7 @@ class ClaimLeases:
         }
         if missing := [device.device for device in requested.devices if device.device not in cards]:
             raise UnusableClaim(
-                f"this node has no card {missing[0][:64]!r}", "It was removed since the scheduler chose it"
+                f"this node has no card {missing[0][:64]!r}", "The card was removed after the scheduler chose it"
             )
         record = self._reserve_users(ref, requested)
         try:
@@ -276,8 +278,8 @@ class ClaimLeases:
                 if common_users and other.namespace not in (ref.namespace, "") and not self._shares_users:
                     raise UnusableClaim(
                         f"user {common_users[0]} is used by claims of another namespace on this node",
-                        "Give each namespace users of its own, or start the driver with --share-users if namespaces may"
-                        " use each other's leases",
+                        "Use different users in each namespace, or start the driver with --share-users "
+                        "if namespaces may use each other's leases",
                     )
             record = PreparedClaim(ref.uid, boot_id(), ref.namespace, ref.name, requested.claim, users)
             # The record has no lease yet, so a crash of the host may lose it.

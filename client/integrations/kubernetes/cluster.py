@@ -60,7 +60,7 @@ class KubernetesCluster:
         """Return the cluster in which this pod runs. Raises ClusterRefused if this is not a pod."""
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}", "") for name in ("HOST", "PORT"))
         if not host or not port:
-            raise ClusterRefused("this is not a pod of a cluster: give --api-server")
+            raise ClusterRefused("this is not a pod of a cluster, so --api-server must be given")
         return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", _ACCOUNT / "token", _ACCOUNT / "ca.crt")
 
     def claim(self, namespace: str, name: str) -> Mapping[str, Any]:

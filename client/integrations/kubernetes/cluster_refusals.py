@@ -12,9 +12,9 @@ class ClusterRefused(GpuLeaseError):
 
     def __init__(self, message: str, code: int = 0) -> None:
         hints = {
-            0: "The request is repeated",
+            0: "The request will be repeated",
             403: "Apply the driver's ClusterRole: client/integrations/kubernetes/manifests/driver.yaml",
-            404: "resource.k8s.io/v1 needs Kubernetes 1.34; an object that was there is deleted",
+            404: "resource.k8s.io/v1 needs Kubernetes 1.34; if the object existed before, it was deleted",
         }
         super().__init__(message, hints.get(code, ""))
         self.code = code

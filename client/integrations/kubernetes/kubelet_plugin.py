@@ -317,7 +317,7 @@ class KubeletPlugin:
     def _health_handlers(self, version: str) -> "grpc.GenericRpcHandler[Any, Any]":
         def watch(_request: Any, context: grpc.ServicerContext) -> Iterator[Message]:
             if not self._watches.acquire(blocking=False):
-                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_HEALTH_WATCHES} watches are the most")
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"at most {MAX_HEALTH_WATCHES} watches are allowed")
             try:
                 yield from self._reports(version, context)
             finally:
@@ -394,7 +394,10 @@ def _method(handler: Callable[[Any, grpc.ServicerContext], Message], request: An
 
 def _claims_of(request: Any, context: grpc.ServicerContext) -> list[ClaimRef]:
     if len(request.claims) > MAX_CLAIMS:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{len(request.claims)} claims; {MAX_CLAIMS} are the most")
+        context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"a request can have at most {MAX_CLAIMS} claims, not {len(request.claims)}",
+        )
     return [ClaimRef(claim.namespace, claim.uid, claim.name) for claim in request.claims]
 
 

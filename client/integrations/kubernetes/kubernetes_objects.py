@@ -126,17 +126,19 @@ def parse_claim(claim: object, ref: ClaimRef, driver: str, pool: str) -> ClaimRe
     if uid != ref.uid:
         raise UnusableClaim(
             f"the claim {ref.namespace}/{ref.name} has the uid {str(uid)[:64]}, not {ref.uid}",
-            "It was deleted and made again: delete the pod, too",
+            "It was deleted and created again: delete the pod as well",
         )
     # The scheduler's result is in the status. The spec is only what the author requested.
     allocated = _at(claim, "status", "allocation", "devices")
     # A claim may also have devices of other drivers.
     results = [entry for entry in _list(allocated, "results") if _at(entry, "driver") == driver]
     if not 0 < len(results) <= MAX_DEVICES:
-        raise UnusableClaim(f"the claim has {len(results)} devices of {driver}; 1 to {MAX_DEVICES} can be prepared")
+        raise UnusableClaim(
+            f"a claim must have 1 to {MAX_DEVICES} devices of {driver} to be prepared, not {len(results)}"
+        )
     # A pool is one node's cards, so another pool means that the claim was allocated on another node.
     if other_pools := {str(_at(entry, "pool"))[:64] for entry in results} - {pool}:
-        raise UnusableClaim(f"the claim's devices are of {', '.join(sorted(other_pools))}; this node is {pool}")
+        raise UnusableClaim(f"the claim's devices belong to {', '.join(sorted(other_pools))}, but this node is {pool}")
     # The list has the parameters of the class before those of the claim, so that the claim's override the class's.
     configs = [
         ([str(name) for name in _list(config, "requests")], _parameters(_at(config, "opaque", "parameters")))
@@ -158,7 +160,7 @@ def _device(
 ) -> DeviceRequest:
     texts = [_at(result, name) for name in ("request", "pool", "device")]
     if not all(isinstance(text, str) and text for text in texts):
-        raise UnusableClaim("a device of the claim lacks its request, pool or name")
+        raise UnusableClaim("a device of the claim has no request, pool or name")
     request, pool, device = map(str, texts)
     # A configuration without requests applies to all requests; one for a request also applies to its alternatives.
     chosen: dict[str, Any] = {}
@@ -176,7 +178,7 @@ def _device(
 
 def _parameters(parameters: object) -> dict[str, Any]:
     if _at(parameters, "apiVersion") != PARAMETERS_API or _at(parameters, "kind") != PARAMETERS_KIND:
-        raise UnusableClaim(f"the claim's parameters are not {PARAMETERS_API} {PARAMETERS_KIND}")
+        raise UnusableClaim(f"the claim's parameters must be {PARAMETERS_API} {PARAMETERS_KIND}")
     assert isinstance(parameters, dict)
     values = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
     # Refuse unknown keys: a misspelt key would silently have no effect.
@@ -194,8 +196,10 @@ def _checked(parameters: Mapping[str, Any], request: str, *, is_admin: bool) -> 
     least = 0 if is_admin else 1
     if not isinstance(user, int) or isinstance(user, bool) or not least <= user <= MAX_USER:
         raise UnusableClaim(
-            f"the claim's parameters say {user!r} for the user that the containers of request {request[:64]!r} run as",
-            "Write `user: 1000`, and the same in runAsUser of the pod; root can't be held apart from other root pods",
+            f"the claim's parameters must name the user that the containers of request {request[:64]!r} "
+            f"run as, not {user!r}",
+            "Write `user: 1000`, and the same number in runAsUser of the pod. It can't be root, because "
+            "pods that run as root can't be distinguished",
         )
     if lease_s is not None and (not isinstance(lease_s, int) or isinstance(lease_s, bool) or lease_s < 1):
         raise UnusableClaim(f"leaseSeconds must be a number of seconds, not {lease_s!r}")

@@ -158,7 +158,10 @@ def task_prolog(folder: Path) -> None:
 @main.command()
 @_folder
 def epilog(folder: Path) -> None:
-    """Free the job's leases and wait for the proof. For slurm.conf's Epilog; a failure drains the node."""
+    """Free the job's leases, and wait until their memory is proved free.
+
+    For slurm.conf's Epilog; a failure drains the node.
+    """
     job = job_id(os.environ)
     records = JobRecords(folder)
     with records.locked(job):
@@ -182,7 +185,9 @@ def service(folder: Path) -> None:
 
 
 @main.command()
-@click.option("--jobs-per-card", type=click.IntRange(1, 1024), required=True, help="Most jobs that share a card.")
+@click.option(
+    "--jobs-per-card", type=click.IntRange(1, 1024), required=True, help="Maximum number of jobs that share a card."
+)
 @_daemon
 def count(jobs_per_card: int, address: str) -> None:
     """Print the counts of this node for slurm.conf and gres.conf. Its cards must be idle.

@@ -24,12 +24,15 @@ def countable_mib(card: Report, jobs_per_card: int) -> int:
     # Only an idle card shows the size of one context: its capacity minus the largest lease that it can grant.
     if card["leases"] or card["exclusive"] or card["fenced_bytes"] or not card["available_bytes"]:
         raise MissingPrerequisite(
-            f"{name} must be idle, without leases, fenced memory or a drain: see gpulease leases and gpulease health"
+            f"{name} must be idle, without leases, fenced memory or a drain: see `gpulease leases` and "
+            "`gpulease health`"
         )
     context_bytes = card["capacity_bytes"] - card["available_bytes"]
     counted_mib = int(card["available_bytes"] - (jobs_per_card - 1) * context_bytes) // MIB
     if counted_mib <= 0:
-        raise MissingPrerequisite(f"{name} has no memory left for jobs next to {jobs_per_card} contexts")
+        raise MissingPrerequisite(
+            f"{name} has no memory left for jobs, because {jobs_per_card} contexts take all of it"
+        )
     return counted_mib
 
 

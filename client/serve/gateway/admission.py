@@ -58,7 +58,7 @@ class GatewayAdmission:
         # There is no await between the check and the increment, so two requests can't both take the last place.
         if self.taken >= max_places:
             raise Overloaded(
-                f"{max_places} requests are served or wait, the most there may be", RETRY_S, is_queue_full=True
+                f"{max_places} requests are being served or wait, the maximum", RETRY_S, is_queue_full=True
             )
         self.taken += 1
         try:
@@ -77,7 +77,7 @@ class GatewayAdmission:
                 await self._slots.acquire()
         except TimeoutError:
             raise Overloaded(
-                f"the request has waited for {self._bounds.queue_s:g} s, the longest there may be",
+                f"the request has waited for {self._bounds.queue_s:g} s, the maximum",
                 RETRY_S,
                 is_queue_full=False,
             ) from None

@@ -85,17 +85,17 @@ class NodeAuthority:
             # The node checks the token's signature and expiry, and returns the permissions that it really has.
             report = lease.inspect_token(grant)
         except Denied as error:
-            raise CapabilityRefused(f"the grant is refused: {error.message}", error.hint) from None
+            raise CapabilityRefused(f"the grant was refused: {error.message}", error.hint) from None
         if report.lease_id != lease.lease_id:
             raise CapabilityRefused(f"the grant is of lease {report.lease_id}, not of {lease.lease_id}")
         # Equality, not "at least": a grant with more rights than needed is refused, too.
         if report.permissions != SUBMISSION:
             granted, required = ", ".join(names_of(report.permissions)), ", ".join(names_of(SUBMISSION))
-            raise CapabilityRefused(f"the grant permits {granted}; it must permit {required}, no less and no more")
+            raise CapabilityRefused(f"the grant permits {granted}; it must permit exactly {required}")
         # The node's date is in whole seconds, rounded down, so compare with the floor.
         if report.ttl_s <= 0 or report.expires_at_unix_secs < math.floor(now_unix_s):
             raise CapabilityRefused(
-                f"the grant ends at {report.expires_at_unix_secs}, and by the request's date it is {now_unix_s:.0f}",
+                f"the grant ended at {report.expires_at_unix_secs}, and the request's date is {now_unix_s:.0f}",
                 "Compare the clocks of the caller and of the node",
             )
 
@@ -261,7 +261,7 @@ def _reserve(effects: Effects, request: InferenceRequest) -> Reservation | Infer
                 # Poll, because the other attempt may be in another gateway.
                 left_s = deadline_s - effects.monotonic_s()
                 if left_s <= 0:
-                    raise OperationInProgress(f"{key}: another attempt is at it", remaining_s)
+                    raise OperationInProgress(f"{key}: another attempt is in progress", remaining_s)
                 effects.sleep(min(back_off_s(attempts, _JOIN_PAUSE_S, _LONGEST_JOIN_PAUSE_S), left_s))
                 # Pauses grow, because each read is a transaction of the store.
                 attempts += 1
@@ -357,7 +357,9 @@ def _run(
         # The grant expires together with the lease, and either may be noticed first. Report the lease's end.
         if lease.remaining_s > END_MARGIN_S:
             raise
-        raise LeaseExpired(f"the lease ended, and with it the grant, before the kernel did: {error.message}") from error
+        raise LeaseExpired(
+            f"the lease ended, and with it the grant, before the kernel ended: {error.message}"
+        ) from error
 
 
 def _copy_out(effects: Effects, request: InferenceRequest, lease: GpuLease, memory: _Memory) -> bytes:

@@ -174,7 +174,7 @@ class Gateway:
         model = self._models[model_id]
         # A model's limit may be lower than the gateway's.
         if parsed.output_len > model.max_output_bytes:
-            text = f"Model {model_id} gives at most {model.max_output_bytes} bytes of output."
+            text = f"The output of model {model_id} must have at most {model.max_output_bytes} bytes."
             raise RequestRefused(Problem(400, "invalid_request", text))
         # First wait for other requests of the same id, then for a slot: a repeated request must not occupy two.
         async with self._exclusively(request_id) as join_s, self._admission.slot() as left_s:
@@ -217,7 +217,7 @@ class Gateway:
                 while (running := self._running_by_id.get(request_id)) is not None:
                     await running.wait()
         except TimeoutError:
-            raise OperationInProgress(f"{request_id}: another attempt is at it", LONGEST_RETRY_S) from None
+            raise OperationInProgress(f"{request_id}: another attempt is in progress", LONGEST_RETRY_S) from None
         self._running_by_id[request_id] = running = asyncio.Event()
         try:
             yield max(0.0, deadline_s - loop.time())
@@ -297,7 +297,7 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(status, code, text, kind, retry_after_s)
     if isinstance(error, errors.GpuLeaseError):
         return Problem(500, "not_started", text_for_callers(error), kind)
-    return Problem(500, "internal", "The gateway failed; its log says more.")
+    return Problem(500, "internal", "The gateway failed; its log has details.")
 
 
 MAX_JSON_BYTES: Final = (MAX_INPUT_BYTES + 2) // 3 * 4 + 1024
@@ -339,7 +339,9 @@ def idempotency_key(values: list[str]) -> str:
     Raises InvalidRequest.
     """
     if len(values) != 1:
-        raise InvalidRequest("a request must have one header Idempotency-Key, which identifies it when it is repeated")
+        raise InvalidRequest(
+            "a request must have exactly one Idempotency-Key header, which identifies it when it is repeated"
+        )
     text = values[0].strip()
     # A quoted and an unquoted form of the same key are the same request.
     if quoted := _QUOTED.fullmatch(text):
@@ -359,10 +361,10 @@ def parse_body(body: bytes, body_type: str, output_len: str) -> ParsedBody:
         raise InvalidRequest(f"the body must be JSON: {error}") from None
     # Refuse unknown members: one could be a misspelt limit.
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise InvalidRequest(f"the body is an object of {' and '.join(sorted(_FIELDS))}")
+        raise InvalidRequest(f"the body must be an object of {' and '.join(sorted(_FIELDS))}")
     text, length = value["input_base64"], value["output_len"]
     if not isinstance(text, str) or not isinstance(length, int) or isinstance(length, bool):
-        raise InvalidRequest("input_base64 is text, and output_len a number of bytes")
+        raise InvalidRequest("input_base64 must be text, and output_len a number of bytes")
     try:
         return ParsedBody(base64.b64decode(text, validate=True), length)
     except (binascii.Error, ValueError):
@@ -413,13 +415,17 @@ class GatewayMetrics(ServerMetrics):
         name = "gpulease_gateway_"
         self._requests = Counter(f"{name}requests", "Requests answered.", ("model", "outcome"), registry=registry)
         self._seconds = Histogram(
-            f"{name}request_seconds", "From head to answer.", ("model",), buckets=BUCKETS_S, registry=registry
+            f"{name}request_seconds",
+            "Time from the request's head to the answer.",
+            ("model",),
+            buckets=BUCKETS_S,
+            registry=registry,
         )
-        self._input = Counter(f"{name}input_bytes", "Bytes of input taken.", ("model",), registry=registry)
+        self._input = Counter(f"{name}input_bytes", "Bytes of input received.", ("model",), registry=registry)
         self._output = Counter(f"{name}output_bytes", "Bytes of output returned.", ("model",), registry=registry)
-        in_flight = Gauge(f"{name}in_flight", "Requests that are served now.", registry=registry)
+        in_flight = Gauge(f"{name}in_flight", "Requests that are being served.", registry=registry)
         in_flight.set_function(lambda: admission.in_flight)
-        queued = Gauge(f"{name}queued", "Requests that wait.", registry=registry)
+        queued = Gauge(f"{name}queued", "Requests that wait to be served.", registry=registry)
         queued.set_function(lambda: admission.taken - admission.in_flight)
 
     def count_request(self, model: str, outcome: str, seconds: float) -> None:

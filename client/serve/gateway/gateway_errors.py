@@ -31,7 +31,7 @@ class OperationInProgress(GatewayError):
         retry_after_s: Seconds after which that attempt has ended, or its claim has expired.
     """
 
-    default_hint = "Ask again with the same id"
+    default_hint = "Repeat the request with the same id"
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class CapabilityRefused(GatewayError):
 class StoreUnavailable(GatewayError):
     """The idempotency store does not answer, so no attempt may begin."""
 
-    default_hint = "Ask again with the same id in a moment"
+    default_hint = "Repeat the request with the same id in a moment"
 
 
 class Overloaded(GatewayError):
@@ -80,7 +80,7 @@ class Overloaded(GatewayError):
         is_queue_full: True if the queue had no place; False if the request waited in it for too long.
     """
 
-    default_hint = "Ask again with the same id in a moment"
+    default_hint = "Repeat the request with the same id in a moment"
 
     def __init__(self, message: str, retry_after_s: float, *, is_queue_full: bool) -> None:
         super().__init__(message)

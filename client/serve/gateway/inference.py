@@ -70,7 +70,7 @@ class InferenceRequest:
         if not 0 < self.lease_ttl_secs <= MAX_LEASE_S:
             raise InvalidRequest(f"a request's lease must have at most {MAX_LEASE_S:g} s, not {self.lease_ttl_secs}")
         if not math.isfinite(self.now_secs):
-            raise InvalidRequest(f"{self.now_secs} is not a date")
+            raise InvalidRequest(f"the date must be a time in seconds, not {self.now_secs}")
 
     def key(self) -> str:
         """Return the key under which a store reserves the request."""
@@ -109,7 +109,10 @@ class InferenceKernel:
 
     def __post_init__(self) -> None:
         if not 0 < self.threads_per_block <= MAX_THREADS or self.bytes_per_thread < 1:
-            raise InvalidRequest(f"kernel {self.name}: 1 to {MAX_THREADS} threads a block, at least a byte a thread")
+            raise InvalidRequest(
+                f"kernel {self.name}: a block must have 1 to {MAX_THREADS} threads, and each thread must "
+                "compute at least one byte"
+            )
         known_names = BUFFERS + LENGTHS
         # Settings are written by people, so name the first wrong argument and all allowed ones.
         if unknown := [argument for argument in self.arguments if argument not in known_names]:
@@ -120,7 +123,7 @@ class InferenceKernel:
             raise InvalidRequest(f"kernel {self.name}: arguments: each must occur only once")
         # A kernel needs an input and an output: separate ones, or one buffer for both.
         if sorted(argument for argument in self.arguments if argument in BUFFERS) not in (["in", "out"], ["inout"]):
-            raise InvalidRequest(f'kernel {self.name}: arguments: there must be "in" and "out", or "inout" alone')
+            raise InvalidRequest(f'kernel {self.name}: arguments must contain "in" and "out", or only "inout"')
 
     @property
     def is_in_place(self) -> bool:

@@ -66,8 +66,10 @@ class ModelTable:
         int,
         Setting("Device memory of each request's lease.", least=1, most=MAX_VRAM_BYTES, example="67_108_864"),
     ]
-    threads_per_block: Annotated[int, Setting("Threads in a block.", least=1, most=MAX_THREADS)] = DEFAULT_THREADS
-    bytes_per_thread: Annotated[int, Setting("Bytes of the output that one thread computes.", least=1)] = (
+    threads_per_block: Annotated[int, Setting("Number of threads in a block.", least=1, most=MAX_THREADS)] = (
+        DEFAULT_THREADS
+    )
+    bytes_per_thread: Annotated[int, Setting("Number of output bytes that one thread computes.", least=1)] = (
         DEFAULT_BYTES_PER_THREAD
     )
     arguments: Annotated[
@@ -79,11 +81,11 @@ class ModelTable:
             read=_read_arguments,
         ),
     ] = DEFAULT_ARGUMENTS
-    lease_secs: Annotated[float, Setting("Seconds that a request may take on the card.", over=0, most=MAX_LEASE_S)] = (
-        10.0
-    )
+    lease_secs: Annotated[
+        float, Setting("Maximum number of seconds that a request may take on the card.", over=0, most=MAX_LEASE_S)
+    ] = 10.0
     max_output_bytes: Annotated[
-        int, Setting("The largest output that a request may have.", least=1, most=MAX_OUTPUT_BYTES)
+        int, Setting("Maximum number of bytes of a request's output.", least=1, most=MAX_OUTPUT_BYTES)
     ] = MAX_OUTPUT_BYTES
 
 

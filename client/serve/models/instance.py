@@ -342,7 +342,7 @@ class Instance:
         except BaseException as error:
             # Answer every request, both when the server stops and after a bug here.
             is_end = isinstance(error, asyncio.CancelledError)
-            reason = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
+            reason = _CUT_OFF if is_end else CallError(CallErrorCode.INTERNAL, "the server failed; its log has details")
             for request in batch:
                 request.settle(reason)
             raise

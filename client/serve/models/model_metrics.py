@@ -52,11 +52,15 @@ class ModelServerMetrics(ServerMetrics):
         self.launches = Counter("kernel_launch", "Batches launched.", by_model, registry=registry)
         self.failures = Counter("kernel_fail", "Batches that failed.", by_model, registry=registry)
         self.latency_ms = Histogram(
-            "inference_latency_ms", "From arrival to outcome.", by_model, buckets=LATENCY_BUCKETS_MS, registry=registry
+            "inference_latency_ms",
+            "Time from the arrival of a request to its outcome.",
+            by_model,
+            buckets=LATENCY_BUCKETS_MS,
+            registry=registry,
         )
-        self.bytes_in = Counter("bytes_in", "Bytes of inputs taken.", by_model, registry=registry)
-        self.bytes_out = Counter("bytes_out", "Bytes of outputs answered.", by_model, registry=registry)
-        self.queue_depth = Gauge("queue_depth", "Items that wait.", by_model, registry=registry)
+        self.bytes_in = Counter("bytes_in", "Bytes of inputs received.", by_model, registry=registry)
+        self.bytes_out = Counter("bytes_out", "Bytes of outputs sent.", by_model, registry=registry)
+        self.queue_depth = Gauge("queue_depth", "Items that wait for a launch.", by_model, registry=registry)
         self.batch_items = Histogram(
             "batch_items", "Items in a launch.", by_model, buckets=BATCH_BUCKETS, registry=registry
         )

@@ -186,7 +186,7 @@ async def _payload(request: Request, body_type: str, model: ModelSettings) -> tu
     if body_type == BINARY:
         return _Form.BYTES, await read_body(request, most_bytes, BODY_LIMIT_S, "It")
     if body_type != JSON:
-        raise RequestRefused(Problem(415, "unsupported_media_type", f"The body is {BINARY} or {JSON}."))
+        raise RequestRefused(Problem(415, "unsupported_media_type", f"The body must be {BINARY} or {JSON}."))
     # The form is known only after reading, so allow the larger of both sizes.
     room = max(4 * (-(-most_bytes // 3)), _numbers_room(model))
     body = await read_body(request, room + _JSON_ROOM, BODY_LIMIT_S, "It")

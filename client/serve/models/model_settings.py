@@ -57,8 +57,12 @@ class ModelSettings:
         ),
     ]
     kernel: Annotated[str, Setting("The kernel's name in that file.", example='"digits"')]
-    input_bytes: Annotated[int, Setting("Bytes of one item's input.", least=1, most=MAX_BATCH_BYTES, example="256")]
-    output_bytes: Annotated[int, Setting("Bytes of one item's output.", least=1, most=MAX_BATCH_BYTES, example="40")]
+    input_bytes: Annotated[
+        int, Setting("Number of bytes of one item's input.", least=1, most=MAX_BATCH_BYTES, example="256")
+    ]
+    output_bytes: Annotated[
+        int, Setting("Number of bytes of one item's output.", least=1, most=MAX_BATCH_BYTES, example="40")
+    ]
     min_vram_bytes: Annotated[
         int, Setting("Device memory of the model's lease.", least=1, most=2**63, example="1_048_576")
     ]
@@ -97,15 +101,21 @@ class ModelSettings:
             example="[64]",
         ),
     ] = ()
-    threads_per_block: Annotated[int, Setting("Threads in a block.", least=1, most=1024)] = 256
-    blocks_per_item: Annotated[int, Setting("Blocks for each item.", least=1, most=2**20)] = 1
+    threads_per_block: Annotated[int, Setting("Number of threads in a block.", least=1, most=1024)] = 256
+    blocks_per_item: Annotated[int, Setting("Number of blocks for each item.", least=1, most=2**20)] = 1
     lease_secs: Annotated[
         float,
-        Setting("Seconds of the lease; it is renewed for as long as the model is served.", least=0.1, most=86400),
+        Setting(
+            "Seconds that the lease lasts; it is renewed for as long as the model is served.", least=0.1, most=86400
+        ),
     ] = 30.0
     max_kernel_secs: Annotated[
         float,
-        Setting("Seconds that a batch may take; a batch that takes longer ends its lease.", least=0.01, most=3600),
+        Setting(
+            "Maximum number of seconds that a batch may take; a batch that takes longer ends its lease.",
+            least=0.01,
+            most=3600,
+        ),
     ] = 10.0
     max_batch: Annotated[int, Setting("Maximum number of items in one launch.", least=1, most=4096)] = 1
     max_delay_ms: Annotated[
@@ -120,7 +130,7 @@ class ModelSettings:
     deadline_ms: Annotated[
         float,
         Setting(
-            "Milliseconds in which a request must be finished, if the request itself sets no deadline.",
+            "Milliseconds within which a request must be finished if the request itself sets no deadline.",
             least=1,
             most=3_600_000,
         ),
@@ -174,7 +184,7 @@ def check_together(models: Mapping[str, ModelSettings]) -> None:
             smaller_model = models[smaller]
             # A caller gets the variant's answer without knowing it in advance, so it must have the same form.
             if _shape(smaller_model) != _shape(model):
-                raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, and can't replace it")
+                raise InvalidRequest(f"model {name}: {smaller} has other inputs or outputs, so it can't replace {name}")
 
 
 def _shape(model: ModelSettings) -> tuple[object, ...]:
@@ -191,7 +201,7 @@ def _model(path: Path, name: str, table: Any) -> ModelSettings:
     model = ModelSettings(name=name, **settings)
     # Each setting is within its own limits, but their product must also fit.
     if max(model.input_bytes, model.output_bytes) * model.max_batch > MAX_BATCH_BYTES:
-        raise InvalidRequest(f"{where}: a batch of {model.max_batch} is more than {MAX_BATCH_BYTES} bytes")
+        raise InvalidRequest(f"{where}: a batch of {model.max_batch} items must have at most {MAX_BATCH_BYTES} bytes")
     for side in ("input", "output"):
         kind, size = settings.get(f"{side}_type", ""), settings[f"{side}_bytes"]
         # An item must consist of whole numbers of its declared type.

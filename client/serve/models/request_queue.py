@@ -181,10 +181,10 @@ class RequestIntake:
         """Queue requests while there is room, and refuse the others."""
         for request in requests:
             if self.is_stopping:
-                request.settle(CallError(CallErrorCode.UNAVAILABLE, "the server stops"))
+                request.settle(CallError(CallErrorCode.UNAVAILABLE, "the server is stopping"))
                 continue
             if not self.queue.add(request):
-                text = f"{self.settings.max_queue} items wait already"
+                text = f"{self.settings.max_queue} items already wait, the maximum"
                 # This limit also applies to requests that another model passes on.
                 request.settle(CallError(CallErrorCode.QUEUE_FULL, text, self._retry_ms()))
                 continue
@@ -233,7 +233,7 @@ class RequestIntake:
     def _refusal(self, request: WaitingRequest, left_s: float) -> CallError | None:
         settings, size = self.settings, len(request.payload)
         if self.is_stopping:
-            return CallError(CallErrorCode.UNAVAILABLE, "the server stops")
+            return CallError(CallErrorCode.UNAVAILABLE, "the server is stopping")
         if not size or size % settings.input_bytes or request.items > settings.max_batch:
             text = (
                 f"{size} bytes; {settings.name} takes 1 to {settings.max_batch} items of {settings.input_bytes} bytes"
@@ -244,7 +244,7 @@ class RequestIntake:
             text = f"{settings.name} can't be served: {text_for_callers(self.trouble)}"
             return CallError(CallErrorCode.UNAVAILABLE, text)
         if self.queue.items + request.items > settings.max_queue:
-            return CallError(CallErrorCode.QUEUE_FULL, f"{self.queue.items} items wait already", self._retry_ms())
+            return CallError(CallErrorCode.QUEUE_FULL, f"{self.queue.items} items already wait", self._retry_ms())
         # Check this last, because it is an estimate; the other checks are certain.
         if text := self._forecast(request.at).refusal(request.items, left_s):
             return CallError(CallErrorCode.TOO_LATE, text, self._retry_ms())
@@ -267,7 +267,7 @@ class RequestIntake:
     def _on_deadline(self, request: WaitingRequest) -> None:
         if self.queue.remove(request):
             self.changed()
-            code, reason = CallErrorCode.TOO_LATE, "it was not begun in its time"
+            code, reason = CallErrorCode.TOO_LATE, "it was not started before its deadline"
             if self.trouble is not None:
                 code, reason = CallErrorCode.UNAVAILABLE, f"{reason}: the model has no lease: {self.trouble}"
             request.settle(CallError(code, reason, self._retry_ms()))
@@ -356,8 +356,8 @@ class Forecast:
         """Return why the items will probably not be done in `left_s`; "" if they will."""
         expected_s = self.expected_s(items)
         if expected_s > left_s:
-            return f"it would take {expected_s:.3f} s, and has {left_s:.3f} s"
+            return f"it would take {expected_s:.3f} s, but must be finished in {left_s:.3f} s"
         # The lease may not be renewed, for example on a drained node, so its end counts as a deadline.
         if self.lease_left_s is not None and expected_s > self.lease_left_s:
-            return f"it would take {expected_s:.3f} s, and the lease ends in {self.lease_left_s:.3f} s"
+            return f"it would take {expected_s:.3f} s, but the lease ends in {self.lease_left_s:.3f} s"
         return ""

@@ -54,7 +54,7 @@ class CallFailed(GpuLeaseError):
 class CallTimedOut(Disconnected):
     """No reply came in time. The call may have been executed, or may still be running."""
 
-    default_hint = "Give it more time, or see why the server is slow"
+    default_hint = "Increase the deadline, or find out why the server is slow"
 
 
 SPIN_NS: Final = 200_000
@@ -141,13 +141,15 @@ class RpcClient:
         # Copy the payload, so that the caller's buffer may change while the call waits for its turn.
         data = bytes(memoryview(payload))
         if len(data) > MAX_PAYLOAD_BYTES:
-            raise InvalidRequest(f"rpc: {len(data)} bytes; a call takes {MAX_PAYLOAD_BYTES}", "Use HTTP for more")
+            raise InvalidRequest(
+                f"rpc: a call must have at most {MAX_PAYLOAD_BYTES} bytes, not {len(data)}", "Use HTTP for more"
+            )
         if deadline_s is not None and not 0 < deadline_s < math.inf:
             raise InvalidRequest(f"rpc: a deadline must be a number of seconds above 0, not {deadline_s}")
         span = _Span.of(self._timeout_s if timeout_s is None and deadline_s is None else timeout_s, deadline_s)
         # Calls take turns, because the shared memory has room for one request and one reply.
         if not self._lock.acquire(timeout=min(span.send_timeout_s(), threading.TIMEOUT_MAX)):
-            raise _too_late("other threads' calls took all of its time")
+            raise _too_late("calls of other threads took until its deadline")
         try:
             return self._call(method_id, data, span, is_idempotent=is_idempotent)
         finally:
@@ -261,12 +263,12 @@ class _Span:
             return 0
         left_ms = int((self.deadline - time.monotonic()) * 1000)
         if left_ms <= 0:
-            raise _NotReceived(_too_late("it took all of its time to reach the server"))
+            raise _NotReceived(_too_late("its deadline passed before it reached the server"))
         return min(left_ms, MAX_LEFT_MS)
 
 
 def _too_late(reason: str) -> CallFailed:
-    return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{reason}; it was not asked"))
+    return CallFailed(CallError(CallErrorCode.TOO_LATE, f"{reason}; the call was not sent"))
 
 
 class _NotReceived(Exception):
@@ -309,14 +311,14 @@ class _Connection:
         # The server may change the memory at any time: copy the header once, and check its id, size and status.
         header = reply.header()
         if header.request_id != request_id or not header.fits or header.status not in _FINAL_STATUSES:
-            raise Disconnected("rpc: the server's reply can't be followed")
+            raise Disconnected("rpc: the server's reply is invalid")
         # Copy the payload before giving the region back to the server.
         payload = reply.payload(header.payload_len)
         reply.status = CallStatus.EMPTY
         if header.status == CallStatus.RESPONSE_READY:
             return Answer(header.method_id, payload)
         if (error := CallError.from_bytes(payload)) is None:
-            raise Disconnected("rpc: the server's error can't be followed")
+            raise Disconnected("rpc: the server's error is invalid")
         raise CallFailed(error)
 
     def close(self) -> None:
@@ -340,21 +342,21 @@ class _Connection:
         while True:
             left_ms = (deadline_s - time.monotonic()) * 1000
             if left_ms <= 0 or not self._bell.poll(left_ms):
-                raise CallTimedOut("rpc: no answer in time; the call may have been done")
+                raise CallTimedOut("rpc: the server did not reply in time; the call may have been executed")
             # Bells may be left over from replies that were found by polling, so check the reply itself.
             has_ended = not self._sock.recv(_BELLS_BYTES)
             if self._shared.reply.status:
                 return
             # Check this after the reply, because a server that stops first replies and then closes.
             if has_ended:
-                raise Disconnected("rpc: the server closed the connection; the call may have been done")
+                raise Disconnected("rpc: the server closed the connection; the call may have been executed")
 
 
 _FINAL_STATUSES: Final = (CallStatus.RESPONSE_READY, CallStatus.ERROR)
 
 
 def _disconnected(path: str, error: OSError) -> Disconnected:
-    return Disconnected(f"rpc: the server at {path}: {error.strerror or error}", "Does `gpulease serve models` run?")
+    return Disconnected(f"rpc: the server at {path}: {error.strerror or error}", "Is `gpulease serve models` running?")
 
 
 def _connected(path: str, deadline_s: float) -> _Connection:

@@ -124,7 +124,7 @@ class RpcServer:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            _log.warning("no caller is admitted for %g s: %s", ACCEPT_PAUSE_S, error)
+            _log.warning("no callers are admitted for %g s: %s", ACCEPT_PAUSE_S, error)
             self._loop.remove_reader(self._sock)
             # Callers wait in the socket's backlog meanwhile.
             self._loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting)
@@ -137,7 +137,7 @@ class RpcServer:
             # This allocates memory and greets the peer, so it may fail if descriptors or memory run out.
             caller = _Caller(peer, self._loop, self._begin, self._callers.discard)
         except OSError as error:
-            _log.warning("a caller was not let in: %s", error)
+            _log.warning("a caller was not admitted: %s", error)
             peer.close()
             return
         self._callers.add(caller)
@@ -210,7 +210,7 @@ class _Caller:
             # A bell during a call, or without a request: harmless, but counted.
             self._false_bells += len(bells)
             if self._false_bells > MAX_FALSE_BELLS:
-                _log.warning("a caller rings for nothing: it is dropped")
+                _log.warning("a caller rang repeatedly without sending a call, so it was disconnected")
                 self.close()
         else:
             self._false_bells = 0
@@ -244,7 +244,7 @@ class _Caller:
                 call.exception()  # retrieve it, or asyncio would log that it was not retrieved
             return
         if call.cancelled():
-            outcome: Outcome = CallError(CallErrorCode.UNAVAILABLE, "the server stops")
+            outcome: Outcome = CallError(CallErrorCode.UNAVAILABLE, "the server is stopping")
         elif error := call.exception():
             _log.error("a call of method %d failed", header.method_id, exc_info=error)
             outcome = _FAILED
@@ -255,7 +255,7 @@ class _Caller:
     def _answer(self, header: CallHeader, outcome: Outcome) -> None:
         # An answer that does not fit becomes an error, because the caller must get a reply.
         if isinstance(outcome, Answer) and len(outcome.payload) > MAX_PAYLOAD_BYTES:
-            outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: ask for less")
+            outcome = CallError(CallErrorCode.INVALID_REQUEST, "the answer is larger than a region: request less")
         # Empty the request's region before replying: after the reply, the caller may write its next request at once.
         self._shared.request.status = CallStatus.EMPTY
         reply = self._shared.reply
@@ -271,4 +271,4 @@ class _Caller:
             self.close()
 
 
-_FAILED: Final = CallError(CallErrorCode.INTERNAL, "the server failed; its log says more")
+_FAILED: Final = CallError(CallErrorCode.INTERNAL, "the server failed; its log has details")

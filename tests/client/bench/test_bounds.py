@@ -141,12 +141,15 @@ def test_a_report_is_flattened_to_its_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("{", "must be a file that `gpulease bench --check` has written"),
+        ("{", "must be a file that `gpulease bench --check` wrote"),
         ("[]", "must be a file that"),
         ("[" * 100_000, "must be a file that"),
         ('{"driver": "cuda"}', "must be a file that"),
         (" " * (1 << 21), "must be a file that"),
-        ('{"driver": "cuda", "card": "NVIDIA H100", "title": "t"}', "only runs on the same kind of card are compared"),
+        (
+            '{"driver": "cuda", "card": "NVIDIA H100", "title": "t"}',
+            "only runs on the same kind of card can be compared",
+        ),
     ],
 )
 def test_an_earlier_file_of_another_kind_is_refused(tmp_path: Path, text: str, error: str) -> None:

@@ -204,8 +204,7 @@ def test_a_state_shows_the_shared_prefixes_and_their_ends(scene: Scene) -> None:
     assert [(event["tenant"], event["text"]) for event in state["events"]] == [
         (
             "helper",
-            "This prefix is shared no more until another engine is opened. Why its region ended: Revoked: by the"
-            " operator.",
+            "This prefix is not shared until another engine is opened. Why its region ended: Revoked: by the operator.",
         ),
         ("helper", "This shared prefix was computed again, for another engine."),
     ]

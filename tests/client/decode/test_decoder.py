@@ -376,7 +376,7 @@ def test_a_request_that_waited_too_long_raises(daemon: Daemon) -> None:
     async def scene(decoder: Decoder) -> None:
         await decoder.suspend("a")
         late = decoder.submit([1, 2], max_tokens=4, tenant_id="a", wait_s=0.01)
-        with pytest.raises(WaitedTooLong, match="it is suspended; it waited as long as it may"):
+        with pytest.raises(WaitedTooLong, match="it is suspended; the maximum waiting time has passed"):
             await read(late)
         assert late.reason is CompletionReason.DEADLINE_EXCEEDED
 

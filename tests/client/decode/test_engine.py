@@ -238,7 +238,7 @@ def test_a_third_step_is_refused_and_the_two_under_way_are_good(tiny: RunningRig
         expected = await rig.compute(row(rig))
         for _ in range(2):
             await rig.engine.start(row(rig), [rig.pools[0]])
-        with pytest.raises(RequestRejected, match="2 steps are under way"):
+        with pytest.raises(RequestRejected, match="2 steps are already in progress"):
             await rig.engine.start(row(rig), [rig.pools[0]])
         assert [(await rig.engine.finish()).tobytes() for _ in range(2)] == [expected.tobytes()] * 2
         with pytest.raises(RequestRejected, match="No step"):

@@ -56,14 +56,14 @@ def play(
 def test_a_tenant_has_places_for_what_may_live_and_what_may_wait() -> None:
     intake, scheduler, refused = intake_of(None)
     with intake.place("ann"), intake.place("ann"), intake.place("ann"):
-        with pytest.raises(AdmissionRefused, match="QuotaExceeded: tenant ann: 2 of its requests wait already"):
+        with pytest.raises(AdmissionRefused, match="QuotaExceeded: tenant ann: 2 of its requests are waiting already"):
             intake.place("ann").__enter__()
         # Nobody else's places are taken.
         with intake.place("bob"):
             assert intake.coming == {"ann": 3, "bob": 1}
     assert refused == [
         PromptRefused(
-            "ann", "QuotaExceeded", "QuotaExceeded: tenant ann: 2 of its requests wait already; send it later"
+            "ann", "QuotaExceeded", "QuotaExceeded: tenant ann: 2 of its requests are waiting already; send it later"
         )
     ]
     # Those that the scheduler has count as well.
@@ -85,7 +85,7 @@ def test_texts_and_chats_are_read_and_refusals_are_reported() -> None:
         assert await intake.read_chat("ann", [{"role": "user", "content": "a"}], {"rest": "b"}) == tuple(letters)
         with pytest.raises(AdmissionRefused, match="TooLarge"):
             await intake.read_text("ann", "a" * 65)
-        with pytest.raises(RequestRejected, match="does not take"):
+        with pytest.raises(RequestRejected, match="does not accept"):
             await intake.read_chat("ann", [{"role": "user", "content": "a"}], {"rest": None})
         assert [(report.tenant_id, report.reason) for report in refused] == [
             ("ann", "TooLarge"),

@@ -100,15 +100,20 @@ def revoke_too_often(scheduler: ContinuousBatchScheduler) -> None:
 
 
 REFUSALS: list[tuple[Callable[[ContinuousBatchScheduler], Any], dict[str, Any], AdmissionReason, str]] = [
-    (lambda s: None, {"prompt": 64, "most": 2}, AdmissionReason.TOO_LARGE, "5 blocks; tenant a has 4 in all"),
+    (lambda s: None, {"prompt": 64, "most": 2}, AdmissionReason.TOO_LARGE, "5 blocks, but tenant a has only 4"),
     (lambda s: None, {"prompt": 200, "most": 2, "wait_s": 9}, AdmissionReason.TOO_LARGE, "201 positions.* 200"),
-    (lambda s: fill(s, live=2), {}, AdmissionReason.QUOTA_EXCEEDED, "2 of its sequences live already"),
-    (lambda s: fill(s, live=2, waiting=2), {"wait_s": 9}, AdmissionReason.QUOTA_EXCEEDED, "2 of its requests wait"),
+    (lambda s: fill(s, live=2), {}, AdmissionReason.QUOTA_EXCEEDED, "2 of its sequences are already in progress"),
+    (
+        lambda s: fill(s, live=2, waiting=2),
+        {"wait_s": 9},
+        AdmissionReason.QUOTA_EXCEEDED,
+        "2 of its requests already wait",
+    ),
     (
         lambda s: fill(s, live=1, blocks=3),
         {"prompt": 16, "most": 17},
         AdmissionReason.POOL_EXHAUSTED,
-        "needs 2 blocks, and 1 are free for it",
+        "needs 2 blocks, but only 1 are free for it",
     ),
     (use_all_tables, {}, AdmissionReason.POOL_EXHAUSTED, "wait for the engine"),
     (revoke, {}, AdmissionReason.POOL_EXHAUSTED, "being rebuilt"),
@@ -148,8 +153,8 @@ def test_a_refused_request_leaves_no_trace_in_what_others_get(scheduler: Continu
     ("change", "told"),
     [
         ({"tenant_id": "nobody"}, "no tenant 'nobody'"),
-        ({"request_id": "live0"}, "'live0' lives or waits already"),
-        ({"request_id": "waiting0"}, "'waiting0' lives or waits already"),
+        ({"request_id": "live0"}, "'live0' is already waiting or in progress"),
+        ({"request_id": "waiting0"}, "'waiting0' is already waiting or in progress"),
         ({"token_ids": (1, VOCABULARY)}, "tokens must be 0 to 23"),
         ({"token_ids": (-1, 1)}, "tokens must be 0 to 23"),
     ],
@@ -183,7 +188,7 @@ def test_limits_that_make_no_engine_are_refused(change: dict[str, Any]) -> None:
 
 
 def test_a_tenant_is_added_once(scheduler: ContinuousBatchScheduler) -> None:
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="already has a tenant"):
         scheduler.add_tenant(TENANTS[0])
     with pytest.raises(ValueError, match="a region must have 1 to 4 blocks, not 5"):
         scheduler.add_tenant(TenantConfig("c", 1, 4), blocks=5)
@@ -215,7 +220,7 @@ def test_a_request_that_waited_too_long_says_what_kept_it_out(scheduler: Continu
     (ended,) = scheduler.plan(9.0).events
     assert isinstance(ended, SchedulerEvent.Completed)
     assert ended.kept_out_by is AdmissionReason.QUOTA_EXCEEDED
-    assert "2 of its sequences live already; it waited as long as it may" in ended.detail
+    assert "2 of its sequences are already in progress; the maximum waiting time has passed" in ended.detail
     scheduler.submit(prompt_request("a", "late", 3, 20, wait_s=9.0), 10.0)
     scheduler.revoked("a", CompletionReason.REVOKED, 10.0)
     late = [event for event in scheduler.plan(19.0).events if event.request.request_id == "late"]

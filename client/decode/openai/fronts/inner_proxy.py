@@ -19,7 +19,7 @@ from gpulease.client.http.problems import Problem, RequestRefused
 PIECE_BYTES: Final = 64 << 10
 
 STOPPING: Final = Problem(
-    OVERLOADED, "stopping", "The server stops. Send the request again.", retry_after_s=RETRY_AFTER_S
+    OVERLOADED, "stopping", "The server is stopping. Send the request again.", retry_after_s=RETRY_AFTER_S
 )
 """The reply once the decoder's process takes no connections any more."""
 

@@ -221,10 +221,10 @@ def refused(path: Path, sentence: str) -> None:
         ),
         ({"qwen2.attention.value_length": 64}, "value_length is 64, and heads are 32 wide"),
         ({"qwen2.rope.dimension_count": 16}, "rope.dimension_count is 16"),
-        ({"qwen2.expert_count": 8}, "expert_count is '8'; the engine computes no mixture"),
+        ({"qwen2.expert_count": 8}, "expert_count is '8'; the engine does not support mixtures"),
         ({"qwen2.attention.sliding_window": 4096}, "sliding_window is '4096'"),
         ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "rope.scaling.type is 'yarn'"),
-        ({"qwen2.rope.scale_linear": 2.0}, "rope.scale_linear is '2.0'; .* Llama 3's alone"),
+        ({"qwen2.rope.scale_linear": 2.0}, "rope.scale_linear is '2.0'; .* only Llama 3's scaling"),
         ({"split.count": 3}, "split.count is '3'; merge its files"),
         ({"tokenizer.ggml.eos_token_id": 4}, "token 4 is not in the vocabulary of 4"),
     ],
@@ -269,6 +269,6 @@ def test_a_gemma_3_has_no_tensor_of_divisors(tmp_path: Path) -> None:
 def test_a_path_of_neither_kind_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", "nothing: the file or folder does not exist")
     (tmp_path / "model.bin").write_bytes(b"x")
-    refused(tmp_path / "model.bin", "neither a folder with config.json and safetensors nor a .gguf file")
+    refused(tmp_path / "model.bin", "must be a folder with config.json and safetensors, or a .gguf file")
     (tmp_path / "empty.gguf").write_bytes(b"")
     refused(tmp_path / "empty.gguf", "truncated: it is empty")

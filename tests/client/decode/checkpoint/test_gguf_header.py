@@ -78,7 +78,7 @@ def test_a_version_2_file_is_read() -> None:
     ("content", "sentence"),
     [
         (b"GGML" + bytes(30), "a GGUF file must begin with b'GGUF', not b'GGML'"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF of version 50331648"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version must be .* not 50331648"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "1152921504606846976 tensors; at most"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "1152921504606846976 keys"),
         (file_of([pair(8, struct.pack("<Q", 1 << 62))]), "truncated: 4,611,686,018,427,387,904 bytes of 'k'"),

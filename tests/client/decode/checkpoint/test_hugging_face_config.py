@@ -165,10 +165,10 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"model_type": "qwen2_moe"}, "model_type must be .* not 'qwen2_moe'"),
         ({"model_type": None}, "model_type must be one of .*, not ''"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures .*Classification"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the engine's activation is SiLU"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the engine supports only the activation SiLU"),
         ({"attention_bias": True}, "attention_bias is 'True'"),
         ({"mlp_bias": True}, "mlp_bias is 'True'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*attend alike"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is .*only full attention"),
         ({"rope_scaling": {"type": "su"}}, "rope_type must be one of default, .*, not 'su'"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor must be at least 1, not 0.5"),
@@ -212,7 +212,7 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"rope_theta": "1000000.0"}, "rope_theta must be a number, not '1000000.0'"),
         (
             {"compression_config": {"format": "int-quantized"}},
-            "compression_config is .*the engine reads GGUF's, FP8 and AWQ",
+            "compression_config is .*packed as GGUF, FP8 or AWQ",
         ),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "256"}, "hidden_size must be an integer, not '256'"),
@@ -224,7 +224,7 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, not 'nan'"),
         ({"rope_theta": 10**400}, "rope_theta must be a number, not '1000"),
         # transformers computes attention in both directions then.
-        ({"is_causal": False}, "is_causal is 'False'; the engine attends to what came before"),
+        ({"is_causal": False}, "is_causal is 'False'; the engine supports only causal attention"),
         # Integers that no float holds, where the rules of rotary embeddings compute with them.
         ({"head_dim": 10**400}, "head_dim must be an integer, not '1000"),
         ({"hidden_size": 10**400, "head_dim": None}, "hidden_size must be an integer, not '1000"),
@@ -391,10 +391,22 @@ def test_a_gemma_3_s_embedding_is_scaled_by_the_root_of_its_width_as_bf16() -> N
     ("says", "sentence"),
     [
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not .Gemma3ForCausalLM."),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is '30.0'; the engine caps no logits"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is '50.0'; the engine caps no logits"),
-        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; the activation of this family is GELU by tanh"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is 'True'; the engine attends to what ca"),
+        (
+            {"final_logit_softcapping": 30.0},
+            "final_logit_softcapping is '30.0'; the engine does not support caps of logits",
+        ),
+        (
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping is '50.0'; the engine does not support caps of logits",
+        ),
+        (
+            {"hidden_activation": "gelu"},
+            "hidden_activation is 'gelu'; the engine supports only the activation GELU .tanh.",
+        ),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is 'True'; the engine supports only causal",
+        ),
         ({"attention_bias": True}, "attention_bias is 'True'"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be 1 to 16777216, not 0.0"),
         ({"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar must be a number"),
@@ -412,7 +424,7 @@ def test_a_gemma_3_s_embedding_is_scaled_by_the_root_of_its_width_as_bf16() -> N
         ),
         (
             {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}},
-            "partial_rotary_factor is '0.5'; the engine turns whole heads",
+            "partial_rotary_factor is '0.5'; the engine supports only rotary embeddings of whole heads",
         ),
         ({"num_experts": 8}, "num_experts is '8'"),
     ],
@@ -450,7 +462,7 @@ def test_the_text_part_of_a_gemma_3_with_images_is_read() -> None:
         ({"text_config": {"model_type": "gemma2"}}, "text_config: model_type must be gemma3_text, not 'gemma2'"),
         ({"text_config": {"final_logit_softcapping": 30.0}}, "text_config: final_logit_softcapping is '30.0'"),
         ({"tie_word_embeddings": False}, "text_config: tie_word_embeddings must be False, as next to it"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "reads no packed weights of models with images"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "does not support packed weights of models with images"),
     ],
 )
 def test_what_a_gemma_3_with_images_may_not_say(says: dict[str, Any], sentence: str) -> None:
@@ -509,7 +521,10 @@ def test_a_qwen3_moe_s_window_is_that_of_all_layers() -> None:
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1, not 0"),
         ({"mlp_only_layers": ["0"]}, "mlp_only_layers must be numbers of layers"),
         ({"mlp_only_layers": 3}, "mlp_only_layers must be a list"),
-        ({"shared_expert_intermediate_size": 512}, "shared_expert_intermediate_size is '512'; the engine computes no"),
+        (
+            {"shared_expert_intermediate_size": 512},
+            "shared_expert_intermediate_size is '512'; the engine does not support shared",
+        ),
         ({"attention_bias": True}, "attention_bias is 'True'"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "is not .Qwen3MoeForCausalLM."),
     ],
@@ -533,7 +548,10 @@ def test_what_a_mistral_leaves_out_is_as_in_transformers() -> None:
         ({"sliding_window": 0}, "sliding_window must be at least 1, not 0"),
         ({"sliding_window": "4096"}, "sliding_window must be an integer"),
         ({"architectures": ["LlamaForCausalLM"]}, "is not .MistralForCausalLM."),
-        ({"layer_types": ["sliding_attention"]}, "layers of this family attend alike"),
+        (
+            {"layer_types": ["sliding_attention"]},
+            "the engine supports only full attention in all layers of this family",
+        ),
     ],
 )
 def test_what_a_mistral_may_not_say(says: dict[str, Any], sentence: str) -> None:

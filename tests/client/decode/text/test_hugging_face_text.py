@@ -191,8 +191,8 @@ def test_a_template_in_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', "tokenizer.json: not a valid tokenizer"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json: must be a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 7}', "tokenizer_config.json: chat_template must be a string"),
-        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "tokenizer_config.json: the chat template is brok"),
-        ("chat_template.jinja", b"{% if %}", "chat_template.jinja: the chat template is broken"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "tokenizer_config.json: the chat template is inv"),
+        ("chat_template.jinja", b"{% if %}", "chat_template.jinja: the chat template is invalid"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, text: bytes, sentence: str) -> None:

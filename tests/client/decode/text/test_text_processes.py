@@ -112,7 +112,7 @@ def test_a_process_reads_as_the_tokenizer_does() -> None:
         for part in (text_tokens(processes, "a\ud800"), chat_tokens(processes, "a\ud800")):
             with pytest.raises(RequestRejected, match="the text can't be cut into tokens"):
                 await part
-        with pytest.raises(RequestRejected, match="does not take these messages"):
+        with pytest.raises(RequestRejected, match="does not accept these messages"):
             await processes.do("a", read_chat, {"messages": [], "variables": {}})
         with pytest.raises(RequestRejected, match="has a value that JSON can't represent"):
             await chat_tokens(processes, "hi", mood=object())
@@ -210,10 +210,10 @@ def test_a_fault_in_a_process_is_an_error_and_costs_no_other_text() -> None:
     """A text that ends its process is tried in at most two processes: it would probably end a third one, too."""
 
     async def scene(processes: TextProcesses) -> None:
-        with pytest.raises(TextNotRead, match="ended the process that read it, 2 times") as raised:
+        with pytest.raises(TextNotRead, match="ended the process that parsed it, 2 times") as raised:
             await processes.do("a", crash, {})
         assert raised.value.limit == "process"
-        with pytest.raises(TextProcessesFailed, match="the server's log says more"):
+        with pytest.raises(TextProcessesFailed, match="the server's log has details"):
             await processes.do("a", fail, {})
         assert len(await text_tokens(processes, "a")) == 2
 

@@ -147,7 +147,7 @@ def test_the_count_of_an_idle_card_leaves_room_for_the_contexts_of_its_jobs() ->
     for busy in (card_of(79.5, leases=1), card_of(79.5, fenced_bytes=1), card_of(0), card_of(79.5, exclusive=True)):
         with pytest.raises(MissingPrerequisite, match=r"card 0 .* must be idle"):
             countable_mib(busy, 1)
-    with pytest.raises(MissingPrerequisite, match="no memory left for jobs next to 160 contexts"):
+    with pytest.raises(MissingPrerequisite, match="no memory left for jobs, because 160 contexts"):
         countable_mib(card_of(79.5), 160)
 
 

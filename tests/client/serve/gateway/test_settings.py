@@ -70,8 +70,8 @@ def test_a_kernel_s_own_arguments(file: Path) -> None:
         ("[models.m]\n" + RIGHT + 'arguments = [["inout"]]', r"\['inout'\] must be one of in, out"),
         ("[models.m]\n" + RIGHT + 'arguments = ["inout", "output_len"]', "'output_len' must be one of in, out"),
         ("[models.m]\n" + RIGHT + 'arguments = ["in", "in", "out"]', "each must occur only once"),
-        ("[models.m]\n" + RIGHT + 'arguments = ["in", "inout"]', '"in" and "out", or "inout" alone'),
-        ("[models.m]\n" + RIGHT + 'arguments = ["output_len:u32"]', '"in" and "out", or "inout" alone'),
+        ("[models.m]\n" + RIGHT + 'arguments = ["in", "inout"]', '"in" and "out", or only "inout"'),
+        ("[models.m]\n" + RIGHT + 'arguments = ["output_len:u32"]', '"in" and "out", or only "inout"'),
         ('[models.m]\nkernel = "k"\n', "models.m.ptx must be given, and min_vram_bytes"),
         (
             "[models.m]\n" + RIGHT.replace("k.ptx", "none.ptx"),

@@ -33,7 +33,7 @@ def test_an_estimate_halves_while_nothing_is_measured(times: list[float], age_s:
     [
         (Forecast(0, 8, False, 0.0, 0.0, None), 1, 0.001, ""),  # nothing is known yet
         (Forecast(0, 8, False, 0.1, 0.0, 10.0), 8, 0.15, ""),
-        (Forecast(0, 8, False, 0.1, 0.0, 10.0), 1, 0.05, "it would take 0.100 s, and has 0.050 s"),
+        (Forecast(0, 8, False, 0.1, 0.0, 10.0), 1, 0.05, "it would take 0.100 s, but must be finished in 0.050 s"),
         (Forecast(0, 8, True, 0.1, 0.0, 10.0), 1, 0.15, "it would take 0.200 s"),
         (Forecast(8, 8, True, 0.1, 0.0, 10.0), 1, 0.25, "it would take 0.300 s"),
         (Forecast(7, 8, False, 0.1, 0.0, 10.0), 1, 0.15, ""),
