@@ -299,7 +299,7 @@ def disconnected(ended: LinkEnded, channel: Channel, operation: str) -> GpuLease
     if channel.link.is_end_explained:
         return error_of(ended.failure, operation)
     own_hint = ended.failure.hint
-    hint = f"{own_hint} It was asked at {channel.address}" if own_hint else _is_it_running(channel.address)
+    hint = f"{own_hint} The daemon was asked at {channel.address}" if own_hint else _is_it_running(channel.address)
     return error_of(Failure(ended.failure.status, ended.failure.message, hint), operation)
 
 

@@ -360,7 +360,9 @@ class Regions(RegionViews):
         lease, region = match
         if region.state is RegionState.ACTIVE and region.is_restored:
             # The earlier daemon changed the region's word and was killed before it wrote that to the journal.
-            self._change_word(region, Cause.REVOKED, "it had ended before the daemon was restarted", now_ns, effects, None)
+            self._change_word(
+                region, Cause.REVOKED, "it had ended before the daemon was restarted", now_ns, effects, None
+            )
         if region.state not in ENDED_REGIONS:
             return
         region.move(Trigger.REGION_TAKEN, now_ns)

@@ -364,7 +364,9 @@ class DecodeEngine:
         a refusal is reported during the copy, all blocks are copied again.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < pool.blocks:
-            raise RequestRejected(f"A block is not one of the pool's {pool.blocks}", "Use numbers of blocks in the pool")
+            raise RequestRejected(
+                f"A block is not one of the pool's {pool.blocks}", "Use numbers of blocks in the pool"
+            )
         # A refusal during a pass over the blocks invalidates it, so compare the number of refusals before and after.
         size_bytes = contents.shape[1]
         for _ in range(MAX_COPY_TRIES):
@@ -439,7 +441,9 @@ class DecodeEngine:
         if not 0 < count <= max_rows:
             raise RequestRejected(f"A step must have 1 to {max_rows} rows, not {count}")
         if len(self._steps) >= self.max_steps:
-            raise RequestRejected(f"{self.max_steps} steps are already in progress, the maximum", "Await `finish` first")
+            raise RequestRejected(
+                f"{self.max_steps} steps are already in progress, the maximum", "Await `finish` first"
+            )
         # A step in flight was refused, so this one has no tokens to start from.
         if self._refused is not None:
             raise self._refused

@@ -191,7 +191,9 @@ def reserve(
 ) -> tuple[Entry | None, ReserveResult]:
     """Return the entry to store and the answer. Raises OperationConflict if the key was used for another operation."""
     if entry is not None and entry.request_hash != request_hash:
-        raise OperationConflict(f"{key} was already used for another operation, or with another model, input or output length")
+        raise OperationConflict(
+            f"{key} was already used for another operation, or with another model, input or output length"
+        )
     # This same call has reserved it, in a transaction of which the store did not know whether it was committed.
     if entry is not None and entry.claim_id == claim_id and entry.phase is OperationPhase.RESERVED:
         return entry, Reservation(key, request_hash, entry.epoch, claim_id)
