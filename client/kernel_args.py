@@ -160,7 +160,7 @@ class KernelArgs:
         if not isinstance(buffer, Buffer):
             raise self._misfit(buffer, "a Buffer", "Push an integer with push_u64")
         if buffer.owner is None:
-            raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} was freed")
+            raise InvalidHandle(f"argument {len(self.kinds)}: buffer {buffer.handle:#x} is freed")
         # An offset equal to the size is allowed: a pointer to the end, of which the kernel reads nothing.
         if offset:
             buffer.check_range(offset, 0, f"argument {len(self.kinds)}")

@@ -372,7 +372,7 @@ def check_another_takes_its_place(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
         os.kill(zygote, signal.SIGSTOP)
-        with pytest.raises(GpuSessionFailed, match=r"worker died|with the zygote"):
+        with pytest.raises(GpuSessionFailed, match=r"worker died|with its zygote"):
             wait_until(lambda: session.mem_alloc(256) is None, "the session ends with it")
     wait_until(lambda: lasting.zygotes() not in ([], [zygote]), "there is another")
     lasting.check_idle()

@@ -188,7 +188,7 @@ async def what_is_refused_while_it_records(face: Face) -> None:
             with pytest.raises(LaunchFailed, match="no such kernel"):
                 await session.launch(module, "none", [1], [1], KernelArgs())
             await session.launch(module, "small", [1], [1], KernelArgs().push_parameter("n", "u32", 1))
-            with pytest.raises(InvalidRequest, match=r"parameter 'n' is f32 .*, and u32 .* before"):
+            with pytest.raises(InvalidRequest, match=r"parameter 'n' is f32 .*, but u32 .* in an earlier launch"):
                 await session.launch(module, "small", [1], [1], KernelArgs().push_parameter("n", "f32", 1))
         (_, body) = graphs_heard(face)
         assert [Opcode(node.op).name for node in body.nodes] == ["LAUNCH"], "what was refused is not in it"
