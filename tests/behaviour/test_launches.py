@@ -225,9 +225,9 @@ def test_a_bad_launch_found_by_the_client_is_not_sent(lease: GpuLease, session: 
 def test_a_float_for_an_integer_is_refused_before_anything_is_sent(session: GpuSession) -> None:
     module, buffer = session.module_load(TRANSFORM), session.mem_alloc(16)
     session.mem_write(buffer, 0, np.ones(4, np.float32))
-    with pytest.raises(LaunchFailed, match=r"argument 2 is a u32, the kernel's parameter is \.f32"):
+    with pytest.raises(LaunchFailed, match=r"argument 2 is a u32, but the kernel's parameter is \.f32"):
         session.launch(module, "scale", [1], [4], KernelArgs().push_buffer(buffer).push_u32(4).push_u32(2))
-    with pytest.raises(LaunchFailed, match=r"argument 1 is an f32, the kernel's parameter is \.u32"):
+    with pytest.raises(LaunchFailed, match=r"argument 1 is an f32, but the kernel's parameter is \.u32"):
         session.launch(module, "scale", [1], [4], [buffer, np.float32(4), np.float32(2)])
     with pytest.raises(
         LaunchFailed, match=r"'scale': argument 1 is a Python float, but the kernel's parameter is \.u32"

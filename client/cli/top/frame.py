@@ -106,7 +106,9 @@ def _warnings(view: View, samples: ScreenSamples, now_s: float) -> list[Line]:
         age = "" if sample is None else f"the table is {seconds_text(max(0.0, now_s - sample.at_s))} old: "
         lines.append([(f"{age}{shown(samples.trouble)}", Style.BAD)])
     elif sample is not None and not view.is_paused and now_s - sample.at_s > view.every_s + LATE_S:
-        lines.append([(f"the daemon does not answer; the table is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)])
+        lines.append(
+            [(f"the daemon does not answer; the table is {seconds_text(now_s - sample.at_s)} old", Style.WARNING)]
+        )
     # Show the node's drain above the cards; a card's own drain is in the card's line.
     left_s = None if sample is None else sample.drain_left_s
     if left_s is not None:

@@ -705,7 +705,10 @@ class Member:
         if now_ns < due_ns:
             self._due_ns = min(self._due_ns, due_ns)
             left_s = (due_ns - now_ns) / NS_PER_S
-            self._membership.trouble = ClaimRefusal.ISOLATED, f"{UNSETTLED}: no name can be claimed for another {left_s:.0f} s"
+            self._membership.trouble = (
+                ClaimRefusal.ISOLATED,
+                f"{UNSETTLED}: no name can be claimed for another {left_s:.0f} s",
+            )
         # Several nodes may write at the same time. The next heartbeat reads which record was written.
         elif not self._is_settling:
             self._is_settling = True
