@@ -812,7 +812,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         killed = [self.workers.get(worker_id) for worker_id in self.unrecorded_kills] if is_tail_lost else []
         self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
         self.images, self.lent = {}, set()
-        self.cards = {kept.lease_id: kept.card_uuid for kept in contents.leases}
+        reported, self.cards = self.cards, {kept.lease_id: kept.card_uuid for kept in contents.leases}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
         beside, has_session = self.find_workers({kept.lease_id: kept.worker_pid for kept in contents.leases})
         for kept in contents.leases:
@@ -820,6 +820,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 kept = kept._replace(is_cold=not has_session[kept.lease_id])
             if (own := self.workers.get(kept.lease_id)) is not None:
                 kept = kept._replace(card_uuid=own.card)
+                # The record of a move that has failed since names the other card, which nobody was told of.
+                if own.card == reported.get(kept.lease_id):
+                    self.cards[kept.lease_id] = own.card
                 # A broker writes an end on the page before it records it.
                 if own.ended is not None and kept.state is LeaseState.ACTIVE:
                     kept = kept._replace(state=LeaseState.DRAINING, cause=own.ended)
