@@ -17,6 +17,7 @@ from gpulease.client.decode.checkpoint.gguf_keys import GGUF_FAMILIES
 from gpulease.client.decode.checkpoint.model_tensors import model_tensors
 from gpulease.client.decode.checkpoint.tensors import BLOCKS, TensorType, rounded_to_bf16
 from gpulease.client.decode.model_config import Experts, Family, Gate, LinearScaling, ModelConfig
+from helpers.safetensors_head import safetensors_head
 
 LLAMA: Final = ModelConfig(
     family=Family.LLAMA,
@@ -150,14 +151,8 @@ def encoded(values: NDArray[np.float32], kind: str) -> bytes:
 
 def write_safetensors(path: Path, weights: Mapping[str, NDArray[np.float32]], kind: str = "BF16") -> None:
     """Write a file, by the format's own words: a length, a header of JSON, the values."""
-    header, data = {}, b""
-    for name, values in weights.items():
-        piece = encoded(values, kind)
-        offsets = [len(data), len(data) + len(piece)]
-        header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": offsets}
-        data += piece
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    head = safetensors_head({name: (kind, values.shape) for name, values in weights.items()})
+    path.write_bytes(head + b"".join(encoded(values, kind) for values in weights.values()))
 
 
 def write_folder(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpulease.client.decode.model_config import ModelConfig
 from helpers.made_models import Weights, config_json, encoded, random_weights
+from helpers.safetensors_head import safetensors_head
 
 FP8: Final[dict[str, Any]] = {
     "quant_method": "fp8",
@@ -143,12 +144,8 @@ def packed_awq(rng: np.random.Generator, module: str, rows: int, columns: int) -
 
 def write_entries(path: Path, entries: Entries) -> None:
     """Write a safetensors file of tensors of any type."""
-    header, at = {}, 0
-    for name, (kind, shape, data) in entries.items():
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + len(data)]}
-        at += len(data)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in entries.values()))
+    head = safetensors_head({name: (kind, shape) for name, (kind, shape, _) in entries.items()})
+    path.write_bytes(head + b"".join(data for _, _, data in entries.values()))
 
 
 def packed_entries(config: ModelConfig, method: str, plain: Sequence[str] = ()) -> tuple[Entries, Weights]:

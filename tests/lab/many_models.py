@@ -40,6 +40,7 @@ from gpulease.client.decode.scheduler.model_residency import ModelState, Residen
 from gpulease.client.decode.supervisor.decoder import engine_bytes
 from gpulease.client.decode.supervisor.model_pool import ModelPool, ModelSpec
 from helpers.decode.hugging_face import config_json
+from helpers.safetensors_head import safetensors_head
 
 MODELS: Final = 8
 RESIDENT: Final = 3
@@ -86,14 +87,8 @@ def make_random_model(folder: Path, config: ModelConfig, seed: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config_json(replace(config, end_tokens=(0,)))))
     checkpoint = RandomCheckpoint(config, seed)
     tensors = {name: checkpoint.tensor(name) for name, _ in model_tensors(config)}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + 2 * int(np.prod(tensor.shape))
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(safetensors_head({name: ("BF16", tensor.shape) for name, tensor in tensors.items()}))
         for tensor in tensors.values():
             # In parts, since the values of a whole embedding would be copied in memory first.
             for row in range(0, tensor.rows, ROWS_WRITTEN):

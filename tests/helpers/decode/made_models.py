@@ -21,6 +21,7 @@ from gpulease.client.decode.model_config import (
     YarnScaling,
 )
 from helpers.decode.reference import shapes_of
+from helpers.safetensors_head import safetensors_head
 
 TINY_FOLDER = Path(gpulease.client.decode.__path__[0]) / "tiny"
 
@@ -50,18 +51,12 @@ def bf16_tensors(path: Path) -> dict[str, F32]:
 
 def write_bf16_tensors(path: Path, tensors: Mapping[str, F32]) -> None:
     """Write a safetensors file of values that are bf16's already."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    data: list[bytes] = []
-    size_bytes = 0
+    parts = [safetensors_head({name: ("BF16", tensor.shape) for name, tensor in tensors.items()})]
     for name, tensor in tensors.items():
         words = np.ascontiguousarray(tensor).view(np.uint32)
         assert not (words & 0xFFFF).any(), name
-        data.append((words >> 16).astype("<u2").tobytes())
-        offsets = [size_bytes, size_bytes + len(data[-1])]
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}
-        size_bytes = offsets[1]
-    told = json.dumps(header).encode()
-    path.write_bytes(b"".join([len(told).to_bytes(8, "little"), told, *data]))
+        parts.append((words >> 16).astype("<u2").tobytes())
+    path.write_bytes(b"".join(parts))
 
 
 def config_of(folder: Path) -> ModelConfig:

@@ -16,6 +16,7 @@ from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.model_config import MAX_LAYERS, Experts
 from helpers.made_models import LLAMA, PHI3, QWEN2, QWEN3_MOE, random_weights, write_folder
 from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packed_entries, write_packed_folder
+from helpers.safetensors_head import ITEM_BYTES
 
 ONE_LAYER: Final = {
     # Blocks of 128 rows and columns end inside these.
@@ -195,12 +196,11 @@ def test_a_tensor_that_is_not_the_format_s_is_named(
     tmp_path: Path, method: str, change: dict[str, tuple[str, tuple[int, ...]] | None], sentence: str
 ) -> None:
     entries, _ = packed_entries(ONE_LAYER[method], method)
-    sizes = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "F8_E5M2": 1}
     for name, entry in change.items():
         entries.pop(name, None)
         if entry is not None:
             kind, shape = entry
-            entries[name] = (kind, shape, bytes(int(np.prod(shape)) * sizes[kind]))
+            entries[name] = (kind, shape, bytes(int(np.prod(shape)) * ITEM_BYTES[kind]))
     refused(tmp_path, method, entries, sentence)
 
 
