@@ -223,7 +223,7 @@ def prefixes_reload(
 
     `positions` is the decoder's number of positions per sequence.
     """
-    from gpulease.client.decode.text.named_prefixes import shared_prefixes
+    from gpulease.client.decode.supervisor.model_texts import read_model_texts
 
     shared = settings.prefixes
 
@@ -237,8 +237,8 @@ def prefixes_reload(
                 "%s: for a server of one model, only [prefixes] is read again; all other settings need a restart", path
             )
         if reloaded.prefixes != shared:
-            tokenizer = await decoder.tokenizer()
-            await decoder.share(await asyncio.to_thread(shared_prefixes, reloaded.prefixes, tokenizer, positions))
+            texts = await asyncio.to_thread(read_model_texts, settings.model, reloaded.prefixes, positions)
+            await decoder.share(texts.prefixes)
             shared = reloaded.prefixes
         return f"prefixes {', '.join(prefix.name for prefix in shared)}" if shared else "no prefixes"
 

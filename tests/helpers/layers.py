@@ -80,7 +80,7 @@ ROOMS: Final = (
     _room(
         "client/decode/openai/fronts",
         WING,
-        ". decode decode/checkpoint decode/openai decode/supervisor decode/text http",
+        ". decode decode/openai decode/supervisor decode/text http",
     ),
     _room("client/decode/openai", WING, ". decode decode/scheduler decode/supervisor decode/text http"),
     _room(

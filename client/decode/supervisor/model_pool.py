@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -42,7 +42,8 @@ from gpulease.client.decode.supervisor.background_tasks import BackgroundTasks
 from gpulease.client.decode.supervisor.decode_audit import ComputedBy, DecodeAudit
 from gpulease.client.decode.supervisor.decoder import Decoder, DecoderSettings, engine_bytes, positions_of
 from gpulease.client.decode.supervisor.generation import Generation
-from gpulease.client.decode.text.named_prefixes import NamedPrefix, shared_prefixes
+from gpulease.client.decode.supervisor.model_texts import read_model_texts
+from gpulease.client.decode.text.named_prefixes import NamedPrefix
 from gpulease.client.errors import Busy, CapacityExceeded, GpuLeaseError, InvalidRequest, Unsupported
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ class ModelPool:
         terms = await self._terms_of(self._specs)
         with _refusing_large_models():
             self.residency = ModelResidency(self._limits, terms)
+        # Now, while no steps stop for it: the first request with a grammar would do it otherwise.
+        await asyncio.to_thread(self._load_libraries)
         self._apply(self.residency.start(self._clock()))
         try:
             yield self
@@ -350,8 +353,7 @@ class ModelPool:
             checkpoint = open_model(spec.path)
             # Compute the size before reading tokenizer and prefixes, so that a mistake in those does not hide the size.
             size = engine_bytes(checkpoint, spec.tenants, spec.settings)
-            self._load_tokenizer(spec.path, checkpoint)
-            if prefixes := self._shared_of(name, checkpoint, spec):
+            if prefixes := self._read_texts(name, checkpoint, spec):
                 size = engine_bytes(checkpoint, spec.tenants, spec.settings, prefixes)
         except GpuLeaseError as error:
             # The other models are served. Requests for this one get the error of its load.
@@ -363,35 +365,36 @@ class ModelPool:
         version = spec.path, *tenants_and_prefixes, spec.settings, spec.wait_s, spec.chat_tokens
         return ModelTerms(size, is_parkable, spec.is_preloaded, version)
 
-    def _load_tokenizer(self, path: Path, checkpoint: Checkpoint) -> None:
-        """Load a model's tokenizer before the server serves, or again if its files have changed.
+    def _read_texts(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> tuple[SharedPrefix, ...]:
+        """Read a model's tokenizer, and return the tokens of its shared prefixes: again only if they have changed.
 
-        Reading a large vocabulary takes a second or more, in which no other Python code of this process runs, even if
-        a thread reads it. The first request must not cause this, because it would stop the steps of all other models.
-        Raises ModelRejected.
+        Another process reads them, since the steps of other models would stop meanwhile. Raises ModelRejected, and
+        TextProcessesFailed.
         """
-        if (state := _state_of(path)) != self._tokenizers.get(path, (None,))[0]:
-            tokenizer = checkpoint.tokenizer()
-            # Compute these values now, too: they take about as long, and the text processes need them.
-            tokenizer.values()
-            self._tokenizers[path] = state, tokenizer
+        state = _state_of(spec.path)
+        prefixes_state = state, spec.settings.positions, spec.prefixes
+        is_known = self._tokenizer_of(spec.path) is not None
+        known_state, shared = self._shared.get(model, (None, ()))
+        if is_known and not spec.prefixes:
+            return ()
+        if not is_known or known_state != prefixes_state:
+            texts = read_model_texts(spec.path, spec.prefixes, positions_of(checkpoint, spec.settings))
+            shared = texts.prefixes
+            self._shared[model] = prefixes_state, shared
+            if not is_known:
+                self._tokenizers[spec.path] = state, texts.tokenizer
+        return shared
+
+    def _load_libraries(self) -> None:
+        for _, tokenizer in self._tokenizers.values():
+            # The model's load reports it.
+            with suppress(ModelRejected):
+                _ = tokenizer.library
 
     def _tokenizer_of(self, path: Path) -> "Tokenizer | None":
-        """Return a model's tokenizer; None if its files have changed since it was loaded."""
+        """Return a model's tokenizer; None if its files have changed since it was read."""
         state, tokenizer = self._tokenizers.get(path, (None, None))
         return tokenizer if state == _state_of(path) else None
-
-    def _shared_of(self, model: str, checkpoint: Checkpoint, spec: ModelSpec) -> tuple[SharedPrefix, ...]:
-        """Return the tokens of a model's shared prefixes. Raises ModelRejected."""
-        if not spec.prefixes:
-            return ()
-        state = _state_of(spec.path), spec.settings.positions, spec.prefixes
-        cached = self._shared.get(model)
-        if cached is None or cached[0] != state:
-            tokenizer = self._tokenizer_of(spec.path) or checkpoint.tokenizer()
-            prefixes = shared_prefixes(spec.prefixes, tokenizer, positions_of(checkpoint, spec.settings))
-            cached = self._shared[model] = state, prefixes
-        return cached[1]
 
     # --- effects ---
 
@@ -438,7 +441,7 @@ class ModelPool:
                 checkpoint = await asyncio.to_thread(open_model, spec.path)
                 # Close the checkpoint at the unload, rather than when the garbage collector finds the decoder.
                 stack.callback(checkpoint.close)
-                prefixes = await asyncio.to_thread(self._shared_of, model, checkpoint, spec)
+                prefixes = await asyncio.to_thread(self._read_texts, model, checkpoint, spec)
                 size = await asyncio.to_thread(engine_bytes, checkpoint, spec.tenants, spec.settings, prefixes)
                 self._check_size(model, size)
                 observers = [*self._observers(model), _PoolFeed(self, model, opened)]

@@ -28,11 +28,12 @@ STOP_LIMIT_S: Final = 5.0
 POLL_S: Final = 0.005
 """Seconds between two checks whether the fork server has ended, which usually takes a few milliseconds."""
 
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     # Forking a process with threads is unsafe. With these variables, neither library starts threads.
     "TOKENIZERS_PARALLELISM": "false",
     "OPENBLAS_NUM_THREADS": "1",
 }
+"""Variables of a process that reads texts."""
 
 
 class ForkedWorker:
@@ -101,7 +102,7 @@ class ForkServer:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), tokenizer_copy),
-                    env=os.environ | _ENVIRONMENT,
+                    env=os.environ | ENVIRONMENT,
                 )
         except BaseException:
             ours.close()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import tokenizers
 
 from gpulease.client.decode.checked_file import (
@@ -62,7 +63,7 @@ def folder_begin_token(folder: Path) -> int | None:
     path = folder / TOKENIZER
     if not path.exists():
         return None
-    members = used_members(Members(json_object(read_bytes(path, MAX_TOKENIZER_BYTES), path), str(path)), TOKENIZER_KEYS)
+    members = used_members(_tokenizer_members(path), TOKENIZER_KEYS)
     if (model := members.object("model")) is not None:
         used_members(model, MODEL_KEYS)
     settings = _settings(folder)
@@ -79,6 +80,30 @@ def folder_begin_token(folder: Path) -> int | None:
     if token is None:
         raise ModelRejected(f"{settings.where}: add_bos_token is true, but bos_token {quoted(text)} is not a token")
     return token
+
+
+def _tokenizer_members(path: Path) -> Members:
+    """Return the members of a tokenizer.json. Its model's vocabulary and merges are not parsed.
+
+    To parse these would take a second, in which no other Python code of this process runs.
+    """
+    data = read_bytes(path, MAX_TOKENIZER_BYTES)
+    try:
+        members = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        values = {key: msgspec.json.decode(text) for key, text in members.items() if key != "model"}
+        if (model := members.get("model")) is not None:
+            is_object = bytes(memoryview(model)[:1]) == b"{"
+            values["model"] = _model_values(model) if is_object else msgspec.json.decode(model)
+    except msgspec.ValidationError:
+        raise ModelRejected(f"{path}: must be a JSON object") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelRejected(f"{path}: must be JSON: {error}") from None
+    return Members(values, str(path))
+
+
+def _model_values(text: msgspec.Raw) -> dict[str, Any]:
+    members = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    return {key: value if key in ("vocab", "merges") else msgspec.json.decode(value) for key, value in members.items()}
 
 
 def _processor_token(members: Members) -> int | None:
@@ -132,8 +157,12 @@ def _find_token(members: Members, text: str) -> int | None:
         entry for entry in members.items("added_tokens") if isinstance(entry, dict) and entry.get("content") == text
     ]
     model = members.object("model")
-    vocabulary = model.values.get("vocab") if model else None
-    token = added[0].get("id") if added else vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    if added:
+        token = added[0].get("id")
+    else:
+        # Rarely: a begin token is usually an added one.
+        vocabulary = msgspec.json.decode(model.values["vocab"]) if model and "vocab" in model.values else None
+        token = vocabulary.get(text) if isinstance(vocabulary, dict) else None
     return token if isinstance(token, int) else None
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -53,17 +53,14 @@ class TextProcesses:
         replaced: Number of workers that were replaced because a job exceeded a limit, or because they ended.
     """
 
-    def __init__(self, tokenizer: Sequence[Any], context: int, count: int, limits: TextLimits, log: DecodeLog) -> None:
-        """Prepare `count` workers for a tokenizer (`Tokenizer.values`) and sequences of `context` positions."""
+    def __init__(self, tokenizer_fd: int, count: int, limits: TextLimits, log: DecodeLog) -> None:
+        """Prepare `count` workers. `tokenizer_fd` is a file for `ForkServer.start`, which this object closes."""
         self.replaced = 0
         self._log = log
         self._count, self._limits = count, limits
         self._turns = TenantTurns[_Job](max(1, count - 1))
         self._wake = asyncio.Event()
-        # Serialize the tokenizer once into memory, from which each fork server reads it without this process's help.
-        self._tokenizer = os.memfd_create("tokenizer", os.MFD_CLOEXEC)
-        with open(self._tokenizer, "wb", closefd=False) as file:
-            file.write(packed([tokenizer, context, asdict(limits)]))
+        self._tokenizer_fd = tokenizer_fd
         self._server: ForkServer | None = None
         self._starting = asyncio.Lock()
         self._slots: list[asyncio.Task[None]] = []
@@ -74,7 +71,7 @@ class TextProcesses:
         cls, tokenizer: Tokenizer, context: int, count: int, limits: TextLimits, log: DecodeLog
     ) -> "TextProcesses":
         """Start the processes for a tokenizer. Raises TextProcessesFailed."""
-        processes = cls(await asyncio.to_thread(tokenizer.values), context, count, limits, log)
+        processes = cls(await asyncio.to_thread(_tokenizer_file, tokenizer, context, limits), count, limits, log)
         try:
             # Fork all workers now, so that a tokenizer that can't be loaded is reported before the first request.
             workers = [await processes._fork() for _ in range(count)]
@@ -135,7 +132,7 @@ class TextProcesses:
             _fail(job, decoder_closed())
         if self._server is not None:
             await self._server.stop()
-        os.close(self._tokenizer)
+        os.close(self._tokenizer_fd)
 
     # --- workers ---
 
@@ -255,8 +252,19 @@ class TextProcesses:
                 if self._server is not None:
                     self._log.error("text_fork_server_ended")
                     await self._server.stop()
-                self._server = await ForkServer.start(self._tokenizer)
+                self._server = await ForkServer.start(self._tokenizer_fd)
             return self._server
+
+
+def _tokenizer_file(tokenizer: Tokenizer, context: int, limits: TextLimits) -> int:
+    """Write what a fork server reads into memory, once: so one that replaces a lost one starts without the loop's help.
+
+    Returns the file's descriptor.
+    """
+    fd = os.memfd_create("tokenizer", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(packed([tokenizer.values(), context, asdict(limits)]))
+    return fd
 
 
 def _fail(job: _Job, error: Exception) -> None:

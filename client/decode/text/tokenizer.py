@@ -7,8 +7,11 @@ lookup per token, and holds back incomplete characters. The library would decode
 import codecs
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, Self
 
+import numpy as np
 import tokenizers
 
 from gpulease.client.decode.checked_file import rejected
@@ -30,8 +33,34 @@ PIECES_STEPS: Final = (
 """The steps of the library's decoder for SentencePiece's tokens. `bytes_of` has the same effect."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What the library knows of a vocabulary, as plain values: enough to turn tokens into text.
+
+    Attributes:
+        text: The text of a tokenizer.json with all of it, in UTF-8. From it, the library is loaded.
+        vocabulary: Number of tokens that texts can contain.
+        added: The added tokens, each with its name, and whether it is special.
+        pieces: The bytes that the tokens stand for, one after the other.
+        ends: The end of each token's bytes in `pieces`, as i32.
+        begins_with_space: Whether a space at the beginning of a text is not part of it.
+        most_bytes_per_token: That of the tokenizer.
+    """
+
+    text: bytes
+    vocabulary: int
+    added: Sequence[tuple[int, str, bool]]
+    pieces: bytes
+    ends: bytes
+    begins_with_space: bool
+    most_bytes_per_token: int | None
+
+
 class Tokenizer:
     """A model's tokenizer.
+
+    One that was made of a table loads the library when it is first needed, to tokenize a text: for a large vocabulary
+    that takes a second, in which no other Python code of this process runs.
 
     Attributes:
         begin_token: The token that every prompt begins with; None if there is none.
@@ -41,7 +70,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        library: tokenizers.Tokenizer,
+        library: tokenizers.Tokenizer | TokenTable,
         begin_token: int | None,
         chat_template: ChatTemplate | None,
         where: str,
@@ -51,7 +80,7 @@ class Tokenizer:
         """Wrap the library's tokenizer.
 
         Args:
-            library: The library's tokenizer. This object changes and owns it.
+            library: The library's tokenizer, which this object changes and owns; or its table.
             begin_token: The attribute `begin_token`.
             chat_template: The attribute `chat_template`.
             where: The tokenizer's file, for errors.
@@ -59,15 +88,28 @@ class Tokenizer:
 
         Raises ModelRejected if its decoder is neither GPT-2's nor SentencePiece's.
         """
-        # The saved state may contain truncation and padding from training; prompts must not be cut or padded.
-        library.no_truncation()
-        library.no_padding()
         self.begin_token = begin_token
         self.chat_template = chat_template
         self.chat_begins = chat_begins
+        self._where = where
+        # The bytes of tokens that have occurred.
+        self._bytes: dict[int, bytes] = {}
+        self._table: TokenTable | None = None
+        self._loaded: tokenizers.Tokenizer | None = None
+        if isinstance(library, TokenTable):
+            self._table = library
+            self.vocabulary = library.vocabulary
+            self._added = {token: (name, is_special) for token, name, is_special in library.added}
+            self._ends = np.frombuffer(library.ends, np.int32)
+            self._begins_with_space = library.begins_with_space
+            return
+        # The saved state may contain truncation and padding from training; prompts must not be cut or padded.
+        library.no_truncation()
+        library.no_padding()
+        self._loaded = library
         self.vocabulary = int(library.get_vocab_size(with_added_tokens=True))
-        self._library, self._where = library, where
-        self._added = library.get_added_tokens_decoder()
+        added = library.get_added_tokens_decoder()
+        self._added = {token: (str(entry.content), bool(entry.special)) for token, entry in added.items()}
         steps = _decoder_steps(library)
         # Accept only the two decoders that `bytes_of` reproduces.
         kinds = {step["type"] for step in steps}
@@ -78,9 +120,6 @@ class Tokenizer:
         self._is_byte_level = "ByteLevel" in kinds
         # SentencePiece adds a space at the beginning of a text, which decoding must remove.
         self._begins_with_space = "Strip" in kinds
-        # The bytes of tokens that have occurred.
-        self._bytes: dict[int, bytes] = {}
-        self._text = ""
 
     def encode(self, text: str, *, begins: bool = True) -> list[int]:
         """Tokenize a text. The names of special tokens in it become those tokens.
@@ -92,7 +131,7 @@ class Tokenizer:
         Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode.
         """
         with rejected(RequestRejected, "the text can't be cut into tokens"):
-            tokens: list[int] = self._library.encode(text, add_special_tokens=False).ids
+            tokens: list[int] = self.library.encode(text, add_special_tokens=False).ids
         # A text or template that already begins with the token must not get it twice.
         if begins and self.begin_token is not None and tokens[:1] != [self.begin_token]:
             return [self.begin_token, *tokens]
@@ -124,7 +163,7 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[int, str]:
         """The names of special tokens, which have no text."""
-        return {token: str(added.content) for token, added in self._added.items() if added.special}
+        return {token: name for token, (name, is_special) in self._added.items() if is_special}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Return the tokens of a chat's prompt.
@@ -148,30 +187,59 @@ class Tokenizer:
     @property
     def most_bytes_per_token(self) -> int | None:
         """Maximum number of bytes of a text that one token can stand for (text_bound.py); None without a limit."""
-        return most_bytes_per_token(self._library)
+        return most_bytes_per_token(self.library) if self._table is None else self._table.most_bytes_per_token
+
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer. Raises ModelRejected if it has to be loaded, and can't be."""
+        if self._loaded is None:
+            assert self._table is not None
+            self._loaded = library_tokenizer(self._table.text.decode(), self._where)
+        return self._loaded
+
+    def table(self) -> TokenTable:
+        """Return the tokenizer's table. Without one, it is made, which takes seconds for a large vocabulary."""
+        if self._table is not None:
+            return self._table
+        pieces = [self._find_bytes(token) for token in range(self.vocabulary)]
+        return TokenTable(
+            self.library.to_str().encode(),
+            self.vocabulary,
+            [(token, name, is_special) for token, (name, is_special) in self._added.items()],
+            b"".join(pieces),
+            np.fromiter(accumulate(map(len, pieces)), np.int32, len(pieces)).tobytes(),
+            self._begins_with_space,
+            self.most_bytes_per_token,
+        )
 
     def values(self) -> list[Any]:
         """Return the tokenizer as plain values, for `of_values` in another process."""
         template = None if self.chat_template is None else self.chat_template.arguments
-        # Cache the text: making it takes a second for a large vocabulary, in which no other Python code runs.
-        self._text = self._text or self._library.to_str()
-        return [self._text, self.begin_token, template, self._where, self.chat_begins]
+        text = self.library.to_str().encode() if self._table is None else self._table.text
+        return [text, self.begin_token, template, self._where, self.chat_begins]
 
     @classmethod
-    def of_values(cls, values: Sequence[Any]) -> Self:
-        """Return the tokenizer that the result of `values` describes. Raises ModelRejected."""
-        library, begin_token, template, where, chat_begins = values
+    def of_values(cls, values: Sequence[Any], table: TokenTable | None = None) -> Self:
+        """Return the tokenizer that the result of `values` describes, made of its table if that is given.
+
+        Raises ModelRejected.
+        """
+        text, begin_token, template, where, chat_begins = values
         chat_template = None if template is None else ChatTemplate(*template)
-        return cls(library_tokenizer(library, where), begin_token, chat_template, where, chat_begins=chat_begins)
+        library = library_tokenizer(text.decode(), where) if table is None else table
+        return cls(library, begin_token, chat_template, where, chat_begins=chat_begins)
 
     def _find_bytes(self, token: int) -> bytes:
         # Special tokens have no text; other added tokens stand for their names.
         if token in self._added:
-            added = self._added[token]
-            return b"" if added.special else str(added.content).encode()
+            name, is_special = self._added[token]
+            return b"" if is_special else name.encode()
         if not 0 <= token < self.vocabulary:
             return b""
-        piece = self._library.id_to_token(token) or ""
+        if self._table is not None:
+            begin = int(self._ends[token - 1]) if token else 0
+            return self._table.pieces[begin : self._ends[token]]
+        piece = self.library.id_to_token(token) or ""
         # In GPT-2's kind of vocabulary each letter is a byte. An entry with other characters stands for itself.
         if self._is_byte_level:
             return bytes(LETTERS[letter] for letter in piece) if LETTERS.keys() >= set(piece) else piece.encode()

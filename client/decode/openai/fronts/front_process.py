@@ -9,12 +9,12 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from gpulease.client.decode.checkpoint import open_model
 from gpulease.client.decode.openai.api_keys import distinct_keys
 from gpulease.client.decode.openai.fronts.front_messages import (
     FrontProtocolError,
@@ -32,20 +32,21 @@ from gpulease.client.decode.openai.openai_server import (
     completion_routes,
     refuse,
 )
+from gpulease.client.decode.supervisor.model_texts import read_model_texts
 from gpulease.client.http.uvicorn_server import known_hosts, serve_within
 
 if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TOKENIZERS: Final = 16
-"""Maximum number of tokenizers that a front keeps. Each may take about 100 MB, and models come and go."""
+"""Maximum number of tokenizers that a front keeps. Each may take about 12 MB, and models come and go."""
 
 LOST: Final = 1
 """Exit status of a front after its decoder's process has ended."""
 
 
 class Tokenizers:
-    """The tokenizers of models' files, each loaded in a thread when it is first needed."""
+    """The tokenizers of models' files, each read when it is first needed: by another process, as streams go on here."""
 
     def __init__(self) -> None:
         # By path, the one used least recently first.
@@ -55,7 +56,7 @@ class Tokenizers:
         """Return the tokenizer of a model's files. Raises ModelRejected."""
         load = self._loads.pop(path, None)
         if load is None or (load.done() and load.exception() is not None):
-            load = asyncio.ensure_future(asyncio.to_thread(lambda: open_model(path).tokenizer()))
+            load = asyncio.ensure_future(asyncio.to_thread(lambda: read_model_texts(Path(path)).tokenizer))
         self._loads[path] = load
         if len(self._loads) > MAX_TOKENIZERS:
             del self._loads[next(iter(self._loads))]

@@ -2,11 +2,13 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.text import hugging_face_text
 from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
 from gpulease.client.decode.text.letters import LETTERS
 
@@ -69,6 +71,8 @@ def test_other_tokens_around_a_text_are_refused(
     [
         (None, {"add_bos_token": True, "bos_token": "<begin>"}, 256),
         (None, {"add_bos_token": True, "bos_token": {"content": "<end>"}}, 257),
+        # A token that is not an added one.
+        (None, {"add_bos_token": True, "bos_token": "a"}, ord("a")),
         ("alone", {"add_bos_token": False, "bos_token": "<end>"}, None),
         ("alone", {"add_bos_token": None, "bos_token": "<end>"}, 256),
         ("alone", {"add_eos_token": False}, 256),
@@ -200,6 +204,31 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str, text: bytes, sentence
     (folder / name).write_bytes(text)
     with pytest.raises(ModelRejected, match=sentence):
         folder_tokenizer(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"{", "tokenizer.json: must be JSON"),
+        (b"[]", "tokenizer.json: must be a JSON object"),
+        (b'"' + b"\xff" + b'"', "tokenizer.json: must be"),
+        (b'{"model": {"vocab": ]}}', "tokenizer.json: must be JSON"),
+        (b'{"model": 7}', "tokenizer.json: model must be an object, not '7'"),
+        (b'{"added_tokens": ' + b"[" * 9999 + b"]" * 9999 + b"}", "tokenizer.json: must be JSON"),
+    ],
+)
+def test_a_broken_file_has_no_begin_token(tmp_path: Path, text: bytes, sentence: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text)
+    with pytest.raises(ModelRejected, match=sentence):
+        folder_begin_token(tmp_path)
+
+
+def test_no_object_is_made_of_a_vocabulary(tmp_path: Path) -> None:
+    """Nothing else of the process would run meanwhile."""
+    write(tmp_path, library())
+    model = hugging_face_text._tokenizer_members(tmp_path / "tokenizer.json").object("model")
+    assert model is not None
+    assert {type(model.values[key]) for key in ("vocab", "merges")} == {msgspec.Raw}
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:

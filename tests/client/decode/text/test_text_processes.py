@@ -255,7 +255,7 @@ def test_a_tokenizer_that_can_t_be_made_there_is_refused(monkeypatch: pytest.Mon
     async def part() -> None:
         made = tokenizer("")
         with monkeypatch.context() as patch:
-            patch.setattr(Tokenizer, "values", lambda _: ["{}", None, None, "a file", True])
+            patch.setattr(Tokenizer, "values", lambda _: [b"{}", None, None, "a file", True])
             with pytest.raises(ModelRejected, match="a file: not a valid tokenizer"):
                 await TextProcesses.of(made, CONTEXT, 1, LIMITS, DecodeLog())
         monkeypatch.setattr("sys.executable", "/nowhere/python")

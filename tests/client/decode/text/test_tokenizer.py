@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from gpulease.client.decode.checkpoint import open_model
@@ -26,6 +26,19 @@ def byte_tokenizer(begin_token: int | None = None) -> Tokenizer:
     library.add_special_tokens([AddedToken("<end>", special=True)])
     library.add_tokens([AddedToken("äh", normalized=False)])
     return Tokenizer(library, begin_token, None, "a file")
+
+
+def piece_tokenizer() -> Tokenizer:
+    """SentencePiece's kind: a token for each byte, pieces with marks for spaces, and one that begins."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
+    numbers = {piece: token for token, piece in enumerate(pieces)}
+    library = LibraryTokenizer(models.BPE(numbers, [("▁", "a")], byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens([AddedToken("<begin>", special=True, normalized=False)])
+    return Tokenizer(library, None, None, "a file")
 
 
 @settings(max_examples=50, deadline=None)
@@ -113,6 +126,22 @@ def test_a_step_that_is_not_done_by_bytes_is_refused(step: decoders.Decoder) -> 
     library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), step])
     with pytest.raises(ModelRejected, match="a file: the tokenizer's decoder is not known"):
         Tokenizer(library, None, None, "a file")
+
+
+@pytest.mark.parametrize("made", [byte_tokenizer(END), piece_tokenizer()], ids=["bytes", "pieces"])
+def test_a_table_stands_for_its_tokenizer(made: Tokenizer) -> None:
+    again = Tokenizer.of_values(made.values(), made.table())
+    # Beyond the vocabulary, too.
+    tokens = range(-1, made.vocabulary + 2)
+    assert [again.bytes_of(token) for token in tokens] == [made.bytes_of(token) for token in tokens]
+    for has_special in (False, True):
+        assert again.decode(tokens, has_special=has_special) == made.decode(tokens, has_special=has_special)
+    assert (again.special_tokens, again.begin_token) == (made.special_tokens, made.begin_token)
+    assert again.most_bytes_per_token == made.most_bytes_per_token
+    assert (again.values(), again.table()) == (made.values(), made.table())
+    # Only a text needs the library.
+    assert again._loaded is None
+    assert again.encode("a b") == made.encode("a b")
 
 
 def test_what_a_library_cuts_and_fills_texts_to_is_switched_off() -> None:
