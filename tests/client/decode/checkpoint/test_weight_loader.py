@@ -272,7 +272,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(daemo
     async def scenario() -> None:
         size = size_bytes(checkpoint, positions=POSITIONS)
         async with session_of(daemon, size // 2) as session:
-            with pytest.raises(AllocFailed, match=f"random weights of seed 1 takes {size:,} bytes, but the lease has"):
+            with pytest.raises(AllocFailed, match=f"random weights of seed 1 needs {size:,} bytes, but the lease has"):
                 await load_weights(session, checkpoint, positions=POSITIONS)
             await check_all_is_free(session)
 
