@@ -54,6 +54,8 @@ def test_a_killed_broker_finds_both_workers(
         session.mem_write(buffer, 0, b"left")
         session.sync()
         (former,) = workers_of(node, lease)
+        # A session that is parked moves through the host memory, so its former worker's kill waits for the record.
+        lease.park()
         hang.write_text("")
         stops_at.write_text("arriving" if step == "arriving" else "")
         moving = threading.Thread(target=move, args=(lease,))
