@@ -31,7 +31,7 @@ from gpulease.daemon.remote.tls_settings import (
     parse_certificate_names,
     parse_tls,
 )
-from gpulease.daemon.sandbox.measures import ALWAYS_ON, MODES, Measure, SandboxSettings
+from gpulease.daemon.sandbox.measures import ALWAYS_ON, SANDBOX_MODES, Measure, SandboxSettings
 from gpulease.daemon.web.http_settings import HttpSettings, parse_http
 from gpulease.protocol.address import DEFAULT_ADDRESS, Address, TcpAddress, TlsAddress, parse_address
 from gpulease.protocol.fast_dataclass import dataclass
@@ -403,7 +403,7 @@ class Config:
         Setting(
             'The workers\' sandbox: "available" uses every measure that this host supports; with "required" the'
             " daemon does not start unless the host supports all of them.",
-            choices=MODES,
+            choices=SANDBOX_MODES,
         ),
     ] = "available"
     worker_user: Annotated[

@@ -26,7 +26,7 @@ from gpulease.daemon.fleet.rules.member import Member
 from gpulease.daemon.host.ipc import ChannelClosed, close_all, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
-from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxNeeds, SandboxSettings
+from gpulease.daemon.sandbox.measures import SandboxNeeds, SandboxSettings, SandboxUnavailable
 from gpulease.daemon.sandbox.trial import prepare
 
 MAX_PRIVATE_BYTES: Final = 2 << 30
@@ -70,7 +70,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         asyncio.run(_serve(start, files, channel, readings))
     except ChannelClosed:
         return 0
-    except (BadEtcdSettings, MalformedMessage, SandboxBroken, OSError) as error:
+    except (BadEtcdSettings, MalformedMessage, SandboxUnavailable, OSError) as error:
         send_message(channel, HelperBroken(str(error)).to_map())
         return 1
     return 0

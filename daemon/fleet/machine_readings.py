@@ -43,7 +43,7 @@ class MachineReadings:
         self._clock_fd = _open_host_clock(clocks, devices)
         self._stat_fd = _open(stat)
         self._uevents = _open_uevents()
-        self._generations = 0
+        self._generation_changes = 0
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class MachineReadings:
 
     def read(self) -> MachineReading:
         # The messages first: a pause before this reading counts for it.
-        self._generations += self._new_generations()
+        self._generation_changes += self._new_generation_changes()
         # The own clock is read before and after the others, which bounds the time between them.
         began_ns = boot_ns()
         host_ns, stolen_ns = None, {}
@@ -64,7 +64,7 @@ class MachineReadings:
         if self._stat_fd is not None:
             with contextlib.suppress(OSError):
                 stolen_ns = stolen_of(os.pread(self._stat_fd, MAX_STAT_BYTES, 0))
-        return MachineReading(began_ns, boot_ns(), host_ns, stolen_ns, self._generations)
+        return MachineReading(began_ns, boot_ns(), host_ns, stolen_ns, self._generation_changes)
 
     def close(self) -> None:
         for fd in (self._clock_fd, self._stat_fd):
@@ -73,7 +73,7 @@ class MachineReadings:
         if self._uevents is not None:
             self._uevents.close()
 
-    def _new_generations(self) -> int:
+    def _new_generation_changes(self) -> int:
         """Return how many new messages report a new generation id.
 
         A socket that overflowed has lost some, and continues.

@@ -53,7 +53,7 @@ class NvidiaCards:
         self._limit_bytes = limit_bytes
         self._handles: dict[str, Any] = {}
         self._unattributed_bytes: dict[str, int] = {}
-        self._earlier_bytes: dict[str, int] = {}
+        self._outside_bytes_at_first: dict[str, int] = {}
         self._listings: dict[str, SharedCall[dict[int, int]]] = {}
         try:
             # Unlike CUDA, NVML makes no context, so this takes no memory of the cards.
@@ -124,7 +124,7 @@ class NvidiaCards:
         owned = sum(min(before_bytes, after.get(pid, 0)) for pid, before_bytes in before.items())
         # Beyond what was unowned when the card was measured, before the first lease.
         unowned = used - owned - self._unattributed_bytes[card_uuid]
-        return CardReading(unowned, after, self._earlier_bytes[card_uuid])
+        return CardReading(unowned, after, self._outside_bytes_at_first[card_uuid])
 
     def load(self, card_uuid: str) -> CardLoad:
         """Return the load, each figure by itself: some cards have one figure and not the other."""
@@ -163,7 +163,7 @@ class NvidiaCards:
         self._unattributed_bytes[uuid] = unattributed_bytes
         # The bytes that processes outside the daemon held at that time. It reduced the capacity, so it must not count
         # as outside use again.
-        self._earlier_bytes[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
+        self._outside_bytes_at_first[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
         capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
         return CardFacts(
             uuid,

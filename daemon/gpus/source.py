@@ -1,4 +1,4 @@
-"""The interface between the broker and the code that knows the cards; retries and shared calls for its callers."""
+"""The interface between the broker and the code that knows the cards; retries and shared calls of the driver."""
 
 import asyncio
 import threading
@@ -40,9 +40,9 @@ class CardFacts:
         capacity_bytes: The bytes for leases and their contexts, after the node's reserve.
         is_partition: Whether the card is a MIG partition.
         found_bytes: The capacity before the operator's own bound.
-        unattributed_bytes: The used bytes that belong to no process, the baseline of proofs.
-        slack_bytes: The change of other programs' bytes that does not count as a leak; the reserve covers it.
-        peers: UUIDs of the cards that it reads over NVLink.
+        unattributed_bytes: The used bytes that belong to no process, with which proofs compare later readings.
+        slack_bytes: The largest change of other programs' bytes that does not count as a leak; the reserve covers it.
+        peers: UUIDs of the cards whose memory this card can read over NVLink.
     """
 
     uuid: str
@@ -61,26 +61,29 @@ class CardReading:
     """A reading of a card's memory.
 
     Attributes:
-        unowned_bytes: The bytes of no process, minus those when the card was measured; may be below zero.
+        unowned_bytes: The bytes that belong to no process, minus those when the daemon first measured the card; may be
+            negative.
         processes: The bytes of each process on the card, by process id.
-        earlier_bytes: The bytes that processes outside the daemon held when the card was measured.
+        outside_bytes_at_first: The bytes that processes outside the daemon held when the daemon first measured the
+            card.
     """
 
     unowned_bytes: int
     processes: Mapping[int, int]
-    earlier_bytes: int = 0
+    outside_bytes_at_first: int = 0
 
     def outside_bytes(self, own: Set[int]) -> int:
-        """Return the bytes of processes outside `own`, minus those when the card was measured."""
-        return sum(used_bytes for pid, used_bytes in self.processes.items() if pid not in own) - self.earlier_bytes
+        """Return the bytes of processes outside `own`, minus those when the daemon first measured the card."""
+        outside_bytes = sum(used_bytes for pid, used_bytes in self.processes.items() if pid not in own)
+        return outside_bytes - self.outside_bytes_at_first
 
 
 @dataclass(frozen=True, slots=True)
 class CardLoad:
-    """A card's present load; None for a figure that its driver lacks.
+    """A card's present load; None for a figure that its driver does not report.
 
     Attributes:
-        utilization_percent: The part of the driver's last sample period in which a kernel ran.
+        utilization_percent: The percentage of the driver's last sample period in which a kernel ran.
         used_bytes: The bytes of all processes and the driver together.
     """
 
@@ -93,25 +96,28 @@ class CardSource(Protocol):
 
     @property
     def driver(self) -> str:
-        """The driver of the workers that compute on these cards."""
+        """The name of the driver that workers use on these cards: `cuda`, or `cpu` for the embedded driver."""
 
     @property
     def warning(self) -> str:
-        """A sentence for the operator and for tenants, "" for none: these cards may not be what they expect."""
+        """A sentence that warns operators and tenants if these cards are not what they may expect; else ""."""
 
     @property
     def allowance_bytes(self) -> int:
-        """The bytes that a session may take in addition to its context and slice: rounding, code, local memory."""
+        """The bytes that a session may take beyond its context and slice, for rounding, code and local memory."""
 
     @property
     def reserve_bytes(self) -> int:
-        """The bytes that the node reserves for each session in addition to its slice. One that takes more is ended."""
+        """The bytes that the node reserves for each session beyond its slice. A session that takes more is ended."""
 
     def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
-        """Return all cards. `rows` has measurements of cards from before they had leases. Raises CardsUnavailable."""
+        """Return all cards. Raises CardsUnavailable.
+
+        `rows` has the measurement of each known card from before the card had leases, by the card's UUID.
+        """
 
     def why_no_context(self) -> CardsUnavailable | None:
-        """Return the driver's reason why no worker can make a context; None if the driver has none."""
+        """Return the reason why no worker can create a context; None if the driver reports none."""
 
     def process_bytes(self, card_uuid: str, pid: int) -> int:
         """Return the bytes that a process holds on a card now."""
@@ -128,23 +134,23 @@ class CardSource(Protocol):
 
 
 RETRY_S: Final = 30.0
-"""The time for all retries. A driver that needs longer is ready for the daemon's next start."""
+"""The time for all retries. A driver that needs longer can be used after the next start of the daemon."""
 
 FIRST_PAUSE_S: Final = 0.25
 MAX_PAUSE_S: Final = 4.0
 
 
 def pause_s(tried: int, waited_s: float) -> float | None:
-    """Return the pause after this many attempts, each twice the one before; None once RETRY_S would be exceeded."""
-    # The pause counts towards the limit too, so that no try begins after it.
+    """Return the pause after `tried` attempts, which doubles each time; None if it would exceed RETRY_S."""
+    # The pause counts towards the limit, so that no attempt begins after the limit.
     wanted_s = back_off_s(tried - 1, FIRST_PAUSE_S, MAX_PAUSE_S)
     return None if waited_s + wanted_s > RETRY_S else wanted_s
 
 
 async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Return the attempt's result, after retries of faults that may pass. Raises the last attempt's CardsUnavailable.
+    """Return the result of `attempt`, which is retried after faults that may pass. Raises its last CardsUnavailable.
 
-    Such faults are device nodes that appear late, and a driver that is still loading.
+    Faults that may pass are device nodes that appear late, and a driver that is still loading.
     """
     started = time.monotonic()
     tried = 0
@@ -157,7 +163,7 @@ async def retry(attempt: Callable[[], Awaitable[T]]) -> T:
             wait_s = pause_s(tried, time.monotonic() - started) if error.may_pass else None
             if wait_s is None:
                 raise
-            # Logged once, so that an operator who watches the start knows what it waits for.
+            # Log this once, so that an operator who watches the start knows what the daemon is waiting for.
             if tried == 1:
                 message = f"{error}; the daemon retries for {RETRY_S:g} s. {error.hint}"
                 log_event(LogEvent.CARDS_AWAITED, message, reason=str(error), hint=error.hint, patience_s=RETRY_S)
@@ -188,8 +194,8 @@ class SharedCall(Generic[T]):
             # One call at a time. While this thread waits here, others may still join the call that is about to begin.
             with self._calling:
                 with self._lock:
-                    # From here on the call has begun: a thread that asks now could get a result from before its
-                    # question.
+                    # From here on the call counts as begun: a thread that asks now could get a result from before it
+                    # asked, so it must join the next call.
                     self._next = None
                 self._answer(future)
         return future.result()

@@ -31,7 +31,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from gpulease.daemon.contract.control_page import TimeLimits
 from gpulease.daemon.leases.time_account import SessionTime
-from gpulease.daemon.leases.time_turns import ROUND_NS, SWITCH_NS, TURN_QUEUE_NS, Bar, Taker, Turn, Turns
+from gpulease.daemon.leases.time_turns import ROUND_NS, SWITCH_NS, TURN_QUEUE_NS, Bar, Taker, Turns, TurnSchedule
 from gpulease.protocol.time_units import NS_PER_MS, NS_PER_S, NS_PER_US
 
 Key = int | str
@@ -442,14 +442,14 @@ def _forgive(balances_ns: dict[Key, float], keys: Sequence[Key]) -> None:
             balances_ns[key] += min(-least_ns, ROUND_NS)
 
 
-def _in_turns(limits: TimeLimits, turn: Turn, now_ns: int) -> TimeLimits:
+def _in_turns(limits: TimeLimits, schedule: TurnSchedule, now_ns: int) -> TimeLimits:
     """Return the limits of a session that takes turns: a short queue, and work only in its own turn."""
     return limits._replace(
         queue_bound_ns=min(limits.queue_bound_ns or TURN_QUEUE_NS, TURN_QUEUE_NS),
         until_ns=now_ns + LAPSE_NS,
-        turn_begin_ns=turn.begin_ns,
-        turn_ns=turn.length_ns,
-        turn_period_ns=turn.period_ns,
+        turn_begin_ns=schedule.begin_ns,
+        turn_ns=schedule.length_ns,
+        turn_period_ns=schedule.period_ns,
     )
 
 

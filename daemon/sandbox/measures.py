@@ -1,4 +1,4 @@
-"""The sandbox's measures, the driver's needs, the operator's settings, and system calls that Python lacks."""
+"""The sandbox's measures, the processes' needs, the operator's settings, and system calls that Python lacks."""
 
 import ctypes
 import json
@@ -13,8 +13,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int, *arguments: int) -> int:
-    """Call the kernel by a system call's number. Raises OSError."""
-    # ctypes keeps errno of this thread apart (use_errno), so no other call can overwrite it.
+    """Make the system call with this number. Raises OSError."""
+    # ctypes keeps a separate errno for its own calls (use_errno), which no other call overwrites.
     result: int = _LIBC.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     if result < 0:
         code = ctypes.get_errno()
@@ -26,17 +26,17 @@ def system_call(number: int, *arguments: int) -> int:
 class SandboxNeeds:
     """The paths, ports and memory that a driver's workers, or another process of the daemon, need inside the sandbox.
 
-    Paths that do not exist are skipped, because a driver tries many paths that a host need not have.
+    Paths that do not exist are skipped, because a driver tries many paths that not every host has.
 
     Attributes:
         readable: Files, and folders with everything in them.
         devices: Device nodes for open and ioctl.
-        own_process: Whether a worker uses its own folder under /proc, to read it and to name its threads.
+        own_process: Whether a worker uses its own folder under /proc, to read it and to set the names of its threads.
         kept: Descriptors, open in the zygote, of folders where workers may make, read and remove files.
-        writable: Paths of such folders.
+        writable: Paths of folders where workers may do the same.
         private_bytes: The host memory that a worker may take; None if its slice is in host memory.
-        tcp_ports: Ports that the process connects to over TCP. With any, it may have sockets of TCP and UDP; it accepts
-          no connection.
+        tcp_ports: Ports that the process connects to over TCP. If there are any, the process may have TCP and UDP
+          sockets, but accepts no connection.
     """
 
     readable: tuple[Path, ...] = ()
@@ -54,20 +54,20 @@ class SandboxNeeds:
 
 
 class Measure(Enum):
-    """The measures against a worker, in the order in which they are taken.
+    """The measures that restrict a worker, in the order in which they are applied.
 
     Attributes:
         DESCRIPTORS: The worker keeps its channel, its pages and the log, and no other open descriptor.
-        USER: The worker runs as a user of the workers' own, in the groups that the devices need and no others.
+        USER: The worker runs as another user than the daemon, in only the groups that the devices need.
         CAPABILITIES: The worker has no capability and can gain none.
-        PRIVILEGES: No program that the worker runs gains privileges.
+        PRIVILEGES: No program that the worker executes gains privileges.
         INSPECTION: Other workers can't trace it or open its memory, and the kernel writes no core of it.
-        LIMITS: Bounds on its use of the host's resources.
-        FILES: The worker opens the driver's paths and nothing else.
-        DEVICES: The worker makes no ioctl on devices other than the driver's.
-        NETWORK: The worker can't connect or bind TCP; a process with `tcp_ports` connects to those.
+        LIMITS: The worker's use of the host's resources is limited.
+        FILES: The worker can open the driver's paths and nothing else.
+        DEVICES: The worker can make ioctl calls only on the driver's devices.
+        NETWORK: The worker can't connect or bind TCP sockets; a process with `tcp_ports` can connect to these ports.
         SCOPE: The worker can't reach an outside process by a signal or an abstract socket.
-        SYSCALLS: The worker makes the system calls that it needs and no others.
+        SYSCALLS: The worker can make only the system calls that it needs.
     """
 
     DESCRIPTORS = "descriptors"
@@ -83,7 +83,7 @@ class Measure(Enum):
     SYSCALLS = "syscalls"
 
 
-class SandboxBroken(Exception):
+class SandboxUnavailable(Exception):
     """A worker can't be sandboxed as the operator demands.
 
     Attributes:
@@ -102,7 +102,7 @@ class MeasureFinding:
     Attributes:
         measure: The measure.
         is_on: Whether it applies to every worker.
-        detail: Its extent, or the reason why it is off.
+        detail: What the measure restricts, or the reason why it is off.
     """
 
     measure: Measure
@@ -114,10 +114,11 @@ class MeasureFinding:
         return {"measure": self.measure.value, "on": self.is_on, "detail": self.detail}
 
 
-MODES: Final = ("available", "required")
+SANDBOX_MODES: Final = ("available", "required")
+"""Values of the setting `sandbox`: apply the measures that the host supports, or refuse to start if one is missing."""
 
 ALWAYS_ON: Final = frozenset({Measure.DESCRIPTORS, Measure.PRIVILEGES})
-"""Measures on which others depend, and that no driver has a reason to omit."""
+"""Measures that can't be left out: other measures depend on them, and no driver works better without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,9 @@ class SandboxSettings:
     """The operator's settings of the sandbox.
 
     Attributes:
-        is_required: Whether the daemon refuses to start where a measure is unavailable.
-        user: The workers' user; None for the default user if the daemon is root, otherwise for the daemon's own user.
-        without: Measures that the operator omits.
+        is_required: Whether the daemon refuses to start if a measure is unavailable.
+        user: The workers' user. If None, it is the default user if the daemon is root, else the daemon's own user.
+        without: Measures that the operator has left out.
     """
 
     is_required: bool = False
@@ -135,7 +136,7 @@ class SandboxSettings:
     without: frozenset[Measure] = frozenset()
 
     def to_text(self) -> str:
-        """Return the settings as an argument of a command line."""
+        """Return the settings as a command-line argument."""
         # Sorted, so that equal settings have equal texts: a zygote with other settings is not reused.
         without = sorted(measure.value for measure in self.without)
         return json.dumps({"required": self.is_required, "user": self.user, "without": without})

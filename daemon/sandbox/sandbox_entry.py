@@ -10,7 +10,7 @@ from functools import partial
 
 from gpulease.daemon.host.processes import die_with_parent, gain_no_privileges, never_dump
 from gpulease.daemon.sandbox.landlock import Reach, restrict
-from gpulease.daemon.sandbox.measures import Measure, SandboxBroken, SandboxNeeds
+from gpulease.daemon.sandbox.measures import Measure, SandboxNeeds, SandboxUnavailable
 from gpulease.daemon.sandbox.resource_limits import impose, limits_for, prefer_oom_kill
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
 from gpulease.daemon.sandbox.worker_identity import (
@@ -54,7 +54,7 @@ class SandboxPlan:
             kept_fds: The descriptors that the process keeps.
             parent_pid: The parent's process id.
 
-        Raises SandboxBroken if a measure fails. The process must end then.
+        Raises SandboxUnavailable if a measure fails. The process must end then.
         """
         for measure, step in self._before(tuple(kept_fds)):
             self._apply(measure, step)
@@ -68,7 +68,7 @@ class SandboxPlan:
         try:
             step()
         except (OSError, ValueError, NoFilter) as error:
-            raise SandboxBroken(f"the worker can't be shut in ({measure.value}): {error}") from None
+            raise SandboxUnavailable(f"the worker can't be sandboxed ({measure.value}): {error}") from None
 
     def _before(self, kept_fds: tuple[int, ...]) -> Iterator[tuple[Measure, Step]]:
         identity = self.identity

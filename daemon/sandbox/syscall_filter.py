@@ -1,7 +1,7 @@
 """The filter of a worker's system calls (seccomp(2)): an allow-list, as a classic BPF program over struct seccomp_data.
 
 It is an allow-list because there are two dozen calls by which a worker can harm another of the same user (limits,
-priority, affinity, signals in many ways), and each new kernel adds more. It holds the calls that workers made on an
+priority, affinity, signals in many ways), and new kernels add more. The list contains the calls that workers made on an
 H100 and with the embedded driver, and further calls of the C library, Python and threads for the same purposes. Other
 calls fail with EPERM, which callers can handle. Calls that no honest worker makes end the process. Calls newer than
 this list fail with ENOSYS, so that the C library falls back to older ones.
@@ -49,7 +49,7 @@ X32_BIT: Final = 0x40000000
 
 
 def fail(errno: int) -> int:
-    """Return the action that skips the call and returns this error."""
+    """Return the action that does not make the call, but returns this error."""
     return _FAIL | errno
 
 
@@ -59,9 +59,9 @@ def result(action: int) -> Code:
 
 
 def head(architecture: int) -> Code:
-    """Return instructions that kill calls of another ABI, and then load the call's number."""
+    """Return instructions that end a process that makes calls of another ABI, and otherwise load the call's number."""
     return [
-        # The numbers mean something within one ABI only, so calls of another one are killed before any comparison.
+        # Numbers have a meaning only within one ABI, so calls of another ABI are handled before any comparison.
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_IF_EQUAL, 1, 0, architecture),
         *result(KILL),
@@ -73,17 +73,17 @@ def head(architecture: int) -> Code:
 
 
 def on(number: int, action: Code) -> Code:
-    """Return the instructions for one call; `action` ends in a result."""
+    """Return the instructions for the call with this number; `action` ends in a result."""
     return [(_IF_EQUAL, 0, len(action), number), *action]
 
 
 def beyond(number: int, action: int) -> Code:
-    """Return the instructions for calls with higher numbers."""
+    """Return the instructions for calls with numbers above this one."""
     return [(_IF_NOT_LESS, 0, 1, number + 1), *result(action)]
 
 
 def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, mask: int = 0xFFFFFFFF) -> Code:
-    """Return a branch on the low half of an argument. The kernel reads no more of an int."""
+    """Return a branch on the low half of an argument, which is all that the kernel reads of an int."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
     for value in values:
         # Each comparison jumps over its own result if it fails.
@@ -94,7 +94,7 @@ def if_argument(place: int, values: Iterable[int], then: int, otherwise: int, ma
 def unless_argument(place: int, values: tuple[int, ...], then: int, mask: int = 0xFFFFFFFF) -> Code:
     """Return instructions that continue if the low half of an argument is one of these values."""
     code: Code = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * place), (_AND, 0, 0, mask)]
-    # A hit jumps after the last instruction of this part, a miss goes to the next comparison.
+    # A match jumps past the last instruction of this part; otherwise the next comparison follows.
     code += [(_IF_EQUAL, len(values) - number, 0, value) for number, value in enumerate(values)]
     return code + result(then)
 
@@ -113,7 +113,7 @@ def assemble(code: Code) -> bytes:
 
 
 NEWEST: Final = 450
-"""The newest call that this list knows: set_mempolicy_home_node of Linux 5.17."""
+"""The newest call that this list takes into account: set_mempolicy_home_node of Linux 5.17."""
 
 X86_64: Final = MappingProxyType(
     {
@@ -318,7 +318,7 @@ ALLOWED: Final = (
     "getpeername",
     "getsockopt",
     "setsockopt",
-    # CUDA keeps an abstract socket from which it passes descriptors.
+    # CUDA creates an abstract socket, from which it passes descriptors.
     "bind",
     "listen",
     "accept",
@@ -445,7 +445,7 @@ UNKNOWN: Final = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_regist
 
 
 MACHINE: Final = "x86_64"
-"""The only machine with a filter, as platform.machine() names it."""
+"""The only machine type with a filter, as platform.machine() names it."""
 
 _X86_64: Final = 0xC000003E
 """AUDIT_ARCH_X86_64 of linux/audit.h."""
@@ -479,7 +479,7 @@ _SOCKET_KIND: Final = 0xF
 
 
 class NoFilter(Exception):
-    """The machine has no filter; the message says why."""
+    """There is no filter for this machine; the message says why."""
 
 
 def install(*, writes_files: bool, connects: bool = False) -> None:
@@ -489,8 +489,8 @@ def install(*, writes_files: bool, connects: bool = False) -> None:
     # Both buffers must live until the call returns: the kernel copies the program from them.
     code = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog.
-    head_of_it = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
-    prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(head_of_it))
+    program_header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(program_header))
 
 
 def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes:
@@ -498,8 +498,8 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
 
     Args:
         pid: The process.
-        writes_files: Whether it makes and removes files in a folder of its own.
-        connects: Whether it connects to others over the network; such a process listens nowhere.
+        writes_files: Whether it creates and removes files in a folder of its own.
+        connects: Whether it connects to others over the network; such a process does not listen.
     """
     machine = platform.machine()
     if machine != MACHINE:
@@ -522,11 +522,8 @@ def filter_for(pid: int, *, writes_files: bool, connects: bool = False) -> bytes
 
 
 def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
-    """Return the calls that only some arguments allow.
-
-    They come first, because some of them are the most frequent.
-    """
-    of_itself = (pid,)
+    """Return the instructions for calls that are allowed only with some arguments, by the calls' names."""
+    own_pid = (pid,)
     unix = unless_argument(0, (socket.AF_UNIX,), _DENY)
     # A datagram socket can send to any other; a stream or seqpacket socket only to its peer.
     pair = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
@@ -537,28 +534,28 @@ def _by_arguments(pid: int, *, writes_files: bool) -> dict[str, Code]:
         "clone": if_argument(0, (_CLONE_THREAD,), ALLOW, _DENY, _CLONE_THREAD | _CLONE_NAMESPACES),
         "socket": unix + if_argument(1, (socket.SOCK_SEQPACKET,), ALLOW, _DENY, _SOCKET_KIND),
         "socketpair": unix + if_argument(1, pair, ALLOW, _DENY, _SOCKET_KIND),
-        # CUDA checks for an MPS daemon this way, and works without one.
+        # CUDA looks for an MPS daemon in this way, and works without one.
         "connect": _NOT_THERE,
-        "kill": if_argument(0, of_itself, ALLOW, _DENY),
-        "tgkill": if_argument(0, of_itself, ALLOW, _DENY),
-        "rt_tgsigqueueinfo": if_argument(0, of_itself, ALLOW, _DENY),
-        # 0 and the own id: the calling process itself.
+        "kill": if_argument(0, own_pid, ALLOW, _DENY),
+        "tgkill": if_argument(0, own_pid, ALLOW, _DENY),
+        "rt_tgsigqueueinfo": if_argument(0, own_pid, ALLOW, _DENY),
+        # 0 and the process's own id mean the calling process.
         "sched_setaffinity": if_argument(0, (0, pid), ALLOW, _DENY),
         "prlimit64": unless_null(2, _DENY) + if_argument(0, (0, pid), ALLOW, _DENY),
         "prctl": if_argument(0, _PRCTL, ALLOW, _DENY),
         **dict.fromkeys(() if writes_files else FOR_FILES, _NOT_THERE),
-        # The driver makes links in a folder of compiled code; without one it continues.
+        # The driver creates links in a folder of compiled code; without them it continues.
         "symlink": _NOT_THERE,
     }
 
 
 _TO_CONNECT: Final[Mapping[str, Code]] = MappingProxyType(
     {
-        # No socket of the local host: by its path or name it would reach the broker and other services.
+        # No local sockets: with them, the process could connect to the broker and other services.
         "socket": unless_argument(1, (socket.SOCK_STREAM, socket.SOCK_DGRAM), _DENY, _SOCKET_KIND)
         + if_argument(0, (socket.AF_INET, socket.AF_INET6), ALLOW, _DENY),
         "connect": result(ALLOW),
         **dict.fromkeys(("listen", "accept", "accept4"), result(_DENY)),
     }
 )
-"""The calls of a process that connects to others over the network, in place of a worker's."""
+"""What replaces a worker's instructions in a process that connects to others over the network."""

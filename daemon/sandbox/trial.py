@@ -25,7 +25,7 @@ from gpulease.daemon.sandbox.landlock import (
     abi,
     restrict,
 )
-from gpulease.daemon.sandbox.measures import Measure, MeasureFinding, SandboxBroken, SandboxNeeds, SandboxSettings
+from gpulease.daemon.sandbox.measures import Measure, MeasureFinding, SandboxNeeds, SandboxSettings, SandboxUnavailable
 from gpulease.daemon.sandbox.resource_limits import impose, in_words, limits_for, prefer_oom_kill
 from gpulease.daemon.sandbox.sandbox_entry import BY_LANDLOCK, SandboxPlan
 from gpulease.daemon.sandbox.syscall_filter import NoFilter, install
@@ -60,7 +60,7 @@ class _Missing(Exception):
 def prepare(
     settings: SandboxSettings, needs: SandboxNeeds, keep_for: Callable[[int], tuple[int, ...]]
 ) -> tuple[SandboxPlan, list[MeasureFinding]]:
-    """Test the sandbox. Returns the plan for workers and the findings. Raises SandboxBroken if that is not enough."""
+    """Test the sandbox, and return the plan for workers and the findings. Raises SandboxUnavailable."""
     # Step 1: the workers' user, and the folders that this user must be able to write to.
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
@@ -71,10 +71,12 @@ def prepare(
     off = [finding for finding in findings if not finding.is_on and finding.measure not in settings.without]
     for finding in off:
         if finding.measure is Measure.USER and settings.user is not None and identity is not None:
-            raise SandboxBroken(f"workers can't be {settings.user}: {finding.detail}", hint="Start the daemon as root.")
+            raise SandboxUnavailable(
+                f"workers can't run as {settings.user}: {finding.detail}", hint="Start the daemon as root."
+            )
     if settings.is_required and off:
         missing = "; ".join(f"{finding.measure.value} ({finding.detail})" for finding in off)
-        raise SandboxBroken(
+        raise SandboxUnavailable(
             f"the sandbox is required, and this host lacks {missing}",
             hint='Name the missing measures in sandbox_without, or set sandbox = "available".',
         )
@@ -82,7 +84,7 @@ def prepare(
 
 
 def _identity(settings: SandboxSettings, needs: SandboxNeeds) -> tuple[WorkerIdentity | None, str]:
-    """Return the workers' user, or None and the reason. Raises SandboxBroken if the operator named an unusable user."""
+    """Return the workers' user, or None and the reason. Raises SandboxUnavailable if `worker_user` is unusable."""
     if Measure.USER in settings.without:
         return None, _LEFT_OUT
     if settings.user is not None:
@@ -95,7 +97,7 @@ def _identity(settings: SandboxSettings, needs: SandboxNeeds) -> tuple[WorkerIde
         return None, f"the daemon is not root, so its workers run as its own user, {os.geteuid()}"
     try:
         return identity_of(DEFAULT_USER, needs.devices), ""
-    except SandboxBroken as error:
+    except SandboxUnavailable as error:
         return None, f"{error}. {error.hint}"
 
 
@@ -112,7 +114,7 @@ def _try_out(
         findings = pipe.read()
     _, status = os.waitpid(pid, 0)
     if status != 0:
-        raise SandboxBroken(f"the process that tried the sandbox {exit_text(status)}")
+        raise SandboxUnavailable(f"the process that tried the sandbox {exit_text(status)}")
     return [MeasureFinding(Measure(name), is_on, detail) for name, is_on, detail in json.loads(findings)]
 
 

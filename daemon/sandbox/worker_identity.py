@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from gpulease.daemon.host.processes import prctl
-from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.measures import SandboxUnavailable
 from gpulease.protocol.fast_dataclass import dataclass
 
 STANDARD = (0, 1, 2)
@@ -57,15 +57,15 @@ class WorkerIdentity:
 
 
 def identity_of(name: str, devices: tuple[Path, ...]) -> WorkerIdentity:
-    """Return a user with the groups that it needs for the devices. Raises SandboxBroken."""
+    """Return a user with the groups that it needs for the devices. Raises SandboxUnavailable."""
     try:
         user = pwd.getpwnam(name)
     except KeyError:
-        raise SandboxBroken(
+        raise SandboxUnavailable(
             f"the user {name!r} does not exist", hint="Set worker_user to a user that exists."
         ) from None
     if user.pw_uid == 0:
-        raise SandboxBroken("worker_user is root", hint="Set it to a user without rights.")
+        raise SandboxUnavailable("worker_user is root", hint="Set it to a user without rights.")
     return WorkerIdentity(name, user.pw_uid, user.pw_gid, _groups_for(user.pw_uid, user.pw_gid, devices))
 
 
@@ -85,7 +85,7 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
         if not stat.S_ISCHR(mode) or mode & 0o006 == 0o006 or status.st_uid == uid:
             continue
         if mode & 0o060 != 0o060 or status.st_gid == 0:
-            raise SandboxBroken(
+            raise SandboxUnavailable(
                 f"only root can open {device}",
                 hint="Give the device to a group (NVreg_DeviceFileGID and NVreg_DeviceFileMode of the nvidia module).",
             )

@@ -581,9 +581,9 @@ class RingWire:
         # Native code works on copies of the counters, which are loaded here and stored afterwards.
         ends, requests, replies = self._ends, self._requests, self._replies
         ends.head, ends.spins_left = requests.head, spins_left
-        ends.tail, ends.reply_head = replies.tail, replies.head
+        ends.reply_tail, ends.reply_head = replies.tail, replies.head
         outcome = serve_ring(ends)
-        requests.head, replies.tail, replies.head = ends.head, ends.tail, ends.reply_head
+        requests.head, replies.tail, replies.head = ends.head, ends.reply_tail, ends.reply_head
         if outcome is None:
             self.decline_awaited()
         # The peer sleeps. Advance a counter by 0, which rings the bell and changes nothing else.

@@ -12,7 +12,7 @@ from gpulease.daemon.contract.messages import HelperBroken, HelperPrepared, Read
 from gpulease.daemon.host.ipc import ChannelClosed, receive_message, send_message
 from gpulease.daemon.host.processes import die_with_parent, set_name
 from gpulease.daemon.log.writer import go_on_logging
-from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxNeeds, SandboxSettings
+from gpulease.daemon.sandbox.measures import SandboxNeeds, SandboxSettings, SandboxUnavailable
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.web.app import Page, PageAccess, Site, load_page, rehearse
 from gpulease.daemon.web.broker_link import BrokerChannel, BrokerLink, BrokerSilent
@@ -55,7 +55,7 @@ def main(channel_fd: int, parent_pid: int, sandbox: SandboxSettings) -> int:
         asyncio.run(_serve(start, page, channel, broker, listeners))
     except ChannelClosed:
         return 0
-    except (MalformedMessage, SandboxBroken, BrokerSilent, OSError) as error:
+    except (MalformedMessage, SandboxUnavailable, BrokerSilent, OSError) as error:
         send_message(channel, HelperBroken(str(error)).to_map())
         return 1
     return 0

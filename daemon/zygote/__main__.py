@@ -54,7 +54,7 @@ from gpulease.daemon.host.unsolicited_fds import interrupting_closes
 from gpulease.daemon.host.version import VERSION, own_build
 from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import go_on_logging, log_event, stop_logging
-from gpulease.daemon.sandbox.measures import SandboxBroken, SandboxSettings
+from gpulease.daemon.sandbox.measures import SandboxSettings, SandboxUnavailable
 from gpulease.daemon.sandbox.sandbox_entry import SandboxPlan
 from gpulease.daemon.sandbox.trial import prepare
 from gpulease.daemon.session.main import run_lease_worker, run_warm_worker
@@ -118,7 +118,7 @@ def _preload(driver_name: str, channel: socket.socket, sandbox: str, listener: s
         driver.preload()
         session_code()
         plan, findings = prepare(SandboxSettings.from_text(sandbox), driver.needs(), driver.keep_for)
-    except (DriverError, SandboxBroken) as error:
+    except (DriverError, SandboxUnavailable) as error:
         send_message(channel, HelperBroken(str(error), error.hint).to_map())
         return None
     # A fork copies only the calling thread: any other would leave its locks held forever in the worker.
@@ -454,7 +454,7 @@ class Zygote:
             # Do this before entering the sandbox: only the owner of the page's file can change its mode.
             page_fds = for_worker(page_fds)
             self._plan.enter((channel.fileno(), *page_fds), self._pid)
-        except (OSError, SandboxBroken) as error:
+        except (OSError, SandboxUnavailable) as error:
             send_message(channel, Failed(str(error)).to_map())
             return WorkerExit.NO_CONTEXT
         # From here on, session/main.py runs the worker.

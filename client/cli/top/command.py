@@ -8,8 +8,8 @@ from typing import Any, Final
 import click
 
 from gpulease.client.cli.top.frame import plain
-from gpulease.client.cli.top.readings import Readings
 from gpulease.client.cli.top.sample import LeaseLine, Sample, ScreenSamples, lease_lines, word
+from gpulease.client.cli.top.sampling import Sampler
 from gpulease.client.cli.top.view import MAX_EVERY_S, MIN_EVERY_S, View
 from gpulease.client.console.exit_status import die_by_signal
 from gpulease.client.console.tables import is_terminal, output_width
@@ -46,14 +46,14 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
     """Watch cards and leases live, with owners, activity and remaining time. `?` lists the keys."""
     address = address_of(None)
     if as_json and not once:
-        _stream(Readings(address), every_s or EVERY_S)
+        _stream(Sampler(address), every_s or EVERY_S)
     elif once or not is_terminal():
         # Rates need two samples.
-        readings = Readings(address)
-        before = readings.take()
+        sampler = Sampler(address)
+        before = sampler.take()
         time.sleep(every_s or ONCE_S)
-        samples = ScreenSamples(readings.take(), before)
-        readings.close()
+        samples = ScreenSamples(sampler.take(), before)
+        sampler.close()
         if as_json:
             click.echo(_json(samples))
         else:
@@ -64,7 +64,7 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
         except ImportError as error:
             raise Unsupported(f"this Python has no curses: {error}", "Use --once or --json") from None
         # Report a daemon that does not answer at the start as an error. The view waits for one that is lost later.
-        first = Readings(address)
+        first = Sampler(address)
         first.take()
         first.close()
         ended_by = watch(address, every_s or EVERY_S)
@@ -72,11 +72,11 @@ def top(every_s: float | None, once: bool, as_json: bool) -> None:
             die_by_signal(ended_by)
 
 
-def _stream(readings: Readings, every_s: float) -> None:
+def _stream(sampler: Sampler, every_s: float) -> None:
     before: Sample | None = None
     while True:
         try:
-            sample = readings.take()
+            sample = sampler.take()
         # Print a failure as a separate line, so that a reader sees the gap. At the start, it is an error.
         except GpuLeaseError as error:
             if before is None:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Final
 
 from gpulease.client.cli.top.frame import Line, Style, frame
-from gpulease.client.cli.top.readings import Poller
+from gpulease.client.cli.top.sampling import Poller
 from gpulease.client.cli.top.view import Quit, Refresh, Revoke, View, press
 from gpulease.client.console.tables import fit, width_of
 from gpulease.client.errors import InvalidRequest, Unsupported

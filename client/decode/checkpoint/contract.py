@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Checkpoint(Protocol):
     """A model's files, opened and checked: its shape, and every tensor that `model_tensors` names.
 
-    A checkpoint maps its files. Reading rows of a file that has become shorter raises ModelRejected. If a file becomes
-    shorter during a copy, SIGBUS ends the process.
+    A checkpoint maps its files into memory. Reading rows of a file that has become shorter raises ModelRejected. If a
+    file becomes shorter during a copy, SIGBUS ends the process.
     """
 
     @property
@@ -24,26 +24,26 @@ class Checkpoint(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape, which the kernels can compute."""
+        """The model's shape, which the kernels support."""
 
     @property
     def pooling(self) -> Pooling | None:
         """How the model embeds a text; None if it can only generate text."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model, by its name in Hugging Face's checkpoints."""
+        """Return the tensor with this name; names are those of Hugging Face's checkpoints."""
 
     def rotation(self, positions: int) -> Rotation:
-        """Return how positions turn heads, in an engine with sequences of up to `positions` positions."""
+        """Return the rotary embedding for an engine with sequences of up to `positions` positions."""
 
     def sha256(self) -> str:
         """Return the digest of the weights' files and the config, in hexadecimal.
 
-        Reads all files: call it in a thread.
+        Reads all files, so call it in a thread.
         """
 
     def tokenizer(self) -> "Tokenizer":
         """Return the model's tokenizer. Raises ModelRejected if it is missing, broken or of an unsupported kind."""
 
     def close(self) -> None:
-        """Close the files: no tensor can be read any more. Without it, they are closed once nothing refers to them."""
+        """Close the files; afterwards no tensor can be read. Otherwise they are closed once nothing refers to them."""

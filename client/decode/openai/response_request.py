@@ -1,7 +1,7 @@
-"""Bodies of `/v1/responses`: the subset with texts and functions, as the chat that the model gets.
+"""Parses the bodies of requests to `/v1/responses` into chats; texts and functions are supported.
 
-The server keeps no responses, so a conversation is sent whole, as `input`. A parameter that would change the answer but
-is not supported is refused by name, as for completions.
+The server stores no responses, so each request contains the whole conversation, in `input`. A parameter that would
+change the answer but is not supported is refused by name, as for completions.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "background": RequestParameter(neutral=(False,)),
     "context_management": _REFUSED,
     "conversation": _REFUSED,
-    # Programs that keep no responses ask for reasoning in this form; the reply has none to include.
+    # Clients that have no responses stored ask for reasoning in this form. It is accepted, but replies contain none.
     "include": RequestParameter(neutral=([], ["reasoning.encrypted_content"])),
     "input": _USED,
     "instructions": _USED,
@@ -54,7 +54,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "truncation": RequestParameter(neutral=("disabled",)),
     "user": _IGNORED,
 }
-"""The parameters of a response's body, by their names."""
+"""The parameters of a request, by name."""
 
 ECHOED: Final = (
     "instructions",
@@ -71,10 +71,10 @@ ECHOED: Final = (
 """The parameters that the reply repeats."""
 
 _SAME_NAMES: Final = ("model", "parallel_tool_calls", "stream", "temperature", "top_p")
-"""The parameters that a chat has by the same name and with the same values."""
+"""The parameters that a chat has under the same name and with the same values."""
 
 _NAMES: Final = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
-"""What errors of the chat are about, by the parameters of the response."""
+"""The parameter of this request that stands in errors in place of a chat's parameter."""
 
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _MESSAGE_MEMBERS: Final = ("type", "role", "content", "id", "status", "phase")
@@ -85,14 +85,14 @@ def read_response(
 ) -> dict[str, Any]:
     """Parse a body in a text process, as `read_completion` does.
 
-    `response` of the answer has the values that the reply repeats.
+    `response` in the result has the values that the reply repeats.
 
     Args:
         reader: Tokenizes the prompt.
-        body: The bytes of the body, JSON.
-        is_chat: Whether it is a chat's: always.
-        fresh_seed: The seed to use.
-        names: The names of the model that is served.
+        body: The body, as JSON.
+        is_chat: Not used; `read_completion` has the same parameters.
+        fresh_seed: The seed if the request has none.
+        names: The names of the served model.
     """
     try:
         parameters = parse_object(body)
@@ -105,7 +105,7 @@ def read_response(
 
 
 def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of the chat that a response's body means. Raises ApiError."""
+    """Return the body of the chat request with the same meaning. Raises ApiError."""
     chat = {name: parameters[name] for name in _SAME_NAMES if parameters.get(name) is not None}
     if parameters.get("max_output_tokens") is not None:
         chat["max_tokens"] = parameters["max_output_tokens"]
@@ -129,7 +129,7 @@ def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return a chat's messages from the items of an input. The chat checks their contents."""
+    """Return a chat's messages from the items of an input. Their contents are checked when the chat is parsed."""
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
@@ -145,7 +145,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
-                # Calls are part of the assistant's message before them.
+                # In a chat, calls are part of the assistant's message before them.
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
@@ -178,7 +178,7 @@ def _content(where: str, content: Any) -> str:
 
 
 def _response_format(text: Any) -> dict[str, Any] | None:
-    """Return the chat's `response_format`; None for any text."""
+    """Return the chat's `response_format`; None if the answer may be any text."""
     if text is None:
         return None
     if not isinstance(text, dict) or any(value is not None for name, value in text.items() if name != "format"):
@@ -190,7 +190,7 @@ def _response_format(text: Any) -> dict[str, Any] | None:
 
 
 def _tools(tools: Any) -> Any:
-    """Return the chat's tools. The chat checks names and schemas."""
+    """Return the chat's tools. Names and schemas are checked when the chat is parsed."""
     if not isinstance(tools, list):
         return tools
     functions = []

@@ -375,7 +375,7 @@ class EngineLifecycle(Generic[EngineT]):
         self._losses_in_a_row += 1
         self._steps_at_loss = steps
         fields = {
-            "known": engine_losses.is_known(error),
+            "known": engine_losses.shows_loss(error),
             "losses": self._losses_in_a_row,
             "under_way": len(under_way),
         }

@@ -41,7 +41,7 @@ REPLAY_WAIT_S: Final = 300.0
 """Seconds for which requests wait for another engine after a loss. Callers must not wait forever."""
 
 
-def is_known(error: BaseException) -> bool:
+def shows_loss(error: BaseException) -> bool:
     """Return whether an error's class shows that the engine is lost."""
     return isinstance(error, LEASE_ENDS + CONTEXT_FAULTS)
 

@@ -190,7 +190,7 @@ class EngineSupervisor:
             "engine_opened", cause=cause, without_engine_s=took_s, tries=0 if loss is None else loss.tries + 1
         )
         # In a planned move only this change was without an engine; after a loss, the time counts from the loss.
-        is_known = loss is None or engine_losses.is_known(loss.error)
+        is_known = loss is None or engine_losses.shows_loss(loss.error)
         report = EngineRebuilt(cause, is_known, is_planned=loss is None, took_s=took_s)
         self._ledger.report(lambda observer: observer.on_engine_rebuilt(report))
 

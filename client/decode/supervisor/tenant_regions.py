@@ -21,7 +21,7 @@ REGION_TTL_S: Final = 120.0
 """Duration of a region in seconds. It is renewed for as long as it is in use."""
 
 MOVE_MARGIN_S: Final = 5.0
-"""Seconds before a region's end at which its tenant moves to another region. Renewals come long before that."""
+"""Seconds before a region's end at which its tenant moves to another region. Renewals are made long before that."""
 
 REGION_RETRY_S: Final = 0.1
 """Seconds between two tries to open a region that the lease has no room for. Its tenant's requests wait meanwhile."""
@@ -41,7 +41,7 @@ class TenantRegions:
     """The regions of one engine.
 
     Attributes:
-        pools: The tenants' regions by the tenants' ids. A tenant that is suspended, or waits for its next region, has
+        pools: The tenants' regions, by the tenants' ids. A tenant that is suspended, or waits for its next region, has
             no entry.
         prefixes: The shared prefixes with a region that has not been dropped, by name, each with its region.
         move_margin_s: Seconds before a region's end at which its tenant must move to another region.
@@ -56,12 +56,12 @@ class TenantRegions:
         on_failure: Callable[[Exception], None],
         life_s: float | None = None,
     ) -> None:
-        """Prepare it; the decoder then calls `open` for each tenant.
+        """Prepare, without opening a region; the decoder then calls `open` for each tenant.
 
         Args:
             engine: The engine; the regions are parts of its lease.
-            scheduler: Read for limits, and never changed.
-            log: Logs refused renewals and refused regions.
+            scheduler: Has the tenants and the limiter; it is only read.
+            log: Receives refused renewals and refused regions.
             on_opened: Called when a region replaces a lost one.
             on_failure: Called when no region can be opened any more, because the engine is lost.
             life_s: Duration in seconds of regions that are not renewed; None: regions are renewed.
@@ -71,7 +71,7 @@ class TenantRegions:
         self._engine, self._scheduler, self._log = engine, scheduler, log
         self._on_opened, self._on_failure = on_opened, on_failure
         self._life_s = life_s
-        # If regions are very short, leave in the last quarter.
+        # If regions are very short, move in the last quarter.
         self.move_margin_s = min(MOVE_MARGIN_S, (life_s or REGION_TTL_S) / 4)
         self._renewals: dict[str, KeepAlive] = {}
         self._prefix_renewals: dict[str, KeepAlive] = {}
@@ -189,37 +189,37 @@ class TenantRegions:
             # Step 1: release the lost region's addresses and bytes, which the next one may need.
             if lost is not None:
                 await self._close(lost, self._renewals.pop(tenant_id, None))
-            # Step 2: wait for the limiter. `ContinuousBatchScheduler.rebound` takes the permit when there is a region.
+            # Step 2: wait for the limiter. `ContinuousBatchScheduler.rebound` takes its permit once the region is open.
             now = asyncio.get_running_loop().time()
             await asyncio.sleep(self._scheduler.rebind_delay_s(tenant_id, now))
             # Step 3: open the region, retrying until it is granted.
-            pool = await self._reopened(tenant)
+            pool = await self._open_with_retries(tenant)
         except Exception as error:
             self._on_failure(error)
             return
         self._on_opened(tenant, pool)
 
-    async def _reopened(self, tenant: TenantConfig) -> BlockPool:
+    async def _open_with_retries(self, tenant: TenantConfig) -> BlockPool:
         """Open a region, retrying until it is granted. Raises the error if the lease or its session is lost.
 
-        There is no limit on tries, because a refusal of this tenant's region does not affect other tenants.
+        The number of tries is unlimited, because a refusal of this tenant's region does not affect other tenants.
         """
         for tries in count(1):
             try:
                 return await self.open(tenant)
             except GpuLeaseError as error:
-                # A drain refuses new regions while the lease still serves the others; that is not a loss yet.
+                # While a daemon drains, it refuses new regions, but the lease still serves the others: not a loss yet.
                 is_drain = isinstance(error, Drained) and self._engine.lease.is_alive
                 # The lease itself is lost: `_rebind` reports it, and the supervisor opens another engine.
-                if engine_losses.is_known(error) and not is_drain:
+                if engine_losses.shows_loss(error) and not is_drain:
                     raise
                 # A lack of room right after a loss is expected, so at first retry quickly and log nothing.
-                refusals = tries - NO_ROOM_TRIES if isinstance(error, CapacityExceeded) else tries
-                if refusals < 1:
+                counted_tries = tries - NO_ROOM_TRIES if isinstance(error, CapacityExceeded) else tries
+                if counted_tries < 1:
                     pause_s = REGION_RETRY_S
                 else:
-                    pause_s = engine_losses.pause_s(refusals - 1)
-                    if engine_losses.is_logged(refusals):
+                    pause_s = engine_losses.pause_s(counted_tries - 1)
+                    if engine_losses.is_logged(counted_tries):
                         self._log.failure("region_refused", error, tenant=tenant.id, tries=tries, next_try_s=pause_s)
             await asyncio.sleep(pause_s)
         raise AssertionError("unreachable")

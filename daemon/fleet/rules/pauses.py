@@ -1,17 +1,17 @@
-"""Pauses of the whole machine, as far as its own readings show them.
+"""Detects pauses of the whole machine, as far as its own readings show them.
 
 While a virtual machine is paused, migrated or restored from a snapshot, its clocks stop. So its membership deadline
-does not come closer, while other nodes already serve its names. Afterwards two readings can show the pause, if the
-hypervisor provides them:
+does not come closer, although other nodes may already serve its names. Afterwards two readings can show the pause, if
+the hypervisor provides them:
 
-- The host's clock, which the hypervisor exposes, advanced further than this machine's.
-- The hypervisor stole a processor for longer than this machine's clock advanced: Xen counts a pause in this way.
+- The host's clock, which the hypervisor exposes, has advanced further than this machine's.
+- The stolen time of a processor has grown by more than this machine's clock advanced. Xen counts a pause in this way.
 
 A suspension in which the machine's own kernel takes part is not such a pause: CLOCK_BOOTTIME, the deadline's clock,
 counts it.
 
 A machine with a changed generation id was restored from a snapshot, or copied (VM Generation ID, Linux 6.10 and later).
-The length of the stop is unknown, and another machine may run with the same knowledge.
+The length of the pause is then unknown, and another machine may be running with the same state.
 """
 
 from collections.abc import Mapping
@@ -30,33 +30,34 @@ class MachineReading:
 
     Attributes:
         began_ns: CLOCK_BOOTTIME before the other readings.
-        ended_ns: CLOCK_BOOTTIME after them.
+        ended_ns: CLOCK_BOOTTIME after the other readings.
         host_ns: The host's clock; None if the hypervisor does not expose it.
         stolen_ns: By processor, the time for which the hypervisor ran something else instead.
-        generations: Changes of the machine's generation id that the kernel has reported.
+        generation_changes: How many changes of the machine's generation id the kernel has reported.
     """
 
     began_ns: int
     ended_ns: int
     host_ns: int | None = None
     stolen_ns: Mapping[str, int] = field(default_factory=dict)
-    generations: int = 0
+    generation_changes: int = 0
 
 
 def missed_ns(before: MachineReading, now: MachineReading) -> int | None:
-    """Return the shortest possible stop of the clocks from one reading to the next; None if its length is unknown.
+    """Return the least time for which the clocks stopped between two readings; None if the time is unknown.
 
     A delay of the reader makes the result smaller, never larger.
     """
-    if now.generations != before.generations:
+    if now.generation_changes != before.generation_changes:
         return None
-    # The longest time that can have passed on this machine's clock, so that the difference is the shortest stop.
+    # The longest time that can have passed on this machine's clock, so that the difference is the shortest pause.
     elapsed_ns = now.ended_ns - before.began_ns
     # Processors that were added meanwhile have no earlier reading.
-    others_ns = [stolen - before.stolen_ns[cpu] for cpu, stolen in now.stolen_ns.items() if cpu in before.stolen_ns]
+    # Advances of the clocks that go on during a pause.
+    outside_ns = [stolen - before.stolen_ns[cpu] for cpu, stolen in now.stolen_ns.items() if cpu in before.stolen_ns]
     if before.host_ns is not None and now.host_ns is not None:
-        others_ns.append(now.host_ns - before.host_ns)
-    return max((other_ns - elapsed_ns for other_ns in others_ns if other_ns > elapsed_ns), default=0)
+        outside_ns.append(now.host_ns - before.host_ns)
+    return max((advance_ns - elapsed_ns for advance_ns in outside_ns if advance_ns > elapsed_ns), default=0)
 
 
 def stolen_of(stat: bytes) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The C structures that Python fills and serve.ll reads and writes; serve.ll repeats their offsets.
+"""The C structures that Python fills and serve.ll reads and writes; serve.ll repeats the offsets of their fields.
 
 All addresses belong to this process. Each field takes eight bytes (u64), so field n is at offset 8 * n.
 """
@@ -10,12 +10,11 @@ from enum import IntEnum
 class Outcome(IntEnum):
     """Why `gpulease_serve_ring` returned.
 
-    IDLE: the ring was empty for the whole time for which it was polled. FRAMES: the buffer, or the head of the ring,
-    contains something that Python has to handle. QUANTUM_OVER: the connection was served for its full time, and others
-    must be served; or the regions page has changed, so that the broker is about to send an order. WAKE_READER: the
-    client sleeps until a reply is in the ring, and must be woken. WAKE_WRITER: the client sleeps until the ring has
-    room, and must be woken. REFUSED: a launch was refused because of a revoked region (RegionCheckRecord);
-    `LaunchFastPath` handles this itself.
+    IDLE: the ring was empty for the whole time for which it was polled. FRAMES: the next bytes in the buffer or ring
+    must be handled by Python. QUANTUM_OVER: the connection was served for its full time, and others must be served; or
+    the regions page has changed, so that the broker is about to send an order. WAKE_READER: the client sleeps until a
+    reply is in the ring, and must be woken. WAKE_WRITER: the client sleeps until the ring has room, and must be woken.
+    REFUSED: a launch was refused because of a revoked region (RegionCheckRecord); `LaunchFastPath` handles this itself.
     """
 
     IDLE = 0
@@ -27,11 +26,11 @@ class Outcome(IntEnum):
 
 
 class Move(ctypes.Structure):
-    """The move of an argument from the wire's bytes to the parameter buffer.
+    """A copy of an argument from the frame to the parameter buffer.
 
-    start   Its first byte among the argument bytes of the frame.
-    target  Its first byte in the parameter buffer.
-    size    Its size in bytes.
+    start   Offset of the argument in the argument bytes of the frame.
+    target  Offset of the argument in the parameter buffer.
+    size    Size of the argument in bytes.
     """
 
     _fields_ = (("start", ctypes.c_uint64), ("target", ctypes.c_uint64), ("size", ctypes.c_uint64))
@@ -59,7 +58,7 @@ class PlanRecord(ctypes.Structure):
     chain         Address of the longest ChainRecord that begins with the plan; 0 for none.
     refusal       Address of the `refusal_bytes` bytes about a LAUNCH_IN's kernel in its refusal (region_refusals.py).
     refusal_bytes
-    mean          Address of the running mean time of such launches, in ns; it is 0 until one was measured.
+    mean          Address of the running mean time of this plan's launches, in ns; 0 until one was measured.
     """
 
     _fields_ = (
@@ -87,10 +86,11 @@ class PlanRecord(ctypes.Structure):
 class RegionRecord(ctypes.Structure):
     """A region that sets name, as native code compares it with the regions page and refuses launches for it.
 
-    column       Offset of its slot in each of the page's columns.
-    active       Its word while it is active; NO_WORD once it has ended in the session.
-    revoked      Its word once it was revoked; NO_WORD once a refusal has reported how it ended.
-    front        Address of the `front_bytes` bytes of its refusal's payload up to the launch's request id, inclusive.
+    column       Offset of the region's slot in each of the page's columns.
+    active       The region's word while the region is active; NO_WORD once it has ended in the session.
+    revoked      The region's word after a revocation; NO_WORD once a refusal has reported how the region ended.
+    front        Address of the first `front_bytes` bytes of a refusal's payload, up to and including the launch's
+                 request id.
     front_bytes
     back         Address of the 48 bytes of the payload after those about the kernel.
     """
@@ -109,16 +109,16 @@ class RegionCheckRecord(ctypes.Structure):
     """The regions page, the regions of the set in use, and the last refusal of a launch in them.
 
     words       Address of the page's words.
-    flipped     Address of its times of the last change.
-    deadlines   Address of its deadlines.
+    flipped     Address of the times at which the page's words last changed.
+    deadlines   Address of the page's deadlines.
     members     Address of the addresses of `count` RegionRecords.
     count       Number of the set's regions; 0 leaves every comparison to Python.
     settled     Launches counted when Python last answered a wait, or reported a failure.
     front       Address of the first 12 bytes of a SYNC's reply that reports a revoked region.
-    reply       Address of REFUSAL_BYTES where such a reply is made.
+    reply       Address of REFUSAL_BYTES bytes where this reply is built.
     number      The refused launch's request id, as on the wire.
-    plan        Address of its PlanRecord.
-    member      Number of the revoked region in the set.
+    plan        Address of the refused launch's PlanRecord.
+    member      Index of the revoked region in the set.
     position    The launch's position, as on the wire.
     flipped_ns  When the region's word was changed.
     seen_ns     When the launch was refused.
@@ -166,7 +166,7 @@ class LaunchChainRecord(ctypes.Structure):
     steps         Address of `count` ChainSteps.
     graph         Address of the driver's own record.
     shorter       Address of a shorter ChainRecord that begins with the same plan; 0 for none.
-    stale         The steps, as bits, with parameter buffers that changed after the driver last read them.
+    stale         A bit for each step, set if its parameter buffer has changed since the driver last read it.
     """
 
     _fields_ = (
@@ -187,11 +187,11 @@ class ServingState(ctypes.Structure):
     launch        Address of the driver's launch function (NativeLaunch.launch).
     query         Address of the driver's query function (NativeLaunch.query).
     driver        First argument of both functions.
-    scratch       Address of SCRATCH_BYTES where parameter buffers are laid out.
+    scratch       Address of SCRATCH_BYTES bytes where parameter buffers are built.
     sync_front    Address of the 16 bytes of a SYNC before its request id.
     sync_tail     Address of the 16 bytes of a SYNC after its request id.
-    reply_front   The same for a SYNC's successful reply.
-    reply_tail
+    reply_front   Address of the 16 bytes of a SYNC's successful reply before its request id.
+    reply_tail    Address of the 16 bytes of that reply after its request id.
     sync_spin_ns  For how long a SYNC may poll the driver before Python waits instead.
     buffer        Address of the receive buffer.
     start         Offset in the buffer of the first byte that is not served yet.
@@ -210,12 +210,13 @@ class ServingState(ctypes.Structure):
     data_front    Address of the first 12 bytes of a MEM_READ's successful reply.
     reuse_front   Address of the 16 bytes of a quiet MEM_REUSE before its request id.
     allocations   Address of the AllocationRecords' table.
-    copied        Address of COPIED_BYTES where a MEM_READ's reply is made; 0 before Python has served a MEM_READ.
+    copied        Address of COPIED_BYTES bytes where a MEM_READ's reply is built; 0 before Python has served a
+                  MEM_READ.
     copy_in       Address of the driver's NativeLaunch.copy_in.
     copy_out      Address of NativeLaunch.copy_out.
     zero          Address of NativeLaunch.zero.
     replay        Address of NativeLaunch.replay; 0 if there is none.
-    in_rows       Number of launches that were taken four or more in a row, since Python last reset the number.
+    in_rows       Number of launches, since Python last reset it, that were served in runs of four or more.
     refusal       Address of the RegionCheckRecord; 0 leaves every comparison of regions to Python.
     pacing        Address of the PacingState.
     graphs        Address of the GraphRecords' table.
@@ -316,16 +317,16 @@ class PacingState(ctypes.Structure):
     marks       Address of MAX_MARKS PacingMarks; mark n is at n modulo MAX_MARKS.
     spin_ns     For how long native code may wait in one call.
     is_marked   1 if a mark follows all work that is outstanding.
-    seen_ns     When work was last seen outstanding, or begun.
-    ask_ns      When native code, while it polls for requests, polls again whether work is outstanding.
+    seen_ns     When work was last begun, or found outstanding.
+    ask_ns      When native code, while it polls for requests, checks again whether work is outstanding.
     own_bit     The bit of the session's own latency word; 0 for none.
-    is_ready    1 once the driver's marks are made.
+    is_ready    1 once the driver has created its marks.
     unknown     How many outstanding marks have no estimate.
-    rest_mean   The mean of work that had no mark when the limits took effect.
-    copy_mean   The mean of copies in native code, which leave nothing outstanding: 1.
-    admitted_ns When work was admitted last.
+    rest_mean   Mean time of work that had no mark when the limits took effect.
+    copy_mean   Mean time of copies in native code, which leave nothing outstanding: 1.
+    admitted_ns When work was last admitted.
     slack_ns    By how much `running_ns` may be too late.
-    linger_ns   The age of an interval up to which native code, while it polls for requests, polls for its end.
+    linger_ns   How old an interval may be for native code to poll for its end while it polls for requests.
     """
 
     _fields_ = (
@@ -370,15 +371,16 @@ class RingEnds(ctypes.Structure):
     reply_words      Address of the replies' words.
     reply_data       Address of the replies' bytes.
     reply_capacity   Size of the replies' bytes, a power of two.
-    tail             The worker's own copy of the replies' tail; never read from the ring.
-    reply_head       The worker's own copy of the replies' head; the ring's word must be between it and `tail`.
+    reply_tail       The worker's own copy of the replies' tail; never read from the ring.
+    reply_head       The worker's own copy of the replies' head; the head in the ring must lie between `reply_head` and
+                     `reply_tail`.
     buffer_bytes     Size of the receive buffer.
-    spins_left       How many more times to poll for `spin_ns` before the worker sleeps.
+    spins_left       Polls that are left before the worker sleeps; each lasts `spin_ns`.
     spins_per_byte   Arriving bytes set `spins_left` to this number, unless it is 0.
     spins_per_reply  A reply sets `spins_left` to this number.
-    spin_ns          How long each such poll lasts.
+    spin_ns          Duration of each of these polls.
     quantum_ns       How long one call may serve the connection.
-    answered         The awaited request that was answered last (protocol.ring.SyncWords).
+    answered         The number that the client wrote for its last wait that was answered (protocol.ring.SyncWords).
     """
 
     _fields_ = (
@@ -391,9 +393,9 @@ class RingEnds(ctypes.Structure):
         ("reply_words", ctypes.c_uint64),
         ("reply_data", ctypes.c_uint64),
         ("reply_capacity", ctypes.c_uint64),
-        ("tail", ctypes.c_uint64),
+        ("reply_tail", ctypes.c_uint64),
         ("reply_head", ctypes.c_uint64),
-        # Sizes and times of one call.
+        # Limits of a call, the polls that are left, and the last wait that was answered.
         ("buffer_bytes", ctypes.c_uint64),
         ("spins_left", ctypes.c_uint64),
         ("spins_per_byte", ctypes.c_uint64),

@@ -48,7 +48,7 @@
 ;     refusal_bytes 128, mean 136
 ;   ChainRecord: count 0, frames_bytes 8, steps 16, graph 24, shorter 32, stale 40. ChainStep: plan 0, params 8; 16 bytes.
 ;   Move: from 0, to 8, size 16; takes 24
-;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, tail 56,
+;   RingEnds: words 0, data 8, capacity 16, head 24, reply_words 32, reply_data 40, reply_capacity 48, reply_tail 56,
 ;     reply_head 64, buffer_bytes 72, spins_left 80, spins_per_byte 88, spins_per_reply 96, spin_ns 104, quantum_ns 112, answered 120
 ;   The control page: revocation word 0, deadline 8, horizon 3808. Counters: launches 0, syncs 8, operations 32, current opcode 48,
 ;     copies 80, copied bytes 88.

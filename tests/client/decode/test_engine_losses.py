@@ -9,10 +9,10 @@ from gpulease.client.decode.supervisor.engine_losses import (
     TRIES_LOGGED,
     is_fault,
     is_kill,
-    is_known,
     is_logged,
     pause_before_engine_s,
     pause_s,
+    shows_loss,
 )
 from gpulease.client.errors import (
     Disconnected,
@@ -32,21 +32,21 @@ KILLED = GpuSessionFailed("", "", Failure(Status.SESSION_FAILED, "", is_kill=Tru
 
 @pytest.mark.parametrize("kind", [Revoked, LeaseExpired, Drained, Disconnected])
 def test_the_end_of_a_lease_is_known_and_nobody_s_fault(kind: type[GpuLeaseError]) -> None:
-    assert (is_known(kind("")), is_fault(kind(""))) == (True, False)
+    assert (shows_loss(kind("")), is_fault(kind(""))) == (True, False)
 
 
 @pytest.mark.parametrize("kind", [GpuSessionFailed, SyncFailed])
 def test_the_loss_of_a_context_is_known_and_may_be_somebody_s_fault(kind: type[GpuLeaseError]) -> None:
-    assert (is_known(kind("")), is_fault(kind(""))) == (True, True)
+    assert (shows_loss(kind("")), is_fault(kind(""))) == (True, True)
 
 
 @pytest.mark.parametrize("error", [KeyError(), OSError(), InvalidHandle(""), RegionRevoked(""), GpuLeaseError("")])
 def test_any_other_error_is_unknown_and_may_be_somebody_s_fault(error: Exception) -> None:
-    assert (is_known(error), is_fault(error)) == (False, True)
+    assert (shows_loss(error), is_fault(error)) == (False, True)
 
 
 def test_a_kill_from_outside_is_known_and_at_first_nobody_s_fault() -> None:
-    assert (is_known(KILLED), is_kill(KILLED), is_fault(KILLED)) == (True, True, False)
+    assert (shows_loss(KILLED), is_kill(KILLED), is_fault(KILLED)) == (True, True, False)
     assert not is_kill(GpuSessionFailed(""))
 
 

@@ -38,7 +38,7 @@ def test_a_machine_that_shows_nothing_is_read_all_the_same(folder: Path) -> None
     readings = MachineReadings(folder / "ptp", folder, folder / "no-stat")
     try:
         reading = readings.read()
-        assert (reading.host_ns, reading.stolen_ns, reading.generations) == (None, {}, 0)
+        assert (reading.host_ns, reading.stolen_ns, reading.generation_changes) == (None, {}, 0)
     finally:
         readings.close()
 

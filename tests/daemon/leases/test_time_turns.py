@@ -16,8 +16,8 @@ from gpulease.daemon.leases.time_turns import (
     ROUND_NS,
     Bar,
     Taker,
-    Turn,
     Turns,
+    TurnSchedule,
 )
 
 from .simulated_card import MS, US, S, SimulatedCard, SimulatedSession
@@ -28,7 +28,7 @@ def saturating(target_ns: float, *, is_capped: bool = False) -> Taker:
     return Taker(time, target_ns, target_ns, is_capped=is_capped, is_limited=False)
 
 
-def turns_of(takers: dict[int, Taker], now_ns: int = S) -> dict[int, Turn]:
+def turns_of(takers: dict[int, Taker], now_ns: int = S) -> dict[int, TurnSchedule]:
     turns = Turns()
     turns.update(now_ns, ROUND_NS, ROUND_NS, takers)
     return {session: turns[session] for session in takers if session in turns}
@@ -137,11 +137,11 @@ def test_a_debt_that_all_have_leaves_nobody_without_a_turn() -> None:
 
 
 def test_how_much_of_its_turns_lies_between_two_times() -> None:
-    turn = Turn(begin_ns=100, length_ns=30, period_ns=50)
-    assert turn.time_between(100, 150) == 30
-    assert turn.time_between(120, 160) == 20
-    assert turn.time_between(135, 145) == 0
-    assert turn.time_between(60, 200) == 20 + 60
+    schedule = TurnSchedule(begin_ns=100, length_ns=30, period_ns=50)
+    assert schedule.time_between(100, 150) == 30
+    assert schedule.time_between(120, 160) == 20
+    assert schedule.time_between(135, 145) == 0
+    assert schedule.time_between(60, 200) == 20 + 60
 
 
 class Periods:

@@ -16,7 +16,7 @@ LANDLOCK_RESTRICT_SELF = 446
 
 PREPARE = """
 import json, sys
-from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.measures import SandboxUnavailable
 from gpulease.daemon.sandbox.measures import SandboxNeeds
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.sandbox.trial import prepare
@@ -24,7 +24,7 @@ try:
     plan, findings = prepare(SandboxSettings.from_text(sys.argv[1]), SandboxNeeds(), lambda owner: ())
     on = sorted(measure.value for measure in plan.measures)
     print(json.dumps({"on": on, "found": {found.measure.value: found.detail for found in findings}}))
-except SandboxBroken as error:
+except SandboxUnavailable as error:
     print(json.dumps({"broken": str(error), "hint": error.hint}))
 """
 
@@ -67,7 +67,7 @@ def test_a_user_that_workers_can_not_be() -> None:
 @ONLY_ROOT
 def test_a_user_that_the_operator_named_is_had_or_refused() -> None:
     told = prepared(SETGROUPS, user="nobody")
-    assert told["broken"].startswith("workers can't be nobody: the kernel refuses it")
+    assert told["broken"].startswith("workers can't run as nobody: the kernel refuses it")
     assert told["hint"] == "Start the daemon as root."
 
 

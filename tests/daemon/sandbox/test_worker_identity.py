@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.daemon.sandbox.measures import SandboxBroken
+from gpulease.daemon.sandbox.measures import SandboxUnavailable
 from gpulease.daemon.sandbox.worker_identity import identity_of
 
 NOBODY = 65534
@@ -40,12 +40,12 @@ def test_only_groups_that_the_devices_need(nodes: list[Path], groups: tuple[int,
 
 @pytest.mark.parametrize("node", [Node(0o660, 0), Node(0o600, 44)], ids=["root's group", "root alone"])
 def test_devices_that_only_root_can_open(node: Path) -> None:
-    with pytest.raises(SandboxBroken, match="only root can open /dev/node") as caught:
+    with pytest.raises(SandboxUnavailable, match="only root can open /dev/node") as caught:
         identity_of("nobody", (node,))
     assert "NVreg_DeviceFileGID" in caught.value.hint
 
 
 @pytest.mark.parametrize(("name", "why"), [("no-such-user", "does not exist"), ("root", "worker_user is root")])
 def test_users_that_workers_can_not_be(name: str, why: str) -> None:
-    with pytest.raises(SandboxBroken, match=why):
+    with pytest.raises(SandboxUnavailable, match=why):
         identity_of(name, ())

@@ -372,7 +372,7 @@ def test_no_byte_outside_its_memory_is_touched(
         for pieces, words, turned in rounds:
             # As if the ring had gone round for years.
             made.ends.head = made.words[0] = turned
-            made.ends.tail = made.ends.reply_head = made.reply_words[8] = turned
+            made.ends.reply_tail = made.ends.reply_head = made.reply_words[8] = turned
             made.put(b"".join(piece if isinstance(piece, bytes) else piece(made.device.at) for piece in pieces))
             for is_reply, word, value in words:
                 (made.reply_words if is_reply else made.words)[word] = value
@@ -608,7 +608,7 @@ def test_a_refusal_touches_no_byte_outside_its_memory(
 ) -> None:
     with bench(Opcode.LAUNCH_IN) as made:
         made.ends.head = made.words[0] = turned
-        made.ends.tail = made.ends.reply_head = made.reply_words[8] = turned
+        made.ends.reply_tail = made.ends.reply_head = made.reply_words[8] = turned
         for pieces, flips, words in rounds:
             made.put(b"".join(pieces))
             for slot, state, number, raises in flips:

@@ -104,7 +104,7 @@ def test_the_watch_tells_strangers_from_workers(monkeypatch: pytest.MonkeyPatch)
 
     async def story() -> None:
         workers = MadeWorkers({PID})
-        cards = MadeCards([CardReading(7, {PID: 10, PID + 1: 20, STRANGER: 30}, earlier_bytes=5)])
+        cards = MadeCards([CardReading(7, {PID: 10, PID + 1: 20, STRANGER: 30}, outside_bytes_at_first=5)])
         loop, enough = asyncio.get_running_loop(), asyncio.Event()
         cards.on_read = lambda: workers.own.symmetric_difference_update({PID, PID + 1})
         posted: list[Event] = []

@@ -67,7 +67,7 @@ def test_every_card_is_shown_where_there_is_room() -> None:
     assert plain(VIEW, ScreenSamples(sample(cards=cards)), "unix:/a", 80).count("GiB held") == 8
 
 
-def test_time_goes_on_between_readings() -> None:
+def test_time_goes_on_between_samples() -> None:
     assert "0.5 s" in screen(now_s=100.5)[3]
     assert "0.0 s" in screen(now_s=200)[4]
 

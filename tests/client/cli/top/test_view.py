@@ -89,7 +89,7 @@ def test_filters() -> None:
 
 @pytest.mark.parametrize(
     ("words", "every_s", "says"),
-    [("0.5", 0.5, ""), ("0", 2.0, "'0' is not"), ("nan", 2.0, "is not"), ("x", 2.0, "is not")],
+    [("0.5", 0.5, ""), ("0", 2.0, "not '0'"), ("nan", 2.0, "not 'nan'"), ("x", 2.0, "not 'x'")],
 )
 def test_pace(words: str, every_s: float, says: str) -> None:
     view, effects = typed("s", words, "enter")

@@ -48,7 +48,7 @@ def test_a_processor_that_was_added_is_not_compared() -> None:
 
 
 def test_a_machine_of_another_generation_was_paused_nobody_knows_how_long() -> None:
-    assert missed_ns(BEFORE, after(0.25, host_ns=9_000 * S + 250 * MS, generations=1)) is None
+    assert missed_ns(BEFORE, after(0.25, host_ns=9_000 * S + 250 * MS, generation_changes=1)) is None
 
 
 def test_stolen_times_are_read_for_each_processor() -> None:

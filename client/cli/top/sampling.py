@@ -1,4 +1,4 @@
-"""Samples a node repeatedly, in a separate thread, on one connection that is replaced when it is lost."""
+"""Takes samples of a node, in a separate thread, on one connection that is replaced when it is lost."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from typing import Final
 from gpulease.client.cli.node import outcome_text
 from gpulease.client.cli.top.sample import Sample, ScreenSamples
 from gpulease.client.core.exchange import FixedDeadline, dial, disconnected
-from gpulease.client.core.exchange import ask as ask_on
+from gpulease.client.core.exchange import ask as ask_on_channel
 from gpulease.client.core.waits import Procedure
 from gpulease.client.errors import GpuLeaseError
 from gpulease.client.sync.driver import ask, drive
@@ -20,12 +20,12 @@ from gpulease.protocol.address import Address
 from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import Empty, LeaseRevoke
 
-READING_LIMIT_S: Final = 10.0
-"""Longest time for one sample, in seconds. A daemon answers in milliseconds; one that hangs is reported and asked
-again."""
+SAMPLE_LIMIT_S: Final = 10.0
+"""Longest time for one sample, in seconds. A daemon answers in milliseconds. If it does not, the failure is shown and
+another sample is tried."""
 
 RETRY_S: Final = 2.0
-"""Longest pause before a daemon that did not answer is asked again, in seconds, however rarely it is sampled."""
+"""Longest pause, in seconds, before the next try after a failed sample, even if the sampling interval is longer."""
 
 
 def _failure_text(error: Exception) -> str:
@@ -33,8 +33,8 @@ def _failure_text(error: Exception) -> str:
     return str(error) if isinstance(error, GpuLeaseError) else f"{type(error).__name__}: {error}"
 
 
-class Readings:
-    """Samples of one node, on one connection as long as it lasts."""
+class Sampler:
+    """Takes samples of one node, on one connection that it reuses until the connection is lost."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -45,14 +45,14 @@ class Readings:
         return drive(self._take())
 
     def _take(self) -> Procedure[Sample]:
-        deadline = FixedDeadline(READING_LIMIT_S, "top", self._address)
-        # Keep the connection between samples, and replace only a lost one.
+        deadline = FixedDeadline(SAMPLE_LIMIT_S, "top", self._address)
+        # Reuse the connection of earlier samples, unless it was lost.
         if self._channel is None:
             self._channel, _ = yield from dial(self._address, deadline)
         channel = self._channel
         try:
-            inventory = yield from ask_on(channel, Opcode.GET_INVENTORY, Empty(), deadline)
-            leases = yield from ask_on(channel, Opcode.LEASE_LIST_ACTIVE, Empty(), deadline)
+            inventory = yield from ask_on_channel(channel, Opcode.GET_INVENTORY, Empty(), deadline)
+            leases = yield from ask_on_channel(channel, Opcode.LEASE_LIST_ACTIVE, Empty(), deadline)
         except LinkEnded as ended:
             self.close()
             raise disconnected(ended, channel, "top") from None
@@ -74,11 +74,11 @@ class Poller:
     Args:
         address: The daemon's address.
         every_s: Seconds between two samples.
-        wake: Called, from another thread, whenever there is something new.
+        wake: Called, from another thread, after each sample and each revocation.
     """
 
     def __init__(self, address: Address, every_s: float, wake: Callable[[], None]) -> None:
-        self._readings = Readings(address)
+        self._sampler = Sampler(address)
         self._address = address
         self._wake = wake
         self._lock = threading.Lock()
@@ -95,13 +95,13 @@ class Poller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end. Does not wait for a sample in progress, whose result is dropped."""
-        # The event wakes the thread if it waits.
+        """Have the thread end. Does not wait for a sample in progress."""
+        # The event wakes the thread if it is waiting.
         self._is_stopped = True
         self._nudge.set()
 
     def pace(self, every_s: float, *, is_paused: bool) -> None:
-        """Set the seconds between samples, from the next one on, or pause them."""
+        """Set the seconds between samples, or pause the samples. Takes effect after the next sample."""
         self._every_s, self._is_paused = every_s, is_paused
 
     def refresh(self) -> None:
@@ -114,9 +114,9 @@ class Poller:
             return self._samples
 
     def notice(self) -> str:
-        """The oldest notice that was not returned yet; "" if there is none.
+        """Return the oldest notice that was not returned yet; "" if there is none.
 
-        A notice is a revocation's outcome, or says that the daemon answers again.
+        A notice reports the outcome of a revocation, or that the daemon answers again.
         """
         with self._lock:
             return self._notices.pop(0) if self._notices else ""
@@ -133,21 +133,21 @@ class Poller:
                 self._nudge.clear()
                 self._read()
                 self._wake()
-                # Ask a daemon that did not answer again soon, even if the view is paused or its interval is long.
+                # After a failed sample, try again soon, even if the view is paused or its interval is long.
                 trouble = bool(self._samples.trouble)
                 pause_s = min(self._every_s, RETRY_S) if trouble else self._every_s
                 self._nudge.wait(None if self._is_paused and not trouble else pause_s)
         finally:
-            self._readings.close()
+            self._sampler.close()
 
     def _read(self) -> None:
         try:
-            sample = self._readings.take()
+            sample = self._sampler.take()
         except Exception as error:
             with self._lock:
                 self._samples = replace(self._samples, trouble=_failure_text(error))
             return
-        # Keep the last two samples, because rates need both.
+        # Keep the last two samples, because rates are computed from both.
         with self._lock:
             if self._samples.trouble and self._samples.sample is not None:
                 self._notices.append("The daemon answers again on a new connection")
