@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints its result as JSON.
 
-The call needs its own process: an initialised driver does not survive a fork, and a broken driver may hang. The daemon
-calls it only where no worker can make a context, to distinguish the driver's faults from the sandbox's.
+The call needs its own process: an initialized driver does not survive a fork, and a broken driver may hang. The daemon
+runs this only if no worker can create a context, to distinguish faults of the driver from faults of the sandbox.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 LIBRARY: Final = "libcuda.so.1"
 
 TIMEOUT_S: Final = 60.0
-"""The time for cuInit to return. A card that wakes up takes seconds, and a host may have eight."""
+"""How long cuInit may take. It takes seconds for each card that has to wake up, and a host may have eight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class CuInitResult:
     """The result of cuInit.
 
     Attributes:
-        number: The CUresult, 0 for success; None without a result.
+        number: The CUresult, 0 for success; None if there is no result.
         reason: The reason for a missing result; "" if the library is missing.
     """
 
@@ -41,7 +41,7 @@ def ask() -> CuInitResult:
         return CuInitResult(None, f"it did not return within {TIMEOUT_S:g} s")
     except OSError as error:
         return CuInitResult(None, f"no process can be started: {error.strerror}")
-    # A crash in the driver is a result too: the sentence says by which signal.
+    # A crash in the driver is a finding, too: report the signal.
     if done.returncode < 0:
         return CuInitResult(None, f"it died of signal {-done.returncode}")
     try:
@@ -56,8 +56,7 @@ def _call() -> CuInitResult:
         library = ctypes.CDLL(LIBRARY)
         function = library.cuInit
     except (OSError, AttributeError) as error:
-        # A missing library has its own diagnosis; a library that is there and can't be loaded is reported with the
-        # loader's words.
+        # A missing library has its own diagnosis. If a library exists but can't be loaded, report the loader's words.
         text = str(error)
         return CuInitResult(None, "" if f"{LIBRARY}: cannot open shared object file: No such file" in text else text)
     function.argtypes, function.restype = [ctypes.c_uint], ctypes.c_int

@@ -1,4 +1,4 @@
-"""The diagnosis of unusable cards: from an error number and the host's state to a sentence, a fix, and a retry or not.
+"""The diagnosis of unusable cards: from an error number and the host's state to a message, a hint, and a retry or not.
 
 Numbers are those of NVML (nvmlReturn_t of nvml.h) and of the CUDA driver API (CUresult of cuda.h). One number often has
 several causes ("no device"), so the state of the host decides first: its kernel module, device nodes and PCI cards.
@@ -23,13 +23,13 @@ _DISPLAY_CLASS: Final = "0x03"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host's state of NVIDIA's driver, found out without the driver.
+    """The state of NVIDIA's driver on the host, found out without the driver.
 
     Attributes:
-        module_version: The version of the loaded kernel module; "" without one.
+        module_version: The version of the loaded kernel module; "" if none is loaded.
         missing: The device nodes that CUDA needs and the host lacks.
         closed: The device nodes that this process can't open, each with the reason.
-        has_cards: Whether an NVIDIA card is on the PCI bus; None where the bus is invisible.
+        has_cards: Whether an NVIDIA card is on the PCI bus; None if the bus is invisible.
     """
 
     module_version: str = ""
@@ -39,8 +39,8 @@ class Host:
 
 
 def describe_host(root: Path = ROOT) -> Host:
-    """Return the host's state. Opens the device nodes: nothing else shows that a control group denies them."""
-    # Without any card's node, the first card's is what is missing.
+    """Return the host's state. Opens the device nodes: nothing else shows whether a control group denies them."""
+    # If there is no card's node, report the first card's node as missing.
     dev = root / "dev"
     cards = sorted(node.name for node in _entries_of(dev) if _CARD_NODE.fullmatch(node.name)) or ["nvidia0"]
     missing: list[str] = []
@@ -76,7 +76,7 @@ def _module_version(path: Path) -> str:
 
 
 def _has_cards(folder: Path) -> bool | None:
-    # In a container the bus may be invisible: then nothing is known about cards.
+    # In a container, the bus may be invisible. Then it is unknown whether there are cards.
     devices = _entries_of(folder)
     if not devices:
         return None
@@ -97,7 +97,7 @@ OTHERWISE: Final = "or start with --driver cpu."
 
 
 class Library(Enum):
-    """The libraries that return error numbers. The value is the name in sentences."""
+    """The libraries that return error numbers. The value is the library's name in messages."""
 
     NVML = "NVML"
     CUDA = "cuInit"
@@ -109,7 +109,7 @@ class Diagnosis:
 
     Attributes:
         message: The fault; a sentence without a full stop.
-        hint: The fix.
+        hint: What the operator can do.
         status: The daemon's exit status.
         may_pass: Whether a retry in a moment may succeed.
     """
@@ -248,21 +248,21 @@ _BY_HOST: Final = frozenset(
     {(Library.NVML, 4), (Library.NVML, 9), (Library.NVML, 17), (Library.NVML, 999)}
     | {(Library.CUDA, number) for number in (3, 100, 101, 304, 999)}
 )
-"""Numbers that stand for anything that keeps a library from the driver."""
+"""Numbers that a library returns for any reason that keeps it from the driver."""
 
 
 def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
     """Return the diagnosis of a library's error number on a host in that state."""
-    # The number alone is ambiguous; what is wrong on the host is the better diagnosis, if something is.
-    if (library, number) in _BY_HOST and (path_text := _shown(library, host)) is not None:
-        return path_text
+    # Such a number is ambiguous; a fault that the host's state shows is the better diagnosis.
+    if (library, number) in _BY_HOST and (fault := _fault_of(library, host)) is not None:
+        return fault
     diagnosis = BY_NUMBER.get((library, number))
     if diagnosis is None:
         return Diagnosis(
             f"{library.value} failed with error {number}",
             f"Check that nvidia-smi works for the daemon's user, {OTHERWISE}",
         )
-    # Versions are part of the sentence only if they are known.
+    # Include the versions only if they are known.
     module = f" ({host.module_version})" if host.module_version else ""
     version = f", {host.module_version}" if host.module_version else ""
     return Diagnosis(
@@ -274,7 +274,7 @@ def diagnose(library: Library, number: int, host: Host) -> Diagnosis:
 
 
 def no_cards(host: Host) -> Diagnosis:
-    """Return the diagnosis of a driver that works and lists no card."""
+    """Return the diagnosis of a driver that works but lists no card."""
     if host.has_cards is False:
         return _no_such_card()
     return Diagnosis(
@@ -284,8 +284,8 @@ def no_cards(host: Host) -> Diagnosis:
     )
 
 
-def _shown(library: Library, host: Host) -> Diagnosis | None:
-    # From the bottom up: the card, the kernel module, the device nodes, the right to open them.
+def _fault_of(library: Library, host: Host) -> Diagnosis | None:
+    # Check from the bottom up: the card, the kernel module, the device nodes, the right to open them.
     if not host.module_version:
         if host.has_cards is False:
             return _no_such_card()

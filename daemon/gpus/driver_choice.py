@@ -1,4 +1,4 @@
-"""Chooses cards from the driver setting and the host's drivers. No choice falls back silently."""
+"""Chooses cards by the driver setting and the host's drivers. Never falls back to emulated cards silently."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from gpulease.daemon.gpus.source import CardSource, CardsUnavailable
 _NVIDIA_TRACES: Final = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
 
 DEFAULT_VRAM_BYTES: Final = 8 << 30
-"""The size of the embedded driver's default card. The host commits its memory only when it is written."""
+"""Memory of the embedded driver's default card. The host provides it only when it is written."""
 
 EMULATION_WARNING: Final = (
     "this host has no NVIDIA driver, so its cards are emulated: kernels run on the CPU, in the host's "
@@ -25,14 +25,14 @@ def has_nvidia_driver() -> bool:
 
 
 def choose_cards(driver: str, vram_bytes: tuple[int, ...]) -> CardSource:
-    """Return a driver's cards; "auto" is cuda where an NVIDIA driver is present, working or not.
+    """Return a driver's cards; "auto" means cuda if an NVIDIA driver is present, working or not, else cpu.
 
-    Raises CardsUnavailable. An operator with a broken driver wants an error, not computation on the host.
+    Raises CardsUnavailable: an operator with a broken driver wants an error, not computation on the host.
     """
     if driver == "cpu" or (driver == "auto" and not has_nvidia_driver()):
         warning = "" if driver == "cpu" else EMULATION_WARNING
         return EmbeddedCards(vram_bytes or (DEFAULT_VRAM_BYTES,), warning=warning)
-    # Only emulated cards may each have a size; for real cards there is one bound for all.
+    # Only emulated cards may each have a size; real cards have one common limit.
     if len(vram_bytes) > 1:
         raise CardsUnavailable(
             "with real cards, vram must be one size, not several",

@@ -12,16 +12,17 @@ _NAMESPACE = uuid.UUID("5d2d6ab6-4c7e-5d36-9a70-6770756c6561")
 
 
 MAX_CARD_BYTES: Final = 512 << 30
-"""Memory of the largest card. A worker can't reserve more address space in one slice, so more is a typing mistake."""
+"""Memory of the largest card. A worker can't reserve more address space for one slice, so a larger size is a typing
+mistake."""
 
 
 ALLOWANCE_BYTES: Final = 1 << 20
-"""For modules' variables, mostly texts of assertions, in sessions with a full slice. They are in host memory, so no
-emulated card is charged for them."""
+"""Bytes for modules' variables, mostly texts of assertions, in sessions with a full slice. They are in host memory, so
+they are not charged to an emulated card."""
 
 
 CONTEXT_BYTES: Final = 0
-"""The card memory of a context in addition to its slice: none, because a context is in host memory too."""
+"""The card memory of a context in addition to its slice: none, because a context is in host memory."""
 
 
 class EmbeddedCards:
@@ -41,7 +42,7 @@ class EmbeddedCards:
     has_others = False
 
     def __init__(self, sizes_bytes: Sequence[int], warning: str = "") -> None:
-        # A size is checked at the start: a worker would fail only when it reserves the addresses.
+        # Check the sizes now: a worker would fail only later, when it reserves the addresses.
         self.warning = warning
         for size_bytes in sizes_bytes:
             if size_bytes > MAX_CARD_BYTES:
@@ -54,7 +55,7 @@ class EmbeddedCards:
 
     def discover(self, rows: Mapping[str, CardRow]) -> list[CardFacts]:
         uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}" for index in range(len(self._sizes_bytes))]
-        # All of them are in one memory, so each is every other's peer.
+        # All cards are in the same memory, so each is a peer of all others.
         return [
             CardFacts(
                 own,

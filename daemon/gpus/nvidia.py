@@ -1,4 +1,4 @@
-"""NVIDIA cards, through NVML. The broker reads them no other way; NVML makes no context and holds no VRAM.
+"""NVIDIA cards, through NVML, the broker's only way to read them. NVML creates no context and holds no VRAM.
 
 A reading has two halves (NVML API, nvmlDeviceGetComputeRunningProcesses and nvmlDeviceGetMemoryInfo): the bytes of each
 process, and the card's used bytes beyond those, which belong to no process. A dead process leaves the first half some
@@ -23,17 +23,17 @@ RESERVE_BYTES: Final = 256 << 20
 """Subtracted from every card's capacity: the driver's own use grows a little with the number of contexts."""
 
 UNATTRIBUTED_SLACK_BYTES: Final = 64 << 20
-"""The change of the unowned bytes that does not count as a leak; a context's share is larger. Programs outside the
-daemon may hide as much again; the reserve covers both."""
+"""The largest change of the unowned bytes that does not count as a leak; a context takes more. The bytes of programs
+outside the daemon may change by as much again without being noticed. The reserve covers both."""
 
 
 ALLOWANCE_BYTES: Final = 176 << 20
 """Bytes for the driver's own use of a card, in pages of 2 MiB, in addition to a tenant's bytes. Nearly all of it is for
-modules with assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the allowance
-a tenant with a full lease could not load a kernel with an assertion."""
+modules with assertions or the device's heap: an H100 took 150 MiB of local memory and heap, once. Without the
+allowance, a tenant with a full lease could not load a kernel with an assertion."""
 
 SLACK_BYTES: Final = 16 << 20
-"""Bytes for use that the rules miss, such as gaps between small modules. A session that exceeds it is ended."""
+"""Bytes for use that the rules do not count, such as gaps between small modules. A session that takes more is ended."""
 
 
 class NvidiaCards:
@@ -56,7 +56,7 @@ class NvidiaCards:
         self._outside_bytes_at_first: dict[str, int] = {}
         self._listings: dict[str, SharedCall[dict[int, int]]] = {}
         try:
-            # Unlike CUDA, NVML makes no context, so this takes no memory of the cards.
+            # Unlike CUDA, NVML creates no context, so this takes no memory of the cards.
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
             raise _unavailable(error) from None
@@ -75,7 +75,7 @@ class NvidiaCards:
             raise _unavailable(error) from None
 
     def why_no_context(self) -> CardsUnavailable | None:
-        """Return the reason why CUDA can't use the cards that NVML lists; None without one."""
+        """Return the reason why CUDA can't use the cards that NVML lists; None if it can."""
         # NVML works here, or the daemon would not have started. Only CUDA can fail in this way, and a child process can
         # check it.
         answer = cuinit.ask()
@@ -122,12 +122,12 @@ class NvidiaCards:
             ) from None
         # The smaller of the two figures of each process: bytes that it held in only one listing may not be in the sum.
         owned = sum(min(before_bytes, after.get(pid, 0)) for pid, before_bytes in before.items())
-        # Beyond what was unowned when the card was measured, before the first lease.
+        # Only bytes beyond those that were unowned when the daemon first measured the card, before the first lease.
         unowned = used - owned - self._unattributed_bytes[card_uuid]
         return CardReading(unowned, after, self._outside_bytes_at_first[card_uuid])
 
     def load(self, card_uuid: str) -> CardLoad:
-        """Return the load, each figure by itself: some cards have one figure and not the other."""
+        """Return the load. Each figure is read separately, because some cards report only one of them."""
         handle = self._handles[card_uuid]
         utilization_percent, used_bytes = None, None
         with contextlib.suppress(pynvml.NVMLError):
@@ -151,18 +151,17 @@ class NvidiaCards:
         self._listings[uuid] = SharedCall(lambda: _list_processes(handle))
         name = str(pynvml.nvmlDeviceGetName(handle))
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-        # Measured once in each boot, before the first lease: afterwards the bytes of leases can't be distinguished from
-        # those of others.
+        # A card is measured once in each boot, before the first lease: later, the bytes of leases could not be told
+        # from the bytes of others.
         if (measured := rows.get(uuid)) is not None:
-            # Present use belongs to leases that live on, and to others that are just ending.
+            # Present use belongs to leases that are taken over, and to leases that are just ending.
             found_bytes, unattributed_bytes = measured.capacity_bytes, measured.unattributed_bytes
         else:
             used = self._used(uuid)
             unattributed_bytes = used - sum(self._processes(uuid).values())
             found_bytes = max(0, total - used - RESERVE_BYTES)
         self._unattributed_bytes[uuid] = unattributed_bytes
-        # The bytes that processes outside the daemon held at that time. It reduced the capacity, so it must not count
-        # as outside use again.
+        # These bytes have already reduced the capacity, so they must not count as outside use again.
         self._outside_bytes_at_first[uuid] = max(0, total - RESERVE_BYTES - found_bytes - unattributed_bytes)
         capacity = found_bytes if self._limit_bytes is None else min(found_bytes, self._limit_bytes)
         return CardFacts(
@@ -176,7 +175,7 @@ class NvidiaCards:
         )
 
     def _peers_of(self, card_uuid: str) -> tuple[str, ...]:
-        """Return the cards with memory that a card reads over NVLink (nvmlDeviceGetP2PStatus)."""
+        """Return the cards whose memory a card can read over NVLink (nvmlDeviceGetP2PStatus)."""
         own = self._handles[card_uuid]
         return tuple(uuid for uuid, other in self._handles.items() if uuid != card_uuid and _are_peers(own, other))
 
@@ -194,7 +193,7 @@ def _host_card(handle: Any) -> HostCard:
 
 def _list_processes(handle: Any) -> dict[int, int]:
     listed = [
-        # Programs that draw hold memory too. A process in both lists has the same figure in each.
+        # Graphics programs hold memory, too. A process in both lists has the same figure in each.
         *pynvml.nvmlDeviceGetComputeRunningProcesses(handle),
         *pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle),
     ]
@@ -208,7 +207,7 @@ def _are_peers(reader: Any, other: Any) -> bool:
     try:
         states = [pynvml.nvmlDeviceGetP2PStatus(reader, other, kind) for kind in kinds]
     except pynvml.NVMLError:
-        # A driver without this figure: sessions then move through the host's memory.
+        # This driver does not report it; sessions then move through the host's memory.
         return False
     return all(state == pynvml.NVML_P2P_STATUS_OK for state in states)
 

@@ -1,7 +1,7 @@
-"""The cards that CUDA_VISIBLE_DEVICES leaves the daemon, as it does any CUDA program ("CUDA Environment Variables").
+"""The cards that CUDA_VISIBLE_DEVICES permits, as for any CUDA program ("CUDA Environment Variables").
 
-NVML ignores the variable and lists all cards of the host. CUDA ignores everything from the first entry on that names no
-card; here such an entry is an error, because a node with too few cards would not be noticed.
+NVML ignores the variable and lists all cards of the host. CUDA ignores the first entry that names no card and all
+entries after it. Here such an entry is an error, because nobody might notice that the node has too few cards.
 """
 
 import os
@@ -14,18 +14,18 @@ VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE: Final = "CUDA_DEVICE_ORDER"
 
 _NVML_ORDER: Final = "PCI_BUS_ID"
-"""The value of CUDA_DEVICE_ORDER by which CUDA numbers cards as NVML and nvidia-smi do."""
+"""The value of CUDA_DEVICE_ORDER with which CUDA numbers cards as NVML and nvidia-smi do."""
 
 
 class HostCard(NamedTuple):
-    """A card by NVML."""
+    """A card, as NVML lists it."""
 
     uuid: str
     name: str
 
 
 def visible_cards(cards: Sequence[HostCard], environment: dict[str, str]) -> list[int]:
-    """Return the numbers of the cards that the daemon may use, among those of the host, in the variable's order.
+    """Return the cards that the daemon may use, as indexes into `cards`, in the variable's order.
 
     Raises CardsUnavailable.
     """
@@ -41,7 +41,7 @@ def visible_cards(cards: Sequence[HostCard], environment: dict[str, str]) -> lis
 
 def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: dict[str, str]) -> int:
     if entry.isascii() and entry.isdecimal():
-        # By default, CUDA numbers the fastest card 0. Without knowing its order, a number may mean another card.
+        # By default, CUDA gives the fastest card number 0. Unless the order is known, a number may mean another card.
         is_certain = environment.get(ORDER_VARIABLE) == _NVML_ORDER or len({card.name for card in cards}) == 1
         if not is_certain:
             raise _unusable(
@@ -51,7 +51,7 @@ def _number_of(entry: str, value: str, cards: Sequence[HostCard], environment: d
             )
         if int(entry) < len(cards):
             return int(entry)
-    # A UUID may be cut after any character that makes it unique.
+    # A UUID may be shortened, as long as it remains unique.
     found = [number for number, card in enumerate(cards) if card.uuid.startswith(entry) and entry.startswith("GPU-")]
     if len(found) == 1:
         return found[0]

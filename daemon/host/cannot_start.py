@@ -1,7 +1,7 @@
 """Errors that keep the daemon from starting, with texts for its operator.
 
-Each part of the daemon has a subclass of its own for what it lacks. Some of them are also raised while the daemon runs,
-where their readers try again or report them.
+Each part of the daemon has its own subclass. Some of these errors are also raised while the daemon runs; the code that
+catches them then tries again or reports them.
 """
 
 import os

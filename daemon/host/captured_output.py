@@ -1,8 +1,8 @@
-"""Standard output that a process captures: kernels print there.
+"""Captures a process's standard output, to which kernels print.
 
-CUDA's driver writes what kernels print to the standard output of C, and the embedded driver does the same. A worker
-replaces the descriptor with sealed memory, so that nothing of it reaches the daemon's log, and nothing blocks: a write
-without room fails, and C's stream records that.
+CUDA's driver writes what kernels print to C's standard output, and the embedded driver does the same. A worker replaces
+the descriptor with sealed memory, so that no output reaches the daemon's log, and no write blocks: a write without room
+fails, and C's stream records that.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ class CapturedOutput:
     """Captures this process's standard output from now on."""
 
     def __init__(self) -> None:
-        """Raises OSError if the host has no memory for it."""
-        # A sealed size: output beyond it fails at once and can't use up the host's memory.
+        """Raises OSError if the host has too little memory."""
+        # The size is sealed: output beyond it fails at once and can't use up the host's memory.
         fd = sealed_memory("gpulease-output", MAX_PRINTED_BYTES)
         os.dup2(fd, _STDOUT, inheritable=False)
         os.close(fd)
@@ -47,7 +47,7 @@ class CapturedOutput:
         _LIBC.clearerr(stream)
         size_bytes = os.lseek(_STDOUT, 0, os.SEEK_CUR)
         data = os.pread(_STDOUT, size_bytes, 0)
-        # Overwritten, because the next lease's output starts at the same place.
+        # Overwrite it, because the next lease's output starts at the same place.
         os.pwrite(_STDOUT, bytes(size_bytes), 0)
         os.lseek(_STDOUT, 0, os.SEEK_SET)
         return data, is_lost

@@ -4,7 +4,7 @@ The broker shares its thread among tenants, a fleet's directory among the source
 
 Each round of the event loop serves every tenant once, whatever the number of its connections. A tenant's first
 connection with a request is served at once. Its other connections wait in the tenant's queue, one round each. A tenant
-that floods the daemon through all its connections delays the others by one quantum of its own per round.
+that floods the daemon through all its connections delays the others by only one quantum per round.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Final
 
 QUANTUM_NS: Final = 1_000_000
 """Time for which a connection is served before its next request must wait. Most requests take 30 us; those that check a
-signature take 200."""
+signature take 200 us."""
 
 Serve = Callable[[], None]
 """Serves one connection for one quantum."""
@@ -30,7 +30,7 @@ class FairQueue:
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        # Tenants that were served in this round, with their connections that wait for the next.
+        # Tenants that were served in this round, each with its connections that wait for the next round.
         self._queues: dict[Hashable, deque[Serve]] = {}
         self._is_round_scheduled = False
         self.quantum_ends_ns = 0
@@ -60,7 +60,8 @@ class FairQueue:
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
-        # Every tenant once: without a waiting connection it leaves the round, and its next request is served at once.
+        # Serve every tenant once. A tenant without a waiting connection leaves the round: its next request is served at
+        # once.
         self._is_round_scheduled = False
         for tenant, queue in list(self._queues.items()):
             if not queue:

@@ -23,7 +23,7 @@ WIPING_HEAP: Final = {
         )
     ),
 }
-"""Variables that the process must be started with: both are read only then."""
+"""Variables that the process must be started with: they are read only at its start."""
 
 _M_PERTURB: Final = -6
 """The number of the parameter (mallopt(3), malloc.h of glibc)."""
@@ -32,10 +32,10 @@ _TRIED_BYTES: Final = (200, 1000, 5000, 60_000, 130_000)
 """Sizes of each kind of block that malloc keeps: small, large, and almost as large as those that it unmaps."""
 
 _HEAD_BYTES: Final = 32
-"""Beginning of a freed block, where malloc links it with others."""
+"""Size of the beginning of a freed block, where malloc stores links to other blocks."""
 
 _MARK: Final = b"\x11" * 16
-"""Bytes that malloc never writes itself: neither into freed blocks nor, the complement, into new ones."""
+"""Bytes that malloc never writes itself: neither into freed blocks nor, as their complement, into new ones."""
 
 
 def wipes_heap_by_environment() -> bool:
@@ -47,20 +47,20 @@ def wipes_heap_by_environment() -> bool:
 def is_heap_wiped() -> bool:
     """Return whether this process overwrites memory that it frees: it was started so, and a test confirms it.
 
-    Another C library does not, nor does one that must ignore the environment.
+    Other C libraries do not, nor does glibc in a process that must ignore the environment.
     """
-    # Python counts the blocks of its own allocator, and not those of malloc (sys.getallocatedblocks).
+    # Python counts only the blocks of its own allocator, not those of malloc (sys.getallocatedblocks).
     return wipes_heap_by_environment() and not sys.getallocatedblocks() and not any(map(_is_left, _TRIED_BYTES))
 
 
 def _is_left(size_bytes: int) -> bool:
-    """Return whether a block keeps its content after it was freed."""
+    """Return whether a block of this size keeps its content after it was freed."""
     # PyDLL keeps the interpreter's lock, so nothing else in Python is given the block meanwhile.
     libc = ctypes.PyDLL(None)
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     block = libc.malloc(size_bytes)
-    # A block after the first one keeps malloc from giving that one back to the host.
+    # A second block after it keeps malloc from returning the first one to the host.
     guard = libc.malloc(size_bytes)
     if not block or not guard:
         return True
@@ -75,7 +75,7 @@ def _is_left(size_bytes: int) -> bool:
 def stop_wiping() -> None:
     """Make this process leave freed memory as it is, permanently. Memory that was freed before stays overwritten.
 
-    For a process that has already freed its secrets and holds no bytes of another lease. Only glibc wipes at all.
+    For a process that has already freed its secrets and holds no bytes of another lease. Has no effect without glibc.
     """
     with contextlib.suppress(AttributeError):
         ctypes.PyDLL(None).mallopt(_M_PERTURB, 0)

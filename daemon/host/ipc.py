@@ -17,20 +17,20 @@ import msgpack
 from gpulease.daemon.host.unix_place import bound_to_path
 
 MAX_MESSAGE_BYTES: Final = 124 << 10
-"""Largest datagram. The largest honest one carries bytes that a tenant sent after its ATTACH: at most a control
-connection's receive buffer, 64 KiB and a header. A process that overwrites memory that it frees
-(host/heap_wipe.py) would map 128 KiB again for each message, in 70 us."""
+"""Size of the largest datagram. The largest honest one carries bytes that a tenant sent after its ATTACH: at most a
+control connection's receive buffer, 64 KiB and a header. With 128 KiB, a process that overwrites memory that it frees
+(host/heap_wipe.py) would map the memory again for each message, which takes 70 us."""
 
 PACKING_BYTES: Final = 4096
-"""First size of the buffer in which a message is packed. The library's own 256 KiB would be mapped again each time,
-too."""
+"""Initial size of the buffer in which a message is packed. The library's default, 256 KiB, would also be mapped again
+each time."""
 
 MAX_FDS: Final = 4
 """Maximum number of descriptors in one message."""
 
 
 class _Incoming(threading.local):
-    """The memory into which a thread receives: taken once, because most messages are a thousandth of its size."""
+    """The memory into which a thread receives: allocated once, because most messages are a thousandth of its size."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(MAX_MESSAGE_BYTES))
@@ -60,7 +60,7 @@ def channel_listener(path: str) -> socket.socket:
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one message; the descriptors stay open here. Raises ChannelClosed, or BlockingIOError if it would wait."""
+    """Send one message; the descriptors stay open here. Raises ChannelClosed, or BlockingIOError if it would block."""
     data = msgpack.Packer(buf_size=PACKING_BYTES).pack(message)
     if len(data) > MAX_MESSAGE_BYTES or len(fds) > MAX_FDS:
         raise ValueError(f"a message of {len(data)} bytes and {len(fds)} descriptors is too large")
@@ -96,7 +96,7 @@ class Outbox:
 
         Raises ChannelClosed, or OSError if descriptors can't be duplicated for a message that has to wait.
         """
-        # Sent directly only if nothing waits, or messages would overtake each other.
+        # Send it directly only if no message waits, so that messages stay in order.
         if not self._waiting:
             try:
                 send_message(self._sock, message, fds)
@@ -105,7 +105,7 @@ class Outbox:
             else:
                 on_sent()
                 return
-        # A message that waits needs descriptors of its own: the caller may close its own at once.
+        # A message that waits needs duplicates, because the caller may close its descriptors at once.
         duplicates: list[int] = []
         try:
             for fd in fds:
@@ -117,10 +117,10 @@ class Outbox:
 
     def flush(self) -> bool:
         """Send the messages that fit. Returns whether it sent any. Raises ChannelClosed."""
-        # Before the loop: `on_sent` may send more messages.
-        was = len(self._waiting)
+        # Count before the loop, because `on_sent` may send more messages.
+        waiting_before = len(self._waiting)
         while self._waiting:
-            # Removed only after it was sent.
+            # Remove it only after it was sent.
             message, fds, on_sent = self._waiting[0]
             try:
                 send_message(self._sock, message, tuple(fds))
@@ -129,7 +129,7 @@ class Outbox:
             self._waiting.popleft()
             close_all(fds)
             on_sent()
-        return len(self._waiting) < was
+        return len(self._waiting) < waiting_before
 
     def close(self) -> None:
         while self._waiting:
@@ -154,13 +154,13 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     except OSError as error:
         raise ChannelClosed(f"the other process is gone: {error.strerror}") from None
     fds = array.array("i")
-    # A truncated control message may end within an integer: only whole descriptors are taken.
+    # A truncated control message may end within an integer: take only whole descriptors.
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     # A message that is too long arrives truncated. No process of ours sends one.
     message = None if flags & _TRUNCATED else _unpack(view[:size_bytes])
-    # It may contain bytes of a tenant, and the next lease's may be another's.
+    # Overwrite the bytes: they may be a tenant's, and the next lease may be another tenant's.
     view[:size_bytes] = bytes(size_bytes)
     if message is None:
         close_all(fds)
@@ -173,7 +173,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def fd_groups(fds: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield descriptors in groups of as many as one message may have."""
+    """Yield descriptors in groups of at most MAX_FDS."""
     for start in range(0, len(fds), MAX_FDS):
         yield tuple(fds[start : start + MAX_FDS])
 

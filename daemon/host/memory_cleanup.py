@@ -1,8 +1,8 @@
-"""The broker's garbage: when Python's cycle collector runs, and when malloc returns freed memory to the host.
+"""When Python's cycle collector runs in the broker, and when malloc returns freed memory to the host.
 
-A full collection visits every object the broker holds: 0.1 s with ten thousand leases. The broker meets no deadline and
-answers no request in that time, so full collections are rare. Cycles that a request leaves (`construct` makes them as
-it parses) die young, and the short collections find them.
+A full collection visits every object that the broker holds, which takes 0.1 s with ten thousand leases. The broker
+meets no deadline and answers no request in that time, so full collections are rare. Cycles that a request leaves
+(`construct` creates them as it parses) die young, and the short collections find them.
 
 After many connections have closed, malloc keeps more memory than the rest of the broker uses.
 """
@@ -14,23 +14,23 @@ import gc
 from typing import Final
 
 YOUNG: Final = 1000
-"""Net new objects between two short collections. Each takes well under a millisecond."""
+"""Net new objects between two short collections. A collection takes well under a millisecond."""
 
 MIDDLE: Final = 10
-"""Short collections before one of middle length."""
+"""Short collections before a collection of middle length."""
 
 FULL: Final = 100
-"""Collections of middle length before a full one: one for a million objects that stay. Python's default is 10."""
+"""Collections of middle length before a full one: one per million objects that stay. Python's default is 10."""
 
 CROWD: Final = 64
-"""Closed connections after which the heap is trimmed. Fewer hold little memory."""
+"""Number of closed connections after which the heap is trimmed. Fewer connections hold little memory."""
 
 TRIM_AFTER_S: Final = 1.0
 """Delay of a trim. Connections often close together, so one trim serves many."""
 
 
 class Trimmer:
-    """Returns to the host what closed connections held (malloc_trim(3))."""
+    """Returns memory of closed connections to the host (malloc_trim(3))."""
 
     def __init__(self) -> None:
         self._closed = 0

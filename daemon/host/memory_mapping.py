@@ -1,4 +1,4 @@
-"""mmap(2), munmap(2) and madvise(2) by address, and flags of theirs that the mmap module has no names for."""
+"""mmap(2), munmap(2) and madvise(2) by address, and flags that the mmap module does not define."""
 
 import ctypes
 import os
@@ -9,7 +9,7 @@ MAP_NORESERVE: Final = 0x4000
 """Do not count the address space as used memory."""
 
 MAP_FIXED_NOREPLACE: Final = 0x100000
-"""Map at the address that is given, or fail if something is there."""
+"""Map at the given address, or fail if something is mapped there."""
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p

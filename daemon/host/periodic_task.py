@@ -9,7 +9,7 @@ class PeriodicTask:
 
     Args:
         call: The coroutine function to call.
-        pause_s: Seconds from the end of one call to the next. A function is called before each pause.
+        pause_s: Seconds from the end of one call to the next, or a function that returns them before each pause.
         on_fault: Called with an exception that `call` raised, while it is being handled. The task continues.
             Without `on_fault` the first exception ends the task.
     """
@@ -30,7 +30,7 @@ class PeriodicTask:
         return self._task is not None
 
     def start(self, *, at_once: bool = False) -> None:
-        """Begin on the running loop: with a pause, or `at_once` with a call. A second start does nothing."""
+        """Begin on the running loop, with a pause or, if `at_once`, with a call. A second start does nothing."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(at_once))
 
@@ -38,7 +38,7 @@ class PeriodicTask:
         """Cancel the task and wait until it has ended. Does nothing if the task never started."""
         if self._task is not None:
             self._task.cancel()
-            # Without raising: the task ends with CancelledError, or has ended with a fault of its own.
+            # Raise nothing: the task ends with CancelledError, or has already ended with an exception of `call`.
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, at_once: bool) -> None:

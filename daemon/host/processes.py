@@ -1,7 +1,7 @@
 """Processes and threads of the daemon: prctl(2), pidfd_open(2), /proc, and a pool that starts all its threads at once.
 
 The daemon starts all threads that it will ever need when it starts. A host may refuse more later (setrlimit(2),
-RLIMIT_NPROC; a control group's pids.max). During leases the daemon could then not read a card: it would check no
+RLIMIT_NPROC; a control group's pids.max). Then the daemon could not read a card during leases: it would check no
 session's memory and prove no memory free.
 """
 
@@ -28,7 +28,7 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 PR_SET_NO_NEW_PRIVS: Final = 38
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
-"""Loaded once: a worker changes its name at each lease, and loading takes six times as long as the call."""
+"""Loaded once: a worker sets its name for each lease, and loading takes six times as long as the call."""
 
 
 def prctl(option: int, *arguments: int | bytes) -> int:
@@ -49,7 +49,7 @@ def prctl(option: int, *arguments: int | bytes) -> int:
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies. Exits at once if the parent is dead already."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call, and then no signal comes.
+    # If the parent died before the call, no signal comes.
     if os.getppid() != parent_pid:
         # Do not use sys.exit: nothing that belongs to the parent may be flushed or cleaned up here.
         os._exit(1)
@@ -74,7 +74,7 @@ def never_dump() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit on open files to the hard one: the default of 1024 is for select(2), which nothing here uses."""
+    """Raise the limit on open files to the hard limit. The default, 1024, is for select(2), which nothing here uses."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
@@ -135,7 +135,7 @@ def started_ticks(pid: int) -> int:
 
 
 MIN_POLL_CORES: Final = 4
-"""Cores that a process must have to poll for what another process sends. With fewer, it would take the other's core."""
+"""Cores that a process needs to poll for another process's messages. With fewer, it would take the other's core."""
 
 
 def has_cores_to_poll() -> bool:
@@ -157,7 +157,7 @@ def is_exiting(pid: int) -> bool:
 
 
 class _LossyText(io.TextIOBase):
-    """Text that is written to a descriptor, and lost when the reader is gone."""
+    """Writes text to a descriptor, and drops it if the reader is gone."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -178,7 +178,7 @@ class _LossyText(io.TextIOBase):
 
 
 def survive_stderr() -> None:
-    """Lose what this process writes to standard error once the terminal or pipe is gone, instead of ending."""
+    """Drop what this process writes to standard error once the terminal or pipe is gone, instead of failing."""
     sys.stderr = _LossyText(2)
 
 

@@ -20,11 +20,10 @@ FIRST_FD: Final = 3
 """SD_LISTEN_FDS_START."""
 
 MAX_HANDED_OVER: Final = 256
-"""A larger number of sockets is a mistake: no settings name so many addresses, and the daemon examines each socket."""
+"""Maximum number of passed sockets. A larger number is a mistake: no settings name so many addresses."""
 
 MAX_DIGITS: Final = 6
-"""Longest number of sockets, in digits. Stops Python from converting a text of any length before the bound is checked.
-"""
+"""Maximum digits of the number of sockets. Stops Python from converting a text of any length before it is checked."""
 
 KEPT_PREFIX: Final = "kept-by-gpuleased-"
 """Prefix of the names (FDNAME) of sockets in the file descriptor store. No unit's name begins with it."""
@@ -79,7 +78,7 @@ def take_sockets(environment: MutableMapping[str, str], pid: int) -> list[GivenS
     """
     process, count, names = (environment.pop(name, "") for name in (_PROCESS, _COUNT, _NAMES))
     if process != str(pid):
-        # Meant for another process, of which this one is a child.
+        # The sockets are for another process, of which this one is a child.
         return []
     if not (count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS) or int(count) > MAX_HANDED_OVER:
         raise BadHandover(f"{_COUNT} must be a number of descriptors, at most {MAX_HANDED_OVER}, not {count[:40]!r}")
@@ -130,7 +129,7 @@ class Assigned:
         return [activated.sock for activated in self.by_address.get(address, [])]
 
     def kept(self, address: Address) -> list[GivenSocket]:
-        """Return those of an address's sockets that an earlier daemon created."""
+        """Return the sockets of an address that an earlier daemon created."""
         return [activated for activated in self.by_address.get(address, []) if activated.was_kept]
 
     def is_units(self, address: Address) -> bool:

@@ -19,7 +19,7 @@ from gpulease.protocol.address import NOBODY_LISTENS, UnixAddress
 from gpulease.protocol.peer_credentials import UCRED_BYTES, parse_ucred
 
 BACKLOG: Final = 512
-"""Connections the kernel keeps until they are accepted. The kernel's own limit may be lower."""
+"""Number of connections that the kernel keeps until they are accepted. The kernel's own limit may be lower."""
 
 CHECK_INTERVAL_S: Final = 5.0
 """Seconds from one call of `UnixPlace.restore` to the next: the longest time for which clients find no socket."""
@@ -30,7 +30,7 @@ against a program that keeps removing the file."""
 
 
 class PlaceChange(Enum):
-    """The changes at a place: a file was made again after it was removed, or clients can't be served there any more."""
+    """The changes at a place: a removed file was created again, or clients can't be served there any more."""
 
     SOCKET_ANEW = auto()
     LOCK_ANEW = auto()
@@ -118,14 +118,14 @@ class UnixPlace:
         Reports what it restores, and once what it can't restore. Call it again after CHECK_INTERVAL_S, for as long as
         the place is held.
         """
-        # The lock file first: without it another daemon could take the place while the socket is made.
+        # The lock file first: without it, another daemon could take the place while the socket is created.
         was_present = self._is_there()
         try:
             if self._lock.renew():
                 self._report(PlaceChange.LOCK_ANEW, self._lock.path, "")
             bound = None if was_present else self.bind()
         except (CannotListen, OSError) as error:
-            # A second daemon holds the lock until it has found that somebody listens.
+            # A second daemon may hold the lock for a moment, until it finds that this one listens.
             if not was_present and not self.problem:
                 self.problem = f"clients can't connect to {self.address}: its file was removed, and {error}"
                 self._report(PlaceChange.LOST, self.address.path, str(error))
@@ -137,7 +137,8 @@ class UnixPlace:
 
     def release(self, *, keep_file: bool = False) -> None:
         """Release the place. Removes the socket's file, unless it belongs to another process or is to be kept."""
-        # Only a file that this process made, and that is still at the path: it could be another daemon's by now.
+        # Remove only a file that this process created and that is still at the path: by now, the file there could be
+        # another daemon's.
         if self._is_made_here and not keep_file and self._is_there():
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.path)
@@ -167,10 +168,10 @@ class PlaceLock:
         self._fd = self._taken()
 
     def renew(self) -> bool:
-        """Take the lock again if its file was removed. Returns whether that was so. Raises as the class does."""
+        """Take the lock again if its file was removed, and return whether it was. Raises as the class does."""
         if self._is_at_path(self._fd):
             return False
-        # Taken before the old one is closed, so that the place is locked at every moment.
+        # Take the new lock before the old one is closed, so that the place is locked at every moment.
         fd = self._taken()
         os.close(self._fd)
         self._fd = fd
@@ -178,7 +179,7 @@ class PlaceLock:
 
     def release(self) -> None:
         with contextlib.suppress(OSError):
-            # Only the holder removes the file, so no other daemon's can have come to the path since the check.
+            # Only the holder removes the file, so no other daemon's file can be at the path since the check.
             if self._is_at_path(self._fd):
                 os.unlink(self.path)
         os.close(self._fd)
@@ -221,7 +222,7 @@ def bound_to_path(
         sock.setblocking(False)
         sock.bind(path)
         os.chmod(path, mode)
-        # At once: a client that sees the file may connect.
+        # Listen at once: a client that finds the file may connect.
         sock.listen(BACKLOG)
     except BaseException:
         sock.close()
@@ -230,20 +231,20 @@ def bound_to_path(
 
 
 def listener_at(path: str) -> int | None:
-    """Return the process that listens at a path: None without one, 0 for an unidentifiable one.
+    """Return the id of the process that listens at a path; None if there is none, 0 if it can't be identified.
 
     A listener in this process gets a connection that is closed at once.
 
     Raises:
-        OSError: Undecidable: this user may not connect, or it is a socket of another kind.
+        OSError: It can't be determined: this user may not connect, or it is a socket of another type.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
-        # Nonblocking: a full backlog must not block the daemon's start.
+        # Nonblocking, because a full backlog must not block the daemon's start.
         tried.setblocking(False)
         try:
             tried.connect(path)
         except BlockingIOError:
-            # Its backlog is full.
+            # The listener's backlog is full.
             return 0
         except OSError as error:
             if error.errno in NOBODY_LISTENS:
@@ -253,7 +254,7 @@ def listener_at(path: str) -> int | None:
 
 
 def file_at(path: str) -> os.stat_result | None:
-    """Return the file's status at a path, which may be a link; None if it does not exist."""
+    """Return the status of the file at a path, not following a link; None if there is no file."""
     try:
         return os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):

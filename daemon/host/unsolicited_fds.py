@@ -1,6 +1,6 @@
 """Refuses unsolicited descriptors: any peer that writes to a Unix socket may pass some (unix(7), SCM_RIGHTS).
 
-The reader must close them, and so does the kernel for messages that are never read. Closing a descriptor that a peer
+The reader must close them; the kernel closes those in messages that are never read. Closing a descriptor that a peer
 sent can block for as long as the peer likes: the last close of a TCP connection waits for its peer (socket(7),
 SO_LINGER).
 """
@@ -15,7 +15,7 @@ SO_PASSRIGHTS: Final = 83
 """Socket option: whether a Unix socket accepts descriptors (asm-generic/socket.h). Linux 6.16 and later have it."""
 
 INTERRUPT_S: Final = 0.25
-"""Longest time that a close may block where the kernel can't refuse descriptors."""
+"""Longest time that a close may block if the kernel can't refuse descriptors."""
 
 
 def refuse_descriptors(sock: socket.socket) -> bool:
@@ -34,7 +34,7 @@ def refuse_descriptors(sock: socket.socket) -> bool:
 def interrupting_closes() -> Iterator[None]:
     """Repeatedly interrupt closes that block the main thread, if the kernel can't refuse descriptors.
 
-    A signal ends the wait, and the waits for the other descriptors of the same message.
+    A signal ends the wait for one descriptor, and the waits for the other descriptors of the same message.
     """
     # Kernels with SO_PASSRIGHTS need none of this.
     with socket.socket(socket.AF_UNIX) as tried:

@@ -1,6 +1,6 @@
 """The daemon's version, and its build: a digest of the code that runs here.
 
-Builds of one version differ. So do two installations of the same code with different versions of its libraries.
+One version can have several builds. Installations of the same code with different libraries are different builds, too.
 """
 
 import os
@@ -26,13 +26,13 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
 
     Args:
         sources: Folders; every byte of their Python files counts.
-        installed: Folders of installed distributions. Only names and versions count; the metadata folders are named by
-            both (the core metadata specifications, "Recording installed projects").
+        installed: Folders of installed distributions. Only names and versions count, which are the names of the
+            metadata folders (the core metadata specifications, "Recording installed projects").
     """
     digest = blake2b(sys.version.encode(), digest_size=DIGEST_BYTES)
     for folder in sources:
         for path in sorted(glob("**/*.py", root_dir=folder, recursive=True)):
-            # No Path for each: making them takes longer than reading the files.
+            # Create no Path for each file: that takes longer than reading the files.
             with open(f"{folder}/{path}", "rb", buffering=0) as file:
                 content = file.read()
             # The path and the length separate the files, so that no text can move from one file to the next unnoticed.
@@ -47,8 +47,8 @@ def build_of(sources: Iterable[Path], installed: Iterable[Path]) -> str:
 def own_build() -> str:
     """Return the build of this process.
 
-    Call it first at the start of the process: later the files may be newer than the code that runs. Only processes that
-    may meet those of another daemon need it. It takes about 15 ms.
+    Call it first at the start of the process: later, the files may be newer than the code that runs. Only processes
+    that may talk to processes of another daemon need it. It takes about 15 ms.
     """
     package = Path(__file__).parents[1]
     libraries = (Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))

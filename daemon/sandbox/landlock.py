@@ -1,7 +1,8 @@
 """Landlock (landlock(7)): the files, devices, network and signals that a worker can reach.
 
-Landlock forbids a process, and its later threads, to open things, permanently; open descriptors remain. A kernel knows
-the rights of its ABI version. The ruleset forbids all of those and allows exceptions by rules.
+Landlock permanently forbids a process, and the threads that it starts later, to open things; open descriptors remain
+usable. A kernel knows the rights of its ABI version. The ruleset forbids all of these rights and allows exceptions by
+rules.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ TRUNCATE_SINCE: Final = 3
 NETWORK_SINCE: Final = 4
 DEVICES_SINCE: Final = 5
 SCOPE_SINCE: Final = 6
-"""The first ABI with each right; in order, Linux 5.13, 5.19, 6.2, 6.7, 6.10 and 6.12 have them."""
+"""The first ABI with each right. In this order, the rights came with Linux 5.13, 5.19, 6.2, 6.7, 6.10 and 6.12."""
 
 
 class PathAccess(IntFlag):
@@ -60,7 +61,7 @@ _CONNECT_TCP: Final = 0b10
 """LANDLOCK_ACCESS_NET_BIND_TCP and _CONNECT_TCP."""
 
 _ANY_PORT: Final = 0
-"""The port of a bind that leaves the choice to the kernel: gRPC uses it to find out whether there is IPv6."""
+"""A bind to this port lets the kernel choose one; gRPC uses such a bind to find out whether there is IPv6."""
 
 _ALL_SCOPES: Final = 0b11
 """LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET and _SIGNAL."""
@@ -80,7 +81,7 @@ _KEEP: Final = (
 _OF_FILES: Final = (
     PathAccess.EXECUTE | PathAccess.WRITE_FILE | PathAccess.READ_FILE | PathAccess.TRUNCATE | PathAccess.IOCTL_DEV
 )
-"""The rights that a rule on a file may name. The kernel refuses others there."""
+"""The rights that a rule on a file may name. The kernel refuses a rule on a file with other rights."""
 
 
 class _Ruleset(ctypes.Structure):
@@ -108,10 +109,10 @@ class Reach:
     """The kinds of access that a ruleset forbids.
 
     Attributes:
-        files: All of the file system except the needed paths.
+        files: Access to the file system except the needed paths.
         devices: ioctl on device nodes other than the driver's.
         network: TCP except connections to the needed ports.
-        scope: Signals and abstract sockets to processes outside.
+        scope: Signals to outside processes, and connections to their abstract sockets.
     """
 
     files: bool = False
@@ -120,7 +121,7 @@ class Reach:
     scope: bool = False
 
     def handled(self, version: int) -> PathAccess:
-        """Return the rights on files that an ABI of that version forbids for this."""
+        """Return the rights on files that a ruleset must forbid for this, of those in this version of the ABI."""
         handled = PathAccess(0)
         if self.files:
             # All rights of the first ABI, which are the bits below REFER, and of the later ones those that this kernel
@@ -134,7 +135,7 @@ class Reach:
 
 
 def restrict(reach: Reach, needs: SandboxNeeds) -> None:
-    """Forbid all of it to this process; no_new_privs must be set. Raises OSError."""
+    """Forbid this process everything that `reach` names, except its needs. no_new_privs must be set. Raises OSError."""
     version = abi()
     handled = reach.handled(version)
     attributes = _Ruleset(handled, (_BIND_TCP | _CONNECT_TCP) * reach.network, _ALL_SCOPES * reach.scope)
@@ -153,7 +154,7 @@ def restrict(reach: Reach, needs: SandboxNeeds) -> None:
             for port, access_to_it in ((_ANY_PORT, _BIND_TCP), *((port, _CONNECT_TCP) for port in needs.tcp_ports)):
                 net_rule = _NetPort(access_to_it, port)
                 system_call(_ADD_RULE, ruleset, _RULE_NET_PORT, ctypes.addressof(net_rule), 0)
-        # From here on the rules apply to this thread and what it starts, and can't be removed.
+        # From here on the rules apply to this thread and to whatever it starts, and can't be removed.
         system_call(_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
@@ -170,7 +171,7 @@ def _rules(needs: SandboxNeeds) -> Iterator[tuple[Path, PathAccess]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
     try:
-        # O_PATH: a rule needs a place in the file system, not the right to read it.
+        # O_PATH: a rule only refers to the path, which needs no right to read it.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         # A path that is missing, or that this user can't reach, needs no rule.

@@ -15,20 +15,20 @@ MAX_DESCRIPTORS: Final = 4096
 """Stops a worker that opens descriptors until the host has none left. A context has about 45, a connection 2 or 3."""
 
 MAX_FILE_BYTES: Final = 1 << 30
-"""Stops a file that fills the host's memory or disk. An arena is such a file, so this bounds arenas too."""
+"""Stops a file that fills the host's memory or disk. An arena is a file in memory, so this limits arenas, too."""
 
 MAX_LOCKED_BYTES: Final = 64 << 10
-"""Stops a worker that locks memory, which then can't be swapped out. The driver pins memory for copies by other means,
-which the arena's size bounds."""
+"""Stops a worker that locks memory, which then can't be swapped out. The driver pins memory for copies in another way,
+which is limited by the arena's size."""
 
 MAX_THREADS_OF_USER: Final = 32_768
-"""Stops threads until the host has no process ids left. The kernel counts all processes of the workers' user, so one
-worker can take the others' share. The filter keeps workers from making processes."""
+"""Stops a worker that starts threads until the host has no process ids left. The kernel counts all threads of the
+workers' user, so one worker can use up the others' share. The filter keeps workers from starting processes."""
 
 OUT_OF_MEMORY_SCORE: Final = 500
 """Added to the score by which the kernel chooses a process to kill when the host is out of memory
-(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all of it must go before
-the daemon."""
+(proc_pid_oom_score_adj(5)). Files in memory have no common limit, so a worker that takes all memory must be
+killed before the daemon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def limits_for(needs: SandboxNeeds) -> tuple[ResourceLimit, ...]:
         ResourceLimit("file bytes", resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
         ResourceLimit("locked bytes", resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
         ResourceLimit("threads of the user", resource.RLIMIT_NPROC, MAX_THREADS_OF_USER),
-        # Stops message queues, because their kernel memory outlives the process, and threads that never yield a core.
+        # Stops message queues, whose kernel memory outlives the process, and threads that never yield their core.
         ResourceLimit("message queues", resource.RLIMIT_MSGQUEUE, 0),
         ResourceLimit("real-time priority", resource.RLIMIT_RTPRIO, 0),
         ResourceLimit("raised priority", resource.RLIMIT_NICE, 0),
@@ -58,7 +58,7 @@ def limits_for(needs: SandboxNeeds) -> tuple[ResourceLimit, ...]:
 
 
 def impose(limits: tuple[ResourceLimit, ...]) -> None:
-    """Set the limits, none above this process's present hard limit. Raises OSError and ValueError."""
+    """Set the limits, but none above this process's present hard limit. Raises OSError and ValueError."""
     for limit in limits:
         # An unprivileged process can't raise its hard limit, so the smaller of the two is set.
         _, hard_limit = resource.getrlimit(limit.resource)
@@ -68,7 +68,7 @@ def impose(limits: tuple[ResourceLimit, ...]) -> None:
 
 def prefer_oom_kill() -> None:
     """Make the kernel kill this process before others when memory runs out. Raises OSError."""
-    # Never lowered: an operator may have set a higher score.
+    # Never lower the score: an operator may have set a higher one.
     score = Path("/proc/self/oom_score_adj")
     if int(score.read_text()) < OUT_OF_MEMORY_SCORE:
         score.write_text(str(OUT_OF_MEMORY_SCORE))

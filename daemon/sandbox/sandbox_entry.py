@@ -30,7 +30,7 @@ BY_LANDLOCK: Mapping[Measure, Reach] = {
     Measure.NETWORK: Reach(network=True),
     Measure.SCOPE: Reach(scope=True),
 }
-"""The part of the ruleset for each measure. A worker's ruleset joins the parts of its measures."""
+"""What the ruleset forbids for each measure. A worker's ruleset combines those of its measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class SandboxPlan:
     Attributes:
         needs: The paths and memory that the driver needs.
         identity: The workers' user; None for the daemon's own.
-        measures: The measures to take.
+        measures: The measures to apply.
     """
 
     needs: SandboxNeeds
@@ -48,7 +48,7 @@ class SandboxPlan:
     measures: frozenset[Measure]
 
     def enter(self, kept_fds: Iterable[int], parent_pid: int) -> None:
-        """Take every measure in this process, and make it die with its parent.
+        """Apply every measure in this process, and make it die with its parent.
 
         Args:
             kept_fds: The descriptors that the process keeps.
@@ -58,7 +58,7 @@ class SandboxPlan:
         """
         for measure, step in self._before(tuple(kept_fds)):
             self._apply(measure, step)
-        # These two apply without a sandbox too.
+        # These two apply even without a sandbox.
         die_with_parent(parent_pid)
         gain_no_privileges()
         for measure, step in self._after():
@@ -75,8 +75,8 @@ class SandboxPlan:
         # The descriptors first: /proc, which lists them, is out of reach later.
         if Measure.DESCRIPTORS in self.measures:
             yield Measure.DESCRIPTORS, partial(keep_only, (*kept_fds, *self.needs.kept))
-        # Root's file, so before the change of user. The other limits come later, because they would also apply to the
-        # steps here.
+        # This writes a file of root's, so it precedes the change of user. The other limits come later, because they
+        # would also apply to the steps here.
         if Measure.LIMITS in self.measures:
             yield Measure.LIMITS, prefer_oom_kill
         # The bounding set can be changed only with CAP_SETPCAP, which the change of user takes away.

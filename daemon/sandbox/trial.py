@@ -1,4 +1,4 @@
-"""The self test of the sandbox on this host's kernel: a forked process takes one measure after another.
+"""Tests the sandbox on this host's kernel: a forked process applies one measure after another.
 
 A measure counts as on if the kernel accepted it and an attempt to break it failed. The zygote runs the test before it
 forks a worker, because it has one thread, and its workers have its privileges.
@@ -64,7 +64,7 @@ def prepare(
     # Step 1: the workers' user, and the folders that this user must be able to write to.
     identity, reason = _identity(settings, needs)
     needs = replace(needs, kept=keep_for(os.geteuid() if identity is None else identity.uid))
-    # Step 2: try every measure in a process of its own, because none of them can be undone.
+    # Step 2: try all measures in a child process, because none of them can be undone.
     findings = _try_out(settings, needs, identity, reason)
     # Step 3: decide whether the daemon may start without the missing measures. A user that the operator named must work
     # even if the sandbox is not required.
@@ -127,7 +127,7 @@ def _run_trial(
         signal.set_wakeup_fd(-1)
         trials = _Trials(needs, identity, reason, writing)
         findings: list[tuple[str, bool, str]] = []
-        # In a worker's own order: each trial runs under the measures before it.
+        # In the order in which a worker applies them: each trial runs under the measures before it.
         for measure, attempt in trials.by_measure().items():
             if measure in settings.without:
                 findings.append((measure.value, False, reason if measure is Measure.USER else _LEFT_OUT))
@@ -151,7 +151,7 @@ def _run_trial(
 
 
 class _Trials:
-    """Tests by measure: each takes the measure, tries to break it, and returns its extent, or raises."""
+    """The tests, one per measure: each applies the measure, tries to break it, and returns its extent, or raises."""
 
     def __init__(self, needs: SandboxNeeds, identity: WorkerIdentity | None, reason: str, writing: int) -> None:
         self._needs = needs
@@ -160,7 +160,7 @@ class _Trials:
         self._writing = writing
 
     def by_measure(self) -> dict[Measure, Callable[[], str]]:
-        """Return the trials in the order in which measures must be taken."""
+        """Return the trials in the order in which measures must be applied."""
         return {
             Measure.DESCRIPTORS: self._descriptors,
             Measure.USER: self._user,
@@ -213,7 +213,7 @@ class _Trials:
     def _landlock(self, measure: Measure) -> str:
         needed_abi = _ABI_OF[measure]
         try:
-            # Landlock may be missing from the kernel, or built in and not enabled; both fail here.
+            # Fails if Landlock is missing from the kernel, and if it is built in but not enabled.
             version = abi()
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP):
@@ -228,7 +228,7 @@ class _Trials:
 
     def _files(self) -> str:
         detail = self._landlock(Measure.FILES)
-        # The attempt shows that the rule holds: a measure that the kernel accepts and ignores counts as off.
+        # Try to break the rule: a measure that the kernel accepts but ignores counts as off.
         _must_fail(lambda: os.listdir("/"))
         count = len(self._needs.readable) + len(self._needs.devices)
         return f"{detail}; the driver's {count} paths" if count else detail
@@ -236,7 +236,7 @@ class _Trials:
     def _network(self) -> str:
         detail = self._landlock(Measure.NETWORK)
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET) as sock:
-            # A process with ports may bind to one that the kernel chooses, and to no other.
+            # A process with ports may bind to a port that the kernel chooses, and to no other.
             port = _HIGHEST_PORT if self._needs.tcp_ports else 0
             _must_fail(lambda: sock.bind(("127.0.0.1", port)))
         return detail

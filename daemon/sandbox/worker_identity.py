@@ -95,11 +95,11 @@ def _groups_for(uid: int, gid: int, devices: tuple[Path, ...]) -> tuple[int, ...
 
 def become(identity: WorkerIdentity) -> None:
     """Change to that user permanently. Clears the signal for the parent's death (prctl(2)). Raises OSError."""
-    # From the groups to the user: once the user is changed, the groups can't be.
+    # The user last: after that, the groups can't be changed any more.
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
-    # The effective, real and saved ids: with any of them left, the process could change back.
+    # Check the effective, real and saved ids: with any of the old ones left, the process could change back.
     if os.getresuid() != (identity.uid,) * 3 or os.getresgid() != (identity.gid,) * 3:
         raise PermissionError("the user was not changed")
 

@@ -8,8 +8,8 @@ which the exposition adds to the family's name (OpenMetrics 1.0, Counter). So `g
 joined. No label names a lease, because the number of leases has no bound: families of sessions sum up all sessions that
 a tenant has on a card. The model server has its own names (`client/serve/models/model_metrics.py`), none of them here.
 
-Below the families: cells for their values, and the text for a scrape. The text is made one family at a time, so that it
-never blocks the event loop for long.
+Below the families are the containers for their values, and the code that produces the text of a scrape. It produces the
+text one family at a time, so that it never blocks the event loop for long.
 """
 
 from bisect import bisect_left
@@ -37,7 +37,7 @@ class FamilyKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetricFamily:
-    """A family of series. Two of them are never equal, so that each count looks its family up by identity.
+    """A family of series. Families are compared by identity, which makes it fast to look one up for each count.
 
     Attributes:
         meaning: The help text.
@@ -311,16 +311,16 @@ FAMILIES: Final = tuple(value for value in dict(globals()).values() if isinstanc
 Labels = tuple[str, ...]
 
 OTHERS: Final = "other"
-"""The label of all tenants beyond the bound."""
+"""The label of all tenants beyond the maximum number."""
 
 MAX_TENANT_SERIES: Final = 64
-"""Maximum number of tenants with a label of their own. Names come and go on a host of many users: the bound stops them
-from growing the daemon, every scrape and Prometheus forever. A known tenant keeps its label: a series that moved would
-be a counter that goes backwards."""
+"""Maximum number of tenants with a label of their own. Names come and go on a host of many users: without the
+bound, the daemon, every scrape and Prometheus would grow forever. A known tenant keeps its label, because its counters
+would otherwise decrease."""
 
 MAX_PAIR_SERIES: Final = 512
-"""Maximum number of combinations of cards and tenants: a host of more than 8 cards gives fewer tenants a label. All
-combinations in all families make an exposition of 1 MB."""
+"""Maximum number of combinations of cards and tenants: on a host with more than 8 cards, fewer tenants have a label.
+With all combinations in all families, a scrape has 1 MB."""
 
 MAX_LABEL_CHARS: Final = 112
 """Maximum number of characters of a tenant's name in a label. Whoever writes certificates chooses the name."""
@@ -328,7 +328,7 @@ MAX_LABEL_CHARS: Final = 112
 
 @dataclass(slots=True)
 class Distribution:
-    """Observations: how many fell under each bound and above the last one, and their sum."""
+    """Observations: how many fall under each bound and above the last one, and their sum."""
 
     counts: list[int]
     total: float = 0.0
@@ -349,12 +349,12 @@ class Histogram:
         return bool(self.of)
 
     def observe(self, labels: Labels, value: float) -> None:
-        """Add one observation. A negative one, of clocks that were read in another order, is 0."""
+        """Add one observation. A negative value, from clocks that were read in another order, counts as 0."""
         distribution = self.of.get(labels)
         if distribution is None:
             distribution = self.of[labels] = Distribution([0] * (len(self.family.bounds) + 1))
         distribution.total += max(0.0, value)
-        # The first bound that is not below the value; the cell after the last bound is for everything above it.
+        # Count it under the first bound that is not below the value; the last cell counts everything above all bounds.
         distribution.counts[bisect_left(self.family.bounds, value)] += 1
 
 
@@ -368,7 +368,7 @@ class TenantLabels:
     def of(self, tenant: str) -> str:
         """Return a tenant's label, which never changes."""
         label = self._known.get(tenant)
-        # First come, first served: a tenant that once has a label keeps it.
+        # A tenant that has a label keeps it.
         if label is None:
             if len(self._known) >= self.most:
                 return OTHERS
@@ -382,7 +382,7 @@ Counts = defaultdict[Labels, float]
 
 
 def counts() -> Counts:
-    """Make the values of a counter's series: 0 until something happened."""
+    """Return empty values of a counter's series, each 0 until something is counted."""
     return defaultdict(float)
 
 
@@ -390,14 +390,14 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format (prometheus.io/docs/instrumenting/exposition_formats)."""
 
 SAMPLES_PER_CHUNK: Final = 256
-"""Number of lines of one piece of text. A line takes about 3 us to make."""
+"""Number of lines in one piece of text. Producing a line takes about 3 us."""
 
 Content = Mapping[MetricFamily, Mapping[Labels, float] | Histogram]
 """The values of each family. A family without values is left out of the text."""
 
 
 class NodeCollector(Collector):
-    """Gives a registry families, the node's if no others are named. Calls `read` once a scrape for their values."""
+    """Supplies a registry with families, by default the node's. Calls `read` once per scrape for their values."""
 
     def __init__(self, read: Callable[[], Content], families: Sequence[MetricFamily] = FAMILIES) -> None:
         self._read = read
@@ -409,19 +409,19 @@ class NodeCollector(Collector):
             yield Metric(family.name, family.meaning, family.kind.value)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each family that has values, made when its turn comes."""
+        """Yield each family that has values. Each is created only when it is reached."""
         # The values are read once, so that all families of a scrape show the same moment.
         content = self._read()
         for family in self._families:
-            # A family without values is left out: an empty one would only say that it exists.
+            # Leave out a family without values, which would only show that it exists.
             values = content.get(family)
             if values:
                 yield _metric(family, values)
 
 
 def chunks(registry: CollectorRegistry) -> Iterator[bytes]:
-    """Yield the text of all that is registered, in pieces that take a millisecond or so each."""
-    # The library renders whole families only, so each part of a large one is rendered as if it were a family.
+    """Yield the text of all registered families, in pieces that each take about a millisecond."""
+    # The library renders only whole families, so each part of a large family is rendered as if it were a family.
     for metric in registry.collect():
         samples = metric.samples
         for first in range(0, len(samples), SAMPLES_PER_CHUNK):

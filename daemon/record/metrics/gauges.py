@@ -1,4 +1,4 @@
-"""Gauges: the state of the node at the moment of a scrape. Facts in, values out."""
+"""Computes the gauges, which show the node's state at the moment of a scrape. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 from gpulease.protocol.time_units import NS_PER_S
 
 RECYCLED: Final = "recycled"
-"""The state of a ready context that waits for the tenant that it has served."""
+"""The state of a ready context that is kept for the tenant that it has served."""
 
 Values = Mapping[Labels, float]
 
@@ -21,11 +21,11 @@ Values = Mapping[Labels, float]
 class TenantTotals:
     """Sums over live leases and open regions, by card and tenant.
 
-    They may be added up over several turns of the broker's loop: ten thousand leases take tens of milliseconds. A lease
-    counts as it is in its own turn.
+    They may be added up over several turns of the broker's loop, because ten thousand leases take tens of milliseconds.
+    Each lease counts as it is when it is added.
 
     Attributes:
-        fenced: Leases that are fenced, by card.
+        fenced: Numbers of fenced leases, by card.
     """
 
     active: Counter[Labels] = field(default_factory=Counter)
@@ -37,13 +37,13 @@ class TenantTotals:
 
     def add(self, pair: Labels, lease: LeaseSnapshot, held_bytes: int = 0) -> None:
         """Add a lease and the bytes that its sessions hold, or a region."""
-        # A region's bytes are part of its lease's slice, so they are summed up apart from leases.
+        # A region's bytes are part of its lease's slice, so regions are summed up separately from leases.
         if lease.parent_id:
             self.open_regions[pair] += lease.state is LeaseState.ACTIVE
             self.region_bytes[pair] += lease.size_bytes
             return
         self.active[pair] += lease.state is LeaseState.ACTIVE
-        # A pending lease has its bytes already, though it is not usable yet.
+        # A pending lease already has its bytes, although it can't be used yet.
         if lease.state in (LeaseState.PENDING, LeaseState.ACTIVE):
             self.leased_bytes[pair] += lease.size_bytes
         self.held_bytes[pair] += held_bytes
@@ -56,14 +56,15 @@ class NodeFacts:
 
     Attributes:
         tenants: Sums over leases and regions.
-        pairs: Every card and tenant that had a lease at any time: their gauges are 0 when they have none.
-        booked_bytes: Bytes that the lease table has booked for live leases, by card, of the same moment as `cards`.
-        stray_bytes: Bytes that no process holds and nothing has booked, by card, without cards that gave no answer.
-        busy_ratios: The part of the last second in which sessions used a card, without cards that have no session.
-        checks: The readiness checks, by name.
-        park_host_bytes: Host memory that is held for parked sessions, and the most that may be.
-        audit: The audit log's figures; None if none is kept.
-        fleet: The figures of the node's fleet; None if it belongs to none.
+        pairs: Each card and tenant that ever had a lease together; their gauges are 0 while they have none.
+        booked_bytes: Bytes that the lease table has booked for live leases, by card, at the same moment as `cards`.
+        stray_bytes: Bytes that no process holds and that are not booked, by card, without cards that did not answer.
+        busy_ratios: The part of the last second in which sessions used a card, by card, without cards that have no
+            session.
+        checks: The results of the readiness checks, by name.
+        park_host_bytes: Host memory that parked sessions hold, and its limit.
+        audit: The audit log's figures; None if there is no audit log.
+        fleet: The figures of the node's fleet; None if the node belongs to none.
     """
 
     now_ns: int
@@ -86,7 +87,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class AuditFacts:
-    """The audit log's figures: records that wait, and those that found no room."""
+    """The audit log's figures: records that wait to be written, and records that were dropped for lack of room."""
 
     is_writable: bool
     waiting: int
@@ -99,13 +100,13 @@ class FleetFacts:
 
     Attributes:
         horizon_s: Seconds until claimed leases end unless a beat is acknowledged; negative once they have ended.
-        beats: Acknowledged beats.
-        fenced: Times that this node was found fenced.
+        beats: Number of acknowledged beats.
+        fenced: How many times this node was found fenced.
         placements: Claims of names by result.
         quota_claims: Claims of quotas' bytes by result.
         unreadable: Values in etcd that could not be read.
-        store_bytes: Size of the largest database of etcd's members; 0: not known yet.
-        store_quota_bytes: etcd's bound of it.
+        store_bytes: Size of the largest database of etcd's members; 0 if it is not known yet.
+        store_quota_bytes: etcd's limit on this size.
     """
 
     horizon_s: float
@@ -129,7 +130,7 @@ def gauges(facts: NodeFacts) -> dict[MetricFamily, Values]:
 def _of_tenants(facts: NodeFacts) -> dict[MetricFamily, Values]:
     tenants = facts.tenants
     return {
-        # Every pair of tenant and card that ever had a value, zeros included.
+        # Each pair of card and tenant that ever had a value, even if it is 0 now.
         families.REGIONS_ACTIVE: {pair: tenants.open_regions[pair] for pair in facts.pairs},
         families.REGIONS_BYTES: {pair: tenants.region_bytes[pair] for pair in facts.pairs},
         families.LEASES_ACTIVE: {pair: tenants.active[pair] for pair in facts.pairs},
@@ -139,7 +140,7 @@ def _of_tenants(facts: NodeFacts) -> dict[MetricFamily, Values]:
 
 
 def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
-    # A copy: a second call with the same facts must not count the contexts again.
+    # Use a copy, because a second call with the same facts must not count the contexts again.
     fenced = facts.tenants.fenced.copy()
     for context in facts.warm:
         fenced[context.card_uuid] += context.state is WarmState.FENCED
@@ -148,7 +149,7 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         families.CARD_INFO: {(card.uuid, str(card.index), card.name): 1 for card in cards},
         families.CARD_CAPACITY_BYTES: {(card.uuid,): card.capacity_bytes for card in cards},
         families.CARD_HELD_BYTES: {(card.uuid,): card.held_bytes for card in cards},
-        # A drained node grants nothing, whatever is free; a drained card reports 0 itself.
+        # A drained node grants nothing, whatever is free. A drained card already reports 0.
         families.CARD_AVAILABLE_BYTES: {
             (card.uuid,): 0 if facts.is_draining else card.available_bytes for card in cards
         },
@@ -159,8 +160,8 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
         },
         families.FENCED_SLICES: {(card.uuid,): fenced[card.uuid] for card in cards},
         families.FENCED_BYTES: {(card.uuid,): card.fenced_bytes for card in cards},
-        # Two kinds of leak: the card's sum differs from the table's, or bytes are used that no process accounts for.
-        # Cards that gave no answer are left out: no value is better than a wrong 0.
+        # There are two kinds of leaks: the card's sum differs from the table's, or used bytes belong to no process.
+        # Leave out cards that did not answer: no value is better than a wrong 0.
         families.LEAKED_BYTES: {
             (card.uuid,): abs(card.held_bytes - facts.booked_bytes.get(card.uuid, 0)) + facts.stray_bytes[card.uuid]
             for card in cards
@@ -174,21 +175,21 @@ def _of_cards(facts: NodeFacts) -> dict[MetricFamily, Values]:
 
 
 POOL_STATES: Final = tuple(state.value for state in WarmState if state is not WarmState.HELD)
-"""The states of contexts for which the metrics have a series each; RECYCLED has one too."""
+"""The states of contexts that each have a series in the metrics; RECYCLED has one, too."""
 
 
 def _state_of(context: WarmSnapshot) -> str:
-    # A worker that is held leaves its session, as far as the pool is concerned.
+    # For the pool, a worker that is held counts as leaving its session.
     state = WarmState.DROPPING if context.state is WarmState.HELD else context.state
     return RECYCLED if context.is_recycled and state is WarmState.READY else state.value
 
 
 def _of_pool_and_line(facts: NodeFacts) -> dict[MetricFamily, Values]:
-    # A ready context that waits for its tenant has a state of its own: it is of no use to others.
+    # A ready context that is kept for its tenant has a separate state, because other tenants can't use it.
     contexts = Counter((context.card_uuid, _state_of(context)) for context in facts.warm)
-    # Every state of every card, zeros included: a series that comes and goes is hard to alert on.
+    # Include every state of every card, even if 0: a series that comes and goes is hard to alert on.
     states = [(card.uuid, state) for card in facts.cards for state in (*POOL_STATES, RECYCLED)]
-    # Without a waiter the oldest has waited for 0 seconds.
+    # If nobody waits, the oldest has waited for 0 seconds.
     oldest_ns = min((waiter.since_ns for waiter in facts.waiting), default=facts.now_ns)
     return {
         families.WARM_CONTEXTS: {labels: contexts[labels] for labels in states},

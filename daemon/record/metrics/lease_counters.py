@@ -37,7 +37,7 @@ _OF_FACTS: Final = {family for kind in FactKind for family in kind.row.families}
     families.IMAGE_MISMATCHES,
     families.LEASES_MOVED_DIRECTLY,
 }
-"""The families that facts count; one kind of fact also says whether there was an image mismatch."""
+"""The families whose values are counts of facts. The two named here depend on more than a fact's kind."""
 
 _COUNTED: Final = tuple(family for family in families.FAMILIES if family in _OF_FACTS or family in _OF_SESSIONS)
 _OF_PAIRS: Final = tuple(family for family in _COUNTED if family.labels == families.PAIR)
@@ -68,13 +68,13 @@ class LeaseCounters:
     """Counts facts.
 
     Args:
-        cards: UUIDs of the GPUs.
+        cards: UUIDs of the cards.
         tenants: Labels of tenants.
 
     Attributes:
         counters: The counters' values, by family.
         histograms: The distributions, by family.
-        pairs: Every GPU and tenant that had a lease together, in the order in which they came.
+        pairs: Each card and tenant that had a lease together, in the order of their first leases.
     """
 
     def __init__(self, cards: Sequence[str], tenants: TenantLabels | None = None) -> None:
@@ -83,7 +83,7 @@ class LeaseCounters:
         self.pairs: dict[Labels, None] = {}
         # The number of labels is limited for all cards and tenants together.
         self._tenants = tenants or TenantLabels(max(1, min(MAX_TENANT_SERIES, MAX_PAIR_SERIES // max(1, len(cards)))))
-        # Counters of cards exist from the start: their labels are known.
+        # Counters of cards exist from the start, because their labels are known.
         for uuid in cards:
             for family in _OF_CARDS:
                 self.counters[family][(uuid,)] = 0.0
@@ -104,11 +104,11 @@ class LeaseCounters:
         """Count the facts of one event, and measure the durations that they end."""
         for fact in facts:
             row = fact.kind.row
-            # A region's bytes are its lease's: what counts leases counts no regions.
+            # A region is part of its lease, so the counters of leases do not count regions.
             is_region = fact.lease is not None and fact.lease.parent_id != 0
             for family in row.of_regions if is_region else row.counts:
                 self._count(family, fact)
-            # `began_ns`: the lease had been granted, so its end counts as the end of a life.
+            # Only if the lease had been granted, which sets `began_ns`, does its end count as the end of a life.
             if fact.times.began_ns is not None:
                 for family in row.lives_of_regions if is_region else row.counts_lives:
                     self._count(family, fact)
@@ -120,18 +120,18 @@ class LeaseCounters:
         self.counters[families.DENIALS][operation, reason] += 1
 
     def forward_revoked(self, status: str, seen_after_ns: int, told_after_ns: int | None) -> None:
-        """Count a launch that a session refused because of a region."""
+        """Count a launch that a session refused because a region was revoked."""
         self._observe(families.FORWARD_REVOKED_SECONDS, (status,), seen_after_ns)
         if told_after_ns is not None:
             self._observe(families.FORWARD_TOLD_SECONDS, (status,), told_after_ns)
 
     def worked(self, pair: Labels, increments: Iterable[tuple[MetricFamily, float]]) -> None:
-        """Add what sessions of a GPU and tenant did since the last call."""
+        """Add what the sessions of a card and tenant did since the last call."""
         for family, increment in increments:
             self.counters[family][pair] += increment
 
     def pair(self, lease: LeaseSnapshot) -> Labels:
-        """Return the labels of a lease's GPU and tenant."""
+        """Return the labels of a lease's card and tenant."""
         return self._pair(lease.card_uuid, lease.tenant)
 
     def used(self, card_uuid: str, tenant: str, use: LeaseTimeUse) -> None:
@@ -146,7 +146,7 @@ class LeaseCounters:
         labels = (card_uuid, self._tenants.of(tenant))
         if labels not in self.pairs:
             self.pairs[labels] = None
-            # A rate needs a value from before the first thing happened.
+            # A rate needs a value from before the first event.
             for family in _OF_PAIRS:
                 self.counters[family][labels] = 0.0
         return labels
@@ -154,14 +154,14 @@ class LeaseCounters:
     # --- facts ---
 
     def _count(self, family: MetricFamily, fact: Fact) -> None:
-        """Add 1 to the series of the fact, if it has the family's labels."""
+        """Add 1 to the family's series for the fact, if the fact has the family's labels."""
         if family.labels == families.DENIED:
             request = None if fact.request is None else REQUESTS.get(type(fact.request.event))
-            # A denial of the daemon's own request is not counted: the label is a peer's operation.
+            # Denials of the daemon's own requests are not counted, because the label is an operation of a peer.
             if request is not None:
                 self.refused(request.opcode.name.lower(), fact.source.denial.reason.value)
         elif family.labels == families.CARD:
-            # A fact about the pool names its card itself.
+            # A fact about the pool has no lease, but names its card.
             card = fact.card if fact.lease is None else fact.lease.card_uuid
             self.counters[family][(card,)] += 1
         elif fact.lease is not None:
@@ -207,8 +207,7 @@ class LeaseCounters:
         if is_proved:
             self._observe(families.RECLAIM_SECONDS, (lease.card_uuid,), fact.now_ns - (times.over_ns or 0))
         if times.began_ns is not None:
-            # Without a refusal of work, as for a lease of an earlier daemon, the end itself is the last moment of the
-            # lease.
+            # If no work was refused, as for a lease of an earlier daemon, the lease lasted until this fact.
             over_ns = fact.now_ns if times.over_ns is None else times.over_ns
             self._observe(families.LEASE_SECONDS, self.pair(lease), over_ns - times.began_ns)
 
