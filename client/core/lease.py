@@ -1278,7 +1278,7 @@ def keep_renewed(
             if state.ttl_s < ttl_s * CUT_SHORT_PART - CUT_SHORT_SLACK_S:
                 del view
                 return Drained(
-                    f"keep_alive: the lease's node is being drained: the lease lasts {state.ttl_s:g} s "
+                    f"keep_alive: the lease's node is being drained: the lease lasts {state.ttl_s:.1f} s "
                     "more, and can't be renewed for longer",
                     "Complete your work, and acquire a lease on another node",
                 )
