@@ -134,7 +134,9 @@ def test_one_that_does_not_accept_is_alive(path: str, stack: ExitStack, backlog:
 
 def test_a_socket_of_another_kind_is_left_alone(path: str, stack: ExitStack) -> None:
     stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(path)
-    with pytest.raises(CannotListen, match=r"it is unknown whether .* \(Protocol wrong type for socket\); remove it"):
+    with pytest.raises(
+        CannotListen, match=r"it is unknown whether .* \(Protocol wrong type for socket\); if it is not, delete it"
+    ):
         place_at(path, stack).bind()
     assert os.path.exists(path)
 
