@@ -1,7 +1,7 @@
 """`python -m gpulease.daemon.bench.bare DRIVER CARD COUNT`, PTX on its input: times processes without a lease, as JSON.
 
-`gpulease bench` compares the begin and the end of leases with them. A process is forked, opens a context, and launches
-a kernel `spin` that never ends. Then it is killed and waited for; it ends when the driver has released its memory.
+`gpulease bench` compares the start and the end of leases with these times. A process is forked, opens a context, and
+launches a kernel `spin` that never ends. Then it is killed and reaped; it ends once the driver has released its memory.
 """
 
 import json
@@ -50,7 +50,7 @@ def _round(driver: Driver, card: str, ptx: bytes) -> tuple[float, float]:
         _await_byte(read_end)
         open_ms = (time.perf_counter() - started) * 1e3
         _await_byte(read_end)
-        # Killed while the kernel runs, as a revoked worker is.
+        # Kill it while the kernel runs, as a revoked worker is killed.
         time.sleep(SPINNING_S)
         started = time.perf_counter()
     finally:

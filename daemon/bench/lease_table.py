@@ -1,8 +1,8 @@
 """`python -m gpulease.daemon.bench.lease_table [--no-expiry] LEASES [KEPT...]`: times the broker's core, as JSON.
 
-The lease table, its runtime and its timers are the broker's own and run on the broker's event loop. So are the journal,
-the audit log and the log, if they are named; they are in a folder of their own. Only processes are simulated, so that
-there can be ten thousand leases: a worker is ready, and dead, as soon as the loop turns.
+The lease table, its runtime and its timers are the broker's own, on the broker's event loop. So are the journal, the
+audit log and the log, if they are named as KEPT; they are in a temporary folder. Only processes are simulated, so that
+there can be ten thousand leases: a worker starts, and ends, within one turn of the loop.
 """
 
 import asyncio
@@ -59,10 +59,10 @@ CARDS: Final = 8
 TENANTS: Final = 100
 
 PER_TURN: Final = 64
-"""Requests in one turn of the loop, as so many connections would send at once."""
+"""Requests in one turn of the loop, as if this many connections sent one each."""
 
 AT_A_TIME: Final = 512
-"""Maximum number of requests that wait for their answer; with few leases, a quarter of their number."""
+"""Maximum number of requests that wait for an answer; with few leases, a quarter of the number of leases."""
 
 LONG_MS: Final = 3_600_000
 ROUNDS_S: Final = 3.0
@@ -73,13 +73,13 @@ EXPIRY_S: Final = 10.0
 
 FLOOR_TEXT: Final = "".join(f'[lease_{number}]\ntenant = "t{number}"\nat = [0, {number}]\n' for number in range(8))
 FLOOR_SAMPLES: Final = 100
-"""Parses of that text before and after each load."""
+"""How many times FLOOR_TEXT is parsed before and after each load."""
 
 SETTLE_MS: Final = 2000
-"""Time until the first of them expires: by then all are granted."""
+"""Time until the first of these leases expires: by then, all are granted."""
 
 RENEWALS_PER_S: Final = 1000
-"""Renewals of the other half meanwhile."""
+"""Rate at which the other half is renewed meanwhile."""
 
 BURST: Final = 1000
 """Leases that expire at one moment."""
@@ -126,7 +126,7 @@ class LeaseLoad:
     """Requests of many tenants to one runtime.
 
     Attributes:
-        live: Lease id and tenant of the leases that were granted.
+        live: Lease id and tenant of each granted lease.
     """
 
     def __init__(self, runtime: Runtime, leases: int) -> None:
@@ -138,7 +138,7 @@ class LeaseLoad:
         self.live: list[tuple[int, str]] = []
 
     async def ask(self, events: Iterator[Callable[[int], Event]], until_ns: int = 0) -> int:
-        """Post all events, or as many as fit until `until_ns`; returns how many were answered."""
+        """Post all events, or as many as possible until `until_ns`, and return how many were answered."""
         # At most `_at_a_time` requests wait for their answers, as with this many connections.
         requests = 0
         for make in events:
@@ -149,12 +149,12 @@ class LeaseLoad:
             self._open += 1
             requests += 1
             self._runtime.post(make(self._runtime.expect(self._answered)))
-            # Give the loop a turn: the broker answers between the packets of its clients.
+            # Let the loop run, because the broker answers between the packets of its clients.
             if requests % PER_TURN == 0:
                 await asyncio.sleep(0)
                 if until_ns and time.monotonic_ns() > until_ns:
                     break
-        # The rate counts answers, so the last ones are awaited.
+        # The rate counts answers, so wait for the last of them.
         while self._open:
             self._changed.clear()
             await self._changed.wait()
@@ -162,7 +162,7 @@ class LeaseLoad:
 
     def acquire(self, ttl_ms: int) -> Callable[[int], Event]:
         self._last_id += 1
-        # Tenants take turns, so that each has about as many leases as another.
+        # Tenants take turns, so that all have about the same number of leases.
         lease_id, tenant = self._last_id, f"tenant-{self._last_id % TENANTS}"
         return lambda request: AcquireRequested(request, tenant, lease_id, LeaseTerms(SIZE_BYTES, ttl_ms))
 
@@ -192,7 +192,7 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
         has_expiry: Whether to measure how late leases expire, too, which takes EXPIRY_S and some seconds more.
 
     Raises:
-        OSError: The journal or the audit log can't be made.
+        OSError: The journal or the audit log can't be created.
         ValueError: `kinds` has a name that is not in KEPT.
     """
     if unknown := kinds - set(KEPT):
@@ -217,9 +217,9 @@ async def measure(leases: int, kinds: frozenset[str], *, has_expiry: bool = True
 async def _rate(
     name: str, load: LeaseLoad, events: Iterator[Callable[[int], Event]], seconds: float | None, counted: float = 1.0
 ) -> dict[str, float]:
-    """Return the requests a second, their reciprocal, the CPU time that each costs the broker's thread, and a floor."""
+    """Return the requests per second, their reciprocal, each request's CPU time in the broker's thread, and a floor."""
     floor_us = _floor_us()
-    # The thread's own time: on a busy host the wall clock alone would measure the other processes.
+    # Measure the thread's CPU time, too: on a busy host, the wall clock alone would measure other processes.
     cpu_s, began_ns = time.thread_time(), time.monotonic_ns()
     until_ns = 0 if seconds is None else began_ns + int(seconds * NS_PER_S)
     requests = counted * await load.ask(events, until_ns)
@@ -252,7 +252,7 @@ def _repeat_forever(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
 def _churn(load: LeaseLoad) -> Iterator[Callable[[int], Event]]:
     """Yield grants, renewals, and as many frees as grants, so that the number of leases stays the same."""
     while True:
-        # From the middle, so that old and young leases end.
+        # Release a lease from the middle, so that both old and new leases end.
         yield release(load.live.pop(len(load.live) // 2))
         yield load.acquire(LONG_MS)
         for other in load.live[-2:]:
@@ -266,7 +266,7 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
     expiring, load.live = load.live[half:], load.live[:half]
     await load.ask(map(release, expiring))
     workers.late_ms.clear()
-    # A copy: the leases that are granted next are appended to `live`.
+    # Copy the list, because the leases that are granted next are appended to `live`.
     others = list(load.live)
     await load.ask(load.acquire(SETTLE_MS + int(EXPIRY_S * 1000 * number / half)) for number in range(half))
     begin_s = time.monotonic()
@@ -281,7 +281,7 @@ async def _expire_evenly(load: LeaseLoad, workers: SimulatedWorkers, leases: int
 
 async def _expire_at_once(load: LeaseLoad, workers: SimulatedWorkers) -> list[float]:
     workers.late_ms.clear()
-    # All deadlines are at one moment: each time to live is the time that is left until then.
+    # All deadlines are at the same moment: each lease's duration is the time that is left until then.
     until_ns = time.monotonic_ns() + NS_PER_S
     await load.ask(load.acquire(max(1, (until_ns - time.monotonic_ns()) // NS_PER_MS)) for _ in range(BURST))
     await workers.refused(BURST)
@@ -314,7 +314,7 @@ async def _runtime(leases: int, kinds: frozenset[str]) -> AsyncIterator[tuple[Ru
 
 @contextlib.contextmanager
 def _logging(is_on: bool) -> Iterator[None]:
-    """Log to /dev/null, a reader that is never slow."""
+    """Log to /dev/null, which is never slow."""
     if not is_on:
         yield
         return

@@ -2,10 +2,10 @@
 
 Prints one JSON object.
 
-A session in this process gets launches as fast as it takes them, like a worker's session. Another process sets the
-revocation word of the session's page, like the broker, at a random time. Two figures are measured: the time from then
-to the refusal of a SYNC after the launches, and the launches that began after it. The two processes have a core each,
-if there are two; otherwise the scheduler would be measured.
+A session in this process receives launches as fast as it takes them, like a worker's session. Another process sets the
+revocation word of the session's page at a random time, as the broker does. Two figures are measured: the time from then
+until a SYNC after the launches is refused, and how many launches began after the word was set. Each process has its own
+core, if there are two; otherwise the measurement would show the scheduler.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ FAR_NS: Final = 1 << 62
 """A deadline that never comes, so that only the revocation word ends the lease."""
 
 FLY_S: Final = (0.001, 0.006)
-"""Bounds of the random time that a session launches before the word is set."""
+"""Bounds of the random time for which a session launches before the word is set."""
 
 
 class NotRefused(Exception):
@@ -58,7 +58,7 @@ class NotRefused(Exception):
 
 
 class Stamps(ctypes.Structure):
-    """A driver's native functions, and when launches through them began. session/native/stamp.ll has its offsets."""
+    """A driver's native functions, and when launches through them began. session/native/stamp.ll has the offsets."""
 
     _fields_ = (
         ("launch", ctypes.c_uint64),
@@ -77,7 +77,7 @@ def _stamping_code() -> NativeCode:
 
 @dataclass
 class StampedContext:
-    """A context that notes when each launch begins; everything else is the context's own."""
+    """A context that records when each launch begins, and otherwise behaves like the context that it wraps."""
 
     context: Context
     by_python_ns: list[int] = field(default_factory=list)
@@ -114,7 +114,7 @@ class StampedContext:
         self.stamps.count = 0
 
     def begun_after(self, time_ns: int) -> int:
-        """Return how many launches began after a time; there are times of BURST launches at most."""
+        """Return how many of the last launches, at most BURST in native code, began after a time."""
         return sum(begun_ns > time_ns for begun_ns in self.by_python_ns + self.times[: self.stamps.count])
 
     def __getattr__(self, name: str) -> Any:
@@ -122,9 +122,9 @@ class StampedContext:
 
 
 class Revoker:
-    """A process that sets the revocation words of pages, one after the other, each a while after it is asked to.
+    """A process that sets the revocation words of pages, one after the other, each a moment after a request.
 
-    `start` forks it, and must be called before the driver is initialised.
+    `start` forks the process, and must be called before the driver is initialized.
     """
 
     def __init__(self, count: int) -> None:
@@ -136,7 +136,7 @@ class Revoker:
     def start(self) -> None:
         """Fork the process; it ends with this one, or when all words are set."""
         parent_pid = os.getpid()
-        # The last core for the process that revokes, and the others for the session.
+        # Use the last core for the process that revokes, and the others for the session.
         cores = sorted(os.sched_getaffinity(0))
         # The child only writes pages and times; it never touches the driver.
         if os.fork() == 0:
@@ -153,8 +153,8 @@ class Revoker:
         os.write(self._theirs, b"f")
 
     def revoked_ns(self, number: int) -> tuple[int, int]:
-        """Return when the process began to set a page's word, and when it had."""
-        # The process has set the word already, or does so within milliseconds.
+        """Return when the process began to set a page's word, and when it had set it."""
+        # The process has already set the word, or sets it within milliseconds.
         while not self._stamps[2 * number + 1]:
             time.sleep(0)
         return self._stamps[2 * number], self._stamps[2 * number + 1]
@@ -162,7 +162,7 @@ class Revoker:
     def _revoke(self, number: int) -> None:
         os.read(self._ours, 1)
         time.sleep(random.uniform(*FLY_S))
-        # Once without effect: the first use of a page can take longer, and is not to be measured.
+        # Set it once without effect, because the first use of a page can take longer.
         self.pages[number].refuse(Status.OK)
         self._stamps[2 * number] = time.monotonic_ns()
         self.pages[number].refuse(Status.REVOKED)
@@ -170,10 +170,10 @@ class Revoker:
 
 
 def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, float]:
-    """Return microseconds to the refusal, and launches begun too late. Raises NotRefused."""
+    """Return microseconds until the refusal, and numbers of launches that began too late. Raises NotRefused."""
     driver = driver_named(driver_name)
     driver.preload()
-    # Forked before a context exists: an initialised driver does not survive a fork.
+    # Fork before a context exists, because an initialized driver does not survive a fork.
     revoker = Revoker(count)
     revoker.start()
     context = StampedContext(driver.open_context(card, SLICE_BYTES))
@@ -188,7 +188,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
 
 
 def _sample(revoker: Revoker, number: int, context: StampedContext, module: DriverModule) -> tuple[int, int]:
-    """Return nanoseconds from the word to the refusal, and launches that began after the word."""
+    """Return nanoseconds from the word to the refusal, and how many launches began after the word was set."""
     # Step 1: a session of a live lease, warmed up by one launch.
     page = revoker.pages[number]
     page.set_deadline(FAR_NS, 1)
@@ -197,7 +197,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Driv
         reader = FrameReader(MAX_PAYLOAD_BYTES)
         reader.receive_data(launch)
         session.handle(cast(Frame, reader.next_frame()))
-        # Step 2: launches without a pause, until the session answers one: the refusal.
+        # Step 2: launch without a pause until the session answers a launch, which is the refusal.
         revoker.ask()
         until_ns = time.monotonic_ns() + 10**9
         while reader.start == reader.end:
@@ -206,7 +206,7 @@ def _sample(revoker: Revoker, number: int, context: StampedContext, module: Driv
             session.take_launches(reader)
             if time.monotonic_ns() > until_ns:
                 raise NotRefused("launches are still taken a second after the word was to be set")
-        # Step 3: a client would wait for the SYNC after them.
+        # Step 3: send a SYNC, for which a client would wait.
         reply = session.handle(Frame(Opcode.SYNC, 0, 0, 2, LEASE, memoryview(b"")))
         refused_ns = time.monotonic_ns()
         answers = FrameReader(MAX_PAYLOAD_BYTES)

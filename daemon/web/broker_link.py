@@ -1,8 +1,8 @@
-"""The web process's two ways to the broker: a connection that reads, and a channel that carries an operator's actions.
+"""The web process's two links to the broker: a connection that reads, and a channel for an operator's actions.
 
-`BrokerLink` speaks the ordinary protocol and may see everything and change nothing. `BrokerChannel` is the channel on
-which the broker started this process. A revocation, a drain or a fence to be cleared goes to the broker on it, with the
-token of the request, and the outcome comes back.
+`BrokerLink` uses the ordinary protocol, and may read everything and change nothing. `BrokerChannel` is the channel that
+the broker opened when it started this process. Through it, the web process sends the broker a request to revoke, to
+drain or to clear fences, with the token of the HTTP request, and receives the outcome.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from gpulease.protocol.messages import Body, Hello, HelloReply, LeaseEvent
 from gpulease.protocol.opcodes import Opcode, RevokeOutcome
 
 ANSWER_S: Final = 5.0
-"""Longest time for the broker to answer, in seconds. It takes a millisecond, and seconds on a host that swaps."""
+"""Longest time for the broker to answer, in seconds. It takes a millisecond, or seconds on a host that swaps."""
 
 
 class BrokerSilent(Exception):
@@ -54,7 +54,7 @@ class BrokerLink(asyncio.Protocol):
     """The protocol connection to the broker.
 
     Args:
-        on_event: Gets each event about a lease.
+        on_event: Called with each event about a lease.
 
     Attributes:
         agent: The broker's name and version, from its HELLO.
@@ -84,7 +84,7 @@ class BrokerLink(asyncio.Protocol):
         except LocalProtocolError as error:
             # A broker that has not answered for an hour leaves MAX_IN_FLIGHT requests open.
             raise BrokerSilent(str(error)) from None
-        # Register before the frame is written: the reply may arrive in the same turn of the loop.
+        # Register the request before the frame is written, because the reply may arrive in the same turn of the loop.
         answer: asyncio.Future[Body | Failure] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._transport.write(frame)
@@ -116,7 +116,7 @@ class BrokerLink(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Fail every request that waits for a reply."""
         self._transport = None
-        # Each caller learns it now, not after its own timeout.
+        # Notify each caller now, not after its own timeout.
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(BrokerSilent("the daemon is gone"))
@@ -139,12 +139,12 @@ class BrokerLink(asyncio.Protocol):
 
 
 OUTCOME_S: Final = 30.0
-"""The broker's time to report an outcome. Ending a worker and proving its memory free takes a second. If that fails,
-the broker gives up within this time."""
+"""Longest time for the broker to report an outcome. Ending a worker and proving its memory free takes a second. If that
+fails, the broker gives up within this time."""
 
 
 class ActionNotDone(Exception):
-    """The broker refused an action; the message is a sentence for people."""
+    """The broker refused an action; the message is a sentence for the operator."""
 
     def __init__(self, reason: WebRefusal, message: str) -> None:
         super().__init__(message)
@@ -155,7 +155,7 @@ class DrainOutcome(NamedTuple):
     """The outcome of a drain.
 
     Attributes:
-        left_ms: Milliseconds until the remaining leases are ended; None without a drain.
+        left_ms: Milliseconds until the remaining leases are ended; None if there is no drain.
         leases: The number of active leases of the node, or of the card.
     """
 
@@ -167,12 +167,12 @@ Done = TypeVar("Done", LeaseRevokedReply, DrainChanged, FencesCleared)
 
 
 class BrokerChannel:
-    """The channel to the broker, from the time this process serves.
+    """The channel to the broker.
 
     Args:
-        on_token: Gets the SHA-256 of the operator's token when the token changes.
-        on_loads: Gets the samples of the cards' load.
-        on_membership: Gets the node's membership of its fleet when it changes.
+        on_token: Called with the SHA-256 of the operator's token when the token changes.
+        on_loads: Called with samples of a card's load.
+        on_membership: Called with the node's membership in its fleet when it changes.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class BrokerChannel:
         asyncio.get_running_loop().add_reader(channel, self._read)
 
     async def revoke(self, lease_id: str, reason: str, token: bytes) -> RevokeOutcome:
-        """End a lease. Raises NotDone, or BrokerSilent if the outcome is unknown."""
+        """Revoke a lease. Raises ActionNotDone, or BrokerSilent if the outcome is unknown."""
         reply = await self._ask(LeaseRevokedReply, lambda number: RevokeLease(number, token, lease_id, reason))
         return reply.outcome
 
@@ -205,7 +205,7 @@ class BrokerChannel:
         return DrainOutcome(reply.left_ms, reply.leases)
 
     async def clear_fences(self, card: str, token: bytes) -> int:
-        """Grant a card's fenced memory again. Returns the number of slices. Raises as `revoke` does."""
+        """Allow a card's fenced memory to be granted again. Returns the number of slices. Raises as `revoke` does."""
         reply = await self._ask(FencesCleared, lambda number: ClearFences(number, token, card))
         return reply.count
 
@@ -225,7 +225,7 @@ class BrokerChannel:
             raise BrokerSilent(f"the daemon has not reported the outcome for {OUTCOME_S:g} s") from None
         finally:
             self._waiting.pop(number, None)
-        # The answer is the outcome, a refusal, or by a fault one of another request.
+        # The answer is the outcome, a refusal or, because of a bug, the outcome of another kind of request.
         if isinstance(outcome, ActionRefused):
             raise ActionNotDone(outcome.why, outcome.message)
         if not isinstance(outcome, expected):
@@ -239,14 +239,14 @@ class BrokerChannel:
         except BlockingIOError:
             return
         except ChannelClosed:
-            # The connection to the broker ends too, which ends this process.
+            # The connection to the broker also ends, which ends this process.
             asyncio.get_running_loop().remove_reader(self._channel)
             return
         close_all(fds)
         try:
             self._dispatch(expect_message(TO_WEB, received))
         except MalformedMessage as error:
-            # The broker has another version, or a bug. Whoever waits for this answer gets no other.
+            # The broker has another version or a bug, so the caller that waits for this answer will get no other.
             log_event(LogEvent.DAEMON_FAULT, doing=f"reading a message of the broker: {error}")
             answer = self._waiting.get(request_of(received) or 0)
             if answer is not None and not answer.done():

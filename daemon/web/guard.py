@@ -1,9 +1,9 @@
-"""The checks that every request passes, the security headers of every answer, and bounds on the server's log.
+"""The checks of every request, the security headers of every answer, and limits on the server's log.
 
-The attacks are those on servers that listen on loopback. A foreign page in a browser of this host makes its own name
-resolve to 127.0.0.1 and asks by that name (DNS rebinding), or embeds what is served here. The server sets no cookie, so
-no other page can act as an operator. Requests that change something must come from this server's own page, or from a
-program.
+The attacks are those on servers that listen on loopback. A foreign page in a browser on this host makes its own name
+resolve to 127.0.0.1 and sends requests to that name (DNS rebinding), or embeds what is served here. The server sets no
+cookie, so no other page can act as an operator. Requests that change something must come from this server's own page,
+or from a program.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ HEADERS: Final = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
-    # No cache keeps names and ids, or mixes a newer daemon's page with an older daemon's script.
+    # No cache may store names and ids, or combine a newer daemon's page with an older daemon's script.
     (b"cache-control", b"no-store"),
 )
 
@@ -53,14 +53,14 @@ DRAIN: Final = "/api/v1/drain"
 """The path of the node's drain; PUT begins one and DELETE ends it."""
 
 CARD_DRAINS: Final = "/api/v1/drain/"
-"""The path of cards that are drained one by one, in the same way."""
+"""The path of the drains of single cards; PUT begins one and DELETE ends it."""
 
 REMOVING: Final = ("DELETE",)
 
 SETTING: Final = ("PUT", "DELETE")
 
 PAGE_PATHS: Final = ("/",)
-"""The paths that a link on a foreign page may lead to. All others are for this server's own page and for programs."""
+"""The paths to which a foreign page may link. All others are for this server's own page and for programs."""
 
 
 def acting_methods(path: str) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class Guard:
         app: The application behind the guard.
         hosts: The names and addresses of this server, without ports.
         others: Those of `hosts` that belong to a proxy, behind which the server has another origin.
-        setting: Names the setting that adds to them, for whoever is refused.
+        setting: The setting that adds names, for the text of refusals.
     """
 
     def __init__(

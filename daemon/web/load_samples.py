@@ -22,9 +22,9 @@ class LoadSample(NamedTuple):
     """The load of one card at one moment; None for an unknown figure.
 
     Attributes:
-        at_ns: The moment, by a monotonic clock.
-        utilization_percent: The card's own figure.
-        used_bytes: The card's own figure; without one, the bytes that sessions have allocated.
+        at_ns: The moment, on a monotonic clock.
+        utilization_percent: The utilization that the card reports.
+        used_bytes: The used bytes that the card reports; if it reports none, the bytes that sessions have allocated.
         leased_bytes: The bytes of all leases, fenced ones included.
     """
 
@@ -54,7 +54,7 @@ class Loads:
 
     def take(self, loads: CardLoads) -> None:
         """Add a message's samples in order of time. A sample that comes twice is kept once."""
-        # A new process gets the whole hour and perhaps a sample that was taken meanwhile, in either order.
+        # A new web process receives the whole hour, and perhaps a sample that was taken meanwhile, in either order.
         by_time = {sample.at_ns: sample for sample in (*self._samples.get(loads.card, ()), *loads.samples)}
         self._samples[loads.card] = [by_time[at_ns] for at_ns in sorted(by_time)][-MAX_SAMPLES:]
 

@@ -1,6 +1,6 @@
 """The state that the page shows: the broker's reports, fetched while somebody watches, and the leases' events.
 
-The number of readers and the rate of their requests do not matter: the feed asks the broker at a bounded rate.
+The feed queries the broker at a limited rate, however many readers there are and however often they ask.
 """
 
 import asyncio
@@ -22,29 +22,29 @@ FETCH_EVERY_S: Final = 1.0
 """Pause between two fetches while somebody watches."""
 
 FRESH_S: Final = 0.5
-"""The greatest age of a snapshot for the next reader."""
+"""Greatest age of a snapshot that another reader is given."""
 
 FETCH_SOON_S: Final = 0.2
-"""Pause between two fetches when a lease changed: one change shows at once, a thousand changes show together."""
+"""Shortest pause between two fetches: a single change is shown at once, a thousand changes are shown together."""
 
 MAX_CHANGES: Final = 100
 """Maximum number of changes of leases that are kept and shown."""
 
 ENDING: Final = frozenset({"grace", "teardown", "ended"})
-"""The phases of a lease's end. The page shows only the latest of these."""
+"""The phases of a lease's end. The page shows only the latest of them."""
 
 HISTORY: Final = 60
-"""Snapshots for which a card's launch rate is kept."""
+"""Number of snapshots for which a card's launch rate is kept."""
 
 GAP_S: Final = 5.0
-"""Longest time between two snapshots over which a launch rate is worth showing."""
+"""Longest time between two snapshots from which a launch rate is computed."""
 
 MAX_CACHED_LEASES: Final = 4096
-"""Maximum number of leases for which the values shown with their changes are kept: tenant, card and size."""
+"""Maximum number of leases whose tenant, card and size are kept, to be shown with their changes."""
 
 MAX_LOOKUPS: Final = 64
-"""Maximum number of changes for which the feed still has to query the lease; a change beyond that shows without its
-tenant. Stops thousands of short leases from making the broker answer for each."""
+"""Maximum number of changes that wait until the feed has queried their lease; further changes are shown without their
+tenant. Otherwise thousands of short leases could make the broker answer a query for each."""
 
 LOOKUP_PAUSE_S: Final = 0.05
 """Pause, in seconds, between two queries of leases."""
@@ -87,15 +87,15 @@ class Feed:
     async def run(self, link: BrokerLink) -> None:
         """Subscribe to all leases, then fetch while somebody watches. Raises BrokerSilent if it can't subscribe."""
         self._link = link
-        # Step 1: subscribe, so that no change between the first snapshot and the next goes unseen.
+        # Step 1: subscribe, so that no change between the first snapshot and the next is missed.
         await link.ask(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(0))
-        # Step 2: two tasks, because a look-up that waits must not delay the snapshots.
+        # Step 2: run two tasks, because a query of a lease must not delay the snapshots.
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_fetching())
             group.create_task(self._lookup())
 
     def on_event(self, event: LeaseEvent) -> None:
-        """Take in the broker's event: a lease has entered another phase."""
+        """Process the broker's event: a lease has entered another phase."""
         lease_id = f"{event.lease_id:032x}"
         self._last_number += 1
         # A newer broker may send a phase that this version does not know; show its number.
@@ -114,7 +114,7 @@ class Feed:
         self._wakeup.set()
 
     def on_membership(self, membership: FleetMembership) -> None:
-        """Take in the broker's message about its node's fleet."""
+        """Process the broker's message about its node's fleet."""
         self._membership = membership
 
     def _forget_end(self, lease_id: str) -> None:
@@ -166,10 +166,10 @@ class Feed:
                     await self._fetch()
                 except BrokerSilent:
                     await asyncio.sleep(FETCH_EVERY_S)
-            # At least this pause, however many leases change meanwhile.
+            # Pause at least this long, however many leases change meanwhile.
             await asyncio.sleep(FETCH_SOON_S)
             try:
-                # Without a timeout while no page watches: a new watcher ends the wait.
+                # Wait without a timeout while nobody watches: a new watcher ends the wait.
                 await asyncio.wait_for(self._wakeup.wait(), FETCH_EVERY_S - FETCH_SOON_S if self._watchers else None)
             except TimeoutError:
                 continue
@@ -194,11 +194,11 @@ class Feed:
         for lease in leases:
             self._remember(lease)
         at_s = self._clock()
-        # Step 2: launch rates since the snapshot before this one.
+        # Step 2: compute launch rates since the previous snapshot.
         rates = self._rates(leases, at_s)
         self._append_rates(inventory.details, leases, rates, at_s)
         self._describe_changes()
-        # Step 3: the new snapshot replaces the old one as a whole. Readers keep the one that they have.
+        # Step 3: replace the old snapshot as a whole. Readers keep the snapshot that they have.
         self._snapshot = Snapshot(
             at_s,
             self._node,
@@ -210,7 +210,7 @@ class Feed:
             tuple(self._changes),
             self._fleet(),
         )
-        # Step 4: wake every reader, and make the event for the next snapshot.
+        # Step 4: wake every reader, and create the event for the next snapshot.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -225,7 +225,7 @@ class Feed:
             raise BrokerSilent("the daemon has not answered yet")
         return await self._link.ask(op, body)
 
-    # --- what changes are of ---
+    # --- the leases of changes ---
 
     def _remember(self, lease: Report) -> None:
         self._cached[lease["lease_id"]] = Changed(
@@ -242,13 +242,13 @@ class Feed:
             self._lookup_wanted.clear()
             while self._lookup_queue:
                 lease_id = self._lookup_queue.popleft()
-                # A snapshot has brought it meanwhile.
+                # A snapshot has contained the lease meanwhile.
                 if lease_id in self._cached:
                     continue
                 try:
                     self._remember((await self.ask(Opcode.LEASE_QUERY, LeaseRef(int(lease_id, 16)))).report)
                 except BrokerSilent:
-                    continue  # the broker has forgotten the lease too
+                    continue  # the broker no longer knows the lease
                 await asyncio.sleep(LOOKUP_PAUSE_S)
 
     def _describe_changes(self) -> None:
@@ -261,20 +261,20 @@ class Feed:
     def _rates(self, leases: list[Report], at_s: float) -> dict[str, float]:
         """Return launches per second since the last snapshot, by lease id.
 
-        Workers report the counters, so a counter that runs backwards counts as standing still.
+        Workers report the counters, so a counter that decreases counts as unchanged.
         """
         before = self._launches
         self._launches = {lease["lease_id"]: lease["launches"] for lease in leases if "launches" in lease}
         elapsed_s = at_s - self._snapshot.at_s if self._snapshot is not None else 0.0
         if not 0 < elapsed_s <= GAP_S:
             return {}
-        # Leases of both snapshots only: a lease that is new has no earlier counter.
+        # Only leases that are in both snapshots: a new lease has no earlier counter.
         common_ids = self._launches.keys() & before.keys()
         return {lease_id: max(0, self._launches[lease_id] - before[lease_id]) / elapsed_s for lease_id in common_ids}
 
     def _append_rates(self, cards: list[Report], leases: list[Report], rates: Mapping[str, float], at_s: float) -> None:
         has_rates = self._snapshot is not None and at_s - self._snapshot.at_s <= GAP_S
-        # A card without leases has the rate 0; after a gap every card has None, which the page leaves undrawn.
+        # A card without leases has the rate 0. After a gap, every card has None, which the page does not draw.
         by_card: dict[str, float] = {card["uuid"]: 0.0 for card in cards}
         for lease in leases:
             by_card[lease["card_uuid"]] = by_card.get(lease["card_uuid"], 0.0) + rates.get(lease["lease_id"], 0.0)

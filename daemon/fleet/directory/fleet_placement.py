@@ -1,7 +1,7 @@
 """Placement: the nodes that a tenant should ask for a lease, and in which order.
 
-The view's index knows the nodes with enough room. Candidates are drawn from them at random: tenants who ask at the same
-time get views that are seconds old, and would otherwise all go to the same node (Mitzenmacher, "How Useful Is Old
+The view's index returns the nodes with enough room. Candidates are drawn from them at random: tenants who ask at the
+same time get views that are seconds old, and would otherwise all go to the same node (Mitzenmacher, "How Useful Is Old
 Information?", 2000).
 """
 
@@ -18,8 +18,8 @@ from gpulease.protocol.messages import Candidate, Placement
 from gpulease.protocol.opcodes import Exclusivity
 
 CHOICES: Final = 8
-"""Candidates in one answer. With a view 10 s old and 90 % of the memory leased, eight candidates fail 0.7 % of the
-requests."""
+"""Number of candidates in one answer. If the view is 10 s old and 90 % of the memory is leased, 0.7 % of the requests
+find room at none of eight candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class PlaceQuery:
     Attributes:
         size_bytes: Bytes of one card.
         exclusivity: The other leases that may share the card.
-        name: The lease's name in the fleet; "" without one.
+        name: The lease's name in the fleet; "" if it has none.
         labels: Labels that the node must have.
         device: The card, by UUID or index; None for any.
-        tried: Ids of nodes that refused already.
+        tried: Ids of nodes that have already refused.
     """
 
     size_bytes: int
@@ -47,7 +47,7 @@ _ROOMS: Final = {
     Exclusivity.DEVICE_EXCLUSIVE: Room.EMPTY,
     Exclusivity.PARTITION_EXCLUSIVE: Room.EMPTY_PARTITION,
 }
-"""Kinds of room for leases that share no card."""
+"""The kind of room that a lease needs if it does not share its card."""
 
 
 def place(
@@ -67,20 +67,20 @@ def place(
         query: The request.
         order: The order of the candidates.
         draw: Random numbers.
-        silent_before_s: A time of the view's clock. Nodes with a record that last changed then, or earlier, are left
-          out.
+        silent_before_s: A time on the view's clock. Nodes with a record that last changed at this time or earlier are
+          left out.
         tells_holder: Whether the asker may know which node serves the name.
         choices: Maximum number of candidates.
 
     Returns:
-        The candidates. The node that serves the name comes first, unless the tenant tried it: its claim may have ended
-        since. It is the only candidate if the asker may know it. Without candidates, the reasons why.
+        The candidates. The node that serves the name comes first, unless the tenant has tried it: its claim may have
+        ended since. That node is the only candidate if the asker may know it. If there are no candidates, the reasons.
     """
     view.settle(silent_before_s)
     holder = view.holder_of(query.name, silent_before_s) if query.name else None
     reported = holder if tells_holder else None
-    # Only the node that serves the name can grant it, so it goes first. An asker who may not know that gets other nodes
-    # as well, and can't distinguish it from them.
+    # Only the node that serves the name can grant it, so it comes first. An asker who may not know this node also gets
+    # other nodes, and can't distinguish it from them.
     first: tuple[Candidate, ...] = ()
     if holder is not None and holder not in query.tried and view.nodes[holder].inventory.addresses:
         first = (_candidate(holder, view.nodes[holder]),)
@@ -102,14 +102,14 @@ def place(
 
 
 def _candidates(view: FleetView, query: PlaceQuery) -> list[tuple[int, str]]:
-    """Return the largest slice and the id of each node with these labels, and with room on the requested card."""
+    """Return the largest slice and the id of each node that has the labels, and room on the requested card."""
     index, room = view.index, _ROOMS.get(query.exclusivity, Room.ANY)
     # Each index gives a set of nodes, or None for "any".
     labelled, cards = index.with_labels(query.labels or {}), index.with_card(query.device)
     if labelled == set() or cards == {}:
         return []
     nodes = index.with_room(room, query.size_bytes)
-    # Room first, as a sorted list, and then filter it: the list keeps the order by free bytes.
+    # Begin with the nodes that have room, as a sorted list, and filter it, which keeps the order by free bytes.
     if labelled is not None:
         nodes = [node for node in nodes if node[1] in labelled]
     if cards is not None:
@@ -156,7 +156,7 @@ def _shuffled(nodes: list[tuple[int, str]], draw: Random) -> Iterator[tuple[int,
 def _sentence(view: FleetView, query: PlaceQuery) -> str:
     """Return why each node is not a candidate. A node counts once, for the first reason that applies."""
     index = view.index
-    # Step 1: nodes that are out for reasons of their own, in the order of the table.
+    # Step 1: count the nodes that are excluded whatever the request, in the order of the table.
     excluded: set[str] = set()
     counts = []
     tried = {node_id for node_id in query.tried if node_id in view.nodes}
@@ -181,6 +181,6 @@ def _sentence(view: FleetView, query: PlaceQuery) -> str:
         matching = ids - excluded if matching is None else matching & ids
         counts.append((remaining - len(matching), reason))
         remaining = len(matching)
-    # Step 3: what remains has the labels and the card, and so lacks the room.
+    # Step 3: the remaining nodes have the labels and the card, so they lack room.
     counts.append((remaining, "without room"))
     return ", ".join(f"{count} {reason}" for count, reason in counts if count) or "the fleet has no node"

@@ -1,6 +1,6 @@
 """A directory's view of a fleet: nodes and claims as last read from etcd, without a clock or a network.
 
-The view trusts no record. It counts, reports and leaves out unreadable ones.
+The view trusts no record. It counts and reports unreadable records, and leaves them out.
 """
 
 from collections.abc import Collection, Iterable
@@ -31,16 +31,16 @@ from gpulease.protocol.limits import MAX_NODE_ADDRESSES, MAX_TEXT_BYTES
 from gpulease.protocol.time_units import NS_PER_S
 
 MAX_NODES: Final = 50_000
-"""Maximum number of nodes of a view, about 6 KiB each. Without a limit, a writer to etcd could fill the directory's
-memory."""
+"""Maximum number of nodes in a view; each takes about 6 KiB. Without a limit, a writer to etcd could fill the
+directory's memory."""
 
 MAX_NAMES: Final = 500_000
-"""Maximum number of claims of a view, about 500 bytes each, for the same reason."""
+"""Maximum number of claims in a view, for the same reason; each takes about 500 bytes."""
 
 NO_ROOM: Final = Unreadable("the directory has no room for another record")
 
 _NO_INVENTORY: Final = InventoryRecord()
-"""The inventory of a node that has not written a readable one: without addresses, so never a candidate."""
+"""The inventory of a node that has written no readable one. It has no address, so the node is never a candidate."""
 
 
 class ClaimView(NamedTuple):
@@ -99,13 +99,13 @@ class FleetView:
             old = previous.get(node_id)
             if old is not None and (old.incarnation, old.revision) == (node.incarnation, node.revision):
                 self.nodes[node_id] = node._replace(changed_s=old.changed_s)
-        # Records last seen unreadable before this read are gone.
+        # Unreadable records that were not seen in this read are gone.
         self.unreadable.forget_older(int(now_s * NS_PER_S))
         # Build the index last, and only once.
         self._reindex()
 
     def put(self, item: KeyValue, now_s: float) -> None:
-        """Take a key's new value. An unreadable value counts as absent."""
+        """Process a key's new value. An unreadable value counts as absent."""
         # The key's prefix says what kind of record it is. Other keys, such as quotas, do not concern a directory.
         unreadable = None
         if item.key.startswith(NODES):
@@ -133,7 +133,7 @@ class FleetView:
         if key == HORIZON:
             self.horizon_s = None
             return
-        # The key names the node or the claim. A key that names none was never taken.
+        # The key contains the node's id or the claim's name. A key with neither was never added.
         is_claim = key.startswith(NAMES)
         name = name_of(key) if is_claim else node_id_of(key)
         if isinstance(name, Unreadable):
@@ -143,7 +143,7 @@ class FleetView:
         elif key.startswith(NODES) and (old := self.nodes.pop(name, None)) is not None:
             self.index.remove(name, old)
         elif key.startswith(INVENTORIES) and self._inventories.pop(name, None) is not None:
-            # The node itself stays: without an inventory it can't be a candidate, but its names are still served.
+            # The node itself stays: without an inventory, it can't be a candidate, but it still serves its names.
             self._show(name, _NO_INVENTORY)
 
     def settle(self, silent_before_s: float) -> None:

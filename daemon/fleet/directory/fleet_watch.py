@@ -38,8 +38,8 @@ from gpulease.protocol.messages import Place, Placement, Report
 from gpulease.protocol.opcodes import Exclusivity, Status
 
 VIEW_LIMIT_S: Final = 10.0
-"""Greatest age of a view that the directory still answers from. An election takes etcd two seconds. A directory that
-is cut off would send tenants to nodes that may be gone, so it sends them to another directory."""
+"""Greatest age of a view that the directory uses for answers; an election in etcd takes two seconds. A directory that
+is cut off would send tenants to nodes that may be gone, so it sends them to another directory instead."""
 
 CHECK_S: Final = 2.0
 """Pause between two checks that etcd still answers."""
@@ -60,8 +60,7 @@ LISTING_S: Final = 1.0
 MiB."""
 
 MAX_LISTINGS: Final = 64
-"""Maximum number of cached listings, one for each tenant and one for operators. Beyond that, each request makes its
-own."""
+"""Maximum number of cached listings, one for each tenant and one for operators. Further listings are not cached."""
 
 _CLASSES: Final = {int(member): member for member in Exclusivity}
 
@@ -119,7 +118,7 @@ class FleetWatch:
 
     def place(self, body: Place, tenant: str, *, is_operator: bool) -> Placement | Failure:
         """Answer PLACE. Only operators and the lease's tenant learn which node serves a name."""
-        # The holder of a name is shown to its tenant and to operators; anyone else would learn who serves where.
+        # Report the node of a name only to the name's tenant and to operators.
         claim = self.view.claims.get(body.name)
         tells_holder = is_operator or (claim is not None and claim.record.tenant == tenant)
         result = self.denial() or self._placed(body, tells_holder)
@@ -138,7 +137,7 @@ class FleetWatch:
         self.counts.listings["listed"] += 1
         viewer, now_s = None if is_operator else tenant, self._clock()
         while self._listings:
-            # Drop expired listings. The dictionary is in the order in which they were made, so the oldest is first.
+            # Drop expired listings. The dictionary is in the order in which they were created, so the oldest is first.
             oldest, (made_s, _) = next(iter(self._listings.items()))
             if now_s - made_s < LISTING_S:
                 break
@@ -147,7 +146,7 @@ class FleetWatch:
         if viewer in self._listings:
             return self._listings[viewer][1]
         payload = build_body(self._report(viewer, now_s))
-        # Bounded: there may be many tenants, and a listing may have megabytes.
+        # The cache is limited, because there may be many tenants, and a listing may have megabytes.
         if len(self._listings) < MAX_LISTINGS:
             self._listings[viewer] = now_s, payload
         return payload
@@ -268,7 +267,7 @@ class FleetWatch:
                 self._reason = answer.reason
                 await asyncio.sleep(RETRY_S)
                 continue
-            # Step 2: they are the view from now on.
+            # Step 2: replace the view by them.
             self.view.replace((item for items in answer.found for item in items), self._clock())
             self._log_unreadable()
             self._is_read, self._confirmed_s = True, self._clock()
@@ -298,12 +297,12 @@ class FleetWatch:
             log_event(LogEvent.FLEET_UNREADABLE, reason=reason, suppressed=suppressed or None)
 
     async def _check(self) -> None:
-        """Ask etcd repeatedly whether it answers: without changes in the fleet, the watch is silent."""
+        """Check repeatedly that etcd answers, because the watch reports nothing while the fleet does not change."""
         while True:
             asked_s = self._clock()
             answer = await self._client.do(Transaction(reads=(Get(GENERATION),)))
             if isinstance(answer, TransactionAnswer):
-                # The time of asking, not of the answer: the view is at least as fresh as that.
+                # Use the time of the request, not of the answer: the view is at least as fresh as that.
                 self._confirmed_s = asked_s
             else:
                 self._reason = answer.reason
@@ -322,7 +321,7 @@ class FleetWatch:
         counts = Counts()
         while True:
             await asyncio.sleep(COUNTS_S)
-            # Only what came since the last line. Counters never decrease, so the difference is exact.
+            # Count only what came since the last line. Counters never decrease, so the difference is exact.
             placements = self.counts.placements - counts.placements
             listings = self.counts.listings - counts.listings
             counts = Counts(self.counts.placements.copy(), self.counts.listings.copy())

@@ -1,11 +1,11 @@
 """A client of etcd over gRPC, for the fleet's own processes. Importing gRPC starts threads, so the importer can't fork.
 
-A write goes to one member, once. It goes to another member only if the first surely did not execute it: no connection
-was up, or the member said that it knows no leader, which etcd checks before anything else. Every other failure is
-Unknown, and the caller reads back. gRPC's own retries are off for that reason. Reads are repeated while time is left,
-and a read of many keys is split into pages.
+A write is sent to one member, once. It is sent to another member only if the first certainly did not execute it: no
+connection was up, or the member reported that it knows no leader, which etcd checks before anything else. The outcome
+after any other failure is Unknown, and the caller reads the keys back. gRPC's own retries are off for that reason.
+Reads are repeated while time is left, and a read of many keys is split into pages.
 
-Each client has the members in a random order, so that a fleet's nodes spread their load over all of them.
+Each client uses the members in a random order, so that a fleet's nodes spread their load over all members.
 
 etcd's `database space exceeded` leaves open whether the write was done (etcd, apply.go: quotaApplierV3 applies first,
 and then reports that error). The client reads the keys back, and returns Rejected only if it finds nothing of the
@@ -47,16 +47,16 @@ from gpulease.protocol.foreign_text import printable
 _Reply = TypeVar("_Reply")
 
 MAX_REQUEST_BYTES: Final = 1 << 20
-"""Largest request. etcd accepts 1.5 MiB by default, and each of its members keeps it in its log."""
+"""Largest request. etcd accepts 1.5 MiB by default, and each member keeps requests in its log."""
 
 MAX_ANSWER_BYTES: Final = 64 << 20
 """Largest accepted answer, and so the largest page. Stops a foreign writer from filling memory."""
 
 PAGE_KEYS: Final = 1_000
-"""Keys of one page: 2 MiB of nodes with 16 cards, so that a member answers it within the time of one request."""
+"""Number of keys in one page: with nodes of 16 cards, 2 MiB, which a member returns within the time of one request."""
 
 MAX_READ_BYTES: Final = 512 << 20
-"""Maximum number of bytes of all pages of one read: 50,000 nodes and 500,000 claims have 300 MiB. Stops the same."""
+"""Maximum bytes of all pages of one read, against the same: 50,000 nodes and 500,000 claims have 300 MiB."""
 
 MAX_REASON_CHARS: Final = 300
 """Longest error text that is passed on; longer ones are cut."""
@@ -71,10 +71,10 @@ KEEPALIVE_MS: Final = 6_000
 """Time between pings on a connection. etcd closes connections that ping more often than every 5 s."""
 
 KEEPALIVE_LIMIT_MS: Final = 2_000
-"""Longest time until a ping's answer. A watch leaves a hanging or disconnected member after 8 s."""
+"""Longest time until a ping is answered. So a watch leaves a hanging or disconnected member after 8 s."""
 
 READ_TRIES: Final = 3
-"""A read waits for one member at most for this fraction of its time, so that a hanging member leaves time for
+"""A read waits for one member at most its whole time divided by this number, so that a hanging member leaves time for
 others."""
 
 WATCH_LIFE_S: Final = 600.0
@@ -82,7 +82,7 @@ WATCH_LIFE_S: Final = 600.0
 without an error does not stay forever."""
 
 WATCH_RETRY_S: Final = 0.2
-"""Time from a watch's interruption to its next attempt. Keeps refusing members from being asked in a busy loop."""
+"""Pause after a watch is interrupted. Without it, members that refuse would be asked in a busy loop."""
 
 _LEADER_NEEDED: Final = (("hasleader", "true"),)
 """Metadata that makes a member without a leader refuse at once (etcd, v3rpc/interceptor.go), and end its watches."""
@@ -91,7 +91,7 @@ REASON_LIMIT_S: Final = 0.2
 """Time to find out why no member is reachable. Members that refuse answer at once; silent ones give no reason."""
 
 SIZES_LIMIT_S: Final = 1.0
-"""Time to get the size of a member's database, which the member has at hand."""
+"""Longest time to get the size of a member's database; a member answers at once."""
 
 _END: Final[object] = getattr(grpc.aio, "EOF")  # noqa: B009 - its types lack it
 _NO_LEADER: Final = "etcdserver: no leader"
@@ -116,11 +116,12 @@ class EtcdSettings:
     """How to reach a fleet's etcd.
 
     Attributes:
-        endpoints: Its members, as HOST:PORT.
-        ca_file: The CA of their certificates, in PEM; None for plain text, which lets everyone on the network write.
+        endpoints: etcd's members, as HOST:PORT.
+        ca_file: The CA of the members' certificates, in PEM; None for plain text, which lets everyone on the network
+          write.
         cert_file: This client's certificate, with etcd's user as common name. None if etcd does not require one.
-        key_file: Its key.
-        timeout_s: Longest time for a transaction; it is Unknown without an answer by then.
+        key_file: The key of this client's certificate.
+        timeout_s: Longest time for a transaction. If no answer has come by then, the outcome is Unknown.
     """
 
     endpoints: tuple[str, ...]
@@ -145,7 +146,7 @@ class EtcdSettings:
 
 
 class _EtcdMember:
-    """A member of etcd: the channel to it, and its services."""
+    """A member of etcd: the channel to the member, and its services."""
 
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.endpoint = endpoint
@@ -162,7 +163,7 @@ class _EtcdMember:
 
     async def connect(self) -> "_EtcdMember":
         """Return this member once it is connected. Waits forever if it never is."""
-        # After one request gRPC connects by itself. Each change of its state ends one round of this loop.
+        # After the first call, gRPC connects by itself. Each change of the channel's state ends one round of this loop.
         while (state := self.channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
             await self.channel.wait_for_state_change(state)
         return self
@@ -196,8 +197,8 @@ class EtcdClient:
     """A client of one etcd, for one event loop.
 
     Args:
-        settings: How to reach it.
-        read: Returns the present certificates, None for plain text; without it the client reads the settings' files.
+        settings: How to reach etcd.
+        read: Returns the present certificates, None for plain text. By default, the client reads the settings' files.
 
     Raises BadEtcdSettings for unreadable certificates.
     """
@@ -216,7 +217,7 @@ class EtcdClient:
         A read-only transaction has that time for each page of PAGE_KEYS, and all pages are of one revision. Network
         failures are outcomes and raise nothing.
         """
-        # A transaction that only reads goes another way: page by page, and also where etcd is out of space.
+        # A transaction that only reads is done differently: page by page, and even if etcd is out of space.
         if not transaction.compares and not transaction.writes:
             return await self._read(transaction.reads)
         request = _request(transaction)
@@ -231,7 +232,7 @@ class EtcdClient:
         return await self._after_no_space(transaction) if outcome is _WITHOUT_SPACE else outcome
 
     async def compact(self, revision: int) -> Outcome:
-        """Remove the history before a revision. Rejected: it is gone, in the future, or this user may not compact."""
+        """Remove the history before a revision. Rejected if it is gone or in the future, or if this user may not."""
 
         async def ask(member: _EtcdMember, limit_s: float) -> TransactionAnswer:
             request = messages.CompactionRequest(revision=revision)
@@ -294,9 +295,9 @@ class EtcdClient:
         return [_EtcdMember(endpoint, credentials) for endpoint in endpoints]
 
     async def _connected(self, unfit: Sequence[_EtcdMember], deadline_s: float) -> _EtcdMember | None:
-        """Return a member with a connection that is up, the last good one first; None if that takes too long."""
+        """Return a connected member, the one that answered last if possible; None if none is connected in time."""
         usable = [member for member in self._members if member not in unfit]
-        # A connection that is up is used as it is, so an ordinary request waits for nothing here.
+        # Use a connection that is up, so that an ordinary request waits for nothing here.
         for member in usable:
             if member.is_connected:
                 return member
@@ -320,7 +321,7 @@ class EtcdClient:
         raise WatchRefused("the client is closed")
 
     def _prefer_another(self, member: _EtcdMember) -> None:
-        """Move a member that did not answer to the end: a hanging host keeps its connection up."""
+        """Move a member that did not answer to the end of the list: a hanging host may keep its connection up."""
         if member in self._members:
             self._members.remove(member)
             self._members.append(member)
@@ -329,14 +330,14 @@ class EtcdClient:
         """Reconnect if the certificates have changed. Returns whether they have."""
         try:
             certificates = self._read_now()
-        # The files are being replaced at this moment. The next attempt reads them again.
+        # Perhaps the files are being replaced at this moment. The next attempt reads them again.
         except BadEtcdSettings:
             return False
         if certificates == self._certificates or not self._members:
             return False
         self._certificates = certificates
-        # New channels with the new certificates. The old ones close in the background; a request on one of them fails
-        # and is tried again.
+        # Open new channels with the new certificates. The old channels close in the background; a request on one of
+        # them fails and is tried again.
         old, self._members = self._members, self._open()
         self._closing = asyncio.gather(*(member.channel.close(None) for member in old))
         return True
@@ -471,7 +472,7 @@ async def _read_page(request: Any, member: _EtcdMember, limit_s: float) -> Any:
 async def _first_connected(members: Sequence[_EtcdMember], within_s: float) -> _EtcdMember | None:
     """Return the member that connects first, of all tried at once; None if none does in time."""
     tasks = [asyncio.ensure_future(member.connect()) for member in members]
-    # All are tried at once: members that are down cost no time if one is up.
+    # Try all at once, so that members that are down cost no time if one is up.
     try:
         done, _ = (
             await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED) if tasks else ((), ())
