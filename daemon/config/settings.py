@@ -1,7 +1,7 @@
-"""The daemon's settings: the command line over a file over the defaults, checked once, refused in sentences.
+"""The daemon's settings: from the command line, else from a file, else the defaults. Checks them together.
 
 `SettingsFile` declares every setting with its default, its bounds and its meaning; the classes of its tables declare
-theirs. `systemd/gpuleased.toml` and the table in `daemon/manual/settings.md` are made from these declarations.
+theirs. `systemd/gpuleased.toml` and the table in `daemon/manual/settings.md` are generated from these declarations.
 """
 
 import pwd
@@ -53,25 +53,26 @@ DRIVERS: Final = ("auto", "cuda", "cpu")
 RECYCLE: Final = ("off", "same-tenant")
 
 MIN_AUDIT_FILE_BYTES: Final = 64 << 10
-"""A smaller file would hold a few records: the operator forgot the unit."""
+"""Smallest size of a file. A smaller file would hold only a few records: the operator forgot the unit."""
 
 MAX_AUDIT_FILE_BYTES: Final = 1 << 30
-"""The daemon reads the last file through when it starts."""
+"""Largest size of a file. When the daemon starts, it reads the whole last file."""
 
 MIN_VRAM_BYTES: Final = 1 << 20
-"""A smaller number lacks its unit. The daemon would start and then refuse every lease."""
+"""Least memory of a card. A smaller number lacks its unit: the daemon would start and then refuse every lease."""
 
 MAX_EMBEDDED_CARDS: Final = 64
-"""More emulated cards than any host has real ones is a typing mistake."""
+"""Maximum number of emulated cards. No host has more real cards, so a larger number is a typing mistake."""
 
 MAX_WARM_CONTEXTS: Final = 64
-"""More for one card is a typing mistake: each is a process, and half a gigabyte of a real card."""
+"""Maximum number of contexts for one card. More is a typing mistake: each is a process, and takes half a gigabyte of a
+real card."""
 
 MAX_SHUFFLE_SEED: Final = (1 << 31) - 1
-"""Generated code counts up from it in 32 bits, so a larger seed would repeat the order of a smaller one."""
+"""Largest seed. Generated code counts up from it in 32 bits, so a larger one would repeat a smaller seed's order."""
 
 MAX_RECYCLE_IDLE_S: Final = 3600
-"""An operator who wants a context kept longer for one tenant mistyped the unit."""
+"""Longest time for which a context is kept for its tenant. An operator who sets a longer time mistyped the unit."""
 
 MAX_UID: Final = 2**32 - 2
 """The largest number of a user (credentials(7)); 2**32 - 1 means "none"."""
@@ -81,7 +82,7 @@ MAX_CARDS_NAMED: Final = 8
 
 
 DEFAULT: Final = "default"
-"""The `[tenants]` table for tenants without one. The other tables inherit the settings that they leave out."""
+"""Name of the `[tenants]` table for tenants without a table. The other tables inherit the settings that they omit."""
 
 _LOCAL_PREFIX: Final = "uid:"
 _LOCAL_TENANT: Final = re.compile(r"uid:(?:0|[1-9]\d{0,9})", re.ASCII)
@@ -93,7 +94,7 @@ _FILE_MODE: Final = 'a file mode such as "0660" or 0o660'
 
 
 class OnStop(Enum):
-    """The choice for sessions when the daemon is stopped (SIGTERM): they end, or the next daemon takes them over."""
+    """What happens to sessions when the daemon is stopped (SIGTERM): they end, or the next daemon takes them over."""
 
     END = "end"
     KEEP = "keep"
@@ -103,7 +104,7 @@ class ConfigError(Misconfigured):
     """A setting that can't be used; the message says which and why."""
 
 
-# --- values of the file that have no type of their own ---
+# --- readers of values in the file ---
 
 
 def _read_addresses(value: Any) -> tuple[Address, ...]:
@@ -553,21 +554,21 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
         path: A TOML file.
         overrides: Settings of the command line, by the names that the file uses; None and [] override nothing.
     """
-    # Step 1: the file, then the command line over it. --fleet gives only etcd's addresses; the rest of [fleet] stays.
+    # Step 1: read the file; the command line overrides it. --fleet sets only etcd's addresses; the rest of [fleet] stays.
     settings: dict[str, Any] = {} if path is None else _read_file(path)
     settings |= {key: value for key, value in overrides.items() if value not in (None, []) and key != "fleet"}
     if (etcd := overrides.get("fleet")) is not None:
         fleet = settings.get("fleet", {})
         settings["fleet"] = {**fleet, "etcd": etcd} if isinstance(fleet, dict) else fleet
     if "tenants" in settings:
-        # An operator mends the node's own settings first.
+        # Check `tenants` last, so that faults of the node's own settings are reported first.
         settings["tenants"] = settings.pop("tenants")
     try:
-        # Step 2: read every setting on its own. The first that is wrong is reported.
+        # Step 2: read each setting by itself. The first that is wrong is reported.
         values = read_values(SettingsFile, settings)
     except BadSetting as error:
         raise ConfigError(str(error)) from None
-    # Step 3: put them together. `[tenants]` belongs to the limits, though the file has it at the top.
+    # Step 3: combine them. `[tenants]` becomes a part of the limits, although it is a separate table in the file.
     tenants = values.pop("tenants", None)
     config = replace(Config(), **values)
     if tenants is not None:
@@ -575,7 +576,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
     # A default must not contradict a smaller max_connections that the operator set.
     if "max_connections_per_tenant" not in values:
         config = fitting_connections(config)
-    # Step 4: settings that are fine each on its own and contradict each other.
+    # Step 4: check that settings do not contradict each other.
     _check(config)
     return config
 
@@ -587,7 +588,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        # TOMLDecodeError, bytes that are not UTF-8, or a thousand brackets.
+        # The file is not valid TOML, not UTF-8, or nested too deeply.
         raise ConfigError(f"{path} is not TOML: {error}") from None
 
 
@@ -598,10 +599,10 @@ def _check(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other."""
     _check_driver(config)
     _check_addresses(config)
-    # From the node's ways in to its tenants; the first contradiction is reported.
+    # Check the node's addresses first and its tenants last; the first contradiction is reported.
     if config.max_connections_per_tenant > config.max_connections:
         raise ConfigError("max_connections_per_tenant must be at most max_connections")
-    # Without a folder the next daemon would find neither leases nor keys.
+    # Without a state folder, the next daemon would find neither leases nor keys.
     if config.on_stop is OnStop.KEEP and config.state is None:
         raise ConfigError('on_stop = "keep" needs state, the folder for what must survive a restart')
     _check_audit(config)
@@ -635,7 +636,7 @@ def _check_addresses(config: Config) -> None:
         raise ConfigError("http and listen have the same address")
     if config.tls is None and any(isinstance(address, TlsAddress) for address in config.listen):
         raise ConfigError("tls: addresses in listen need a [tls] table with certificate, key and client_ca")
-    # Settings without the one that they belong to have no effect, and their operator would not notice.
+    # These settings have no effect without `http`, and the operator would not notice.
     if config.http is None and (config.http_hosts or config.http_token_file is not None):
         raise ConfigError("http_hosts and http_token_file need http, the address of the web page")
 
@@ -650,14 +651,15 @@ def _check_audit(config: Config) -> None:
 def check_tenants(
     rules: TenantRules, of_uid: Mapping[int, str], of_certificate: Mapping[str, str], tls: TlsSettings | None
 ) -> None:
-    """Check that every name of a tenant in the settings can occur. Raises ValueError with a sentence about one.
+    """Check that each tenant that the settings name can exist. Raises ValueError, which names the first that can't.
 
-    Limits for a name that no tenant has would never apply, and their operator would believe that they do. So the daemon
-    does not start.
+    Limits for a name that no tenant has would never apply, and the operator would not notice. So the daemon does not
+    start.
     """
     if of_certificate and tls is None:
         raise ValueError("tenant_of_certificate needs a [tls] table: without it no tenant presents a certificate")
-    # Three kinds of names: all tenants over TCP, a local user by number, and a name that a user or certificate gets.
+    # There are three kinds of names: all tenants over TCP, a local user by number, and a name that the settings give to
+    # a user or a certificate.
     for name in rules.by_name:
         if name == OVER_TCP:
             continue
@@ -673,7 +675,7 @@ def check_tenants(
                 f"tenants: {name!r} matches no tenant; give a user or a certificate this name, in [tenant_of_uid] or "
                 "[tenant_of_certificate]"
             )
-    # An operator's name that no certificate has would lock the operator out unnoticed.
+    # If no certificate has an operator's name, that operator would be locked out without notice.
     for name in sorted(tls.operators if tls is not None else ()):
         if not _has_certificate(name, of_certificate, tls):
             raise ValueError(

@@ -1,7 +1,7 @@
 """A worker's context on the embedded driver: memory, modules, the stream, launch graphs, and the texts of faults.
 
-A launch graph checks and packs its launches once, and a replay queues the packed records. The queue takes a launch in a
-microsecond, so a replay saves only the steps before that: frames, plans, shape checks. The caller's thread makes a
+A launch graph checks and packs its launches once, and a replay queues the packed records. Queuing a launch takes only a
+microsecond, so a replay saves just the steps before it: frames, plans, shape checks. The caller's thread performs a
 graph's copies, after it has waited for the kernels before them.
 """
 
@@ -70,7 +70,7 @@ from gpulease.daemon.ptx.stream import LaunchQueue, host_threads, stream_code
 from gpulease.protocol.limits import MAX_EVENTS
 
 _SPACES = tuple(Space)
-# By an access's kind: what happened, completed by the place. The braces take the fault record's `address`.
+# What happened, by the access's kind; the place follows. The braces stand for the fault record's `address`.
 _EVENTS: dict[int, str] = {
     Access.TRAP: "trap executed",
     Access.BREAKPOINT: "breakpoint without a debugger executed",
@@ -78,7 +78,7 @@ _EVENTS: dict[int, str] = {
     Access.NO_FUNCTION: "call through {:#x}, which is not a function with these parameters,",
     Access.NO_ALLOCATION: "free of {:#x}, which no kernel has allocated,",
     Access.NO_TARGET: "branch by the index {}, which is past its targets,",
-    # Where threads wait for one another; the number is the barrier's or the member mask.
+    # Faults where threads wait for one another; the number is the barrier's, or the member mask.
     Access.BARRIER: "barrier {} is never complete: threads it needs have ended or wait elsewhere; waited for",
     Access.BARRIER_OPERAND: "no such barrier or number of threads (barrier {}) used",
     Access.EXCHANGE: "warp operation with member mask {:#010x} is never complete: members wait elsewhere; waited for",
@@ -92,12 +92,12 @@ _UNNAMED = (Space.GENERIC, Space.GLOBAL)
 def describe(
     fault: Fault, text_at: Callable[[int], str], miss_text: Callable[[int, int], str], *, kernel: str, tag: int
 ) -> KernelFault:
-    """Word a fault record as the error that a tenant reads.
+    """Return the error that a tenant gets for a fault record.
 
     Args:
         fault: The record.
         text_at: Reads the null-terminated text at a device address; an assertion's record holds such addresses.
-        miss_text: Names the allocation that an access of `size` bytes at an address just misses, or "".
+        miss_text: Returns a text about the allocation that an access of `size` bytes at an address just misses, or "".
         kernel: The kernel's name.
         tag: The launch's tag.
     """
@@ -111,12 +111,12 @@ def describe(
     # Step 2: an event other than an access of memory: a trap, a barrier, a call through a bad pointer.
     if fault.access in _EVENTS:
         return KernelFault(f"{_EVENTS[fault.access].format(fault.address)} {location}", tag=tag, kernel=kernel)
-    # Step 3: a memory access. The check of alignment runs before the check of bounds, so a misaligned address is that.
+    # Step 3: a memory access. Alignment is checked before bounds, so a misaligned address is reported as misaligned.
     space = _SPACES[fault.space]
     fault_kind = "misaligned" if fault.address % fault.size else "illegal"
     kind = fault_kind if space in _UNNAMED else f"{fault_kind} {space.value}"
     access = Access(fault.access).name.lower()
-    # Only global memory has allocations to name; shared and local windows have none.
+    # Only global memory has allocations; shared and local windows have none.
     missed = miss_text(fault.address, fault.size) if fault_kind == "illegal" and space in _UNNAMED else ""
     return KernelFault(
         f"{kind} address {fault.address:#x} ({fault.size}-byte {access}) {location}{missed and ': '}{missed}",
@@ -130,12 +130,12 @@ def _triple(numbers: "list[int]") -> str:
     return f"({numbers[0]},{numbers[1]},{numbers[2]})"
 
 
-# Where a packed launch holds its tag: a replay changes these bytes alone.
+# Where a packed launch has its tag; a replay changes only these bytes.
 _TAG_AT: Final = QueuedLaunch.tag.offset
 _TAG_END: Final = _TAG_AT + QueuedLaunch.tag.size
 
 _Replay = Callable[[bytes, Poll], None]
-"""Queues or performs one step; takes the tag as its bytes in a packed launch, and the poll."""
+"""Queues or performs one step. Its arguments are the tag, as the bytes in a packed launch, and the poll."""
 
 
 class CpuGraph:
@@ -158,7 +158,7 @@ class CpuGraph:
         self._replays[step] = self._replay_of(replace(kernel_step, params=params))
 
     def replay(self, tag: int, poll: Poll, next_segment: Poll = keep_waiting) -> None:
-        # The tag differs in each replay; everything else was packed when the graph was made.
+        # The tag differs in each replay; everything else was packed when the graph was created.
         packed = tag.to_bytes(_TAG_END - _TAG_AT, "little")
         for number, step in enumerate(self._replays):
             # Between segments the caller may end a replay that takes too long.
@@ -184,7 +184,7 @@ class CpuGraph:
             )
             before, tail = record[:_TAG_AT], record[_TAG_END:]
             return lambda tag, _: context.submit(b"".join((before, tag, tail)), is_shared)
-        # The caller's thread makes the copy, after waiting for everything that is queued before it.
+        # The caller's thread performs the copy, after waiting for everything that is queued before it.
         address, memory = step.address, memoryview(step.data) if isinstance(step, DataStep) else step.memory
         if isinstance(step, DataStep) or step.to_device:
             return lambda _, poll: context.mem_write(address, memory, poll)
@@ -206,25 +206,25 @@ _COMPLETE = _Complete()
 
 
 class _Position:
-    """The ticket of everything that was queued when it was made."""
+    """The ticket of everything that was queued when the ticket was created."""
 
     def __init__(self, stream: LaunchQueue, queued: int) -> None:
         self._stream = stream
         self._queued = queued
 
     def is_done(self) -> bool:
-        """Say whether all of it has run, or was skipped because of a fault."""
+        """Return whether all of it has run, or was skipped because of a fault."""
         _, ended_count = self._stream.progress()
         return ended_count >= self._queued
 
 
 class CpuContext:
-    """The interface's `Context`; device addresses are host addresses within the arena.
+    """The interface's `Context`. Device addresses are host addresses within the arena.
 
     Args:
         slice_bytes: Room for allocations.
         hosts: How many threads run the blocks of a launch; None for as many as this process may use.
-        architecture: Decides which images load.
+        architecture: The architecture of the images that load.
         shuffle: The seed of the order in which warps and blocks run, which needs a single thread; None for the order of
             their numbers.
     """
@@ -264,7 +264,7 @@ class CpuContext:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _open_memory(self, at: int = 0) -> None:
-        """Make the memory, which begins at `at` if that is not 0 and free, and the queue that runs in it."""
+        """Create the memory, which begins at `at` unless that is 0 or taken, and the queue that uses it."""
         # Order matters: environments hold the addresses of the arena, its shadow, the print buffer and the regions.
         self._arena = MemoryArena(self._slice_bytes, at)
         self._prints = PrintBuffer()
@@ -300,14 +300,14 @@ class CpuContext:
 
     @property
     def cached_bytes(self) -> int:
-        """Return 0: freed pages go back to the host at once."""
+        """Return 0: freed pages are returned to the host at once."""
         return 0
 
     def trim(self, max_bytes: int, poll: Poll = keep_waiting) -> None:
-        """Do nothing: host memory has nothing to give back (`Context.trim`)."""
+        """Do nothing: this driver caches no memory (`Context.trim`)."""
 
     def mem_alloc(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Allocate at once: nothing queued knows the new address (`Context.mem_alloc`)."""
+        """Allocate at once, because nothing in the queue can use the new address (`Context.mem_alloc`)."""
         return self._arena.allocate(size_bytes)
 
     def mem_free(self, address: int, poll: Poll = keep_waiting) -> None:

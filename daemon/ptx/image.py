@@ -1,10 +1,10 @@
 """Translate an image, keep its code, and load it into a context (the interface's `Module` and `Kernel`).
 
-Everything that can be wrong with an image is found when it is loaded. A kernel that can't be translated keeps the
-reason, and its launch is refused with it; an image with only such kernels is refused itself. Kernels are
-compiled when they are first launched (kernel_code.py). Compiled code does not depend on the process that made it: it
-calls functions by name, and finds variables in a table that each launch names. So this process, or a later
-one, can use it again (`daemon/native/code_cache.py`).
+Every fault of an image is found when the image is loaded. If a kernel can't be translated, the reason is kept, and its
+launches are refused with that reason; an image in which all kernels are such is refused itself. Kernels are compiled
+when they are first launched (kernel_code.py). Compiled code does not depend on the process that compiled it: it calls
+functions by name, and finds variables in a table that each launch names. So this process or a later one can use it
+again (`daemon/native/code_cache.py`).
 """
 
 import ctypes
@@ -50,7 +50,7 @@ from gpulease.daemon.ptx.translate.cooperative import cooperative_kernels
 from gpulease.daemon.ptx.translate.module import Part, translate
 from gpulease.protocol.fast_dataclass import dataclass
 
-# The first four bytes of images that only a card takes.
+# The first four bytes of images that only a card accepts.
 _BINARY_MAGICS = {b"\x7fELF": "a cubin", b"\x50\xed\x55\xba": "a fatbin"}
 
 
@@ -59,14 +59,15 @@ class KernelFacts:
     """The facts of one kernel that loading needs; kept between processes, so only plain values.
 
     Attributes:
-        required_block: The block that its .reqntid demands, or None.
-        static_shared_bytes: Shared memory that its variables take.
+        required_block: The block that the kernel's .reqntid demands, or None.
+        static_shared_bytes: Shared memory that the kernel's variables take.
         dynamic_shared_offset: Where shared memory requested at launch begins.
-        part: Index of the image's part that has its code.
-        symbol: The name of its function in that part.
-        is_cooperative: Whether only a cooperative launch could run it; see `cooperative_refused`.
-        needs: What a block of it takes in addition.
-        refusal: Why it can't be translated, and what to do; None if it can be. Then symbol and needs are empty.
+        part: Index of the image's part that has the kernel's code.
+        symbol: The name of the kernel's function in that part.
+        is_cooperative: Whether only a cooperative launch could run the kernel; see `cooperative_refused`.
+        needs: The memory that a block of the kernel takes in addition to shared memory.
+        refusal: Why the kernel can't be translated, and what to do; symbol and needs are empty then. None if it can be
+            translated.
     """
 
     name: str
@@ -85,7 +86,7 @@ class KernelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModuleVariable:
-    """A variable of the module: its first value, and which addresses in that are known only at load."""
+    """A variable of the module: its initial value, and the addresses in this value that are known only at load."""
 
     name: str
     size: int
@@ -98,8 +99,8 @@ class TranslatedImage:
     """A whole image, as it is kept between processes.
 
     Attributes:
-        addressed: The functions that kernels take the addresses of.
-        parts: What its kernels are compiled from.
+        addressed: The functions whose addresses kernels take.
+        parts: The sources from which kernels are compiled.
     """
 
     kernels: tuple[KernelFacts, ...]
@@ -115,7 +116,7 @@ class TranslatedImage:
     @classmethod
     def from_bytes(cls, data: bytes) -> "TranslatedImage":
         """Read what `to_bytes` of this version wrote. Raises ValueError or TypeError for anything else."""
-        # msgpack gives tuples of tuples in the fields' order.
+        # msgpack returns nested tuples in the order of the fields.
         kernels, variables, addressed, parts = msgpack.unpackb(data, use_list=False)
         return cls(
             tuple(map(_kernel_from, kernels)),
@@ -138,7 +139,7 @@ def translate_image(
     image: bytes, *, slice_bytes: int, architecture: Architecture = SM_90, shuffle: int | None = None
 ) -> TranslatedImage:
     """Parse and translate. Raises ImageRejected if no kernel of the image could run."""
-    # Text to tree, and the tree with each kernel's functions and shared variables resolved.
+    # Parse the text to a tree, and resolve each kernel's functions and shared variables in it.
     tree = link(parse(_decode(image), architecture))
     variables = tuple(ModuleVariable(v.name, v.size, v.initial, v.relocations) for v in tree.variables)
     # Refuse an image that can't be loaded before the long translation.

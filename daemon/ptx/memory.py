@@ -2,10 +2,10 @@
 
 Device memory is one reservation of address space per context. Sizes are rounded up to powers of two, with at least one
 granule after each allocation that no kernel may touch: an access just before or after an allocation faults, and never
-reaches a neighbour. Each size class has its own range, with room for more blocks than a slice can hold, so what fits a
-slice always finds a place: nothing fragments, and address space is free. Pages exist only where touched, and go back
-to the host when freed. After the classes come the addresses of regions (region_pages.py). A running block
-has its shared memory, local windows and frames in an area of its own.
+reaches another allocation. Each size class has its own range, with room for more blocks than a slice can hold. So an
+allocation that fits the slice always finds a place, and nothing fragments; unused address space costs nothing. Pages
+exist only after they are touched, and are returned to the host when freed. After the classes come the addresses of
+regions (region_pages.py). A running block has its shared memory, local windows and frames in a separate area.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 from gpulease.protocol.fast_dataclass import dataclass
 
 PARKABLE_ADDRESS = 0x1000_0000_0000
-"""Where the memory of a parkable session begins, if nothing is there: at the same address its pointers stay true in any
-worker. Far from what a process maps by itself, and from a CUDA session's pages."""
+"""Where the memory of a parkable session begins, if the address is free: at the same address in every worker, its
+pointers stay valid. Far from what a process maps by itself, and from a CUDA session's pages."""
 
 
 class Mapping:
-    """Anonymous, zeroed pages at a fixed address, which the host backs one by one on first touch.
+    """Anonymous, zeroed pages at an address that does not change; the host provides each page when it is first touched.
 
     Raises:
         DriverError: The host denies this process the address space.
@@ -63,7 +63,7 @@ class Mapping:
         del anchor
 
     def discard(self, offset: int, size: int) -> None:
-        """Give whole pages back to the host; they then read as zeros. Both numbers are multiples of the page size."""
+        """Return whole pages to the host; they then read as zeros. Both numbers are multiples of the page size."""
         self._map.madvise(mmap.MADV_DONTNEED, offset, size)
 
     def close(self) -> None:
@@ -100,8 +100,8 @@ class PlacedMapping:
 # Areas of different blocks are in different pages, so no two threads write to the same cache line.
 _STRIDE_STEP = 4096
 
-# How a launch's blocks are handed out: blocks per chunk, places, and the strides of shared memory, local windows and
-# frames. They are a launch head's last numbers (native/structures.py).
+# How a launch's blocks are distributed: blocks per chunk, number of places, and the strides of shared memory, local
+# windows and frames. These are the last numbers of a launch's head (native/structures.py).
 Spread = tuple[int, int, int, int, int]
 
 # All blocks run one after another in the first place.
@@ -113,10 +113,10 @@ class KernelNeeds:
     """Memory that a kernel's block takes in addition to shared memory, and whether its blocks may wait.
 
     Attributes:
-        local_bytes: Local windows, whatever the block's size.
-        local_bytes_per_thread: Local windows, for each thread on top.
-        frame_bytes: Frames, whatever the block's size.
-        frame_bytes_per_thread: Frames, for each thread on top.
+        local_bytes: Bytes of local windows, whatever the block's size.
+        local_bytes_per_thread: Further bytes of local windows for each thread.
+        frame_bytes: Bytes of frames, whatever the block's size.
+        frame_bytes_per_thread: Further bytes of frames for each thread.
         parks: Whether a block may be set aside while it waits for another block.
     """
 
@@ -133,7 +133,7 @@ class KernelNeeds:
         return round_up(local, _STRIDE_STEP), round_up(frames, _STRIDE_STEP)
 
     def fit(self, threads: int) -> bool:
-        """Say whether an area has room for one block of `threads`."""
+        """Return whether an area has room for one block of `threads`."""
         local, frames = self.areas(threads)
         return local <= RESIDENT_LOCAL_BYTES and frames <= RESIDENT_FRAME_BYTES
 
@@ -142,14 +142,14 @@ class Areas:
     """The environments in which a context's blocks run, and the memory of those environments.
 
     Args:
-        first: What all environments share; this class fills in the areas.
+        first: An environment with the values that all environments share; this class adds the areas.
     """
 
     def __init__(self, first: BlockEnvironment) -> None:
         self._memory = Mapping(RESIDENT_SHARED_BYTES + RESIDENT_LOCAL_BYTES + RESIDENT_FRAME_BYTES)
         self._places = (BlockEnvironment * MAX_RESIDENT_BLOCKS)()
         self._faults = (Fault * MAX_RESIDENT_BLOCKS)()
-        # Native code makes the other places from the first: each lies one stride after the one before.
+        # Native code derives the other places from the first: each lies one stride after the previous one.
         first.shared = self._memory.address
         first.local = first.shared + RESIDENT_SHARED_BYTES
         first.frames = first.local + RESIDENT_LOCAL_BYTES
@@ -162,11 +162,12 @@ class Areas:
         # Nothing to divide, and no block that could wait for a later one.
         if not needs.parks and (hosts == 1 or blocks == 1):
             return IN_ORDER
-        # A block that may be set aside is handed out alone, others in chunks: threads rarely meet at the counter.
+        # A block that may be set aside is handed out alone. Others are handed out in chunks, so that threads rarely
+        # compete for the counter.
         chunk = 1 if needs.parks else max(1, min(MAX_CHUNK_BLOCKS, blocks // (CHUNKS_PER_THREAD * hosts)))
         shared = round_up(shared_bytes, _STRIDE_STEP)
         local, frames = needs.areas(threads)
-        # As many places as the scarcest kind of memory allows.
+        # Use as many places as the scarcest kind of memory allows.
         places = min(
             MAX_RESIDENT_BLOCKS,
             RESIDENT_SHARED_BYTES // (shared or 1),
@@ -180,24 +181,25 @@ class Areas:
         self._memory.close()
 
 
-# Bytes after each allocation, in its block, that stay forbidden. Hence the smallest allocation of a class is one byte
-# more than what fits a block of half the size.
+# Bytes after each allocation, in its block, that stay forbidden. So the smallest allocation of a class has one byte
+# more than the largest that fits a block of half the size.
 _RED_ZONE_BYTES = GRANULE_BYTES
 
-# How many slices' worth of allocations each class has blocks for: one for the lease's own, one for modules' variables.
+# For how many slices each class has blocks: one for the lease's allocations, one for modules' variables.
 _SLICES_PER_CLASS = 2
 
-# Each allocation counts for at least as many bytes, so of smaller ones fewer than a slice's worth fit.
+# Each allocation counts as at least this many bytes, so smaller allocations can't fill a slice completely.
 _LEAST_COUNTED_BYTES = 128
 
-# Blocks of this size and above are whole pages and go back to the host when freed; smaller ones are zeroed in place.
+# Blocks of at least this size are whole pages, and are returned to the host when freed. Smaller ones are zeroed in
+# place.
 _DISCARD_BYTES = 64 * 1024
 
 # Larger than any card's memory; keeps everything within the 47 bits of a process's addresses.
 MAX_SLICE_BYTES = 1 << 39
 
-# How often a session can open a region as large as its slice: no region's address is used twice, so this bounds the
-# addresses that a session can use up.
+# How many times a session can open a region as large as its slice. Addresses of regions are not reused, so this limits
+# the addresses that a session can use up.
 _REGION_TURNS = 1024
 
 # The same bound in bytes, for the largest slices.
@@ -205,7 +207,7 @@ _MAX_REGIONS_BYTES = 1 << 44
 
 _SHADOW_ENTRY_BYTES = 2
 _FULL_ENTRY = GRANULE_BYTES.to_bytes(_SHADOW_ENTRY_BYTES, "little")
-# The shadow is written in pieces, so that a large allocation needs no large temporary.
+# The shadow is written in pieces, so that a large allocation needs no large temporary object.
 _SHADOW_PIECE = 1 << 16
 _FULL_ENTRIES = _FULL_ENTRY * _SHADOW_PIECE
 _NO_ENTRIES = bytes(len(_FULL_ENTRIES))
@@ -222,7 +224,7 @@ class _SizeClass:
         self._freed: list[int] = []
 
     def take(self) -> int | None:
-        # A used block first: its pages may still be there.
+        # Prefer a used block, whose pages may still exist.
         if self._freed:
             return self._freed.pop()
         if self._fresh == self.end:
@@ -235,11 +237,11 @@ class _SizeClass:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes from the start in which blocks have been given out."""
+        """Bytes from the start in which blocks have been handed out."""
         return self._fresh - self.start
 
     def restore(self, used: "set[int]", used_bytes: int) -> None:
-        """Take over another arena's state: its used blocks, and the bytes that it has cut into blocks."""
+        """Take over another arena's state: its used blocks, and the bytes in which it has handed out blocks."""
         self._fresh = self.start + used_bytes
         self._freed = [at for at in range(self.start, self._fresh, self.block_bytes) if at not in used]
 
@@ -287,14 +289,14 @@ class MemoryArena:
             least = (1 << shift - 1) - _RED_ZONE_BYTES + 1
             blocks = _SLICES_PER_CLASS * slice_bytes // max(least, _LEAST_COUNTED_BYTES) + 1
             self._classes.append(_SizeClass(end, 1 << shift, blocks))
-            # Blocks that are given back to the host must begin at a page.
+            # Blocks that are returned to the host must begin at a page.
             end = round_up(self._classes[-1].end, mmap.PAGESIZE)
         self._starts = [size_class.start for size_class in self._classes]
         self._sizes: dict[int, int] = {}
         self.allocated_bytes = 0
         self.regions_bytes = min(_REGION_TURNS * round_up(slice_bytes, REGION_GRANULE_BYTES), _MAX_REGIONS_BYTES)
         # Step 2: the regions' addresses come after the classes. Lookups outside of the arena are clamped to one more
-        # granule at the end, which is never given out.
+        # granule at the end, which is never handed out.
         self.memory = _mapped(end + REGION_GRANULE_BYTES + self.regions_bytes + GRANULE_BYTES, at)
         self.regions_start = round_up(self.memory.address + end, REGION_GRANULE_BYTES)
         self.last_granule = (self.regions_start + self.regions_bytes - self.memory.address) >> GRANULE_SHIFT
@@ -323,7 +325,7 @@ class MemoryArena:
         if size is None:
             raise DriverError(f"{address:#x} is not the address of an allocation")
         self.allocated_bytes -= size
-        # Forbid the bytes before they are reused, then zero them: the next owner must find zeros.
+        # Forbid the bytes before they are reused, then zero them, because the next owner must find zeros.
         self._unmark(offset, size)
         size_class = self._class_of(offset)
         if size_class.block_bytes >= _DISCARD_BYTES:
@@ -392,13 +394,13 @@ class MemoryArena:
         return sorted(self._sizes.items())
 
     def used_bytes(self) -> list[int]:
-        """Return for each size class the bytes in which blocks have been given out."""
+        """Return for each size class the bytes in which blocks have been handed out."""
         return [size_class.used_bytes for size_class in self._classes]
 
     def restore(self, allocations: "dict[int, int]", used_bytes: "tuple[int, ...]") -> None:
         """Enter the state of another arena for the same slice: sizes by offset, and its `used_bytes`.
 
-        Raises DriverError if it can't be that of such an arena.
+        Raises DriverError if this can't be the state of such an arena.
         """
         if len(used_bytes) != len(self._classes) or self._sizes:
             raise DriverError("the allocations are not those of such a slice")
@@ -417,7 +419,7 @@ class MemoryArena:
             self._mark(offset, size)
 
     def discard_all(self) -> None:
-        """Give the pages of all allocations back to the host; what is allocated stays so, and reads as zeros."""
+        """Return the pages of all allocations to the host. The allocations remain, and read as zeros."""
         for size_class in self._classes:
             if (used := round_up(size_class.used_bytes, mmap.PAGESIZE)) > 0:
                 self.memory.discard(size_class.start, used)

@@ -4,8 +4,8 @@ The stream's thread never needs Python's lock, so a caller that computes or spin
 caller writes a slot, then posts a semaphore; it reads the progress from a counter in shared memory.
 
 Helpers share the blocks of a launch, and sleep while there is nothing to share. The stream's thread wakes them if the
-launch takes longer than waking does. It judges by how long the kernel's blocks took last time, and by the blocks that
-it has run itself in the meantime (native/team.ll).
+launch takes longer than waking them. It decides this by how long the kernel's blocks took last time, and by the blocks
+that it has run itself in the meantime (native/team.ll).
 """
 
 import ctypes
@@ -60,10 +60,10 @@ def host_threads() -> int:
 
 
 class NativeThread:
-    """A thread that runs a native function of one argument, without Python's knowledge.
+    """A thread, unknown to Python, that runs a native function with one argument.
 
-    Python's own threads are detached, so glibc keeps the stack of the last one that ended, with whatever kernels left
-    there, for the next. A joined thread's stack goes back to the host when glibc caches none (see
+    Python's own threads are detached, so glibc keeps the stack of the last thread that ended, with whatever kernels
+    left there, for the next thread. The stack of a joined thread is returned to the host if glibc caches no stacks (see
     daemon/host/heap_wipe.py).
 
     Raises:
@@ -85,7 +85,7 @@ class NativeThread:
             raise RuntimeError(os.strerror(error))
 
     def join(self) -> None:
-        """Wait once for its end. A thread that is never joined does not keep the process from ending."""
+        """Wait until the thread has ended; call it once. An unjoined thread does not keep the process alive."""
         _LIBC.pthread_join(self._handle, None)
 
 
@@ -94,7 +94,7 @@ class Helpers:
 
     Args:
         places: Address of the environments that blocks run in.
-        hosts: How many threads are to run blocks, the stream's thread included.
+        hosts: How many threads run blocks, including the stream's thread.
     """
 
     def __init__(self, places: int, hosts: int) -> None:
@@ -106,10 +106,10 @@ class Helpers:
         self._done = ctypes.c_void_p(self.address + Team.done.offset)
 
     def start(self, code: NativeCode) -> None:
-        """Start the helpers if none run. Called before any launch that they could take part in is queued."""
+        """Start the helpers if none run. Call it before a launch that they could share is queued."""
         if self._threads or not self._count:
             return
-        # A second start must not find counts or posts that the first left.
+        # A second start must not find counts or posts that remain from the first.
         self.team.ending = self.team.idle = 0
         for semaphore in (self._work, self._done):
             _LIBC.sem_init(semaphore, 0, 0)
@@ -117,13 +117,13 @@ class Helpers:
             try:
                 thread = NativeThread(code, "run_helper", self.address)
             except RuntimeError:
-                # The host gives this process no more threads: those that run are enough.
+                # The host gives this process no more threads: do with those that run.
                 break
             self._threads.append(thread)
         self.team.helpers = len(self._threads)
 
     def end(self) -> None:
-        """End the helpers. The stream's thread must have ended before."""
+        """End the helpers. The stream's thread must have ended first."""
         # Each wakes once, reads `ending` and returns.
         self.team.ending = 1
         for _ in self._threads:
@@ -170,8 +170,8 @@ class LaunchQueue:
 
     Args:
         places: Address of the environments that blocks run in.
-        hosts: How many threads are to run the blocks of a launch.
-        prints: Address of the head of what kernels print.
+        hosts: How many threads run the blocks of a launch.
+        prints: Address of the head of the buffer to which kernels print.
 
     Attributes:
         poll: If set, called before each launch and while one waits for room; it may raise.
@@ -208,20 +208,20 @@ class LaunchQueue:
         self._post: Callable[[], object] = lambda: post(queued_at)
 
     def submit(self, record: bytes, *, is_shared: bool = False) -> None:
-        """Queue a launch's head and parameters; waits while the queue is full. `is_shared` says that it has chunks."""
+        """Queue a launch's head and parameters. Waits while the queue is full. `is_shared`: helpers may share it."""
         words = self._words
         number = words[_SUBMITTED]
         if self.poll is not None:
             self.poll()
-        # Step 1: room. The slot is free once the loop is past the launch that used it a full ring ago.
+        # Step 1: wait for room. The slot is free once the loop has finished the launch that used it a full ring ago.
         if number - words[_COMPLETED] >= QUEUE_DEPTH:
             self._wait_for(number - QUEUE_DEPTH + 1, self.poll)
-        # Step 2: threads, started by the first launch that needs them and again after `rest`.
+        # Step 2: start threads, for the first launch that needs them and again after `rest`.
         if is_shared and not self.state.has_helpers:
             self._helpers.start(stream_code())
             self.state.has_helpers = 1
         if self._thread is None:
-            # Before the launch counts as queued: if the host gives no thread, none would ever run it.
+            # Start it before the launch counts as queued: if the host gives no thread, nothing would ever run it.
             self._thread = NativeThread(stream_code(), "run_stream", ctypes.addressof(self.state))
             self.state.has_thread = 1
         # Step 3: fill the slot, then publish the count, then wake the loop: it must never read a half-written slot.
@@ -231,7 +231,7 @@ class LaunchQueue:
         self._post()
 
     def wait(self, poll: Poll | None = None) -> None:
-        """Return once everything queued has run or been skipped; `poll` may raise to give up."""
+        """Return once everything queued has run or was skipped; `poll` may raise to give up."""
         submitted = self._words[_SUBMITTED]
         if self._words[_COMPLETED] != submitted:
             self._wait_for(submitted, poll)

@@ -2,20 +2,21 @@
 
     /gpulease/v1/nodes/NODE     NodeRecord: a node's membership, rewritten with each beat
     /gpulease/v1/inventories/NODE  InventoryRecord: what a node has, written with a beat when it has changed
-    /gpulease/v1/names/NAME     ClaimRecord: who serves a name; its mod revision is the epoch
-    /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim: a node's own claims by one read
-    /gpulease/v1/clocks/SLOT    a node's clock: members compare their clocks' rates by it
+    /gpulease/v1/names/NAME     ClaimRecord: which node serves a name; the epoch follows from its mod revision
+    /gpulease/v1/held/NODE/NAME  the claim's nonce, written and deleted with the claim, so that one read lists a node's
+                                claims
+    /gpulease/v1/clocks/SLOT    a node's clock, with which members compare the rates of their clocks
     /gpulease/v1/held/NODE/TENANT/LEASE  empty, written and deleted with the lease's entry in a quota
     /gpulease/v1/quotas/TENANT/SHARD    a part of a tenant's quota
     /gpulease/v1/quota_default  the quota of each tenant that has none by name
-    /gpulease/v1/fenced/NODE    empty: the node's memberships of before this key's mod revision are over
-    /gpulease/v1/generation     the store's generation key, made once: a restored backup has an older one
-    /gpulease/v1/epochs         EpochsRecord: names are given out under that generation, with that base of epochs
-    /gpulease/v1/joined         the node that joined last, written by each: a restored backup has an older one
-    /gpulease/v1/compaction     empty; whoever rewrites it takes away etcd's history before its last write
+    /gpulease/v1/fenced/NODE    empty: the node's memberships from before this key's mod revision are over
+    /gpulease/v1/generation     the store's generation key, created once: a restored backup has an older one
+    /gpulease/v1/epochs         EpochsRecord: the generation under which nodes may claim names, and the base of epochs
+    /gpulease/v1/joined         the node that joined last, written by each node: a restored backup has an older one
+    /gpulease/v1/compaction     empty; the node that rewrites it removes etcd's history before the previous write
     /gpulease/v1/horizon        seconds after which a silent node's claimed leases have ended, the same for all nodes
 
-A reader ignores members that it does not know, so that nodes of two versions make one fleet.
+A reader ignores members that it does not know, so that nodes of two versions can form one fleet.
 """
 
 from dataclasses import asdict
@@ -60,7 +61,7 @@ def node_key(node_id: str) -> bytes:
 
 
 def fenced_key(node_id: str) -> bytes:
-    """Return the key of the mark that fencing a node leaves."""
+    """Return the key that marks a node as fenced."""
     return FENCED + node_id.encode()
 
 
@@ -110,7 +111,7 @@ NodeId = Annotated[str, Meta(min_length=1, max_length=MAX_NODE_ID_BYTES)]
 EpochBase = Annotated[int, Meta(ge=0, le=MAX_EPOCH_BASE)]
 
 _HorizonSeconds = Annotated[float, Meta(ge=MIN_HORIZON_S, le=MAX_HORIZON_S)]
-"""Nodes never have a value outside these bounds. With a shorter one a directory would call all of them silent."""
+"""Nodes never use a value outside these bounds. With a shorter one, a directory would report all nodes as silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,9 @@ class CardRecord:
     """A card in its node's record.
 
     Attributes:
-        capacity_bytes: Bytes that the node leases of it.
+        capacity_bytes: Bytes of the card that the node leases.
         largest_bytes: Largest slice that the node would grant now.
-        leases: Number of leases on it.
+        leases: Number of leases on the card.
         is_partition: Whether the card is a MIG partition.
     """
 
@@ -139,8 +140,8 @@ class InventoryRecord:
     Attributes:
         addresses: Addresses for tenants, such as `tls:HOST:PORT`.
         labels: The operator's labels for the node, such as {"zone": "a"}.
-        cards: Its cards.
-        is_draining: Whether it refuses new leases.
+        cards: The node's cards.
+        is_draining: Whether the node refuses new leases.
         version: The daemon's version.
     """
 
@@ -168,10 +169,10 @@ class NodeRecord(_Beat):
     """A node's membership. It is small, because etcd keeps each heartbeat until it compacts.
 
     Attributes:
-        nonce: Identifies this write, so that the writer recognises it after a lost answer.
+        nonce: Identifies this write, so that the writer recognizes it if the answer was lost.
         boot_ms: The node's clock (CLOCK_BOOTTIME) at the heartbeat.
-        beat: Number of the heartbeat. The daemon's journal recorded it first, so a journal with a lower number is a
-          copy or an earlier state; 0: a version without numbers.
+        beat: Number of the heartbeat; 0 from a version without numbers. The daemon records it in its journal first, so
+          a journal with a lower number is a copy or an earlier state.
         inventory: The inventory, from a daemon version that writes it with each heartbeat; None if it has its own key.
     """
 
@@ -190,11 +191,12 @@ class ClaimRecord:
 
     Attributes:
         node_id: The node that serves the name.
-        incarnation: The create revision of that node's record when it claimed. The claim is void under another one.
+        incarnation: The create revision of that node's record at the time of the claim. With another one, the claim is
+          void.
         lease_id: The lease, in 32 hexadecimal digits.
         tenant: The lease's tenant.
-        nonce: Identifies this claim, so that its writer recognises it after a lost answer.
-        epoch_base: The claim's epoch is this plus its mod revision.
+        nonce: Identifies this claim, so that its writer recognizes it if the answer was lost.
+        epoch_base: The claim's epoch is this number plus the claim's mod revision.
     """
 
     node_id: NodeId
@@ -214,8 +216,8 @@ class EpochsRecord:
 
     Attributes:
         generation: Text of the generation key.
-        base: A claim's epoch is this plus its revision. So epochs rise even if the revisions of a restored store are
-          lower.
+        base: A claim's epoch is this number plus its mod revision. So epochs rise even if the revisions of a restored
+          store are lower.
     """
 
     generation: Text
@@ -231,7 +233,7 @@ def read_node(value: bytes) -> NodeRecord | Unreadable:
         return beat
     if isinstance(inventory, Unreadable):
         return inventory
-    # A daemon that writes its inventory here names its labels, also where it has none.
+    # A daemon that writes its inventory here always writes its labels, even if it has none.
     return NodeRecord(beat.nonce, beat.boot_ms, beat.beat, None if inventory == InventoryRecord() else inventory)
 
 

@@ -18,18 +18,17 @@ NEEDED: Final = ("grpc", "google.protobuf", "msgspec")
 """The packages that connect to etcd and read its values, from the extra `fleet`."""
 
 MIN_HORIZON_S: Final = 2
-"""A shorter horizon is lost by an etcd that elects a leader, which takes one to two seconds."""
+"""A shorter horizon would pass while etcd elects a leader, which takes one to two seconds."""
 
 MAX_HORIZON_S: Final = 600
-"""A longer one keeps a dead node's names away for a quarter of an hour: the operator mistyped the unit."""
+"""A longer horizon would block a dead node's names for more than ten minutes: the operator mistyped the unit."""
 
 HISTORY_S: Final = 60
 """Seconds of history that are kept at least. A directory that is cut off finds another member of etcd within 12 s and
-continues from where it was; one that was away for longer reads everything again. 10,000 nodes write 0.2 GiB in that
-time."""
+continues where it stopped; after a longer gap, it reads everything again. 10,000 nodes write 0.2 GiB in that time."""
 
 MIN_HISTORY_S: Final = 15
-"""A directory that moves to another member of etcd within 12 s finds all changes of meanwhile."""
+"""With this, a directory that moves to another member of etcd within 12 s still finds all changes."""
 
 MAX_HISTORY_S: Final = 86_400
 """A thousand nodes write 5 GiB in a day: the operator mistyped the unit."""
@@ -38,14 +37,14 @@ ETCD_QUOTA_BYTES: Final = 2 << 30
 """etcd's default (etcd, --quota-backend-bytes)."""
 
 MIN_ETCD_QUOTA_BYTES: Final = 64 << 20
-"""A smaller one is full before a fleet has compacted twice."""
+"""A smaller quota is used up before a fleet has compacted twice."""
 
 MAX_LABELS: Final = 16
-"""Each inventory that a node writes carries its labels."""
+"""Maximum number of a node's labels, which are in each inventory that it writes."""
 
 
 class Isolated(Enum):
-    """The choice for new leases without a name while the node is cut off from etcd: refuse them, or grant them."""
+    """What to do with requests for leases without a name while the node is cut off from etcd: refuse or grant them."""
 
     HOLD = "hold"
     SERVE = "serve"
@@ -77,7 +76,7 @@ def parse_labels(table: Any) -> MappingProxyType[str, str]:
 
 
 def parse_addresses(value: Any) -> tuple[str, ...]:
-    """Return the addresses that tenants reach the node by. Raises ValueError."""
+    """Return the addresses at which tenants reach the node. Raises ValueError."""
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise must_be('a list of addresses, such as ["tls:gpu1.example:7443"]', value)
     return tuple(str(parse_address(text)) for text in value)

@@ -1,9 +1,9 @@
 """Reads every value that a fleet's processes find in etcd: a record, or the reason why it is unreadable.
 
-Values in etcd are foreign: from a daemon of another version, from whoever holds one node's certificate, from an
-operator's mistake. Each kind of record declares its members with types and bounds, and msgspec checks them while it
-parses, so no forbidden number or text gets past this module. Callers treat an unreadable value as absent;
-`UnreadableRecords` counts and reports it.
+Values in etcd can't be trusted: they may come from a daemon of another version, from anybody who has a node's
+certificate, or from an operator's mistake. Each kind of record declares its members with types and bounds, and msgspec
+checks them while it parses, so no forbidden number or text gets past this module. Callers treat an unreadable value as
+absent; `UnreadableRecords` counts and reports it.
 """
 
 from functools import cache
@@ -22,11 +22,10 @@ MAX_NUMBER: Final = (1 << 63) - 1
 """Largest number in a record. etcd's revisions, times in nanoseconds and all messages have 64 bits."""
 
 MAX_QUOTA_BYTES: Final = 1 << 60
-"""Maximum number of bytes of a quota, an exbibyte. Keeps budgets that move between shards within the range of
-numbers."""
+"""Largest quota, an exbibyte. Keeps budgets that move between shards within the range of numbers."""
 
 MAX_REASON_CHARS: Final = 160
-"""Longest reason for an unreadable value. It goes into a log and into health."""
+"""Longest reason for an unreadable value, which the log and health show."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
@@ -53,7 +52,7 @@ def read_record(kind: type[R], value: bytes) -> R | Unreadable:
     try:
         record: R = _decoder(kind).decode(value)  # type: ignore[arg-type]  # types are hashable
     except Exception as error:
-        # Every exception counts: a parser of foreign bytes fails in ways that no list covers.
+        # Catch every exception, because a parser of foreign bytes may fail in ways that no list covers.
         return Unreadable(str(error)[:MAX_REASON_CHARS])
     return record
 

@@ -1,4 +1,4 @@
-"""The values in etcd that one process could not read: how many it met, and which exist now."""
+"""The values in etcd that one process could not read: how many it has found, and which exist now."""
 
 from itertools import islice
 from typing import Final
@@ -15,7 +15,7 @@ MAX_SHOWN: Final = 3
 """Maximum number of keys in one sentence. Keeps a line of the log and of health short."""
 
 MAX_KEY_CHARS: Final = 200
-"""Longest key that is shown; etcd's keys may have a megabyte."""
+"""Longest shown part of a key; keys in etcd may have a megabyte."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class UnreadableRecords:
             del self._records[key]
 
     def sentence(self) -> str:
-        """Return a text for operators about the present ones; "" without any."""
+        """Return a text for operators about the present unreadable values; "" if there are none."""
         if not self._records:
             return ""
         parts = [f"{shown_key(key)} ({record.reason})" for key, record in islice(self._records.items(), MAX_SHOWN)]
