@@ -554,7 +554,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
         path: A TOML file.
         overrides: Settings of the command line, by the names that the file uses; None and [] override nothing.
     """
-    # Step 1: read the file; the command line overrides it. --fleet sets only etcd's addresses; the rest of [fleet] stays.
+    # Step 1: read the file; the command line overrides it. --fleet sets only etcd's addresses, not the rest of [fleet].
     settings: dict[str, Any] = {} if path is None else _read_file(path)
     settings |= {key: value for key, value in overrides.items() if value not in (None, []) and key != "fleet"}
     if (etcd := overrides.get("fleet")) is not None:

@@ -52,9 +52,9 @@ class MachineReadings:
         return tuple(fd for fd in (self._clock_fd, self._stat_fd, uevents_fd) if fd is not None)
 
     def read(self) -> MachineReading:
-        # The messages first: a pause before this reading counts for it.
+        # Read the messages first, so that a pause before this reading counts for it.
         self._generation_changes += self._new_generation_changes()
-        # The own clock is read before and after the others, which bounds the time between them.
+        # Read this machine's clock before and after the others, which bounds the time between them.
         began_ns = boot_ns()
         host_ns, stolen_ns = None, {}
         if self._clock_fd is not None:
@@ -106,7 +106,7 @@ def _open_uevents() -> socket.socket | None:
     uevents = None
     try:
         uevents = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, _NETLINK_KOBJECT_UEVENT)
-        # Only the kernel may write to this group, so every message is its own.
+        # Only the kernel may write to this group, so every message is from the kernel.
         uevents.bind((0, _KERNEL_GROUP))
     except OSError:
         if uevents is not None:

@@ -70,8 +70,8 @@ from gpulease.daemon.log.writer import log_event
 from gpulease.protocol.time_units import NS_PER_S
 
 MESSAGES_PER_TURN: Final = 64
-"""Number of messages from the broker that one turn of the loop handles. With one per turn, the loop was slower than
-tenants ask."""
+"""Number of messages from the broker that one turn of the loop handles. With one per turn, the loop was too slow for
+the tenants' requests."""
 
 SIZES_S: Final = 60.0
 """Time from one check of etcd's database sizes to the next. A fleet fills its 2 GiB in hours, not in minutes."""
@@ -173,7 +173,7 @@ class FleetProcess:
             for effect in self._member.handle(event, self._clock_ns()):
                 self._handlers[type(effect)](effect)
         except Exception:
-            # The fault has lost effects, perhaps with answers that someone waits for. So end; the broker starts over.
+            # The fault has lost effects, and perhaps answers that someone waits for. So end; the broker starts over.
             log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"handling {type(event).__name__} in the fleet")
             self._ended.set()
 
@@ -223,7 +223,7 @@ class FleetProcess:
         refusal = (
             outcome.reason if isinstance(outcome, TransactionRejected) and _IS_COMPACTED not in outcome.reason else ""
         )
-        # The refusal may last for weeks: log it once, not once a minute.
+        # The refusal may last for weeks, so log it once, not once a minute.
         if refusal and refusal != self._not_compacted:
             self._send(Noted(Note.NOT_COMPACTED, refusal))
         self._not_compacted = refusal

@@ -34,10 +34,10 @@ from gpulease.protocol.counts import counted
 from gpulease.protocol.sizes import parse_size, size_text
 
 DEFAULT: Final = "default"
-"""Stands for all tenants without a quota of their own, like the table `[tenants.default]` in the settings."""
+"""The name that stands for all tenants without their own quota, like the table `[tenants.default]` in the settings."""
 
 ATTEMPTS: Final = 8
-"""Attempts to set a quota. An attempt fails if a lease begins or ends at the same time."""
+"""Maximum number of attempts to set a quota. An attempt fails if a lease begins or ends at the same time."""
 
 
 class NotSet(Exception):
@@ -64,7 +64,7 @@ async def set_quota(client: EtcdClient, tenant: str, total_bytes: int) -> int:
         compares = tuple(ModRevisionIs(shard.key, shard.mod_revision) for shard in shards)
         if (await done(client, Transaction(compares, tuple(shard.put() for shard in shards)))).succeeded:
             return sum(shard.used_bytes for shard in shards)
-    # Every attempt met a lease that began or ended.
+    # During every attempt, a lease began or ended.
     raise NotSet(f"leases of {tenant} began or ended during each of {ATTEMPTS} attempts: run this command again")
 
 
@@ -75,7 +75,7 @@ async def set_default(client: EtcdClient, total_bytes: int) -> None:
 
 async def describe(client: EtcdClient, tenant: str = "") -> list[str]:
     """Return sentences about the quota of one tenant or of all, and about the default. Raises NotDone."""
-    # One read, so that the sentences are of one moment.
+    # Read everything at once, so that the sentences describe one moment.
     reads = Get(quota_prefix(tenant), is_prefix=True), Get(QUOTA_DEFAULT)
     answer = await done(client, Transaction(reads=reads))
     default = read_default(answer.found[1])

@@ -395,7 +395,7 @@ class CpuContext:
 
     def parked_state(self) -> bytes:
         """Return where every allocation is, without the events' stamps (`Context.parked_state`)."""
-        # The events that leave take their times along, and the next one makes other stamps.
+        # Events keep their times when they leave, and the next event creates other stamps.
         return self._parked.state(self._stamps_at)
 
     def parked_regions(self) -> dict[int, tuple[int, int]]:
@@ -430,11 +430,11 @@ class CpuContext:
 
     @property
     def region_granule_bytes(self) -> int:
-        """Size of a card's pages, though the host's are smaller (`Context.region_granule_bytes`)."""
+        """Size of a card's pages, although the host's are smaller (`Context.region_granule_bytes`)."""
         return REGION_GRANULE_BYTES
 
     def region_open(self, size_bytes: int, spare_bytes: int = 0, poll: Poll = keep_waiting) -> int:
-        """Open a region at once: nothing queued can know its address (`Context.region_open`)."""
+        """Open a region at once, because nothing in the queue can use its address (`Context.region_open`)."""
         return self._regions.open(size_bytes)
 
     def region_kept_bytes(self, size_bytes: int) -> int:
@@ -560,7 +560,7 @@ class CpuContext:
             shuffle=self._shuffle,
             place=place,
         )
-        # Numbers are never used twice in a context: a fault record names its kernel by number.
+        # Never use a number twice in a context, because a fault record names its kernel by number.
         self._next_number += len(module.kernels)
         self._modules.add(module)
         self._kernel_names.update((kernel.number, kernel.name) for kernel in module.kernels.values())
@@ -712,7 +712,7 @@ class CpuContext:
         self._stream.submit(record, is_shared=is_shared)
 
     def graph(self, steps: Sequence[Step], admit: AdmitGraph = admit_any, poll: Poll = keep_waiting) -> CpuGraph:
-        """Make a graph, which takes nothing of the slice (`Context.graph`)."""
+        """Create a graph, which takes no memory of the slice (`Context.graph`)."""
         return CpuGraph(self, steps)
 
     def flush_printed(self) -> None:
@@ -754,7 +754,7 @@ class CpuContext:
 
     def close(self) -> None:
         """Close the context (`Context.close`). A kernel that still runs keeps the memory until the process ends."""
-        # Only when the stream's threads have ended may the memory below them go.
+        # The memory may be unmapped only after the stream's threads have ended.
         if not self._is_closed and self._stream.close():
             self._is_closed = True
             self._flush()

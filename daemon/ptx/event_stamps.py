@@ -1,4 +1,4 @@
-"""Events of the embedded driver: a kernel of the driver's own writes the time, queued like any other kernel.
+"""Events of the embedded driver: a built-in kernel, queued like any other, writes the time.
 
 One array of device memory holds all stamps. The queue keeps its order, so a slot may be used again while a forgotten
 event's stamp is still to come: the new stamp is written later.
@@ -28,7 +28,7 @@ ALL_STAMPS_BYTES: Final = MAX_EVENTS * STAMP_BYTES
 
 
 class StampedEvent:
-    """An event; its slot is free again when the last reference goes.
+    """An event; its slot is free again once nothing refers to the event.
 
     Attributes:
         address: Device address of its stamp.
@@ -39,7 +39,7 @@ class StampedEvent:
         self.address = address
 
     def is_done(self) -> bool:
-        """Say whether the stamp was written, or skipped because of a fault."""
+        """Return whether the stamp was written, or skipped because of a fault."""
         return self._ticket.is_done()
 
     def __del__(self) -> None:

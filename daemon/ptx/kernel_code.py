@@ -22,7 +22,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 # zlib's fastest level: the default level makes IR a sixth smaller and takes three times as long.
 _COMPRESSION = 1
 
-# Efforts that take several times as long as `Effort.FIRST`. The others are for code that is too long for its passes.
+# Efforts that take several times as long as `Effort.FIRST`. The others are for code that is too long for these passes.
 _OPTIMISED = (Effort.FULL, Effort.FEW)
 
 
@@ -80,12 +80,12 @@ class PartCode:
 
     @property
     def is_compiled(self) -> bool:
-        """Say whether its functions can be called at once."""
+        """Return whether its functions can be called at once."""
         return self._first is not None or self._optimised is not None
 
     @property
     def is_optimised(self) -> bool:
-        """Say whether `address` returns code of the part's own effort from now on."""
+        """Return whether `address` returns code of the part's own effort from now on."""
         return self._optimised is not None
 
     def address(self, symbol: str, *, is_hot: bool = False) -> int:

@@ -1,15 +1,15 @@
 """Bounds of the driver, and the refusal of an image that exceeds one.
 
-A tenant writes the PTX, so everything that it can make large has a bound here. Units are in the names. Each limit names
-the attack that it stops, or the card that it was taken from.
+A tenant writes the PTX, so everything that a tenant can make large has a bound here. Units are in the names. Each limit
+names the attack that it stops, or the card whose limit it is.
 """
 
 from gpulease.daemon.drivers.interface import ImageRejected
 
 
 def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hint: str = "") -> ImageRejected:
-    """Word the refusal of one line; `text` is that line's source, `kernel` the function that it belongs to."""
-    # A log shows the source on a line of its own, a message in the same line.
+    """Return the refusal of one line; `text` is that line's source, `kernel` the function that contains it."""
+    # The log shows the source on a separate line, the message on the same line.
     excerpt = " ".join(text.split())[:200]
     place = f" of kernel {kernel}" if kernel else ""
     position = f"line {line}{place}: " if line else ""
@@ -20,31 +20,29 @@ def rejected(reason: str, *, line: int = 0, text: str = "", kernel: str = "", hi
 
 # --- PTX text --------------------------------------------------------------------------------------------------
 
-# Text that costs seconds to scan before anything else can refuse it. nvcc's largest kernels are a few MB.
+# Stops text that takes seconds to scan before anything else can refuse it. nvcc's largest kernels are a few MB.
 MAX_IMAGE_BYTES = 16 * 1024 * 1024
 
 # Blocks within blocks: stops text like "{{{{" from growing the scope stack without end.
 MAX_BLOCK_DEPTH = 64
 
-# `%r<999999999>`: ranges are never spelled out in memory, but a number past any real kernel's is an attack.
+# Stops `%r<999999999>`: ranges are never expanded in memory, but a number beyond that of any real kernel is an attack.
 MAX_REGISTERS_PER_RANGE = 1 << 20
 
-# Bounds the compile time and memory of one kernel: generic accesses, the worst, take 13 s and 1.7 GB at this number.
+# Bounds the compile time and memory of one kernel: generic accesses, the worst case, then take 13 s and 1.7 GB.
 MAX_INSTRUCTIONS = 1 << 15
 
-# Of all kernels and functions of an image: each is an object of about 700 bytes while the image is loaded.
+# Instructions of all kernels and functions of an image: each is an object of about 700 bytes while the image is loaded.
 MAX_IMAGE_INSTRUCTIONS = 1 << 17
 
-# Of a kernel into which functions are inlined because their loops watch memory, though it might call them: each loop
-# keeps the registers that are live in it, and a larger kernel could be refused for what it keeps, while its calls
-# load.
-# the registers that live there, and what a larger one keeps could have an image refused that calls let load.
+# Instructions of a kernel into which functions are inlined because their loops watch memory. Each such loop keeps the
+# registers that are live in it, so a larger kernel could be refused for what it keeps; with calls instead, it loads.
 MAX_WATCHING_INSTRUCTIONS = 8192
 
-# Each costs a compiled function and a table entry.
+# Each function takes a compiled function and a table entry.
 MAX_FUNCTIONS = 4096
 
-# Registers that are really named, per function: each becomes a stack slot before optimisation.
+# Registers that occur in a function: each becomes a stack slot before optimisation.
 MAX_REGISTERS_PER_FUNCTION = 1 << 16
 
 # Digits of one number: Python's int() is quadratic in them. 64 binary digits and a prefix fit.
@@ -62,20 +60,20 @@ MAX_LIVENESS_BITS = 1 << 28
 # Visits of a block while liveness settles: real kernels need a few per block, made-up ones can need millions.
 MAX_LIVENESS_VISITS = 1 << 20
 
-# Values that LLVM merges where control flows together, in one function: each takes about 4 KB and 10 us. 100 KB of text
-# with 1000 registers that live everywhere in 1000 blocks make a million of them; large real kernels, about 10,000.
+# Values that LLVM merges where paths join, in one function: each takes about 4 KB and 10 us. 100 KB of text with 1000
+# registers that are live in all of 1000 blocks have a million such values; large real kernels have about 10,000.
 MAX_MERGES = 1 << 18
 
 # Lines of IR of a kernel and its functions, or of kernels with functions in common: a generic access has 54, an
 # addition of a vector to memory 267. Leaves room for MAX_INSTRUCTIONS generic accesses.
 MAX_IR_LINES = 1_800_000
 
-# The same of an image's kernels altogether, which takes memory and time when it is loaded.
+# The same for all kernels of an image together, which take memory and time when it is loaded.
 MAX_IMAGE_IR_LINES = 2 * MAX_IR_LINES
 
-# Optimising costs time in the square of the checked accesses of a kernel: 256 in a loop take 2 s, 4000 took minutes
-# and gigabytes. Kernels past these numbers are compiled without, in linear time. So are those of an image past the sum
-# that call functions, because they are compiled together.
+# The time to optimise grows with the square of a kernel's checked accesses: 256 in a loop take 2 s, 4000 took minutes
+# and gigabytes. Kernels beyond these numbers are compiled without optimisation, in linear time. So are the kernels of
+# an image that call functions if their sum is larger, because they are compiled together.
 MAX_OPTIMISED_ACCESSES = 192
 MAX_OPTIMISED_INSTRUCTIONS = 4096
 MAX_OPTIMISED_CALLING_ACCESSES = 2048
@@ -83,8 +81,9 @@ MAX_OPTIMISED_CALLING_ACCESSES = 2048
 # Kernels that call nothing and have up to this many are simplified, at least: 1024 take 3 to 5 s, 4000 took 36.
 MAX_SIMPLIFIED_ACCESSES = 1024
 
-# Lines of IR of a kernel that is optimised. LLVM takes time in the square of a block's instructions to select and order
-# them: 260,000 lines of matrix products took 27 s. Plainly they take 3 s, and the code is four fifths as fast.
+# Lines of IR of a kernel that is optimised. LLVM's time to select and order a block's instructions grows with the
+# square of their number: 260,000 lines of matrix products took 27 s. Without optimisation they take 3 s, and the code
+# is four fifths as fast.
 MAX_OPTIMISED_LINES = 200_000
 
 # A kernel is compiled in a fraction of the time at first, and optimised before the launch that follows this time in its
@@ -94,10 +93,10 @@ MAX_OPTIMISED_LINES = 200_000
 FIRST_CODE_NS = 100_000_000
 FIRST_CODE_NS_PER_BYTE = 10_000
 
-# Threads of a launch for which a kernel is optimised at once: a million in the first code would take that time.
+# Threads of a launch for which a kernel is optimised at once: a million threads in the first code would take as long.
 MAX_FIRST_CODE_THREADS = 1 << 20
 
-# Functions that a kernel reaches: optimising goes along calls, and a chain of 2000 takes minutes.
+# Functions that a kernel reaches: optimising follows calls, and a chain of 2000 takes minutes.
 MAX_OPTIMISED_FUNCTIONS = 128
 
 # Steps along calls to find what each kernel reaches: hostile images could make it kernels times functions.
@@ -123,7 +122,7 @@ MAX_HELD_CODE_BYTES = 64 << 20
 MAX_CALL_STACK_BYTES = 16 << 20
 STREAM_STACK_BYTES = 32 << 20
 
-# Most bytes of a function's frame per line of IR: spilled values; optimised ones can be vectors, interleaved.
+# Most bytes of a function's frame per line of IR, for spilled values; in optimised code, these may be vectors.
 FRAME_BYTES_PER_LINE = 16
 OPTIMISED_FRAME_BYTES_PER_LINE = 256
 MAX_FRAME_BYTES = 8 << 20

@@ -37,7 +37,7 @@ for _mark, _bytes in (
 
 
 class PrintBuffer:
-    """The records of launches since `take` last emptied it. When it is full, later records are dropped and counted."""
+    """The records of launches since the last `take`. If the buffer is full, further records are dropped and counted."""
 
     def __init__(self) -> None:
         self._mapping = Mapping(_HEAD_BYTES + MAX_PRINT_BYTES)
@@ -50,14 +50,14 @@ class PrintBuffer:
         head = self._head
         if not head.used and not head.dropped:
             return []
-        # Copied before it is parsed: its contents are a tenant's.
+        # Copy the contents before they are parsed, because they are a tenant's.
         data = bytes(self._mapping.view[_HEAD_BYTES : _HEAD_BYTES + head.used])
         texts: list[tuple[int, str]] = []
         position = length = 0
         dropped = head.dropped
         while position < len(data):
             record = PrintRecord.from_buffer_copy(data, position)
-            # Padding can make a text longer than its record, so the text is bounded on its own.
+            # Padding can make a text longer than its record, so the text has a separate bound.
             if length < MAX_PRINT_BYTES:
                 text = render(data[position + _RECORD_BYTES : position + record.size])
                 length += len(text)
@@ -65,7 +65,7 @@ class PrintBuffer:
             else:
                 dropped += 1
             position += record.size
-        # Whatever was lost is reported in a last line, under the last kernel that printed.
+        # Report lost records in a last line, under the last kernel that printed.
         if dropped:
             last = texts[-1][0] if texts else -1
             texts.append((last, f"... the output of {dropped} calls of printf did not fit {MAX_PRINT_BYTES} bytes\n"))
@@ -196,7 +196,7 @@ def _layout(conversion: _Conversion) -> tuple[bytes, int, int | None]:
 
 
 def _count(text: bytes, stars: Iterator[int]) -> int:
-    # At most nine digits: the caller bounds the number, and a longer one must not cost time.
+    # Read at most nine digits: the caller bounds the number, and a longer one must not take time.
     if text[:1] == b"*":
         return next(stars, 0)
     digits = text[: len(text) - len(text.lstrip(b"0123456789"))][:9]

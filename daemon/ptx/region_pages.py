@@ -49,7 +49,7 @@ class EmbeddedRegions:
         self._named: set[int] = set()
 
     def open(self, size_bytes: int) -> int:
-        """Give out the next addresses. Raises OutOfMemory when none are left, DriverError for a part of a granule."""
+        """Hand out the next addresses. Raises OutOfMemory if none are left, DriverError for a part of a granule."""
         if size_bytes <= 0 or size_bytes % REGION_GRANULE_BYTES:
             raise DriverError(f"a region's size must be a multiple of {REGION_GRANULE_BYTES} bytes, not {size_bytes}")
         if size_bytes > self._end - self._next:
@@ -67,12 +67,12 @@ class EmbeddedRegions:
         return address
 
     def end(self, address: int) -> RegionReturn:
-        """End a region: its memory goes back, and later accesses are counted. Raises DriverError if none is there."""
+        """End a region: its memory is returned, and later accesses are counted. Raises DriverError if there is none."""
         size_bytes = self._active.pop(address, None)
         if size_bytes is None:
             raise DriverError(f"{address:#x} is not the address of a region that can be ended")
         self._ended[address] = size_bytes
-        # The table first: a kernel that finds the shadow empty must already find the counter.
+        # Fill the table first: a kernel that finds the shadow empty must already find the counter.
         counter = self.address + self._counter_of(address) * _WORD_BYTES
         self._fill_table(address, size_bytes, counter)
         self._arena.take_back(address, size_bytes)
@@ -88,7 +88,7 @@ class EmbeddedRegions:
         self._fill_table(address, size_bytes, 0)
 
     def covers(self, address: int) -> bool:
-        """Say whether an address is within the regions' range, given out or not."""
+        """Return whether an address is within the regions' range, handed out or not."""
         return self._arena.regions_start <= address < self._end
 
     def bytes_at(self, address: int, size_bytes: int) -> memoryview:
@@ -131,7 +131,7 @@ class EmbeddedRegions:
         self._named = set(named)
 
     def _check(self, address: int, size_bytes: int) -> None:
-        """Raise DriverError for a region that this context can't have given out."""
+        """Raise DriverError for a region that this context can't have handed out."""
         offset = address - self._arena.regions_start
         if offset < 0 or size_bytes <= 0 or (offset | size_bytes) % REGION_GRANULE_BYTES:
             raise DriverError(f"no region of {size_bytes} bytes can be at {address:#x}")

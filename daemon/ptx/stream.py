@@ -252,7 +252,7 @@ class LaunchQueue:
         self._words[_FAULTED] = 0
 
     def rest(self) -> bool:
-        """End the threads if they are idle, or will be within CLOSE_WAIT_S, until the next launch. Returns success."""
+        """End the threads until the next launch. Returns False if a kernel still runs after CLOSE_WAIT_S."""
         if self._thread is None:
             return True
         deadline = time.monotonic() + CLOSE_WAIT_S
@@ -260,7 +260,7 @@ class LaunchQueue:
             self.wait(lambda: _give_up_after(deadline))
         except TimeoutError:
             return False
-        # The stream's thread ends first: it is the one that wakes helpers.
+        # End the stream's thread first, because it wakes helpers.
         self.submit(_END)
         self._thread.join()
         self._thread = None
@@ -284,15 +284,15 @@ class LaunchQueue:
     def _wait_for(self, count: int, poll: Poll | None) -> None:
         """Wait until the loop has finished `count` slots: poll for a moment, then sleep and poll in turn."""
         words = self._words
-        # State 1: spin. A short kernel ends before a sleeping thread would wake.
+        # Phase 1: spin. A short kernel ends before a sleeping thread would wake.
         deadline = time.perf_counter() + self.spin_s
         while words[_COMPLETED] < count:
             if time.perf_counter() > deadline:
                 break
             if self.yields:
                 os.sched_yield()
-        # State 2: sleep. `waiting` asks the loop to post `done`. The count is read again after it is set, so a launch
-        # that ended in between is not missed.
+        # Phase 2: sleep. `waiting` requests that the loop post `done`. Read the count again after setting `waiting`, so
+        # that a launch that ended in between is not missed.
         words[_WAITING] = 1
         try:
             while words[_COMPLETED] < count:

@@ -26,19 +26,19 @@ class Room(IntEnum):
 
 
 Rooms = tuple[int, ...]
-"""The largest slice that cards of each kind of Room would grant; -1 without such a card."""
+"""The largest slice that a card with each kind of Room would grant; -1 if there is no such card."""
 
 
 class NodeView(NamedTuple):
     """A node in the view.
 
     Attributes:
-        record: Its record.
-        inventory: Its inventory, from the record or from the inventory's own key.
-        incarnation: The record's create revision: another one is another membership.
-        revision: The record's mod revision: another one is another heartbeat.
+        record: The node's record.
+        inventory: The node's inventory, from the record or from the inventory's own key.
+        incarnation: The record's create revision, which is different for each membership.
+        revision: The record's mod revision, which is different for each heartbeat.
         changed_s: When the view last saw the record change, on the reader's monotonic clock.
-        rooms: The largest slices that its cards would grant.
+        rooms: The largest slices that the node's cards would grant.
     """
 
     record: NodeRecord
@@ -171,7 +171,7 @@ class NodeIndex:
 
 
 def _intersection(sets: Iterable[set[str]]) -> set[str] | None:
-    """Return the intersection of the sets, starting with the smallest to bound the work; None without sets."""
+    """Return the intersection of the sets, starting with the smallest to bound the work; None if there are no sets."""
     by_size = sorted(sets, key=len)
     return by_size[0].intersection(*by_size[1:]) if by_size else None
 

@@ -243,7 +243,7 @@ def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -
 
 
 def shared_pointer(t: OperandTranslator, operand: Operand, size: int, access: Access, *, is_generic: bool) -> Value:
-    """Return a host pointer for an access of shared memory, whichever way its address is written."""
+    """Return a host pointer for an access of shared memory, however its address is written."""
     offset = shared_offset(t, operand, is_generic=is_generic)
     fail_unless(t, is_valid(t, offset, Space.SHARED, size), access, Space.SHARED, offset, size)
     return pointer_at(t, offset, Space.SHARED)
@@ -306,7 +306,7 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
 
 
 def window_limit(t: OperandTranslator, space: Space) -> Value:
-    """Return a window's size as i64; that of shared memory is known only at launch."""
+    """Return a window's size as i64; the size of shared memory is known only at launch."""
     if space is not Space.SHARED:
         return constant("i64", _static_limit(t, space))
     size = t.ir.fixed("i32", LAUNCH, QueuedLaunch.shared_bytes.offset)

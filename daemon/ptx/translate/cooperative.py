@@ -41,11 +41,11 @@ _SHARED_SPACES: Final = ("global", "shared")
 """nvcc never passes the address through these spaces; those of the stack and of calls are param, local and generic."""
 
 _MAX_ROUNDS: Final = 4
-"""Maximum number of times that unreachable code is removed, which may uncover more of it. Stops code that needs a round
-per block."""
+"""Maximum number of times that unreachable code is removed, which may make more code unreachable. Stops code that needs
+a round per block."""
 
 _KNOWN_BELOW: Final = 128
-"""Only values below this one are followed: all integer types agree on them."""
+"""Only values below this one are followed: they are the same in all integer types."""
 
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     "eq": eq, "ne": ne, "lt": lt, "le": le, "gt": gt, "ge": ge, "lo": lt, "ls": le, "hi": gt, "hs": ge,
@@ -73,7 +73,7 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
     functions = (*tree.functions, *tree.subroutines)
     if not any(_reads_barrier(function) for function in functions):
         return frozenset()
-    # Step 1: for each function by itself, find the code that can run, and what depends on the address.
+    # Step 1: for each function separately, find the code that can run, and what depends on the address.
     facts = {f.name: _facts(f) if _reads_barrier(f) else _Facts(f.instructions) for f in functions}
     trapping = {name for name, fact in facts.items() if any(i.opcode == "trap" for i in fact.reached)}
     # Step 2: a call graph of the code that can run. The graph reads only calls, so labels may lead nowhere here.

@@ -169,7 +169,7 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     shifted = ir.binary("lshr", value, ir.intrinsic(f"llvm.umin.{kind}", kind, start, last))
     field = ir.binary("and", ir.select(is_past, constant(kind, 0), shifted), ones(t, length))
     if scalar.is_signed:
-        # The sign bit is the field's last bit, or the value's if the field extends beyond it.
+        # The sign bit is the field's last bit, or the value's last bit if the field extends beyond the value.
         end = ir.binary("sub", ir.binary("add", start, length), 1)
         top = ir.intrinsic(f"llvm.umin.{kind}", kind, end, last)
         sign = ir.cast("trunc", ir.binary("lshr", value, top), "i1")
@@ -230,7 +230,7 @@ def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str
 
 
 def ones(t: OperandTranslator, length: Value) -> Value:
-    """Return a number with `length` low bits set; all bits if it has no more than that."""
+    """Return a number with the low `length` bits set; all bits if the type has no more."""
     bits = int(length.type[1:])
     # A shift by the width is undefined in LLVM, so that case is selected.
     is_all = t.ir.compare("icmp uge", length, bits)
@@ -273,7 +273,7 @@ def _with_flag(
     """Return a sum or difference, with the flag in if there is one, and whether it carried out."""
     ir, (left, right) = t.ir, operands
     result = ir.binary(operation, left, right)
-    # A sum that wrapped is below either term; a difference wraps if more is subtracted than there is.
+    # A sum that wrapped is below either term. A difference wraps if the subtrahend is larger.
     carried = ir.compare("icmp ult", *((result, left) if operation == "add" else (left, right)))
     if flag is None:
         return result, carried

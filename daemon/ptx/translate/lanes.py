@@ -1,13 +1,13 @@
-"""Translate a kernel to a function that runs neighbouring threads of a row together, as lanes of vectors.
+"""Translate a kernel to a function that runs adjacent threads of a row together, as lanes of vectors.
 
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-The mask's bits are the threads that exist; tid.x is the first one's, and the others' follow. It returns a
-`ReturnStatus`; for a fault, the bits above the low 8 are the lane at fault. Basic blocks are in PTX's order, each with
-a mask of the lanes that wait for it. The earliest of these blocks always runs next, so lanes that a branch has
-separated run together again where its paths join (uniformity.py). Registers that are equal in all lanes are scalars,
-others vectors. In a vector, a lane that does not take part keeps its element if it may still need it. Operations
-without a vector form run lane by lane.
+The mask's bits are the threads that exist; tid.x is that of the first thread, and the others follow. The function
+returns a `ReturnStatus`; for a fault, the bits above the low 8 are the lane at fault. Basic blocks are in PTX's order,
+each with a mask of the lanes that wait for it. The earliest of these blocks always runs next, so lanes that a branch
+has separated run together again where its paths join (uniformity.py). Registers that are equal in all lanes are
+scalars, others vectors. In a vector, a lane that does not take part keeps its element if it may still need it.
+Operations without a vector form run lane by lane.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, unifo
 from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
-# How many threads run together: as many as the widest hosts' registers hold of 32-bit numbers.
+# How many threads run together: as many as there are 32-bit numbers in the widest register of any host.
 LANES = 16
 
 # The local windows of a block are adjacent; each has the strictest alignment that a variable may require.
@@ -58,7 +58,7 @@ class LaneTranslator(LaneRegisters):
         body = function.instructions
         if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
             raise NotTogether
-        # Step 2: the width. Warp operations need all 32 lanes of a warp in one group.
+        # Step 2: choose the width. Warp operations need all 32 lanes of a warp in one group.
         self._kinds_of = kinds_of(body)
         self.is_warp = bool(self._kinds_of.exchanges)
         lanes = WARP_THREADS if self.is_warp else LANES
@@ -66,7 +66,7 @@ class LaneTranslator(LaneRegisters):
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
         effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
-        # Step 3: which registers and blocks are equal for all lanes, from the shape of the code.
+        # Step 3: find the registers and blocks that are equal for all lanes, from the structure of the code.
         try:
             self._lanes = uniformity_of(body, effects, self._kinds_of)
         except (Unordered, TooComplex):
@@ -80,12 +80,12 @@ class LaneTranslator(LaneRegisters):
                 raise NotTogether
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
-        # Step 5: registers that some block needs at its start; others never hold a value across blocks.
+        # Step 5: find the registers that some block needs at its start; others never hold a value across blocks.
         self._shared = 0
         for bits in self._lanes.live:
             self._shared |= bits
         self.local_step = round_up(self.local_limit, LOCAL_STEP)
-        # Step 6: the state of the translation.
+        # Step 6: initialize the state of the translation.
         indices = ARGUMENTS[:3] if self.is_warp else ARGUMENTS[:1]
         self.ir.arguments = {name: Value("i32", f"%wide.{name}") for name in indices}
         if self.is_warp:
@@ -98,7 +98,7 @@ class LaneTranslator(LaneRegisters):
         self._takes_all = self._is_guarded = False
 
     def _find_waits(self) -> Waits:
-        """Return the waits at barriers alone: exchanges are made within the function."""
+        """Return only the waits at barriers: exchanges happen within the function."""
         body = self.function.instructions
         meetings = [i for i in body if i.opcode in WAITING and i.opcode not in EXCHANGES and "warp" not in i.modifiers]
         is_short = find_waits(meetings).is_short and not find_waits(body).yields
@@ -106,7 +106,7 @@ class LaneTranslator(LaneRegisters):
         return Waits(sites, frozenset(), is_short, words=0, parks=False)
 
     def translate(self, name: str) -> str:
-        """Return the function's IR, under that name. Raises ImageRejected, NotTogether."""
+        """Return the IR of the function, with that name. Raises ImageRejected, NotTogether."""
         self._name = name
         self.ir.branch("start")
         self.ir.block("start")
@@ -188,11 +188,11 @@ class LaneTranslator(LaneRegisters):
         ends = leaves_at(body, index)
         number = -1 if ends else [block.start for block in self._lanes.blocks].index(index)
         flag = self._guard(instruction)
-        # Way 1: no guard, so all lanes go.
+        # Case 1: no guard, so all lanes go.
         if flag is None:
             self._go_or_leave(number, self.mask)
             return
-        # Way 2: the guard is equal for all lanes, an ordinary branch.
+        # Case 2: the guard is equal for all lanes, so this is an ordinary branch.
         if not is_wide(flag):
             taken, stay = ir.fresh("taken"), ir.fresh("stay")
             ir.branch_if(flag, taken, stay)
@@ -200,7 +200,7 @@ class LaneTranslator(LaneRegisters):
             self._go_or_leave(number, self.mask)
             ir.block(stay)
             return
-        # Way 3: the lanes part.
+        # Case 3: the lanes part.
         self._part(number, ir.mask_of(flag))
 
     def _go_or_leave(self, number: int, mask: Value) -> None:
@@ -215,7 +215,7 @@ class LaneTranslator(LaneRegisters):
         ir, following = self.ir, self._block + 1
         taken = ir.binary("and", self.mask, flags)
         other_lanes = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
-        # Way 1: the lanes with the flag end.
+        # Case 1: the lanes with the flag end.
         if number < 0:
             self._leave(taken)
             some = ir.fresh("some")
@@ -223,7 +223,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(some)
             self.mask = other_lanes
             return
-        # Way 2: the rest would only end, so they end here.
+        # Case 2: the rest would only end, so they end here.
         if leaves_at(self.function.instructions, self._lanes.blocks[self._block].end):
             self._leave(other_lanes)
             some = ir.fresh("some")
@@ -231,7 +231,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(some)
             self._go(number, taken)
             return
-        # Way 3: both parts wait for their blocks; the earlier block runs first.
+        # Case 3: both parts wait for their blocks; the earlier block runs first.
         self._waits_for(following, other_lanes)
         if number > self._block:
             self._waits_for(number, taken)
@@ -393,12 +393,12 @@ class LaneTranslator(LaneRegisters):
 
 
 def _most_threads(bounds: Bounds) -> int:
-    """Return the largest number of threads in a block, 0 if the kernel does not say."""
+    """Return the largest number of threads in a block, 0 if the kernel does not declare it."""
     return prod(bounds.required) if bounds.required else bounds.max_threads
 
 
 def _is_known(i: Instruction) -> bool:
-    """Say whether an instruction has a translation for lanes."""
+    """Return whether an instruction has a translation for lanes."""
     # `cp.async` copies at once, so its own "async" does not make it phased.
     is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
     return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])

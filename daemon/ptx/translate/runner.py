@@ -2,16 +2,17 @@
 
     i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
 
-WAITS means that a block can only wait for other blocks: called again with the same block in the same environment, the
-function continues. Blocks are numbered x fastest; `last_block` is one past the last, and there is at least one block.
+The status WAITS means that a block can only wait for other blocks. If the function is called again with the same block
+in the same environment, it continues. Blocks are numbered x fastest; `last_block` is one more than the last number, and
+there is at least one block.
 
-In a block with barriers every thread has a frame. Each round runs every thread that has not ended up to its next
-barrier or its end; when a round leaves none waiting, the block is done. That is enough if the only waits are for
-barrier 0; scheduler.py has the rest. Where threads run together, each group of a row's threads has one frame.
+In a block with barriers, every thread has a frame. Each round runs every thread that has not ended to its next barrier
+or its end; if no thread waits after a round, the block is done. That is enough if threads wait only for barrier 0;
+scheduler.py handles other waits. If threads run together, each group of a row's threads has one frame.
 
-Blocks run in the order of their numbers, and so do the warps of each, unless the operator shuffles them: with a seed,
-blocks begin at some number, and the warps of each block, in each round, at some other. A kernel without races computes
-the same; one with a race may not.
+Blocks run in the order of their numbers, and so do the warps of each block, unless the operator shuffles them. With a
+seed, the order of blocks begins at some number, and in each round the order of a block's warps at another. A kernel
+without races computes the same in every order; a kernel with a race may not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.waits import Waits
 
-# A frame's head with this value: the thread has ended. Barriers are numbered from 1.
+# The head of a frame whose thread has ended. Barriers are numbered from 1.
 ENDED = -1
 
 _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
@@ -51,7 +52,7 @@ _LOW_BITS = 8
 class RunnerWriter:
     """Writes the runner of one kernel around its thread function."""
 
-    # How many neighbouring threads along x stay together when the order is shuffled.
+    # How many adjacent threads along x stay together when the order is shuffled.
     turn_unit = WARP_THREADS
 
     def __init__(
@@ -70,13 +71,13 @@ class RunnerWriter:
     @property
     def needs(self) -> KernelNeeds:
         """The memory that a block takes in addition to shared memory."""
-        # Without waits one thread runs at a time, so all share one local window and none has a frame.
+        # Without waits, one thread runs at a time, so all threads share one local window and have no frames.
         if not self._waits.sites:
             return KernelNeeds(self._local_bytes, 0, 0, 0, parks=False)
         return KernelNeeds(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
 
     def write(self, name: str) -> str:
-        """Return the function's IR, under that name."""
+        """Return the IR of the function, with that name."""
         # The launch's dimensions are loaded once.
         for field, start in (("grid", QueuedLaunch.grid.offset), ("block", QueuedLaunch.block.offset)):
             places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
