@@ -1,8 +1,8 @@
-"""A worker's user, groups, capabilities and descriptors: a user of its own, the devices' groups, and nothing else.
+"""A worker's user, groups, capabilities and descriptors: the workers' user, the devices' groups, and nothing else.
 
-Workers share one user. They can't trace or open each other, because they are undumpable, and neither Landlock nor the
-filter lets a signal through. The zygote keeps the daemon's user: as the workers' user, any of them could signal it on a
-kernel without those two.
+Workers share one user. They can't trace or open each other, because they are undumpable, and both Landlock and the
+filter stop their signals. The zygote keeps the daemon's user: if it ran as the workers' user, any worker could signal
+it on a kernel without these two.
 """
 
 import ctypes

@@ -60,22 +60,23 @@ FILES: Final = {
 } | {f"/{name}": (name, "text/javascript; charset=utf-8") for name in SCRIPTS}
 
 MAX_STREAMS: Final = 24
-"""Maximum number of streams at a time; one more is refused for now. Each gets the whole state every second."""
+"""Maximum number of streams at a time; further ones are refused. Each receives the whole state every second."""
 
 OPERATORS_STREAMS: Final = 8
-"""Further streams, for pages with the operator's token. So other local users can't lock operators out."""
+"""Number of further streams, only for pages with the operator's token, so that other local users can't lock operators
+out."""
 
 STATE_FRESH_S: Final = 0.1
-"""Time in seconds for which an encoded state is reused. Its stated age is wrong by at most this time."""
+"""Seconds for which an encoded state is reused. The age that it states is wrong by at most this time."""
 
 HISTORY_FRESH_S: Final = 1.0
-"""The time for which the encoded last hour of the cards is reused; it gains a sample every ten seconds."""
+"""Seconds for which the encoded last hour of the cards is reused; a sample is added every ten seconds."""
 
 STREAM_S: Final = 600.0
-"""The life of one stream; its page then opens the next. So no stream outlives a reader who has gone for long."""
+"""Longest life of one stream; the page then opens another. So no stream outlives a reader that has gone for long."""
 
 QUIET_S: Final = 3.0
-"""Pause after which a stream without news sends a comment, so that its page knows that the stream lives."""
+"""Pause after which a stream without news sends a comment, so that the page knows that the stream is alive."""
 
 RETRY_S: Final = 5
 
@@ -97,7 +98,7 @@ STATUS_OF: Final = {
 }
 
 MAX_WITHIN_S: Final = 4_294_967
-"""The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""
+"""Longest time of a drain: 49 days, the most that the protocol's DRAIN can express."""
 
 _LEASE_ID: Final = re.compile("[0-9a-f]{32}")
 _CARD: Final = re.compile("[A-Za-z0-9-]{1,64}")
@@ -105,13 +106,13 @@ _SECONDS: Final = re.compile(r"[0-9]{1,7}(\.[0-9]{1,3})?")
 
 
 class PageAccess:
-    """Checks the operator's token: it shows tenants' names and allows actions. The broker checks it again for those.
+    """Checks the operator's token, which shows tenants' names and allows actions. The broker checks it again for those.
 
     Args:
         token_digest: The SHA-256 of the operator's token; b"" if there is none.
 
     Attributes:
-        changes: How often the token has changed.
+        changes: How many times the token has changed.
     """
 
     def __init__(self, token_digest: bytes) -> None:
@@ -125,11 +126,11 @@ class PageAccess:
         self._token_digest = token_digest
 
     def is_operator(self, request: Request) -> bool:
-        """Return whether the request carries the token. Raises HTTPException, 401, for a wrong token."""
+        """Return whether the request has the token. Raises HTTPException, 401, for a wrong token."""
         return "authorization" in request.headers and bool(self.token_of(request))
 
     def token_of(self, request: Request) -> bytes:
-        """Return the operator's token. Raises HTTPException, 401, if the request carries none or a wrong one."""
+        """Return the operator's token. Raises HTTPException, 401, if the request has none or a wrong one."""
         # RFC 6750, 2.1: `Authorization: Bearer TOKEN`. Digests are compared, in constant time, so that no answer's
         # duration shows how much of a token was right.
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
@@ -164,7 +165,7 @@ Page = Mapping[str, tuple[bytes, str]]
 
 
 def load_page() -> Page:
-    """Read the page's files; the sandbox puts them out of reach."""
+    """Read the page's files, which are out of reach in the sandbox."""
     folder = files(web).joinpath("page")
     return {path: (folder.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
@@ -285,9 +286,9 @@ class Site:
         return encoded
 
     async def _revoke(self, request: Request) -> Response:
-        # Step 1: the token, so that a reader without it learns nothing from the other checks.
+        # Step 1: check the token, so that a reader without it learns nothing from the other checks.
         token = self._access.token_of(request)
-        # Step 2: the same bounds that the broker checks, here with an answer for a person.
+        # Step 2: check the same bounds as the broker, with an answer for a person.
         lease_id = request.path_params["lease_id"]
         if _LEASE_ID.fullmatch(lease_id) is None:
             raise HTTPException(400, "A lease's id must have 32 hexadecimal digits.")
@@ -319,7 +320,7 @@ class Site:
         return JSONResponse({"card": card, "cleared": await self._broker.clear_fences(card, token)})
 
     async def _cards_history(self, request: Request) -> Response:
-        # The history names no tenant. A wrong token is refused all the same, so that it is noticed.
+        # The history names no tenant, but a wrong token is refused nevertheless, so that the mistake is noticed.
         self._access.is_operator(request)
         now_s = time.monotonic()
         at_s, encoded = self._history
@@ -384,12 +385,11 @@ async def rehearse(app: App, host: str) -> None:
 Ask = Callable[[Opcode, Any], Awaitable[Any]]
 
 HEALTH_FRESH_S: Final = 0.5
-"""Maximum age of an answer, in seconds. A probe asks every few seconds; a caller who asks more often learns nothing by
-it."""
+"""Maximum age of an answer, in seconds. Probes ask every few seconds; to ask more often brings nothing new."""
 
 
 class Cached:
-    """An answer of the broker's, or its silence, shared by all callers for a while.
+    """The broker's answer, or the fact that it did not answer, shared by all callers for a while.
 
     Args:
         ask: Asks the broker. Raises BrokerSilent.
@@ -421,7 +421,7 @@ class Cached:
     async def _renew(self) -> None:
         try:
             self._answer, self._silence = await self._ask(), None
-        # Silence is kept as long as an answer: a broker that hangs is not asked by every caller.
+        # A missing answer is also kept for this time, so that not every caller asks a broker that hangs.
         except BrokerSilent as error:
             self._silence = error
         self._until_s = self._clock() + self._fresh_s
@@ -444,7 +444,7 @@ class HealthPage:
 
 
 METRICS_FRESH_S: Final = 1.0
-"""The greatest age of an exposition. It costs the broker milliseconds, and any local user may ask."""
+"""Greatest age of an exposition. It takes milliseconds of the broker's time, and any local user may ask."""
 
 NO_VISITOR: Final = ("", "other")
 """Values of the label that name no tenant."""

@@ -1,4 +1,4 @@
-"""The node's membership of a fleet: the broker's message about it, and the page's view of it."""
+"""The node's membership in a fleet: the broker's message about it."""
 
 from typing import Annotated, ClassVar
 
@@ -13,8 +13,9 @@ class FleetMembership(Message):
 
     Attributes:
         node: The node's id.
-        horizon_boot_ns: When its named leases end without another beat, by CLOCK_BOOTTIME; 0 outside the fleet.
-        fenced: The number of times that the fleet has given the node up since the daemon's start.
+        horizon_boot_ns: The membership deadline, at which the node's named leases end unless another beat moves it, on
+          CLOCK_BOOTTIME; 0 outside the fleet.
+        fenced: How many times the fleet has declared the node dead since the daemon's start.
     """
 
     OP: ClassVar[str] = "membership"
@@ -23,7 +24,7 @@ class FleetMembership(Message):
     fenced: Annotated[int, U64]
 
     def left_s(self, now_boot_ns: int) -> float | None:
-        """Return the seconds until the horizon, 0 behind it; None for a node that has not joined."""
+        """Return the seconds until the membership deadline, 0 after it; None if the node has not joined."""
         if not self.horizon_boot_ns:
             return None
         return max(0, self.horizon_boot_ns - now_boot_ns) / NS_PER_S

@@ -1,4 +1,4 @@
-"""HTTP on the sockets that the broker listens on: uvicorn, with a bound on each thing that a peer can leave undone."""
+"""HTTP on the sockets that the broker opened: uvicorn, with limits for peers that do not finish what they began."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from gpulease.daemon.web.guard import App
 
 MAX_CONNECTIONS: Final = 128
 """Maximum number of connections at a time. One more evicts the connection that has been idle for the longest, or else
-one that does not read its answer. So a local user who opens all of them keeps no client out."""
+one that does not read its answer. So a local user who opens all connections can't lock others out."""
 
 MAX_HEAD_BYTES: Final = 16 << 10
 """Maximum number of bytes of a request's line and headers. Stops a peer that never ends them."""
@@ -21,13 +21,13 @@ HEAD_S: Final = 10.0
 peer that sends a byte a second, or nothing."""
 
 KEEP_ALIVE_S: Final = 5
-"""The time for which an idle connection stays open."""
+"""Seconds for which an idle connection stays open."""
 
 STALL_S: Final = 10.0
-"""A peer's time to read some of its answer, once the kernel's and the transport's buffers are full."""
+"""Seconds within which a peer must read a part of its answer once the kernel's and the transport's buffers are full."""
 
 BUFFER_BYTES: Final = 256 << 10
-"""The unread part of an answer: a whole state of 200 leases, so that no state is cut in two."""
+"""Largest buffered part of an answer: a whole state with 200 leases, so that no state is divided."""
 
 
 class BoundedHttp(H11Protocol):
@@ -43,7 +43,7 @@ class BoundedHttp(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=BUFFER_BYTES)
         self._idle_since_s = self.loop.time()
-        # This connection is in the set already, so one more than the most means that one must go.
+        # The set already contains this connection. If there are now too many, close one.
         if len(self.connections) > MAX_CONNECTIONS:
             self._eviction_victim().transport.abort()
         self._update_deadline()
@@ -51,7 +51,7 @@ class BoundedHttp(H11Protocol):
     def _eviction_victim(self) -> "BoundedHttp":
         others = [other for other in self.connections if isinstance(other, BoundedHttp) and other is not self]
         # Prefer a connection without a request; then one that does not read its answer. A connection that is being
-        # served is never cut.
+        # served is never closed.
         idle = [other for other in others if not other.is_answering]
         stalled = [other for other in others if other._stall is not None]
         return min(idle or stalled or [self], key=lambda other: other._idle_since_s)

@@ -17,10 +17,10 @@ NEEDED: Final = ("starlette", "uvicorn", "h11")
 """The packages that serve the page, from the extra `serve`."""
 
 MIN_TOKEN_CHARS: Final = 32
-"""The length of the operator's token. A reader may try as often as it likes, and could guess a shorter one."""
+"""Least length of the operator's token. A reader may try any number of tokens, and could guess a shorter one."""
 
 MAX_TOKEN_BYTES: Final = 4096
-"""Maximum size of the token's file. A larger file is another file."""
+"""Maximum size of the token's file. A larger file can't be a token's."""
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
 """The characters of a Bearer token (RFC 6750, 2.1)."""
@@ -35,8 +35,8 @@ class HttpSettings:
     """The settings of the web page.
 
     Attributes:
-        address: The loopback address that serves it.
-        hosts: Further host names of the page, such as those of a proxy before it.
+        address: The loopback address that serves the page.
+        hosts: Further host names of the page, such as those of a proxy in front of it.
         token_file: The file of the token that shows tenants' names and lease ids, and allows actions; None: no reader
             may see or do that.
     """
@@ -46,7 +46,7 @@ class HttpSettings:
     token_file: Path | None = None
 
     def token_digest(self) -> bytes:
-        """Return the SHA-256 of the operator's token, b"" without one. Raises BadToken."""
+        """Return the SHA-256 of the operator's token, b"" if there is none. Raises BadToken."""
         if self.token_file is None:
             return b""
         return hashlib.sha256(_read_token(self.token_file)).digest()
@@ -56,16 +56,16 @@ def parse_http(value: Any) -> TcpAddress:
     """Return the address that the setting `http` names. Raises ValueError."""
     if not isinstance(value, str):
         raise must_be("a string such as 127.0.0.1:9400", value)
-    # Step 1: an address in the form of all addresses of ours.
+    # Step 1: parse it like all other addresses.
     try:
         address = parse_address(f"tcp:{value}")
     except ValueError:
         raise ValueError(f"{value!r} is not an address: write 127.0.0.1:PORT or [::1]:PORT") from None
-    # Step 2: an IP address of the loopback interface.
+    # Step 2: it must be an IP address of the loopback interface.
     try:
         is_loopback = isinstance(address, TcpAddress) and ipaddress.ip_address(address.host).is_loopback
     except ValueError:
-        # Not even localhost is taken: the page's address must not depend on a name's look-up.
+        # Not even localhost is accepted: the page's address must not depend on the resolution of a name.
         raise ValueError(f"{value!r} contains no IP address: write 127.0.0.1:PORT or [::1]:PORT") from None
     # Step 3: refuse every other address. The page has no TLS, and a reader sends the operator's token to it.
     if not isinstance(address, TcpAddress) or not is_loopback:

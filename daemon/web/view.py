@@ -50,11 +50,12 @@ class Pseudonyms:
         return f"tenant {self._digest('tenant', tenant)[:PSEUDONYM_CHARS]}"
 
     def of_lease(self, lease_id: str) -> str:
-        """Return the key by which a page recognises a lease."""
+        """Return the key by which a page recognizes a lease."""
         return self._digest("lease", lease_id)[:KEY_CHARS]
 
     def _digest(self, kind: str, text: str) -> str:
-        # Keyed, so that no reader can try names. The kind keeps a tenant and a lease of the same text apart.
+        # The digest is keyed, so that no reader can guess names. The kind distinguishes a tenant from a lease with the
+        # same text.
         return hmac.new(self._secret, f"{kind}:{text}".encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
@@ -63,9 +64,9 @@ class Changed:
     """The subject of a change.
 
     Attributes:
-        tenant: Its tenant.
+        tenant: The tenant of the lease or region.
         card_uuid: The card.
-        size_bytes: Its bytes at the moment that they were asked for.
+        size_bytes: The size of the lease or region when the broker last reported it.
         is_region: Whether it is a region, not a lease.
     """
 
@@ -77,7 +78,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChange:
-    """A change of a lease or region to another phase; `about` is None once that is forgotten."""
+    """A change of a lease or region to another phase; `about` is None while the feed does not know the lease."""
 
     number: int
     at_s: float
@@ -90,7 +91,7 @@ class LeaseChange:
 
 @dataclass(frozen=True, slots=True)
 class FleetNow:
-    """The node in its fleet at one moment; `left_s`: seconds until its horizon, None if it has not joined."""
+    """The node in its fleet at one moment; `left_s`: seconds to the membership deadline; None: not joined."""
 
     node: str
     left_s: float | None
@@ -107,10 +108,11 @@ class Snapshot:
         agent: The broker's name and version, from its HELLO.
         cards: The maps of GET_INVENTORY.
         leases: The maps of LEASE_LIST_ACTIVE.
-        rates: Launches per second by lease id, for leases of two snapshots in a row.
-        history: Launches per second of all leases of a card, by its uuid, one figure a snapshot; None for a gap.
+        rates: Launches per second by lease id, for leases that are in two consecutive snapshots.
+        history: Launches per second of all leases on a card, by the card's UUID, one figure per snapshot; None for a
+          gap.
         changes: The leases' changes, the newest last.
-        fleet: The node in its fleet; None without one.
+        fleet: The node in its fleet; None if it belongs to none.
     """
 
     at_s: float
@@ -130,11 +132,11 @@ def view_of(snapshot: Snapshot, pseudonyms: Pseudonyms, now_s: float, *, is_name
     age_s = max(0.0, now_s - snapshot.at_s)
     slices: dict[str, list[dict[str, Any]]] = {}
     regions: dict[str, list[dict[str, Any]]] = {}
-    # Leases by card. Regions by lease, whichever of the two comes first.
+    # Group leases by card, and regions by lease, whichever of the two comes first.
     for lease in snapshot.leases:
         slice_view = _slice(lease, snapshot.rates, pseudonyms, age_s, is_named=is_named)
         if (parent := lease.get("parent")) is not None:
-            # A region's bytes are its lease's.
+            # A region's bytes are part of its lease's.
             regions.setdefault(parent, []).append(slice_view | {"is_region": True})
             continue
         slice_view["regions"] = regions.setdefault(lease["lease_id"], [])
@@ -156,7 +158,7 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
     """Return the node in its fleet, and the names that it serves: how many, and which for an operator."""
     if (fleet := snapshot.fleet) is None:
         return None
-    # A fenced lease no longer serves its name, though it still holds it.
+    # A fenced lease still holds its name, but no longer serves it.
     served = [lease for lease in snapshot.leases if "name" in lease and lease["state"] != "fenced"]
     left_s = None if fleet.left_s is None else _rounded(max(0.0, fleet.left_s - age_s))
     fields: dict[str, Any] = {
@@ -165,7 +167,7 @@ def _fleet(snapshot: Snapshot, age_s: float, *, is_named: bool) -> dict[str, Any
         "fenced": fleet.fenced,
         "served": len(served),
     }
-    # A name may say who the tenant is, so only an operator sees it.
+    # A name may reveal the tenant, so only an operator sees it.
     if is_named:
         fields["names"] = [{"name": lease["name"], "epoch": lease["epoch"]} for lease in served]
     return fields
@@ -200,7 +202,7 @@ def _slice(
         # None while somebody is connected to the lease, or if it needs no connection.
         "orphaned_in_s": None if (left_ms := lease.get("orphaned_in_ms")) is None else _left_s(left_ms, age_s),
     }
-    # Where the session of a parkable lease is, and since when it is off its card.
+    # For a parkable lease: where its session is, and since when the session is off its card.
     if (park := lease.get("park")) is not None:
         parked_ms = park["parked_for_ms"]
         fields["park"] = park["phase"]
@@ -224,7 +226,7 @@ def _allocated(lease: Report) -> int | None:
 
 def _event(change: LeaseChange, pseudonyms: Pseudonyms, now_s: float, *, is_named: bool) -> dict[str, Any]:
     snapshot = change.about
-    # Without `snapshot` the feed never learned the lease: show the change without it.
+    # If the feed does not know the lease, show the change without its details.
     tenant = "" if snapshot is None else snapshot.tenant if is_named else pseudonyms.of_tenant(snapshot.tenant)
     fields = {
         "number": change.number,

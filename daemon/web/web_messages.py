@@ -42,7 +42,7 @@ MAX_HOSTS: Final = 256
 """Maximum number of names in the Host header under which the page is served."""
 
 MAX_REASON_CHARS: Final = 512
-"""Maximum length of the reason that a tenant is given; the audit log keeps no more."""
+"""Maximum length of the reason that a tenant receives; the audit log keeps no more."""
 
 MAX_WITHIN_MS: Final = (1 << 32) - 1
 """The longest time of a drain: 49 days, the most that the protocol's DRAIN can hold."""
@@ -60,7 +60,7 @@ class WebRefusal(Enum):
     TOO_MANY = "too_many"
     DENIED = "denied"
     FAILED = "failed"
-    """The broker could not read or perform the request, by a fault of the daemon. Its log says more."""
+    """The broker could not read or perform the request, because of a fault of the daemon, which its log describes."""
 
 
 # --- broker to process ---
@@ -106,7 +106,7 @@ class DrainChanged(Message):
     """The outcome of ChangeDrain.
 
     Attributes:
-        left_ms: Milliseconds until the remaining leases are ended; None without a drain.
+        left_ms: Milliseconds until the remaining leases are ended; None if there is no drain.
         leases: The number of active leases of the node, or of the card.
     """
 
@@ -127,7 +127,7 @@ class FencesCleared(Message):
 
 @dataclass(frozen=True, slots=True)
 class ActionRefused(Message):
-    """The action was not performed, or its outcome is unknown; `message` is a sentence for people."""
+    """The action was not performed, or its outcome is unknown; `message` is a sentence for the operator."""
 
     OP: ClassVar[str] = "refused"
     request: Request
@@ -140,7 +140,7 @@ class ActionRefused(Message):
 
 @dataclass(frozen=True, slots=True)
 class RevokeLease(Message):
-    """End a lease. `token` is what the operator gave; the broker checks it."""
+    """Revoke a lease. `token` is the token in the operator's request; the broker checks it."""
 
     OP: ClassVar[str] = "revoke"
     request: Request
@@ -151,7 +151,7 @@ class RevokeLease(Message):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDrain(Message):
-    """Drain the node, or a card, within this many milliseconds, or end the drain for None. `token`: as in RevokeLease.
+    """Drain the node or a card within `within_ms`, or end the drain if that is None. `token`: as in RevokeLease.
 
     Attributes:
         card: The card's UUID; "" for the node.
@@ -166,7 +166,7 @@ class ChangeDrain(Message):
 
 @dataclass(frozen=True, slots=True)
 class ClearFences(Message):
-    """Make a card's fenced memory grantable again. `token`: as in RevokeLease."""
+    """Allow a card's fenced memory to be granted again. `token`: as in RevokeLease."""
 
     OP: ClassVar[str] = "clear_fences"
     request: Request
