@@ -234,7 +234,8 @@ def prefixes_reload(
         others = replace(reloaded, prefixes=settings.prefixes, keys=settings.keys)
         if others != settings or reloaded.keys.digests != settings.keys.digests:
             log.warning(
-                "%s: for a server of one model, only [prefixes] is read again; all other settings need a restart", path
+                "%s: for a server with one model, only [prefixes] is read again; all other settings need a restart",
+                path,
             )
         if reloaded.prefixes != shared:
             texts = await asyncio.to_thread(read_model_texts, settings.model, reloaded.prefixes, positions)

@@ -1,4 +1,4 @@
-"""Sends mixed requests to a decode server of many models, while regions are revoked, and checks every answer.
+"""Sends mixed requests to a decode server with several models, while regions are revoked, and checks every answer.
 
     PYTHONPATH=.dev:tests python -m lab.server_storm --minutes 60
 

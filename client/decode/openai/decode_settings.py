@@ -310,7 +310,7 @@ class PrefixTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolTable:
-    """The table `[pool]` of a server of many models."""
+    """The table `[pool]` of a server with several models."""
 
     memory_bytes: Annotated[
         int,
@@ -507,7 +507,7 @@ class DecodeSettings:
         http_processes: Processes that speak HTTP; 0: the decoder's own does.
         pool: The memory of many models, and their times; None for a server of one.
         models: The models by their names; none for a server of one.
-        prefixes: The prefixes that all tenants share, on a server of one model.
+        prefixes: The prefixes that all tenants share, on a server with one model.
         aliases: Its further names in requests, likewise.
     """
 

@@ -1,4 +1,4 @@
-"""The metrics of a server of many models: each model's, with the label `model`, and those of the pool.
+"""The metrics of a server with several models: each model's, with the label `model`, and those of the pool.
 
 Next to the families of `decode_metrics`, each with the label `model`:
 
@@ -29,7 +29,7 @@ CHANGES: Final = ("load", "load_failed", "park", "return", "unload")
 
 
 class PoolMetrics(ServerMetrics):
-    """The metrics of one server of many models.
+    """The metrics of one server with several models.
 
     Args:
         tenants: The tenants of the settings.

@@ -123,7 +123,7 @@ class PageFeed(DecoderObserver):
         model: The model's name in requests.
         demo: Returns the demonstration's traffic; None if there is none.
         clock: Monotonic seconds.
-        pool: On a server of many models, returns their pool instead of a decoder.
+        pool: On a server with several models, returns their pool instead of a decoder.
     """
 
     def __init__(
@@ -368,7 +368,7 @@ class DecodePage:
         model: The model's name in requests; for many, any text.
         keys: The keys of tenants, each of which may see its own part.
         demo: Returns the demonstration's traffic; None if there is none.
-        pool: On a server of many models, returns their pool instead of a decoder.
+        pool: On a server with several models, returns their pool instead of a decoder.
 
     Attributes:
         observer: The observer that the decoder is to call; `on_gap` receives the times that the metrics measure.

@@ -89,7 +89,7 @@ class ComputedBy:
     """The things that a request's output depends on, other than its prompt and its sampling.
 
     Attributes:
-        model: The model's name: the last part of its path; on a server of many models, its name in requests.
+        model: The model's name: the last part of its path; on a server with several models, its name in requests.
         model_sha256: Digest of its files (`Checkpoint.sha256`).
         kernels_sha256: Digest of the kernels.
         packed: Whether quantized weights stay packed.

@@ -58,7 +58,7 @@ def test_a_reload_serves_the_file_s_models_and_a_mistake_changes_nothing(
                 for changed, served, mistake in (
                     (text("b", "c"), ["b", "c"], ""),
                     ("[pool]\nmemory = 5\n", ["b", "c"], "pool.memory must be"),
-                    # The form of a server of one model names none here, and must not unload them all.
+                    # The form of a server with one model names none here, and must not unload them all.
                     (f'model = "{TINY_MODEL}"\n{TENANTS}', ["b", "c"], " must have [pool] and [models.NAME]"),
                     (text("d"), ["d"], ""),
                 ):

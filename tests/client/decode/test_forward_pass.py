@@ -324,7 +324,7 @@ def test_buffers_that_kernels_can_t_index_are_refused() -> None:
 def test_a_recording_lets_other_tasks_of_its_loop_have_their_turns(
     tiny: RunningRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server of many models records one model's steps while it plans another's."""
+    """A server with several models records one model's steps while it plans another's."""
     monkeypatch.setattr(forward_pass, "LAUNCHES_PER_TURN", 4)
     turns = 0
 

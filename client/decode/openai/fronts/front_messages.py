@@ -55,7 +55,7 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
         body: The body.
         is_chat: Whether it is the body of a chat completion.
         request_id: The request's id.
-        model, is_stream: On a server of many models, these members of the body, which the front has parsed.
+        model, is_stream: On a server with several models, these members of the body, which the front has parsed.
     """
 
     number: int
@@ -87,7 +87,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The facts that a front needs.
 
     Attributes:
-        model_path: The path of the only model, for its tokenizer; "" on a server of many models, where
+        model_path: The path of the only model, for its tokenizer; "" on a server with several models, where
             `RequestSubmitted` has the path.
         tenant_keys: The sha256 of each tenant's key, by tenant.
         host_names: Further names of the server.

@@ -1,4 +1,4 @@
-"""A server of many models over HTTP: loads, parks and reloads change no token; what clients see meanwhile."""
+"""A server with several models over HTTP: loads, parks and reloads change no token; what clients see meanwhile."""
 
 import asyncio
 import itertools
