@@ -1,7 +1,7 @@
 """A directory's connections: HELLO, PING, PLACE, FLEET_LIST and METRICS over Unix sockets, loopback TCP and TLS.
 
-A peer is bounded in time, in memory, and in connections from its source. A connection counts from the time it is
-accepted, so that endless handshakes count too. Sources take turns, whatever the number of their connections.
+Each peer has limits on time, on memory, and on the connections from its source. A connection counts from the time it is
+accepted, so that endless handshakes count, too. Sources take turns, whatever the number of their connections.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ REQUESTS_PER_TURN: Final = 4
 """Number of requests of one connection that are served in a row, unless they use up its quantum of time."""
 
 WRITE_BUFFER_BYTES: Final = 256 << 10
-"""Unread answer bytes above which the directory reads nothing more from the peer. It sends a longer
-answer in chunks of this size, from one buffer that all readers of the same listing share."""
+"""Number of unread answer bytes above which the directory reads nothing more from the peer. It sends a longer answer in
+chunks of this size, from one buffer that all readers of the same listing share."""
 
 READ_BUFFER_BYTES: Final = 4 << 10
 """Size of a connection's read buffer, which nearly every request fits."""
@@ -107,7 +107,7 @@ class DirectoryServer:
         operators: frozenset[str] = frozenset(),
         tenants: Mapping[str, str] = NO_TENANTS,
     ) -> None:
-        """Read the directory's identity from `files`; None without TLS. Raises BadIdentity."""
+        """Read the directory's identity from `files`. Raises BadIdentity."""
         self._fleet = fleet
         self._files = files
         self._operators = operators

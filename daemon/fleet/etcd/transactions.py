@@ -60,9 +60,9 @@ class Transaction:
     """An atomic step: `writes` if every comparison holds; then the reads, in either case.
 
     Attributes:
-        compares: Comparisons; an empty tuple always holds.
-        writes: Writes, each of another key.
-        reads: Reads after the writes.
+        compares: The comparisons; an empty tuple always holds.
+        writes: The writes, each of a different key.
+        reads: The reads after the writes.
     """
 
     compares: tuple[Compare, ...] = ()
@@ -76,7 +76,7 @@ class TransactionAnswer:
 
     Attributes:
         succeeded: Whether the comparisons held, so that the writes are done.
-        revision: The store's revision after it; if it wrote, the revision of the writes.
+        revision: The store's revision after the transaction; if it wrote, the revision of the writes.
         found: The results of each read, in order of keys; empty for a read that counts.
         cluster_id: The cluster that answered.
         counts: The number of keys that each read matched.
@@ -110,7 +110,7 @@ class StoreSize(NamedTuple):
     """The size of a member's database.
 
     Attributes:
-        size_bytes: Bytes of its file. A compaction frees parts of it, a defragmentation returns them to the host.
+        size_bytes: Size of the file. A compaction frees parts of the file, a defragmentation returns them to the host.
         quota_bytes: The size above which a member refuses writes; 0 if this version does not report it (before etcd
           3.6).
     """
@@ -131,7 +131,7 @@ class Removed(NamedTuple):
 class WatchBatch:
     """A watch's next changes, in order of their revisions. It has now reported all changes up to `revision`.
 
-    An empty batch says that nothing changed up to `revision`, and that the watch lives.
+    An empty batch shows that nothing changed up to `revision`, and that the watch is alive.
     """
 
     revision: int
@@ -146,7 +146,7 @@ class Compacted(WatchEnded):
     """etcd no longer has the next changes of a watch. The caller reads everything again.
 
     Attributes:
-        revision: etcd has all changes from here on.
+        revision: The first revision from which etcd still has all changes.
     """
 
     def __init__(self, revision: int) -> None:

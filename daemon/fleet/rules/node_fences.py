@@ -1,16 +1,16 @@
 """Fences: a node that was silent for longer than a horizon is removed from the fleet, which frees its claims at once.
 
-A node that wants the name of another reads that node's record. From the dates of its own answers (`revision_dates`) it
-knows how long the record has been unchanged, at least. Beyond T (1 + rho) on this node's clock, the claimed leases of
-the silent node have ended by themselves, whatever it does. So any number of nodes may be fenced then: none loses
-anything that it still has. A fence removes the record, if it is still at that revision, and leaves a mark in its place.
-From then on the silent node's heartbeats and claims fail, and every other node accepts the mark as proof that all
-memberships before it are over. A mark stays; a later membership has a higher revision.
+A node that wants the name of another node reads the other's record. From the dates of the answers that it has received
+(`revision_dates`) it knows the least time for which the record has been unchanged. After T (1 + rho) on this node's
+clock, the claimed leases of the silent node have ended by themselves, whatever that node does. So any number of nodes
+may then be fenced: none loses anything that it still has. A fence removes the record, if it is still at that revision,
+and leaves a mark in its place. From then on the silent node's heartbeats and claims fail, and every other node accepts
+the mark as proof that all memberships before it are over. A mark stays; a later membership has a higher revision.
 
-If a record is gone without a mark (an operator removed it, or a node of an earlier version), its last heartbeat is
-unknown: the wait counts from the moment at which a node saw that it was gone.
+If a record is gone without a mark (because an operator or a node of an earlier version removed it), its last heartbeat
+is unknown. Then the wait counts from the moment at which a node found that it was gone.
 
-After an outage of etcd all nodes have been silent. So a node fences others only after they had the time of two
+During an outage of etcd, all nodes are silent. So after it a node fences others only once they have had the time of two
 heartbeats to return.
 """
 
@@ -31,15 +31,15 @@ from gpulease.daemon.fleet.rules.fleet_events import Note, Noted
 from gpulease.daemon.fleet.rules.membership import Membership, node_removal
 
 MAX_SILENT_NODES: Final = 1_024
-"""Maximum number of memberships without record and mark that are remembered. Bounds memory; the wait for a forgotten
-one restarts."""
+"""Maximum number of memberships without record and mark that are remembered. Bounds memory; for a forgotten membership,
+the wait restarts."""
 
 BEATS_TO_REJOIN: Final = 2
-"""Own heartbeats that must succeed after an outage before this node fences another, which may have had the same
-outage."""
+"""Number of this node's heartbeats that must succeed after an outage before it fences another node, which may have had
+the same outage."""
 
 FenceReads = tuple[tuple[KeyValue, ...], tuple[KeyValue, ...]]
-"""Results of the reads of `reads_of`."""
+"""Results of the reads that `reads_of` returns."""
 
 
 def reads_of(node_id: str) -> tuple[Get, Get]:
@@ -70,12 +70,12 @@ class NodeFences:
         next_ns = now_ns + membership.poll_ns
         if marks and marks[0].mod_revision > incarnation:
             return True, now_ns
-        # Case 2: the record is gone, or another membership's. The wait counts from when this was certain.
+        # Case 2: the record is gone, or belongs to another membership. The wait counts from when this was certain.
         if not records or records[0].create_revision != incarnation:
             over_ns = self._gone_since_ns(node_id, incarnation, records, now_ns) + membership.wait_ns
             return now_ns >= over_ns, max(now_ns, min(next_ns, over_ns))
-        # Case 3: the record is unchanged. During an outage this node can't distinguish a dead node from a store that it
-        # does not reach.
+        # Case 3: the record is unchanged. During an outage, this node can't distinguish a dead node from a store that
+        # it can't reach.
         if membership.member_since_ns is None:
             return False, next_ns
         # Fence it once its silence outlasts every lease, and once others had time to return after an outage.
@@ -94,9 +94,9 @@ class NodeFences:
         return Transaction(compares, (Delete(name_key(name)), Delete(held_key(node_id, name))))
 
     def _gone_since_ns(self, node_id: str, incarnation: int, records: tuple[KeyValue, ...], now_ns: int) -> int:
-        """Return the time at which a membership was surely over.
+        """Return the time at which a membership was certainly over.
 
-        By then the next membership had begun, or its record was seen to be gone.
+        By then the next membership had begun, or the record was found to be gone.
         """
         # The next membership's record began then, so the earlier one was over.
         if records and records[0].create_revision > incarnation:

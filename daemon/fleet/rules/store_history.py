@@ -1,9 +1,9 @@
 """Limits etcd's history: etcd keeps every write until a client compacts it, and heartbeats never end.
 
-One key is the mark. A member that has seen it unchanged for the time that history is kept rewrites it, on condition
-that it is still at that revision, and removes the history before the old mark. So only one of all members does it, and
-no younger history goes. Each heartbeat reads the mark before it checks its age, so that others seldom try once one has
-rewritten it.
+One key is the mark. If a member finds the mark unchanged for `history_s`, it rewrites the mark, on condition that the
+mark is still at that revision, and then removes the history before the old mark. So only one of the members does this,
+and newer history is kept. Each heartbeat reads the mark before the mark's age is checked, so once one member has
+rewritten it, others seldom try.
 """
 
 from gpulease.daemon.fleet.etcd.transactions import (
@@ -22,10 +22,10 @@ from gpulease.protocol.time_units import NS_PER_S
 
 
 class StoreHistory:
-    """The mark as seen by this node.
+    """The mark, as this node last read it.
 
     Args:
-        history_s: Seconds of history that are kept at least, twice that at most; 0: this node compacts nothing.
+        history_s: Seconds of history that are kept; up to twice as many may remain. 0: this node compacts nothing.
     """
 
     def __init__(self, membership: Membership, history_s: int) -> None:
@@ -43,9 +43,9 @@ class StoreHistory:
         self._mark = None
 
     def observe(self, items: tuple[KeyValue, ...], now_ns: int) -> None:
-        """Take the mark as read by a heartbeat, and remove the history before it if it is old."""
+        """Process the mark that a heartbeat has read; if it is old, remove the history before it."""
         revision = items[0].mod_revision if items else 0
-        # The mark was rewritten, by this node or another: its age starts again.
+        # The mark was rewritten, by this node or another, so its age starts again.
         if self._mark is None or self._mark[0] != revision:
             self._mark = revision, now_ns
         if not self._history_ns or self._is_asking or now_ns - self._mark[1] < self._history_ns:
@@ -54,7 +54,7 @@ class StoreHistory:
 
         def on_outcome(outcome: Outcome, sent_ns: int, now_ns: int) -> None:
             self._is_asking = False
-            # This node rewrote the mark, so it alone removes the history before the old one.
+            # This node rewrote the mark, so only this node removes the history before the old mark.
             if isinstance(outcome, TransactionAnswer) and outcome.succeeded and revision:
                 self._membership.effects.append(Compact(revision))
 

@@ -19,7 +19,6 @@ class Lexeme(NamedTuple):
 
 # Every alternative takes linear time: no nested repetition, and an unclosed comment ends the scan instead of being
 # searched for again at each "/*", so hostile text can't make the scan quadratic.
-# for again at each "/*", so hostile text can't make it quadratic.
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n\f\v]+|//[^\n]*|/\*.*?\*/)
     |(?P<unclosed>/\*)

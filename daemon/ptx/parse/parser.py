@@ -1,4 +1,4 @@
-"""A whole PTX text to an `Image` (PTX ISA sections 4 and 11).
+"""Parse a whole PTX text to an `Image` (PTX ISA sections 4 and 11).
 
 Whatever the text, the only error raised is `ImageRejected`. A function with a refused body is skipped: the other
 kernels of its module can run.
@@ -29,12 +29,11 @@ from gpulease.daemon.ptx.parse.syntax import Bounds, DeclaredVariable, Function,
 _LINKAGE = ("visible", "extern", "weak", "common")
 _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
 
-# Marks a module's shared variable: each kernel that names it gives it a place of its own.
+# Marks a module's shared variable: each kernel that names the variable gives it a separate place.
 _NO_PLACE = -1
 
 # Shared memory that belongs to CUDA (PTX ISA section 10, %reserved_smem_offset): a kernel that reads its address gets
 # it like a variable. Cooperative groups need 288 bytes there, for the barriers of tiles of several warps.
-# like a variable. Cooperative groups count on 288 bytes, for the barriers of tiles of several warps.
 _RESERVED_SHARED = DeclaredVariable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
 
 
@@ -61,7 +60,7 @@ class _ImageParser:
         self._max_parameter_bytes = MAX_PARAMETER_BYTES
 
     def parse(self) -> Image:
-        # Step 1: the two directives that begin every module decide whether this device runs it at all.
+        # Step 1: read the two directives that begin every module, which decide whether this device runs it at all.
         version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
         if not takes_long_parameters(version, target):
@@ -69,10 +68,10 @@ class _ImageParser:
         if reason := self._architecture.rejection(version, target):
             hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
             raise self.cursor.problem(reason, at, hint=hint)
-        # Step 2: everything else, in any order.
+        # Step 2: read everything else, in any order.
         while self.cursor.peek.kind != "end":
             self._parse_item()
-        # Step 3: what could only be checked when all names are known.
+        # Step 3: check what can only be checked when all names are known.
         self._resolve_aliases()
         self._check_relocations()
         image = Image(

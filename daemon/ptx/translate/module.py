@@ -1,4 +1,4 @@
-"""A whole image to IR: a thread function and a runner for each kernel, in parts that are compiled separately."""
+"""Translate a whole image to IR: a thread function and a runner for each kernel, in parts compiled separately."""
 
 from dataclasses import field
 
@@ -51,7 +51,7 @@ class IrBudget:
     lines: int
 
     def take(self, text: str, function: Function) -> None:
-        """Count a function's IR. Raises ImageRejected when the budget is used up."""
+        """Count a function's IR. Raises ImageRejected if the budget is used up."""
         count = text.count("\n")
         if count > self.lines:
             reason = f"the image takes more than {MAX_IMAGE_IR_LINES} steps"
@@ -64,13 +64,13 @@ class Part:
     """Kernels that are compiled together, with the same effort: a single one, or those that share functions.
 
     Attributes:
-        budget: What the image may still take.
-        lines: What this part takes.
+        budget: The lines of IR that the image may still take.
         callees: The functions that the kernels call.
-        runners: The name of each kernel's runner in the IR.
-        needs: What each kernel's blocks take.
+        runners: The name of each kernel's runner in the IR, by kernel.
+        needs: The memory that each kernel's blocks take, by kernel.
+        lines: The lines of IR that this part takes.
         shuffle: The seed of the order in which warps and blocks run; None for the order of their numbers.
-        is_once: Whether only code of its effort may run: its functions' checks of the stack know only those frames.
+        is_once: Whether only code of this effort may run, because the functions' checks of the stack assume its frames.
     """
 
     effort: Effort
@@ -92,17 +92,17 @@ class Part:
             dispatchers.append(print_ir(self._declarations))
         if self.callees.allocates:
             dispatchers.append(HEAP_IR)
-        # Sorted, so that equal images give equal text, and the cache finds it.
+        # Sort the declarations, so that equal images have equal text, which the cache finds.
         return "\n".join(
             [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
         )
 
     def add(self, function: Function, places: dict[str, int]) -> None:
-        """Translate one kernel. Raises ImageRejected, and keeps nothing of the kernel then."""
+        """Translate one kernel. Raises ImageRejected, and then keeps nothing of the kernel."""
         definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
         try:
             self._add(function, places)
-        # Recovery: the other kernels of the part must not see the half-translated one.
+        # Undo the changes: the other kernels of the part must not contain a half-translated one.
         except ImageRejected:
             del self._definitions[definitions:]
             self.lines = lines
@@ -111,7 +111,7 @@ class Part:
             raise
 
     def _add(self, function: Function, places: dict[str, int]) -> None:
-        # Step 1: the function that runs one thread.
+        # Step 1: translate the function that runs one thread.
         number = len(self.runners)
         thread = BodyTranslator(function, places, self._declarations, self.callees)
         self._define(thread.translate(f"thread{number}"), function)
