@@ -23,7 +23,7 @@ else:
 
     C = TypeVar("C", bound=type)
 
-    FIELDS_WITH_TWIN = 3
+    MIN_FIELDS_FOR_TWIN = 3
     """Minimum number of fields for a twin. With fewer, changing an instance's class twice costs more than it saves."""
 
     def dataclass(*, slots: bool, frozen: bool = False, kw_only: bool = False, eq: bool = True) -> Callable[[C], C]:
@@ -118,8 +118,8 @@ else:
         names: dict[str, Any] = {"_set": object.__setattr__, "_MISSING": MISSING, "__name__": cls.__module__}
         parameters, lines = ["self"], []
         # Frozen instances refuse assignment, so set their fields through `object`, or while their class is the twin.
-        has_twin = frozen and len(class_fields) >= FIELDS_WITH_TWIN
-        sets = "_set(self, {0!r}, {1})" if frozen and not has_twin else "self.{0} = {1}"
+        has_twin = frozen and len(class_fields) >= MIN_FIELDS_FOR_TWIN
+        assignment = "_set(self, {0!r}, {1})" if frozen and not has_twin else "self.{0} = {1}"
         # Keyword-only parameters must follow all others, and `sorted` keeps the fields' order otherwise.
         for item in sorted(class_fields, key=attrgetter("kw_only")):
             value = item.name
@@ -135,7 +135,7 @@ else:
                 parameters.append(f"{item.name}=_default_{item.name}")
             else:
                 parameters.append(item.name)
-            lines.append(sets.format(item.name, value))
+            lines.append(assignment.format(item.name, value))
         if has_twin:
             names |= {"_twin": _twin_of(cls), "_set_class": object.__dict__["__class__"].__set__}
             lines = ["_own = self.__class__", "_set_class(self, _twin)", *lines, "_set_class(self, _own)"]
@@ -154,7 +154,7 @@ else:
         members = {"__slots__": own["__slots__"], "__module__": cls.__module__}
         # Both methods must be the standard ones; otherwise the interpreter calls Python code for each assignment.
         members |= {"__setattr__": object.__setattr__, "__delattr__": object.__delattr__}
-        # A generic class is derived from Generic with these parameters alone.
+        # `__bases__` of a generic class has only plain Generic; `type` also needs its parameters, which are here.
         if "__orig_bases__" in own:
             members["__orig_bases__"] = own["__orig_bases__"]
         return type(cls.__name__, cls.__bases__, members)

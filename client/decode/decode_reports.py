@@ -110,7 +110,7 @@ class StepReport:
         rows: Number of its rows.
         decode_rows: Number of its rows that belong to decoding sequences; the others belong to prompts.
         tokens: The tokens that it emitted.
-        took_s: Seconds until its end, counted from the end of the previous step, or from its start after a pause.
+        took_s: Seconds from the previous step's end, or after a pause from this step's start, to this step's end.
     """
 
     rows: int

@@ -92,19 +92,20 @@ class CardSnapshot:
     """State of one card at one moment.
 
     Attributes:
-        capacity_bytes: Bytes that may be held in total now.
+        capacity_bytes: Total bytes that leases, warm contexts and fences may hold now.
         free_bytes: Bytes that no lease holds and no fence keeps. Warm contexts give way, so theirs are included.
         available_bytes: Largest slice a tenant could get now: the free bytes less one context's overhead, and 0 while
             one lease has the card to itself or the card is drained.
         warm_contexts: Contexts that wait for any lease.
         recycled_contexts: Contexts that wait for a lease of the tenant they served.
-        warm_wanted: Number of contexts that are to wait for any lease.
+        warm_wanted: Target number of contexts that wait for any lease (`warm_contexts`).
         warm_bytes: Bytes of all of the pool's contexts, including those being made or dropped.
         leases: Live leases, fenced ones included.
         is_exclusive: Whether one lease has the card to itself.
-        unowned_bytes: Booked bytes that belong to no process, beyond those at the measurement.
-        outside_bytes: Booked bytes of programs outside the daemon, beyond those at the measurement.
-        parked_bytes: Bytes of the slices of parked leases that others may use.
+        unowned_bytes: Bytes in use that belong to no process, less those when the card was measured. The capacity
+            is smaller by them.
+        outside_bytes: The same for bytes of programs outside the daemon.
+        parked_bytes: Bytes of parked leases' slices, which other leases may use.
         drain_ns: Time at which the card's own drain ends its leases; None if there is none.
     """
 

@@ -68,7 +68,7 @@ class Teardown:
     def __init__(self, store: LeaseStore) -> None:
         self._store = store
         self._reclaim_timeout_ns = store.limits.reclaim_timeout_s * NS_PER_S
-        # The submits call back, because a lease's teardown waits for its submit's.
+        # The submits call back, because a lease's teardown waits until its submit has been torn down.
         self.submits = Submits(store, self._on_submit_freed, self.on_reclaim_failed)
         self.regions = Regions(store, self.condemn)
         self.resizes = Resizes(store)
@@ -87,8 +87,8 @@ class Teardown:
 
         Args:
             lease: The lease to end.
-            cause: Reason for the end.
-            reason: The cause in words.
+            cause: Why the lease ends.
+            reason: The same as a text for people.
             now_ns: Monotonic time.
             effects: Receives the effects.
             denial: Reply to the acquire; None for a reply that says how the lease ended.
@@ -100,11 +100,11 @@ class Teardown:
         lease.reason = reason
         if cause is Cause.REVOKED:
             self._store.revoked.add(lease.lease_id)
-        # Step 2: refuse new work. The revocation word is flipped before any other effect, so that no launch starts
-        # after it.
+        # Step 2: refuse new work. The revocation flag is set before any other effect, so that no launch starts after
+        # it.
         effects.append(RefuseWork(lease.lease_id, cause))
-        # If the session is passing from one worker to another, a table that was restored from an earlier record may
-        # continue it in the former one: so that worker's page must show the end, too.
+        # If the session is passing from one worker to another, and the daemon is killed now, the next daemon may have
+        # an earlier record and continue the session in the former worker. So that worker's page must show the end, too.
         effects += [RefuseWork(worker_id, cause) for worker_id in self._store.left_workers(lease)]
         # Step 3: end everything inside the lease, with the lease's cause.
         self.regions.end_with_lease(lease, now_ns, effects)

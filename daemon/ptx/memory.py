@@ -1,11 +1,12 @@
 """Device memory and the memory of running blocks, in mappings that cost nothing until they are touched.
 
-Device memory is one reservation of address space per context. Sizes are rounded up to powers of two, with at least one
-granule after each allocation that no kernel may touch: an access just before or after an allocation faults, and never
-reaches another allocation. Each size class has its own range, with room for more blocks than a slice can hold. So an
-allocation that fits the slice always finds a place, and nothing fragments; unused address space costs nothing. Pages
-exist only after they are touched, and are returned to the host when freed. After the classes come the addresses of
-regions (region_pages.py). A running block has its shared memory, local windows and frames in a separate area.
+Device memory is one reservation of address space per context. Each allocation is followed by at least one granule that
+no kernel may touch, and the sum is rounded up to a power of two. So an access just before or after an allocation
+faults, and never reaches another allocation. Each size class has its own range, with room for more allocations than a
+slice can hold. So an allocation that fits the slice always finds a place, and nothing fragments; unused address space
+costs nothing. Pages exist only after they are touched, and are returned to the host when freed. After the classes come
+the addresses of regions (region_pages.py). A running thread block has its shared memory, local windows and frames in a
+separate area.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ from gpulease.daemon.ptx.translate.access import GRANULE_BYTES, GRANULE_SHIFT
 from gpulease.protocol.fast_dataclass import dataclass
 
 PARKABLE_ADDRESS = 0x1000_0000_0000
-"""Where the memory of a parkable session begins, if the address is free: at the same address in every worker, its
-pointers stay valid. Far from what a process maps by itself, and from a CUDA session's pages."""
+"""Where the memory of a parkable session begins, if the address is free. The address is the same in every worker, so
+the session's pointers stay valid. It is far from what a process maps by itself, and from a CUDA session's pages."""
 
 
 class Mapping:

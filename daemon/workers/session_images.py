@@ -249,7 +249,7 @@ class SessionImages:
             loop.remove_reader(image.watched.pop())
 
     def hold(self, lease_id: int, sock_fd: int, attach: AttachOrder) -> bool | None:
-        """Hold a new connection of a session that leaves, or has left, its worker.
+        """Hold a new connection of a session that is leaving, or has left, its worker.
 
         Returns whether it is held; None if the session has a worker that can take it.
         """
@@ -269,16 +269,16 @@ class SessionImages:
     # --- regions of a session without a worker ---
 
     def words(self, lease_id: int) -> BrokerRegionsPage | None:
-        """Return the page with the words of a lease, if no worker has the lease's session."""
+        """Return the page with the words of a lease's regions, if no worker has the lease's session; otherwise None."""
         image = self._images.get(lease_id)
         return None if image is None or image.is_lent or image.link is None else image.link.page
 
     def end_region(self, lease_id: int, region_id: int) -> Event | None:
         """Wipe the bytes of an ended region, and return them to the host. Returns the event that reports the result.
 
-        Returns None if a worker has the session or is adopting it, because then the region is that worker's. The next
-        worker reads the region's word, which shows that it must not restore the region. The same applies to a session
-        with bytes in pages of its former worker: they are not in the host memory, and it is adopted at once.
+        Returns None if a worker has the session or is adopting it. That worker ends the region: the region's word shows
+        that it must not restore the region. Also returns None if the session's bytes are still in pages of its former
+        worker, not in the host memory; another worker adopts such a session at once.
         """
         image = self._images.get(lease_id)
         if image is None or not image.is_kept or image.is_lent or image.memory is None:

@@ -687,7 +687,7 @@ class _Reply:
         """Begin a stream at once. Send comments whenever the block sends no event for a while.
 
         Args:
-            abort: Called if the caller does not receive a comment in time. It must make the block end.
+            abort: Called if the HTTP client does not receive a comment in time. It must make the block end.
         """
         if not self.is_started:
             await self._begin(200, _STREAM_HEADERS)

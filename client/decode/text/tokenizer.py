@@ -186,7 +186,7 @@ class Tokenizer:
 
     @property
     def most_bytes_per_token(self) -> int | None:
-        """Maximum number of bytes of a text that one token can stand for (text_bound.py); None without a limit."""
+        """Maximum number of bytes of a text that one token can stand for (text_bound.py); None if there is no limit."""
         return most_bytes_per_token(self.library) if self._table is None else self._table.most_bytes_per_token
 
     @property
@@ -198,7 +198,7 @@ class Tokenizer:
         return self._loaded
 
     def table(self) -> TokenTable:
-        """Return the tokenizer's table. Without one, it is made, which takes seconds for a large vocabulary."""
+        """Return the tokenizer's table. If there is none, build it, which takes seconds for a large vocabulary."""
         if self._table is not None:
             return self._table
         pieces = [self._find_bytes(token) for token in range(self.vocabulary)]
@@ -220,14 +220,14 @@ class Tokenizer:
 
     @classmethod
     def of_values(cls, values: Sequence[Any], table: TokenTable | None = None) -> Self:
-        """Return the tokenizer that the result of `values` describes, made of its table if that is given.
+        """Return the tokenizer that the result of `values` describes, built from `table` if that is given.
 
         Raises ModelRejected.
         """
         text, begin_token, template, where, chat_begins = values
         chat_template = None if template is None else ChatTemplate(*template)
-        library = library_tokenizer(text.decode(), where) if table is None else table
-        return cls(library, begin_token, chat_template, where, chat_begins=chat_begins)
+        source = library_tokenizer(text.decode(), where) if table is None else table
+        return cls(source, begin_token, chat_template, where, chat_begins=chat_begins)
 
     def _find_bytes(self, token: int) -> bytes:
         # Special tokens have no text; other added tokens stand for their names.

@@ -1,6 +1,6 @@
 """Memory of the card that this process maps itself (CUDA driver API, "Virtual Memory Management").
 
-Addresses are reserved first; then memory is taken of the card in pieces, and each piece is mapped into reserved
+Addresses are reserved first; then memory is allocated on the card in pieces, and each piece is mapped into reserved
 addresses. So a piece can leave its addresses and another one take its place: that is how regions end
 (region_pages.py), and how a parkable session leaves the card and returns to the same addresses (slice_pages.py).
 
@@ -46,7 +46,7 @@ Wait = Callable[[Callable[[], bool], Poll], None]
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Memory taken of the card by one call, and where it is mapped.
+    """Memory that one call allocated on the card, and where it is mapped.
 
     Attributes:
         handle: The driver's handle; None while the piece is parked.
@@ -122,7 +122,7 @@ class MappedPages:
     # --- one step each ---
 
     def reserve(self, size_bytes: int, at: int = 0) -> int:
-        """Reserve addresses; return the first. `at`: where they should be, which the driver need not respect."""
+        """Reserve addresses; return the first. `at`: the preferred address, which the driver may ignore."""
         return int(self.check(self._api.cuMemAddressReserve(size_bytes, PAGE_BYTES, at, 0)))
 
     def free_addresses(self, address: int, size_bytes: int) -> None:
@@ -130,7 +130,7 @@ class MappedPages:
         self.check(self._api.cuMemAddressFree(address, size_bytes))
 
     def take(self, size_bytes: int) -> Piece:
-        """Take memory of the card. Raises MemoryRefused."""
+        """Allocate memory on the card. Raises MemoryRefused."""
         if self.is_parked:
             raise DriverError("the session is parked")
         piece = Piece(size_bytes, self._create(size_bytes))
@@ -172,7 +172,10 @@ class MappedPages:
         return True
 
     def unmap(self, piece: Piece) -> None:
-        """Undo all mappings of a piece, the last one first: cuMemUnmap takes whole mappings."""
+        """Undo all mappings of a piece. Each call of cuMemUnmap undoes one whole mapping.
+
+        If a call fails, `mappings` still has those that remain.
+        """
         while piece.mappings:
             if not self.is_parked:
                 self.check(self._api.cuMemUnmap(*piece.mappings[-1]))

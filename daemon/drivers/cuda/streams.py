@@ -139,8 +139,8 @@ class CudaStreams:
     def wait(self, number: int, other: int) -> None:
         """Order later work of `number` after the work that is in `other` now. Raises cuda.Error.
 
-        One event serves all: a wait is for the record that the event had when the wait was queued, not for later ones
-        (CUDA driver API, cuEventRecord).
+        One event is enough for all streams: a wait refers to the event's latest record when the wait was queued,
+        and later records do not change it (CUDA driver API, cuEventRecord).
         """
         self._mark.record(self._streams[other])
         self._streams[number].wait_for_event(self._mark)
@@ -155,11 +155,11 @@ class CudaStreams:
             self._zeroing_used.wait_for_event(self._mark)
 
     def zero(self, address: int, size_bytes: int, was_used: bool) -> list[int]:
-        """Zero memory before any operation that is put in a stream from now on, also in a stream that is made later.
+        """Zero memory before any operation that is queued from now on, also in streams that are created later.
 
         Returns the numbers of the streams that now hold a wait for it. Raises cuda.Error.
         """
-        # New memory needs no order; used memory is zeroed after everything that may still use it.
+        # New memory needs no ordering; used memory is zeroed after everything that may still use it.
         zeroing, zeroed = (self._zeroing_used, self._used_zeroed) if was_used else (self._zeroing_new, self._new_zeroed)
         cuda.memset_d8_async(address, 0, size_bytes, zeroing or self._streams[0])
         zeroed.record(zeroing or self._streams[0])
