@@ -14,13 +14,13 @@ from gpulease.client.console.exit_status import check_words, failures_as_sentenc
 PROGRAM: Final = "gpulease"
 
 COMMANDS: Final = {
-    "acquire": ("acquire:acquire", "Acquire a lease that continues after this command, for other programs."),
+    "acquire": ("acquire:acquire", "Acquire a lease for other programs; it continues after this command."),
     "audit": ("daemon_modules:audit", "Read audit logs: verify, show, usage, head, recompute."),
     "bench": ("bench:bench", "Measure what a lease costs compared with calling the driver directly."),
     "completion": ("completion:completion", "Print a shell script that completes commands and lease ids."),
     "decode": ("decode:decode", "Continue a prompt with a language model."),
     "demo": ("demo:demo", "Show and measure what leases guarantee to three tenants on one card."),
-    "drain": ("drain:drain", "Refuse new leases on a node or card, and end the others by a deadline."),
+    "drain": ("drain:drain", "Refuse new leases on a node or card, and end the rest by a deadline."),
     "events": ("lease_events:events", "Print the phases of leases as they happen, one per line."),
     "fence": ("node:fence", "Manage memory that could not be proved free."),
     "fleet": ("fleet:fleet", "Manage a fleet: its nodes and names; drain or fence a node."),
@@ -30,7 +30,7 @@ COMMANDS: Final = {
     "install-service": ("service:install_service", "Print the systemd units, or install them."),
     "leases": ("node:leases", "List leases: your own, or all of them if you are an operator."),
     "metrics": ("metrics:metrics", "Print the node's metrics in Prometheus's format."),
-    "move": ("move:move", "Move the session of a lease to another card, or all sessions of a card."),
+    "move": ("move:move", "Move the session of a lease, or all sessions of a card, elsewhere."),
     "park": ("node:park", "Move a lease's memory to the host until its next operation."),
     "pki": ("daemon_modules:pki", "Make a test authority and certificates: init, issue, revoke."),
     "renew": ("acquire:renew", "Extend a lease."),

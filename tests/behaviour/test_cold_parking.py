@@ -471,7 +471,7 @@ def test_a_card_is_drained_and_its_sessions_leave_it(node: Daemon, lease: GpuLea
     session.mem_write(buffer, 0, b"weights")
     with GpuBuilder(node.address).min_vram(MIB).device("0").acquire() as fixed:
         status, output = run("--device", "0", "--move", "--within", "1h")
-        assert (status, "to end within 1 h" in output, f"moved to {other}" in output) == (1, True, True), output
+        assert (status, "will end within 1 h" in output, f"moved to {other}" in output) == (1, True, True), output
         assert "not parkable" in output
         assert row(node.address, lease)["card_uuid"] == other
         assert row(node.address, lease)["phase"] == "active"

@@ -147,7 +147,7 @@ def test_programs_hand_a_buffer_on_by_name(daemon: Daemon) -> None:
             own = third.take("steps")
             assert third.mem_read(own, 0, 12) == b"of the first"
             assert third.kept_names() == {}
-            with pytest.raises(InvalidHandle, match=r"keeps no buffer 'steps'\. It keeps none"):
+            with pytest.raises(InvalidHandle, match=r"keeps no buffer with the name 'steps'\. It keeps: none"):
                 third.take("steps")
         with GpuSession(lease) as fourth:
             again = fourth.mem_alloc(MOST)

@@ -42,7 +42,7 @@ def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Pa
         tenant = f"uid:{os.getuid()}"
         told = quota(cluster, tenant)
         assert told.startswith(f"{tenant}: {3 * MIB} bytes (3.0 MiB) by default, of which 3 leases use")
-        assert all(f"{count * MIB} bytes ({count}.0 MiB) at node-{2 - count}" in told for count in (1, 2)), told
+        assert all(f"{count * MIB} bytes ({count}.0 MiB) on node-{2 - count}" in told for count in (1, 2)), told
         freeing = threading.Timer(0.5, leases.pop(0).free)
         freeing.start()
         leases.append(second.builder("model-a").timeout(60).acquire())

@@ -49,7 +49,7 @@ def test_a_driver_that_was_updated_under_its_kernel_module(tmp_path: Path) -> No
     status, said = ended(run(tmp_path, *daemon_arguments(tmp_path)), tmp_path)
     assert status == os.EX_OSERR
     assert said.startswith("gpuleased: the NVIDIA kernel module")
-    assert "have different versions. The driver was updated under it: reboot" in said
+    assert "have different versions. The driver was updated while the module was loaded: reboot" in said
 
 
 def test_what_may_pass_is_tried_again(tmp_path: Path) -> None:

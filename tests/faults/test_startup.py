@@ -94,7 +94,7 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path) -> None:
     settings.write_text('vram = ["1GiB", "1GiB"]\n[tenants.default]\ndevices = [99]\n')
     status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
     assert status == os.EX_CONFIG
-    check_sentence(output, "devices of 'default' has '99'; the cards of this host are 0 .GPU-.*, 1")
+    check_sentence(output, "devices of 'default' contains '99'; the cards of this host are 0 .GPU-.*, 1")
 
 
 @pytest.mark.exhaustive

@@ -154,7 +154,7 @@ def test_an_etcd_that_is_missing_is_told_at_once() -> None:
         cwd=ROOT,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert "etcd is not installed: install it, as by `apt install etcd-server`" in done.stderr
+    assert "etcd is not installed: install it, for example with `apt install etcd-server`" in done.stderr
 
 
 @pytest.mark.exhaustive

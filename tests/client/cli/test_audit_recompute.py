@@ -129,7 +129,10 @@ def test_a_request_s_body_gives_its_prompt_and_its_grammar(recorded: Recorded, t
     schema = json.loads(body(9))["response_format"]["json_schema"]["schema"]
     record = recorded.decoded(SamplingParameters(0.9, seed=3, grammar=f"start: {json_rule(schema)}"))
     file = tmp_path / "body"
-    for text, status, said in ((body(9), 0, "is equal"), (body(8), command.EXIT_PROMPT_DIFFERS, "the grammar must be")):
+    for text, status, said in (
+        (body(9), 0, "is the same"),
+        (body(8), command.EXIT_PROMPT_DIFFERS, "the grammar must be"),
+    ):
         file.write_text(text)
         words = ["audit", "recompute", "-", "--request", str(file)]
         environment = {ADDRESS_VARIABLE: recorded.daemon.address}
@@ -142,7 +145,7 @@ def test_a_request_s_body_gives_its_written_grammar(recorded: Recorded, tmp_path
     record = recorded.decoded(SamplingParameters(0.9, seed=3, grammar=lark_of(written)))
     file = tmp_path / "body"
     for text, status, said in (
-        (written, 0, "is equal"),
+        (written, 0, "is the same"),
         (written + ' | ""', command.EXIT_PROMPT_DIFFERS, "the grammar must be"),
     ):
         file.write_text(json.dumps({"prompt": PROMPT, "grammar": text}))
@@ -161,7 +164,7 @@ def test_a_request_s_body_gives_its_lists_of_tokens(recorded: Recorded, tmp_path
     body: dict[str, Any] = {"prompt": PROMPT, "bad_words": ["version"]}
     file = tmp_path / "body"
     for allowed, status, said in (
-        (list(range(199, 19, -1)), 0, "is equal"),
+        (list(range(199, 19, -1)), 0, "is the same"),
         ([5], command.EXIT_PROMPT_DIFFERS, "the allowed_token_ids must be"),
     ):
         file.write_text(json.dumps(body | {"allowed_token_ids": allowed}))

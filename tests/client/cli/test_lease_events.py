@@ -53,9 +53,9 @@ def test_lines(phase: Phase | int, left_s: float, more: dict[str, str | int], li
 @pytest.mark.parametrize(
     ("status", "kernel", "lost", "line"),
     [
-        (Status.REVOKED, "scale", 0, "revoked: launch 3 of scale did not begin  position 4096  seen 20 us after"),
-        (-1000, "", 0, "status -1000: a graph did not begin  position 4096  seen 20 us after"),
-        (Status.FENCED, "\x1b]0;x\a", 0, r"fenced: launch 3 of \x1b]0;x\x07 did not begin"),
+        (Status.REVOKED, "scale", 0, "revoked: launch 3 of scale was not started  position 4096  noticed 20 us after"),
+        (-1000, "", 0, "status -1000: a graph was not started  position 4096  noticed 20 us after"),
+        (Status.FENCED, "\x1b]0;x\a", 0, r"fenced: launch 3 of \x1b]0;x\x07 was not started"),
     ],
 )
 def test_refused_launches(status: Status | int, kernel: str, lost: int, line: str) -> None:

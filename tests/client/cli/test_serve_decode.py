@@ -61,7 +61,7 @@ def test_a_decoder_that_fails_by_a_fault_of_its_own_ends_the_process_with_an_err
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert (done.exit_code, "a fault of its own, ZeroDivisionError" in done.output) == (1, True), done.output
+    assert (done.exit_code, "an internal error, ZeroDivisionError" in done.output) == (1, True), done.output
 
 
 def test_a_reload_shares_the_file_s_prefixes_and_a_mistake_changes_nothing(

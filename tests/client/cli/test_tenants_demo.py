@@ -113,7 +113,7 @@ def test_a_claim_that_does_not_hold_fails_it(daemon: Daemon) -> None:
     with _ann_killed():
         done = CliRunner().invoke(main, ["demo"], env={ADDRESS_VARIABLE: daemon.address})
     assert done.exit_code == 1
-    assert "BROKEN every launch of ann's was right" in done.stdout
+    assert "BROKEN all of ann's launches had the right result" in done.stdout
     assert "its process ended" in done.stdout
     assert "held   carol reads only zeros" in done.stdout
 

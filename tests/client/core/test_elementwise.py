@@ -112,7 +112,7 @@ def test_the_asyncio_face(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("parts", "arguments", "said"),
     [
-        (SQUARE, ("f4",), "takes 2 arguments, or 3 with its outputs; 1 are given"),
+        (SQUARE, ("f4",), "takes 2 arguments, or 3 with its outputs; 1 were given"),
         (SQUARE, ("f4", "f8"), "y has elements of float64, the kernel's are T is float32"),
         (SQUARE, ("f4", np.float64(1)), "y has elements of float64"),
         (SQUARE, ("i4", 1.5), "y: .* a number that fits an array of int32"),
@@ -121,7 +121,7 @@ def test_the_asyncio_face(daemon: Daemon) -> None:
         (SQUARE, ("f4", 1, 2), "z must be an array on the card, not 2"),
         (SQUARE, ("c8", "c8"), "x: such kernels have no elements of complex64"),
         (SQUARE, (1, 2), "no array determines the size"),
-        (("T x", "T z", "z = x"), ("f4", "one"), "z has the shape .1,., the operation runs over .3,."),
+        (("T x", "T z", "z = x"), ("f4", "one"), "z has the shape .1,., but the operation runs over .3,."),
         (("T x, T y", "T z", "z = x"), ("f4", "two"), "can't be combined"),
         (("T x", "U z", "z = x"), ("f4",), "no argument determines the type U"),
         (("float64 x", "T z", "z = x"), ("f4",), "x has elements of float32, the kernel's are float64"),

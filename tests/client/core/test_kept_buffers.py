@@ -41,7 +41,7 @@ def test_a_taken_buffer_is_freed_with_its_last_reference(run: Run, peer: Scripte
             buffer = await session.mem_alloc(16)
             handle = buffer.handle
             await session.keep(buffer, "it")
-            with pytest.raises(InvalidHandle, match=r"take: the lease keeps no buffer 'that'\. It keeps 'it'"):
+            with pytest.raises(InvalidHandle, match=r"no buffer with the name 'that'\. It keeps: 'it'"):
                 await session.take("that")
             taken = await session.take("it")
             assert (taken.handle, taken.size_bytes, peer.kept) == (handle, 16, {})

@@ -503,7 +503,7 @@ def test_advice_is_logged_once_with_its_value(caplog: pytest.LogCaptureFixture) 
         for _ in range(2):
             used_members(Members(said, "generation_config.json of this test"), GENERATION_KEYS)
     (record,) = caplog.records
-    assert record.getMessage().endswith("this advice is left out: top_k '20', repetition_penalty '1.05'")
+    assert record.getMessage().endswith("because each request sets its own: top_k '20', repetition_penalty '1.05'")
 
 
 def test_a_file_of_many_unknown_keys_makes_one_short_line(caplog: pytest.LogCaptureFixture) -> None:

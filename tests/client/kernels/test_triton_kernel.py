@@ -133,7 +133,7 @@ def test_arguments_that_do_not_fit_are_refused(session: Any, arguments: Any, key
 
 
 def test_an_array_of_another_type_than_was_told_is_refused(session: Any) -> None:
-    with pytest.raises(LaunchFailed, match=r"elements of fp64, the kernel's parameter is \*fp32"):
+    with pytest.raises(LaunchFailed, match=r"elements of fp64, but the kernel's parameter is \*fp32"):
         session.kernel(fill, {"x": "*fp32"})[(1,)](Array(session.mem_alloc(16), "f8"), 1.0, 4, BLOCK=4)
 
 

@@ -48,7 +48,7 @@ def test_settings_are_read_again(manager: ServiceManager) -> None:
         stamp = manager.said[reloading + 1]
         assert stamp.startswith("MONOTONIC_USEC=")
         assert stamp.removeprefix("MONOTONIC_USEC=").isdigit()
-        status = "STATUS=Settings reloaded; taking effect at the next start: max_load_s."
+        status = "STATUS=Settings reloaded; these take effect at the next start: max_load_s."
         assert manager.said[reloading + 2 :] == ["READY=1", status]
         # What it has stays; what is asked for from now on is held against the new bounds.
         with pytest.raises(Denied, match="max_leases"):

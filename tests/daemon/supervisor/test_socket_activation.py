@@ -96,7 +96,7 @@ def test_what_is_another_process_s_is_left(environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("count", ["", "-1", "two", "257", "9999999999", "000000999999999999", "0" * 6 + "9" * 5000])
 def test_a_count_that_is_none(count: str) -> None:
-    with pytest.raises(BadHandover, match="LISTEN_FDS is"):
+    with pytest.raises(BadHandover, match="LISTEN_FDS must be"):
         take_sockets({"LISTEN_PID": str(PID), "LISTEN_FDS": count}, PID)
 
 

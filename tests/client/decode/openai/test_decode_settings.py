@@ -252,7 +252,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     """A FIFO would wait for a writer."""
     os.mkfifo(tmp_path / "key")
     text = MODEL + TENANT.replace(f'key_sha256 = "{DIGEST}"', 'key_file = "key"')
-    with pytest.raises(InvalidRequest, match=r"key_file .*key: it must be a file, not a folder"):
+    with pytest.raises(InvalidRequest, match=r"key_file .*key: it must be a regular file, not a folder"):
         loaded(tmp_path, text)
-    with pytest.raises(InvalidRequest, match="key: it must be a file, not a folder"):
+    with pytest.raises(InvalidRequest, match="key: it must be a regular file, not a folder"):
         load_decode_settings(tmp_path / "key")

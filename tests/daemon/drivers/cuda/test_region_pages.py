@@ -216,5 +216,5 @@ def test_the_granule_is_a_page_where_the_driver_can_map_it(granularity: int, gra
     regions = make(Card(granularity))
     assert regions.granule_bytes == granule
     if not granule:
-        with pytest.raises(DriverError, match="no regions"):
+        with pytest.raises(DriverError, match="regions are not supported"):
             regions.open(PAGE)
