@@ -242,7 +242,7 @@ def test_a_client_believes_nobody_else(daemon: Daemon, pki: Pki, tmp_path: Path,
     misnamed = pki.authority.issue_server(["elsewhere.example"])
     settings = pki.settings().replace(str(pki.server.certificate), str(misnamed.certificate))
     elsewhere = start_daemon(tls=True, config=settings.replace(str(pki.server.key), str(misnamed.key)))
-    with pytest.raises(Untrusted, match=r"not for the name '127.0.0.1'\. Use the name"):
+    with pytest.raises(Untrusted, match=r"not for the name '127.0.0.1'\. Use a name"):
         pki.builder(elsewhere.tls_address, pki.ann).acquire()
 
 
@@ -251,7 +251,7 @@ def test_mixed_up_ports_are_told(daemon: Daemon, pki: Pki) -> None:
     with pytest.raises(Disconnected, match=r"it speaks TLS\. Write the address as tls:HOST:PORT"):
         GpuBuilder(plain_port).min_vram(1).acquire()
     tls_port = daemon.tcp_address.replace("tcp:", "tls:")
-    with pytest.raises(Disconnected, match=r"does not speak TLS\. A daemon's plain port"):
+    with pytest.raises(Disconnected, match=r"does not speak TLS\. For a daemon's plain TCP port"):
         pki.builder(tls_port, pki.ann).acquire()
 
 

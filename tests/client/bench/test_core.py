@@ -46,5 +46,5 @@ def test_a_core_below_its_bounds_fails_the_bench(
 
 def test_a_core_that_can_not_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_environment()["PYTHONPATH"])
-    with pytest.raises(MissingPrerequisite, match="must be some of journal, audit, log, not stamps"):
+    with pytest.raises(MissingPrerequisite, match="must be among journal, audit, log, not stamps"):
         core_figures(10, ("stamps",))

@@ -71,7 +71,7 @@ def test_devices_of_another_node_and_too_many_are_refused() -> None:
         parse_claim(CLAIM.as_object(), REF, DRIVER, "node-b")
     for count in (0, 33):
         claim = replace(CLAIM, parts={f"gpu-{number}": ("cpu-0", "1Mi") for number in range(count)})
-        with pytest.raises(UnusableClaim, match=f"{count} devices"):
+        with pytest.raises(UnusableClaim, match=f"not {count}"):
             parse_claim(claim.as_object(), REF, DRIVER, NODE)
 
 
