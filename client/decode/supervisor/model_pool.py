@@ -373,7 +373,7 @@ class ModelPool:
         """
         state = _state_of(spec.path)
         prefixes_state = state, spec.settings.positions, spec.prefixes
-        is_known = self._tokenizer_of(spec.path) is not None
+        is_known = self._tokenizers.get(spec.path, (None,))[0] == state
         known_state, shared = self._shared.get(model, (None, ()))
         if is_known and not spec.prefixes:
             return ()
