@@ -130,7 +130,7 @@ def show_names(browser: Browser) -> None:
     """By the keyboard alone, a token that is wrong first."""
     browser.run("document.getElementById('names').focus()")
     wrong = "This is not the operator's token"
-    for token, after in (("\u2011" * 32, f"{wrong}: it has"), ("0" * 32, f"{wrong}."), (TOKEN, "")):
+    for token, after in (("\u2011" * 32, f"{wrong}: it contains"), ("0" * 32, f"{wrong}."), (TOKEN, "")):
         if not browser.run("return document.getElementById('token-dialog').open"):
             browser.press("\ue007")
         wait_until(lambda: browser.run("return document.activeElement.id") == "token", "the token is asked for")
