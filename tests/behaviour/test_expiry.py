@@ -14,6 +14,7 @@ import pytest
 from gpulease.client import Buffer, Disconnected, GpuLease, GpuLeaseError, GpuSession, LeaseExpired
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import Neighbour, start_endless
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 LATEST_S = 60.0
@@ -107,7 +108,7 @@ def test_client_killed(daemon: Daemon, ends_on_time: Callable[[int, int], None],
 @pytest.mark.exhaustive
 def test_client_stopped(daemon: Daemon, ends_on_time: Callable[[int, int], None]) -> None:
     with tenant_process(daemon, 4, "endless") as (lease_id, process):
-        process.send_signal(signal.SIGSTOP)
+        stop_process(process.pid)
         ends_on_time(lease_id, daemon.worker_pid(lease_id))
 
 

@@ -22,6 +22,7 @@ from gpulease.protocol.primitives import LeaseParameter
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_rig import FENCED, HORIZON_S, FleetNode, Worker, claims, fleet
 from helpers.leaks import SHARED_FOLDERS
+from helpers.processes import stop_process
 from helpers.readable import readable
 from helpers.waiting import wait_until
 
@@ -109,7 +110,7 @@ def kill_daemon(node: FleetNode) -> None:
 
 
 def stop_daemon(node: FleetNode) -> None:
-    os.kill(node.now.process.pid, signal.SIGSTOP)
+    stop_process(node.now.process.pid)
 
 
 @pytest.mark.exhaustive

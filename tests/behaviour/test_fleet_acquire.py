@@ -19,6 +19,7 @@ from helpers.daemon import Daemon
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_daemon, put_node, record_of
 from helpers.kernels import check_main_job
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -158,7 +159,7 @@ def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
     with ThreadPoolExecutor() as pool, own:
         waiting = pool.submit(fleet_builder(directory, size_bytes=size_bytes).timeout(600).acquire)
         wait_until(lambda: "waits in the queue" in stopped.log(), "the acquire waits at the node that is to be stopped")
-        os.kill(stopped.process.pid, signal.SIGSTOP)
+        stop_process(stopped.process.pid)
         try:
             others.free()
             with waiting.result() as lease:

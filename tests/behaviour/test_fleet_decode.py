@@ -36,6 +36,7 @@ from helpers.decode.random_models import TINY
 from helpers.etcd_cluster import EtcdCluster
 from helpers.fleet_directory import Directory, put_daemon
 from helpers.fleet_rig import HORIZON_S, FleetNode, counted_bytes, fleet, quota
+from helpers.processes import stop_process
 from helpers.remote import Pki
 from helpers.waiting import wait_until
 
@@ -105,7 +106,7 @@ def test_a_drained_node_is_left_for_another_before_its_leases_end(
 def stop_node(node: FleetNode) -> None:
     """Stop all of a node's processes: connections stay open, and nothing answers."""
     for info in node.processes():
-        os.kill(info.pid, signal.SIGSTOP)
+        stop_process(info.pid)
 
 
 def kill_daemon(node: FleetNode) -> None:

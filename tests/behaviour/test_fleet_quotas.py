@@ -10,6 +10,7 @@ import pytest
 from gpulease.client import GpuLease, GpuLeaseError, GpuSession, Revoked
 from gpulease.client.errors import Denied
 from helpers.fleet_rig import FLEET_PROCESS, FleetNode, Worker, claims, counted_bytes, fleet, quota
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -68,7 +69,7 @@ def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
         leases = fill(node, node, node)
         work = Worker(leases[0])
         work.wait_until_working()
-        os.kill(node.fleet_pid(), signal.SIGSTOP)
+        stop_process(node.fleet_pid())
         # The fleet process does not hear of this end, and the next one finds it.
         leases.pop().free()
         killed = node.fleet_pid()

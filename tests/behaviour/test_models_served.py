@@ -24,7 +24,7 @@ from gpulease.client.serve.rpc import CallFailed, RpcClient
 from gpulease.protocol.rpc import CallErrorCode
 from helpers.daemon import Daemon
 from helpers.model_process import ModelProcess, infer
-from helpers.processes import cpu_seconds
+from helpers.processes import cpu_seconds, stop_process
 from helpers.waiting import wait_until
 
 IMAGES, TRUE_DIGITS = load_tests()
@@ -276,7 +276,7 @@ def test_the_server_stands_still_for_longer_than_its_lease(own: tuple[Daemon, Mo
     (first,) = [report["lease_id"] for report in daemon.leases()]
     with server.rpc(timeout_s=30) as client:
         assert client.call(1, IMAGES[0]).payload
-        server.process.send_signal(signal.SIGSTOP)
+        stop_process(server.process.pid)
         wait_until(lambda: not daemon.leases(), "its lease has expired", seen=daemon.leases)
         server.process.send_signal(signal.SIGCONT)
         # It looks before it begins anything, so that nothing is lost.

@@ -19,7 +19,7 @@ from gpulease.protocol.primitives import LeaseParameter
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.waiting import wait_until
 from helpers.working import working
 
@@ -98,7 +98,7 @@ def test_a_name_is_served_once_and_its_epochs_rise(lasting: LastingDaemon, folde
 def test_a_node_without_a_fleet_refuses_names(daemon: Daemon) -> None:
     with pytest.raises(Unsupported, match="does not belong to a fleet"):
         named(daemon).acquire()
-    with pytest.raises(Unsupported, match="not labelled zone=a"):
+    with pytest.raises(Unsupported, match="does not have the label zone=a"):
         daemon.builder(SIZE).labels(zone="a").acquire()
 
 
@@ -127,7 +127,7 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
         worker = lasting.worker_pid(lease.lease_id)
         isolate(folder)
         if broker == "stopped":
-            os.kill(lasting.now.process.pid, signal.SIGSTOP)
+            stop_process(lasting.now.process.pid)
         elif broker == "killed":
             lasting.kill()
         wait_until(lambda: not is_running(worker), "the kernel is ended")
@@ -158,7 +158,7 @@ def test_a_session_refuses_launches_behind_the_horizon_though_the_broker_is_stop
     with GpuSession(lease) as session:
         check_main_job(session)
         isolate(folder)
-        os.kill(lasting.now.process.pid, signal.SIGSTOP)
+        stop_process(lasting.now.process.pid)
         try:
             wait_until(lambda: not is_served(session), "it is refused")
         finally:

@@ -1,8 +1,6 @@
 """Contexts that serve their tenant's next lease: the same process, with nothing of the lease before in it."""
 
-import os
 import secrets
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,7 @@ from helpers import audit_log
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, check_main_job, start_endless, start_stray_store
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.raw_peer import RawPeer
 from helpers.waiting import PATIENCE_S, wait_until
 from helpers.working import working
@@ -139,7 +137,7 @@ def fault(session: GpuSession, lease: GpuLease, daemon: Daemon) -> None:
 
 
 def hang(session: GpuSession, lease: GpuLease, daemon: Daemon) -> None:
-    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGSTOP)
+    stop_process(daemon.worker_pid(lease.lease_id))
 
 
 IN_DOUBT: dict[str, Callable[[GpuSession, GpuLease, Daemon], object]] = {

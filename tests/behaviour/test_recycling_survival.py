@@ -20,7 +20,7 @@ from helpers import audit_log
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running, open_files
+from helpers.processes import is_running, open_files, stop_process
 from helpers.submits import ROOM, check_scaled, running, scaling
 from helpers.waiting import wait_until
 from helpers.working import working
@@ -51,13 +51,13 @@ def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., Lasti
     session = GpuSession(lease)
     check_main_job(session)
     pid = lasting.worker_pid(lease.lease_id)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     thread = threading.Thread(target=free, args=(lease,))
     thread.start()
     wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "draining", "it ends")
     if is_scrubbed:
         # The broker hears nothing of it.
-        os.kill(lasting.now.process.pid, signal.SIGSTOP)
+        stop_process(lasting.now.process.pid)
         os.kill(pid, signal.SIGCONT)
         wait_until(lambda: pid not in lasting.workers().values() or name_of(pid) == "gpul-warm", "it is scrubbed")
         lasting.kill()

@@ -33,7 +33,7 @@ from helpers import audit_log
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.remote import Pki
 from helpers.submits import check_scaled, scaling
 from helpers.waiting import wait_until
@@ -371,7 +371,7 @@ def check_another_takes_its_place(lasting: LastingDaemon) -> None:
     (zygote,) = lasting.zygotes()
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         check_main_job(session)
-        os.kill(zygote, signal.SIGSTOP)
+        stop_process(zygote)
         with pytest.raises(GpuSessionFailed, match=r"worker died|with its zygote"):
             wait_until(lambda: session.mem_alloc(256) is None, "the session ends with it")
     wait_until(lambda: lasting.zygotes() not in ([], [zygote]), "there is another")
@@ -397,7 +397,7 @@ def test_a_zygote_that_hangs_is_killed_and_its_leases_are_over(lasting: LastingD
     lease = lasting.now.builder().acquire()
     (zygote,) = lasting.zygotes()
     lasting.kill()
-    os.kill(zygote, signal.SIGSTOP)
+    stop_process(zygote)
     daemon = lasting.start(Faults(constants={"gpulease.daemon.workers.zygote_discovery:ANSWER_TIMEOUT_S": 0.3}))
     daemon.allowed_trouble.append("does not answer; it is killed")
     with pytest.raises(GpuSessionFailed, match="worker died"):
@@ -412,7 +412,7 @@ def test_a_worker_whose_zygote_can_not_be_found_is_ended(lasting: LastingDaemon)
     (lost,) = lasting.zygotes()
     lasting.kill()
     # A zygote that runs makes its socket again, on a slow host before the next daemon looks for it.
-    os.kill(lost, signal.SIGSTOP)
+    stop_process(lost)
     (path,) = (lasting.state / "zygotes").iterdir()
     path.unlink()
     lasting.start()

@@ -19,7 +19,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from helpers.daemon import Daemon, python_environment
 from helpers.kernels import check_main_job
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.terminal import Terminal
 from helpers.waiting import wait_until
 
@@ -133,7 +133,7 @@ def test_a_drain_shows_and_a_daemon_that_hangs(start_daemon: Callable[..., Daemo
         terminal.wait_for("DRAINED: no new leases")
         assert CliRunner().invoke(main, ["drain", "--cancel"], env={ADDRESS_VARIABLE: daemon.address}).exit_code == 0
         terminal.wait_for("No leases.", without="DRAINED")
-        daemon.process.send_signal(signal.SIGSTOP)
+        stop_process(daemon.process.pid)
         terminal.wait_for("the daemon does not answer; the table is", "q quit")
         daemon.process.send_signal(signal.SIGCONT)
         terminal.wait_for("No leases.", without="the daemon does not answer")

@@ -19,7 +19,7 @@ from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import FenceClear
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job, start_endless
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.waiting import PATIENCE_S, wait_until
 
 MIB = 1 << 20
@@ -158,7 +158,7 @@ def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
     # And one that hangs, as soon as a lease takes it: the lease gets another.
     pids = wait_until_full(pool)
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
     started = time.monotonic()
     with pool.builder().acquire() as lease, GpuSession(lease) as session:
         assert time.monotonic() - started >= 1

@@ -24,7 +24,7 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.messages import Drain, Empty
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, Neighbour
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.submits import (
     ENDS,
     ROOM,
@@ -140,7 +140,7 @@ def test_its_worker_is_killed_or_its_kernel_runs_for_too_long(pool: Daemon, gpu:
 @pytest.mark.parametrize("pool", [1], indirect=True)
 def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
     (made,) = wait_until_warm(pool)
-    os.kill(made, signal.SIGSTOP)
+    stop_process(made)
     work = Running(scaling(gpu))
     wait_until(lambda: gpu.query().get("submit", {}).get("state") == "starting", "it takes it")
     os.kill(made, signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_a_context_that_dies_or_hangs_as_it_is_taken_is_replaced(pool: Daemon, g
     assert work.outputs is not None, work.error
     check_scaled(work.outputs)
     (made,) = wait_until_warm(pool)
-    os.kill(made, signal.SIGSTOP)
+    stop_process(made)
     begun = time.monotonic()
     check_scaled(scaling(gpu).launch())
     assert time.monotonic() - begun >= 1
@@ -162,7 +162,7 @@ def test_its_lease_expires_while_it_takes_one(start_daemon: Callable[..., Daemon
 
     def taking(lease: GpuLease) -> tuple[Running, int]:
         (made,) = wait_until_warm(daemon)
-        os.kill(made, signal.SIGSTOP)
+        stop_process(made)
         work = Running(scaling(lease))
         wait_until(
             lambda: work.is_over or daemon.query(lease.lease_id).get("submit", {}).get("state") == "starting",

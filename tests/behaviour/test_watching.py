@@ -1,7 +1,5 @@
 """Kernels that run for too long, and workers that answer no more, end their lease; nobody else notices."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +10,7 @@ import pytest
 from gpulease.client import GpuSession, GpuSessionFailed, KernelArgs
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import FAULTS, Neighbour, launch_for_ever, start_endless
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 
@@ -61,7 +60,7 @@ def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
         neighbour = Neighbour(beside)
         lease = daemon.builder(seconds=60).acquire()
         session = GpuSession(lease)
-        os.kill(daemon.worker_pid(lease.lease_id), signal.SIGSTOP)
+        stop_process(daemon.worker_pid(lease.lease_id))
         # The neighbour is at work all the time: a worker that only sleeps shows itself every few seconds.
         wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
         with pytest.raises(GpuSessionFailed, match="stopped responding"):

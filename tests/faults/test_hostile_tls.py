@@ -23,7 +23,7 @@ from gpulease.protocol.framing import build_frame
 from gpulease.protocol.messages import Hello, MemWrite, Ping
 from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import check_main_job
-from helpers.processes import cpu_seconds, is_running, process_info, processes
+from helpers.processes import cpu_seconds, is_running, process_info, processes, stop_process
 from helpers.raw_peer import connect
 from helpers.remote import Pki, gate_pid, relays, spares
 from helpers.waiting import wait_until
@@ -213,7 +213,7 @@ def test_connections_outlive_a_gate_that_hangs_and_another_comes(pki: Pki, start
     daemon.allowed_trouble.append("the gate for remote tenants hangs")
     with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
         gate = gate_pid(daemon)
-        os.kill(gate, signal.SIGSTOP)
+        stop_process(gate)
         check_main_job(session)
         lease.renew(30)
         # Who comes meanwhile waits for the next one.
@@ -264,7 +264,7 @@ def test_a_gate_whose_files_are_gone_for_a_while(tmp_path: Path, start_daemon: C
     os.kill(gate_pid(daemon), signal.SIGKILL)
     # What the next one says, and that it has ended, reach a broker that was away at once.
     (tried,) = wait_until(lambda: children(daemon) - known, "another one is tried")
-    daemon.process.send_signal(signal.SIGSTOP)
+    stop_process(daemon.process.pid)
     wait_until(lambda: not is_running(tried), "it has ended")
     daemon.process.send_signal(signal.SIGCONT)
     wait_until(lambda: daemon.log().count("can't be started") >= 3, "it was tried again", seen=daemon.log)
@@ -299,7 +299,7 @@ def test_a_session_does_not_need_the_broker(pki: Pki, start_daemon: Callable[...
             session.attach(lease_id)
             (relay,) = {info.pid for info in relays(daemon)} - control_relay
             worker = daemon.worker_pid(lease_id)
-            os.kill(worker, signal.SIGSTOP)
+            stop_process(worker)
             daemon.kill()
             time.sleep(0.1)
             # The worker dies with its broker; stopped or not, its socket closes then.

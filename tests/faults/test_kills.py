@@ -12,7 +12,7 @@ from gpulease.protocol import Failure, Opcode, Reply, RevokeOutcome, Status
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour, check_main_job, start_endless
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.raw_peer import RawPeer, lease_alloc
 from helpers.waiting import PATIENCE_S, wait_until
 
@@ -54,7 +54,7 @@ def test_a_worker_is_killed_while_its_tenant_waits_for_a_kernel(daemon: Daemon) 
 def test_a_stopped_worker_still_ends(daemon: Daemon, end: str) -> None:
     def stopped(lease: GpuLease) -> tuple[GpuSession, int]:
         session, worker = GpuSession(lease), daemon.worker_pid(lease.lease_id)
-        os.kill(worker, signal.SIGSTOP)
+        stop_process(worker)
         return session, worker
 
     if end == "expire":
@@ -126,7 +126,7 @@ def test_the_zygote_is_killed_while_it_makes_a_worker(lasting: LastingDaemon) ->
     (zygote,) = lasting.zygotes()
     with GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
         check_main_job(session)
-        os.kill(zygote, signal.SIGSTOP)
+        stop_process(zygote)
         _, frame = peer.connection.send_request(Opcode.LEASE_ALLOC, lease_alloc())
         peer.sock.sendall(frame)
         wait_until(lambda: len(daemon.leases()) == 2, "it waits for its worker")
@@ -155,7 +155,7 @@ def test_the_broker_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     leases = [daemon.builder().acquire() for _ in range(3)]
     sessions = [GpuSession(lease) for lease in leases]
     kept = start_endless(sessions[0])
-    os.kill(daemon.worker_pid(leases[1].lease_id), signal.SIGSTOP)
+    stop_process(daemon.worker_pid(leases[1].lease_id))
     assert len(daemon.processes()) == 5
     daemon.kill()
     daemon.check_nothing_is_left()
@@ -185,7 +185,7 @@ def test_a_daemon_stops_with_leases_alive(start_daemon: Callable[..., Daemon]) -
 def test_a_stopped_worker_does_not_hold_up_a_shutdown(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     lease = daemon.builder().acquire()
-    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGSTOP)
+    stop_process(daemon.worker_pid(lease.lease_id))
     daemon.process.terminate()
     assert daemon.wait_for_exit() == 0
     lease._state.channel.close()
@@ -207,7 +207,7 @@ def test_a_stopped_broker_holds_no_expiry_up(start_daemon: Callable[..., Daemon]
         return session
 
     lease, session, _ = daemon.short_lease(stopped)
-    daemon.process.send_signal(signal.SIGSTOP)
+    stop_process(daemon.process.pid)
     try:
         wait_until(lambda: lease.remaining_s == 0, "its time is over")
         # The client counts from the grant's arrival, so its clock runs out a moment after the worker's, or before.

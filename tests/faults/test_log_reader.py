@@ -13,6 +13,7 @@ from gpulease.client import GpuSession
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import check_main_job
 from helpers.log_story import records_of
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 PIPE_BYTES = 4096
@@ -34,7 +35,7 @@ def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
         os.close(fd)
     try:
         wait_until(lambda: b"listens on" in log.read_bytes(), "it listens")
-        reader.send_signal(signal.SIGSTOP)
+        stop_process(reader.pid)
         for _ in range(LEASES):
             with daemon.builder().acquire() as lease, GpuSession(lease) as session:
                 check_main_job(session)
@@ -47,7 +48,7 @@ def test_a_reader_that_is_stopped(tmp_path: Path) -> None:
             return f"{last.lease_id:032x}".encode() in log.read_bytes() and b"log.dropped" in log.read_bytes()
 
         wait_until(has_caught_up, "the log goes on", seen=log.read_text)
-        reader.send_signal(signal.SIGSTOP)
+        stop_process(reader.pid)
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.wait_for_exit() == 0
         daemon.check_nothing_is_left()

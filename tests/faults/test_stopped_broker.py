@@ -13,7 +13,7 @@ from gpulease.client import GpuLeaseError, GpuSession
 from helpers import audit_log
 from helpers.daemon import Daemon
 from helpers.kernels import start_endless
-from helpers.processes import is_running, process_info
+from helpers.processes import is_running, process_info, stop_process
 from helpers.waiting import wait_until
 
 LONG_S = 60.0
@@ -40,7 +40,7 @@ def test_endless_kernels_end_while_the_broker_is_stopped(
     workers = [daemon.worker_pid(lease.lease_id) for lease in leases.values()]
     sessions = [GpuSession(lease) for lease in leases.values()]
     kept = [start_endless(session) for session in sessions]
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    stop_process(daemon.process.pid)
     try:
         wait_until(lambda: not any(map(is_running, workers)), "their workers are gone", LONG_S)
         stopped = process_info(daemon.process.pid)
@@ -74,7 +74,7 @@ def test_a_lease_that_was_revoked_ends_though_the_broker_stops_before_the_kill(
     revoke = threading.Thread(target=daemon.revoke, args=(lease.lease_id,))
     revoke.start()
     wait_until(lambda: daemon.query(lease.lease_id)["state"] == "draining", "its end has begun")
-    os.kill(daemon.process.pid, signal.SIGSTOP)
+    stop_process(daemon.process.pid)
     try:
         assert is_running(worker), "the broker was stopped too late"
         wait_until(lambda: not is_running(worker), "its worker is gone", LONG_S)

@@ -11,7 +11,7 @@ from gpulease.client import CapacityExceeded, Disconnected, GpuBuilder, GpuLease
 from helpers.daemon import Daemon, Faults
 from helpers.kernels import Neighbour
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.submits import (
     ROOM,
     WORKER,
@@ -85,7 +85,7 @@ def test_who_is_killed_without_a_broker_is_told_by_its_lease(start_lasting: Star
         work = start_endless(lasting.now)(lease)
         pid = lasting.workers()[WORKER]
         # One that hangs does not end by itself.
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         return work, pid
 
     lease, (work, pid), _ = lasting.now.short_lease(stopped, submit_bytes=ROOM)
@@ -159,7 +159,7 @@ def test_memory_that_can_not_be_proved_free_costs_its_lease_the_next_submits(
 def test_one_that_had_not_begun_when_the_broker_died_was_not_run(lasting: LastingDaemon) -> None:
     with lasting.now.builder().submits(ROOM).acquire() as lease:
         (zygote,) = lasting.zygotes()
-        os.kill(zygote, signal.SIGSTOP)
+        stop_process(zygote)
         try:
             work = Running(scaling(lease))
             wait_until(lambda: lease.query().get("submit", {}).get("state") == "starting", "it is asked for")
@@ -197,7 +197,7 @@ def test_one_whose_broker_dies_as_it_takes_a_context_was_not_run(start_lasting: 
     lasting = start_lasting(config="warm_contexts = 1\n[limits]\nadopt_timeout_s = 30\n")
     with lasting.now.builder().submits(ROOM).acquire() as lease:
         (made,) = wait_until_warm(lasting.now)
-        os.kill(made, signal.SIGSTOP)
+        stop_process(made)
         work = Running(scaling(lease))
         wait_until(lambda: lease.query().get("submit", {}).get("state") == "starting", "it takes it")
         lasting.restart()

@@ -12,6 +12,7 @@ from gpulease.protocol import RevokeOutcome
 from helpers.daemon import Daemon
 from helpers.kernels import Neighbour, check_main_job, start_endless
 from helpers.nvml import Cards
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
@@ -113,7 +114,7 @@ def test_a_killed_workers_memory_is_reclaimed(daemon: Daemon, cards: Cards, neig
 
 def test_a_stopped_worker_ends_too(daemon: Daemon, neighbour: Neighbour) -> None:
     lease = daemon.builder(GIB, seconds=1.0).device(0).acquire()
-    os.kill(daemon.worker_pid(lease.lease_id), signal.SIGSTOP)
+    stop_process(daemon.worker_pid(lease.lease_id))
     wait_for_end(daemon, neighbour, lease.lease_id, 1.0 + LATEST_S)
 
 

@@ -15,6 +15,7 @@ from helpers.fleet_rig import FleetNode, fleet
 from helpers.kernels import Neighbour, start_endless
 from helpers.lasting import LastingDaemon
 from helpers.nvml import Cards
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
         horizon.unlink()
         until_s = time.monotonic() + AHEAD_S
         if broker == "stopped":
-            os.kill(lasting.now.process.pid, signal.SIGSTOP)
+            stop_process(lasting.now.process.pid)
         elif broker == "killed":
             lasting.kill()
         wait_until(lambda: neighbour.check() and not cards.process_bytes(0, worker), "its memory is back")
@@ -70,7 +71,7 @@ def kill_daemon(node: FleetNode) -> Callable[[], object]:
 
 def stop_daemon(node: FleetNode) -> Callable[[], object]:
     """Stop it. Returns what has it go on."""
-    os.kill(node.now.process.pid, signal.SIGSTOP)
+    stop_process(node.now.process.pid)
     return lambda: os.kill(node.now.process.pid, signal.SIGCONT)
 
 

@@ -14,7 +14,7 @@ from helpers.card_daemon import daemon_on
 from helpers.daemon import Daemon
 from helpers.kernels import FAULTS, Neighbour
 from helpers.nvml import Cards
-from helpers.processes import is_running
+from helpers.processes import is_running, stop_process
 from helpers.submits import check_scaled, endless, running, scaling, stray, wait_until_warm, workers_of
 from helpers.waiting import wait_until
 
@@ -90,7 +90,7 @@ def test_one_is_revoked_with_its_lease(pool: Daemon, cards: Cards) -> None:
 def test_a_context_that_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuLease) -> None:
     pids = wait_until_warm(pool, WANTED)
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
     check_scaled(scaling(gpu).launch())
     assert sum(map(is_running, pids)) == len(pids) - 1
 

@@ -14,6 +14,7 @@ import pytest
 from gpulease.daemon.remote.pki.certificates import Issued, PkiAuthority
 from helpers.daemon import FOLDER
 from helpers.free_ports import HeldPorts
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 START_LIMIT_S: Final = 60.0
@@ -193,7 +194,7 @@ class EtcdCluster:
     def pause(self, member: Member) -> None:
         """Stop a member by SIGSTOP; its connections stay."""
         assert member.process is not None
-        os.kill(member.process.pid, signal.SIGSTOP)
+        stop_process(member.process.pid)
         member.is_paused = True
 
     def resume(self, member: Member) -> None:

@@ -31,6 +31,7 @@ from helpers.fleet_checker import Act, Claim, History, HorizonSet, Served, cappe
 from helpers.fleet_manual import restore_commands
 from helpers.fleet_rig import FLEET_PROCESS, FleetNode
 from helpers.network_namespaces import Network
+from helpers.processes import stop_process
 from helpers.scaled_clock import ScaledClock
 from helpers.small_disk import SmallDisk
 from helpers.waiting import wait_until
@@ -179,7 +180,7 @@ class FleetScene:
     def stopped(self, pid: int) -> Iterator[None]:
         """Stop a process by SIGSTOP, if it exists."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         yield
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

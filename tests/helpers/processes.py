@@ -1,10 +1,14 @@
-"""Information about processes from /proc: their children, names and open descriptors."""
+"""Processes, by /proc: their children, names and open descriptors, and how to stop one."""
 
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+
+from helpers.waiting import wait_until
 
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 """Whether /proc/PID/task/TID/children (proc(5)) is there, as some kernels and sandboxes have it not."""
@@ -44,6 +48,25 @@ def is_running(pid: int) -> bool:
     """Whether the process is there and not a zombie."""
     info = process_info(pid)
     return info is not None and not info.is_zombie
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process by SIGSTOP; returns once none of its threads runs, or it is gone.
+
+    One thread takes the signal and stops the others: on a busy host they go on for as long as it waits for a processor.
+    Raises ProcessLookupError if there is no such process.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: _thread_states(pid) <= set("TtZX"), "it is stopped", seen=lambda: _thread_states(pid))
+
+
+def _thread_states(pid: int) -> set[str]:
+    """The states of a process's threads, as proc(5) names them: none if the process is gone."""
+    states = set()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):
+            states.add(stat.read_text().rpartition(") ")[2][0])
+    return states
 
 
 def descendants(pid: int) -> list[ProcessInfo]:

@@ -20,6 +20,7 @@ import pytest
 
 from helpers.daemon import python_environment
 from helpers.free_ports import free_port, free_ports
+from helpers.processes import stop_process
 from helpers.waiting import PATIENCE_S, wait_until
 
 LOGS = ("munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "service")
@@ -218,7 +219,7 @@ PidFile={self.folder}/run/slurmdbd.pid
     def stopped(self, name: str) -> Iterator[None]:
         """Stop one of the programs by a signal, as if it hung, until the block ends."""
         (found,) = [process for process in self._processes if name in process.args]  # type: ignore[operator]
-        found.send_signal(signal.SIGSTOP)
+        stop_process(found.pid)
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ from gpulease.protocol.lease_ids import lease_id_of
 from gpulease.protocol.messages import LeaseRevoke
 from helpers.daemon import Daemon, python_environment
 from helpers.lasting import LastingDaemon
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 LIMIT_S = 120
@@ -133,7 +134,7 @@ def test_no_signal_ends_it_while_it_gives_the_lease_back(start: Start, daemon: D
     process = start("--", sys.executable, "-c", AWAIT_SIGNAL)
     assert process.stdout is not None
     lease_id, program = process.stdout.readline().split()
-    daemon.process.send_signal(signal.SIGSTOP)
+    stop_process(daemon.process.pid)
     try:
         os.kill(int(program), signal.SIGUSR1)
         wait_until(lambda: not os.path.exists(f"/proc/{program}"), "the program was waited for")

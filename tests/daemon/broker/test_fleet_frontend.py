@@ -52,6 +52,7 @@ from gpulease.daemon.record.journal import Journal
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.protocol.failures import Failure
 from helpers.process_messages import FROM_FLEET
+from helpers.processes import stop_process
 from helpers.waiting import PATIENCE_S
 
 
@@ -163,7 +164,7 @@ def test_claims_of_many_tenants_wait_for_a_process_that_does_not_read_and_none_i
 
         await frontend.start()
         process = frontend._process.pid
-        os.kill(process, signal.SIGSTOP)
+        stop_process(process)
         asked = 0
         for tenant in tenants:
             for _ in range(2 * MAX_CLAIMS_PER_TENANT):

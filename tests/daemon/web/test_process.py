@@ -24,6 +24,7 @@ from gpulease.daemon.web.app import MAX_STREAMS, SCRIPTS
 from gpulease.daemon.web.load_samples import CardLoads, LoadSample
 from gpulease.daemon.workers.helper_process import ordinary_timeouts
 from gpulease.protocol.opcodes import Phase, RevokeOutcome
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 from helpers.web_rig import CARD, GIB, Scene, WebRig, lease
 
@@ -143,7 +144,7 @@ def test_streams_asked_for_at_once_are_bounded_too(rig: WebRig) -> None:
         for peer in peers:
             stack.enter_context(peer)
         assert asked(rig, "healthz").status_code == 200, "all that came before it are connected"
-        os.kill(rig.process_id, signal.SIGSTOP)
+        stop_process(rig.process_id)
         for peer in peers:
             peer.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         os.kill(rig.process_id, signal.SIGCONT)
@@ -351,7 +352,7 @@ def test_one_that_dies_is_started_anew_and_nobody_is_renamed(rig: WebRig) -> Non
 def test_one_that_hangs_is_noticed_and_started_anew(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     with WebRig(scene, patience=replace(ordinary_timeouts(), beat_s=0.2, hung_after_s=2)) as rig:
         pid = rig.process_id
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         # Who asks meanwhile waits: the socket is the broker's.
         assert asked(rig, "healthz").text == "ok\n"
         assert rig.process_id != pid

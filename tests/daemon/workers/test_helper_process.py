@@ -19,7 +19,7 @@ from gpulease.daemon.log.catalogue import LogEvent
 from gpulease.daemon.log.writer import ATTRIBUTE
 from gpulease.daemon.workers.helper_process import ChildKind, ChildProcess, Timeouts, ordinary_timeouts
 from helpers.daemon import python_environment
-from helpers.processes import is_running, process_info
+from helpers.processes import is_running, process_info, stop_process
 from helpers.side_script import Die, Progress, Talk
 from helpers.waiting import PATIENCE_S
 
@@ -219,7 +219,7 @@ def test_messages_that_can_t_be_read_or_handled_are_answered_and_logged_once(cap
 
 def stop_everything(pid: int) -> None:
     """It, and this process's loop, for longer than one may be silent."""
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     time.sleep(1.2 * HUNG_SOON.hung_after_s)
     os.kill(pid, signal.SIGCONT)
 

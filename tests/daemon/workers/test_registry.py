@@ -16,6 +16,7 @@ from gpulease.daemon.host.ipc import ChannelClosed, channel_pair, send_message
 from gpulease.daemon.leases import FIRST_WARM_ID, Event, SessionFaulted, WorkerExited, WorkerFailed
 from gpulease.daemon.workers.registry import MAX_REASON_CHARS, Workers
 from gpulease.daemon.workers.worker import ENDED_BY_DAEMON, Worker
+from helpers.processes import stop_process
 
 LEASE = 7
 
@@ -84,7 +85,7 @@ def test_a_worker_for_which_no_descriptor_is_left_leaves_none_behind(room: int) 
         zygote, spec = workers._zygotes.current, WorkerSpec(LEASE, "GPU-0", 1, is_shared=False)
         pid = zygote._pid
         try:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
             told_of: list[None] = []
             for asked in itertools.count(1):
                 zygote.change(0, spec, lambda: told_of.append(None))

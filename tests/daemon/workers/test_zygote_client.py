@@ -15,6 +15,7 @@ from gpulease.daemon.contract.worker_spec import WorkerSpec
 from gpulease.daemon.host.ipc import channel_pair, close_all
 from gpulease.daemon.sandbox.measures import SandboxSettings
 from gpulease.daemon.workers.zygote_client import ZygoteBroken, ZygoteClient
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 SANDBOX = SandboxSettings()
@@ -58,7 +59,7 @@ def test_what_has_no_room_in_the_channel_waits() -> None:
         pid = zygote._pid
         page, (ours, theirs) = BrokerPage(), channel_pair()
         try:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
             spec = WorkerSpec(1, "GPU-0", 1 << 20, is_shared=False)
             change_many(zygote, told.append)
             assert len(told) < MANY
@@ -85,7 +86,7 @@ def test_more_than_can_wait_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         zygote = ZygoteClient("cpu", never, never, SANDBOX)
         await zygote.start()
         pid = zygote._pid
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         try:
             with pytest.raises(BlockingIOError, match="3 messages wait for the zygote"):
                 change_many(zygote, lambda _: None)

@@ -30,6 +30,7 @@ from helpers.containers import merged
 from helpers.daemon import Daemon, Faults, python_environment
 from helpers.kubelet import DRIVER, NODE, POD_USER, CallFailed, Claim, Device, Node, encode
 from helpers.kubernetes_api import MANIFESTS, cluster_rules
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 CARD_BYTES = 64 << 20
@@ -892,7 +893,7 @@ def test_a_probe_says_whether_the_driver_answers(own_node: Node) -> None:
         return subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=False)
 
     assert probe().returncode == 0
-    own_node.process.send_signal(signal.SIGSTOP)
+    stop_process(own_node.process.pid)
     assert "does not answer" in probe().stderr
     own_node.process.send_signal(signal.SIGCONT)
 
