@@ -1,4 +1,4 @@
-"""Fixtures every test may use, and the leak check that every test passes through."""
+"""Fixtures that every test may use, and the leak check that runs after every test."""
 
 import fcntl
 import gc
@@ -12,7 +12,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-# one that forks would have started threads that remain; and tests run concurrently, not each on all cores
+# Let OpenBLAS use one thread. It ends its threads before a fork, and starts new ones at the next large product, so a
+# test that multiplies after one that forks would seem to leak threads. Also, tests run concurrently, so no test may use
+# all cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import hypothesis
@@ -28,19 +30,20 @@ from helpers.lasting import LastingDaemon
 from helpers.leaks import SHARED_FOLDERS, Holdings, check_for_leaks
 
 if TYPE_CHECKING:
-    # Their packages need not be there where no test takes these fixtures.
+    # Import these for mypy only: the packages that they need may be missing where no test uses these fixtures.
     from helpers.etcd_cluster import EtcdCluster
     from helpers.remote import Pki
 
-# Where bytecode is not to be written, each process of this run would compile all tests, and each daemon the product:
-# that takes longer than the tests do.
+# Without bytecode files, each process of this run would compile all tests, and each daemon would compile the product.
+# That takes longer than the tests.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 with suppress(ImportError):
     import uvloop
 
-    # The first loop of a process opens a pipe for signals that libuv keeps until the process ends.
+    # The first event loop of a process opens a pipe for signals, which libuv keeps until the process ends. Open it
+    # here, so that no test seems to leak it.
     uvloop.new_event_loop().close()
 
 
@@ -48,13 +51,13 @@ DEFAULT_MINUTES: Final = 6
 EVERYTHING_MINUTES: Final = 15
 BUSY_LOAD_PER_CORE: Final = 0.5
 PROCESSES_PER_CORE: Final = 3
-"""Many tests wait for a deadline or another process: others run then."""
+"""Test processes per core. Many tests wait for a deadline or for another process; meanwhile others run."""
 
 DEFAULT_EXAMPLES: Final = 15
-"""Of a property whose test does not say how many it needs; --everything tries hypothesis' own number."""
+"""Examples of a property-based test that sets no `max_examples`. With --everything, it is hypothesis' own default."""
 
 MOST_WAITING_PROCESSES: Final = 24
-"""`-n auto` starts no more than this, or one for each core: each collects all tests first."""
+"""Limit of `-n auto` on hosts with fewer cores than this; each process first collects all tests, which takes time."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,7 +76,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Compile the tests of a fresh checkout once: its processes, which collect them at the same time, each would."""
+    """Compile the tests of a fresh checkout once, before the test processes start; else each of them would do it."""
     folders = [Path(argument) for argument in config.args]
     compiled = f"__pycache__/test_*.{sys.implementation.cache_tag}-pytest-*.pyc"
     if not is_default(config) or any(any(folder.rglob(compiled)) for folder in folders):
@@ -81,7 +84,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     paths = [str(path) for folder in folders for path in folder.rglob("test_*.py")]
     cores = min(len(os.sched_getaffinity(0)), len(paths))
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
-    # What can't be collected is reported by those who do it next.
+    # Errors are not shown here: the test processes, which collect the same files next, report them.
     compilers = [
         subprocess.Popen([*collect, *paths[core::cores]], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for core in range(cores)
@@ -92,13 +95,13 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Let processes that are done take tests from others: a file's take a moment, or minutes."""
+    """Let idle test processes take over tests that wait for another one: some files take much longer than others."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Report what runs and how long it takes; warn on a busy host, where it takes longer."""
+    """Return what the run covers and how long it takes, with a warning if the host is busy."""
     if not is_default(config):
         return []
     lines = [
@@ -115,14 +118,16 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive and slow tests out, unless some files or names are asked for; everything has no slow ones.
+    """Select and order the tests.
 
-    Of a test and the one that does all of it and more, the latter runs alone. Those that take longest begin first.
+    Tests marked `exhaustive` run only with --everything, or if the command line names files or tests. If a class
+    derives from another test class and runs its test with more examples, only the derived one runs. Tests marked
+    `first` begin first.
     """
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
     for item in items:
         names = getattr(item, "fixturenames", [])
-        # Documents run the commands of the decode engine; tests that name it run an engine where they have a daemon.
+        # Tests with these fixtures or names run the decode engine, so its kernels are compiled before them.
         if "stage" in names or ("decode" in item.nodeid and "shared_daemon" in names):
             names.insert(0, "_decode_kernels")
     if not is_default(config):
@@ -130,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     marks = ["slow"] if config.option.everything else ["slow", "exhaustive"]
     left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in marks)}
     classes = {item: cls for item in items if (cls := getattr(item, "cls", None)) and item not in left_out}
-    # A class that runs its base's test with more examples runs instead of it.
+    # A derived class runs its base's test with more examples, so the base is left out.
     bases = {base for cls in classes.values() for base in cls.__mro__[1:]}
     left_out |= {item for item, cls in classes.items() if cls in bases}
     if left_out:
@@ -139,14 +144,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_default(config: pytest.Config) -> bool:
-    """Whether the command line names folders at most: no file, no expression."""
+    """Whether the command line names only folders, and selects no tests by file, name or mark."""
     chosen = config.option
     names_files = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
     return not (names_files or chosen.markexpr or chosen.keyword or getattr(chosen, "lf", False))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """List what was tried, a line for each subsystem."""
+    """List what was exercised, one line for each subsystem."""
     count, seconds = Counter[str](), Counter[str]()
     for report in [report for kind in ("passed", "failed", "") for report in terminalreporter.getreports(kind)]:
         parts = report.nodeid.partition("::")[0].split("/")[1:-1]
@@ -160,11 +165,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts what it runs in the background with interrupts ignored, nohup with hang-ups ignored: each process
-    # would pass that on.
+    # A shell starts background commands with SIGINT ignored, and nohup starts them with SIGHUP ignored. The processes
+    # that tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # By default an example that takes a fifth of a second fails, as does a second of drawing: on a busy host any may.
+    # By default hypothesis fails an example that takes 0.2 s, and data generation that takes a second. On a busy host
+    # any example may take that long.
     hypothesis.settings.register_profile(
         "any_host", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
@@ -178,15 +184,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection() -> None:
-    """Let no garbage collection go through the tests as they are found: a quarter of that time."""
+    """Disable garbage collection while tests are collected, because it would take a quarter of that time."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays to the end: the collections behind each test need not go through it again and again.
+    """Exclude the objects that exist after collection of the tests from all later garbage collections.
 
-    They look for what a test has left, and would take longer than most tests. To look through it once, before, would
-    take most of a second in each process of the run.
+    The leak check after a test may collect garbage, and to scan all these objects would take longer than most tests.
+    They are not scanned once before either, because that would take most of a second in each process of the run.
     """
     gc.enable()
     gc.freeze()
@@ -194,10 +200,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels that this run has compiled are kept for its daemons and later tests, and nowhere else."""
+    """Keep kernels that this run compiles in a folder of this run, for its daemons and later tests."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # What the processes of one run have in common.
+        # The parent folder is shared by the test processes of a run.
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPULEASE_CPU_CACHE", str(folder / "compiled"))
@@ -206,7 +212,7 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_lingering() -> Iterator[None]:
-    """The thread of idle sessions ends with the last one: each leak check would wait for the next session in vain."""
+    """Let the thread for idle sessions end with the last session, so that a leak check does not wait for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(idle_frees, "LINGER_S", 0.0)
         patch.setattr(idle_frees, "POLL_INTERVAL_S", 0.02)
@@ -215,11 +221,11 @@ def _no_lingering() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _decode_kernels(_compiled_once: None) -> None:
-    """One process of a run compiles the decode engine's kernels, which takes most of its first tests' time."""
+    """Compile the decode engine's kernels in one test process, because this is most of the time of its first tests."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     with (Path(os.environ["GPULEASE_CPU_CACHE"]).parent / "decode-kernels").open("a+") as compiled:
-        # The other processes wait here, and find the kernels in the run's cache.
+        # The other test processes wait here; then the kernels are in the cache.
         fcntl.flock(compiled, fcntl.LOCK_EX)
         if not compiled.tell():
             environment = {name: value for name, value in python_environment().items() if name != ADDRESS_VARIABLE}
@@ -230,7 +236,7 @@ def _decode_kernels(_compiled_once: None) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    """After each test this process has the descriptors, threads and children it had before."""
+    """Check that each test leaves no descriptor, thread, child process or signal handler behind in this process."""
     before = Holdings()
     yield
     check_for_leaks(before)
@@ -238,27 +244,27 @@ def _no_leaks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_daemon() -> Iterator[Daemon]:
-    """One daemon for all tests that leave it as they found it: a card of 6 GiB, a Unix socket and TCP."""
+    """Return a daemon for all tests that leave it as it was: one card of 6 GiB, a Unix socket and a TCP listener."""
     with running(Daemon(tcp=True)) as daemon:
         yield daemon
 
 
 @pytest.fixture
 def daemon(shared_daemon: Daemon) -> Iterator[Daemon]:
-    """The shared daemon; afterwards it must be idle again, with all its bytes free and nothing left open."""
+    """Return the shared daemon. After the test it must be idle again, with all bytes free and nothing left open."""
     yield from lent(shared_daemon)
 
 
 @pytest.fixture
 def session(lease: GpuLease) -> Iterator[GpuSession]:
-    """The session of a file's own fixture `lease`."""
+    """Return a session on the fixture `lease`, which the test's file defines."""
     with GpuSession(lease) as session:
         yield session
 
 
 @pytest.fixture
 def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    """Another tenant's session; its results must be right throughout."""
+    """Return another tenant's session. Its results must be correct during the whole test."""
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         neighbour.check()
@@ -268,7 +274,7 @@ def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator["EtcdCluster"]:
-    """An etcd of the test's own."""
+    """Return an etcd cluster for this test alone."""
     from helpers.etcd_cluster import EtcdCluster
 
     with EtcdCluster(tmp_path / "etcd") as cluster:
@@ -277,7 +283,7 @@ def cluster(tmp_path: Path) -> Iterator["EtcdCluster"]:
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> "Pki":
-    """An authority, and certificates for a node and tenants."""
+    """Return a certificate authority that issues certificates for a node and for tenants."""
     from helpers.remote import Pki
 
     return Pki.make(tmp_path_factory.mktemp("pki"))
@@ -285,7 +291,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> "Pki":
 
 @pytest.fixture
 def start_daemon() -> Iterator[Callable[..., Daemon]]:
-    """Starts daemons of the test's own, with `Daemon`'s arguments; each must stop in good order after the test."""
+    """Return a function that starts daemons, with `Daemon`'s arguments. After the test each must stop cleanly."""
     with ExitStack() as stack:
 
         def start(**arguments: Any) -> Daemon:
@@ -299,7 +305,7 @@ def start_daemon() -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture(scope="session")
 def _lasting_daemons() -> Iterator[list[LastingDaemon]]:
-    """The daemon of all tests that restart one without settings; another follows if it can't be used again."""
+    """Return the daemon of all tests that restart one with default settings, or a new one if it can't be used again."""
     daemons: list[LastingDaemon] = []
     yield daemons
     for lasting in daemons:
@@ -308,7 +314,7 @@ def _lasting_daemons() -> Iterator[list[LastingDaemon]]:
 
 @pytest.fixture
 def lasting(_lasting_daemons: list[LastingDaemon]) -> Iterator[LastingDaemon]:
-    """A daemon with leases that outlive it, which a test may kill, stop and restart; no lease is left afterwards."""
+    """Return a daemon with leases that outlive it. A test may kill and restart it; afterwards no lease is left."""
     if not _lasting_daemons:
         lasting = LastingDaemon()
         _lasting_daemons.append(lasting)
@@ -326,9 +332,10 @@ def lasting(_lasting_daemons: list[LastingDaemon]) -> Iterator[LastingDaemon]:
 
 @pytest.fixture
 def start_lasting() -> Iterator[Callable[..., LastingDaemon]]:
-    """Starts daemons with leases that outlive them.
+    """Return a function that starts daemons with leases that outlive them.
 
-    Takes `LastingDaemon`'s arguments, and what is broken in the first; the last of each must stop well.
+    It takes `LastingDaemon`'s arguments, and `faults` of the first daemon. After the test, the last daemon must stop
+    cleanly.
     """
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""A session, while the memory that the card reports for it is measured."""
+"""Compares the memory that a card reports for a session with what the daemon has admitted for it."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from helpers.nvml import Cards
 
 @dataclass
 class Watched:
-    """A session under NVML's eyes.
+    """A session; a thread samples how much memory the card reports for its worker.
 
     Attributes:
-        admitted: What the daemon holds on the card for it.
-        peak: The most the card showed for its process.
+        admitted: Bytes that the daemon holds on the card for the session.
+        peak: Most bytes that the card has reported for the worker's process.
     """
 
     session: GpuSession
@@ -34,7 +34,7 @@ class Watched:
 
 @contextmanager
 def watched(daemon: Daemon, cards: Cards, size_bytes: int) -> Iterator[Watched]:
-    """A session of that size; fails if the card ever showed more for it than was admitted."""
+    """Yield a session of that size. Fails if the card ever reports more bytes for it than were admitted."""
     with daemon.builder(size_bytes).device(0).acquire() as lease, GpuSession(lease) as session:
         pid = daemon.worker_pid(lease.lease_id)
         seen = Watched(session, daemon.inventory().details[0]["held_bytes"], lambda: cards.process_bytes(0, pid))

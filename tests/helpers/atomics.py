@@ -1,4 +1,4 @@
-"""The new values that atomic operations store (PTX ISA section 9.7.13, "atom"), on bit patterns."""
+"""The new values that atomic operations store, as bit patterns (PTX ISA section 9.7.13, "atom")."""
 
 import struct
 from collections.abc import Callable
@@ -31,7 +31,10 @@ def integer(kind: str, operation: str) -> Step:
 
 
 def outcome(operation: str, kind: str, old: int, operand: int, new: int, *, ftz: bool) -> int:
-    """What is left of one number; `new` is what `cas` stores, `ftz` says whether sums of f32 flush subnormals."""
+    """Return the new value of one number in memory.
+
+    `new` is the value that `cas` stores. `ftz` is whether sums of f32 flush subnormals to zero.
+    """
     if operation == "cas":
         return new if old == operand else old
     if kind == "f32":
@@ -66,7 +69,7 @@ def sum_f64(left: int, right: int) -> int:
 
 
 def sum_half(kind: str, left: int, right: int) -> int:
-    """By exact arithmetic in f64, then one rounding."""
+    """Return a sum, computed exactly in f64 and rounded once."""
     if kind == "f16":
         with np.errstate(all="ignore"):
             parts = np.array([left, right], "u2").view("f2").astype("f8")
@@ -79,7 +82,7 @@ def sum_half(kind: str, left: int, right: int) -> int:
 
 
 def round_bf16(total: float, zero_sign: int) -> int:
-    """A double to bf16, to nearest even: all its bits above the 16th of f32's pattern, by comparing neighbours."""
+    """Round a double to bf16, to nearest even: compare the two neighbouring bf16 values."""
     if total == 0:
         return zero_sign
     sign, size = (0x8000 if total < 0 else 0), abs(total)

@@ -1,4 +1,4 @@
-"""A daemon's audit log, read as an auditor would: by `gpulease audit`."""
+"""Reads a daemon's audit log as an auditor would, with `gpulease audit`."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from helpers.daemon import Daemon
 
 
 def config(folder: Path, *, required: bool = False, **more: str) -> str:
-    """Settings of a daemon that keeps its log in `folder`."""
+    """Return settings of a daemon that keeps its audit log in `folder`."""
     settings = {"audit": json.dumps(str(folder)), "audit_required": str(required).lower()} | more
     return "".join(f"{key} = {value}\n" for key, value in settings.items())
 
@@ -22,21 +22,21 @@ def gpulease_audit(*words: str | Path) -> Result:
 
 
 def check_whole(folder: Path) -> int:
-    """Fails unless the log verifies; how many records it has."""
+    """Return the number of records of a log. Fails unless `gpulease audit` verifies the log."""
     done = gpulease_audit("verify", "--json", folder)
     assert done.exit_code == 0, done.output
     return int(json.loads(done.stdout)["records"])
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """All records, by any reader of JSON: no code of ours."""
+    """Return all records, read with plain JSON, without the product's code."""
     lines = b"".join(path.read_bytes() for path in log_files(folder)).split(b"\n")
     found = []
     for line in lines:
         try:
             found.append(json.loads(line))
         except ValueError:
-            continue  # What a crash left; `check_whole` says whether it was reported.
+            continue  # An incomplete line that a crash left. `check_whole` checks whether it was reported.
     return found
 
 
@@ -53,6 +53,6 @@ def usage(folder: Path) -> dict[str, Any]:
 
 
 def stop(daemon: Daemon) -> None:
-    """End a daemon in good order, so that its log is complete."""
+    """Stop a daemon cleanly, so that its log is complete."""
     daemon.process.terminate()
     assert daemon.wait_for_exit() == 0, daemon.log()

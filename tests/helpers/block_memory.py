@@ -10,7 +10,10 @@ from gpulease.client import GpuLease, GpuSession
 KIB: Final = 1024
 DEFAULT_BYTES: Final = 48 * KIB
 MOST_BYTES: Final = 227 * KIB
-"""Of a block on a 9.0 card (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+"""Most shared memory of a thread block on a card of compute capability 9.0.
+
+Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+"""
 
 STATIC_BYTES: Final = KIB
 REACH: Final = b"""
@@ -47,13 +50,13 @@ REACH: Final = b"""
     ret;
 }
 """
-"""Stores 77 at the byte `word` of the dynamic shared memory, and copies it to `out`."""
+"""Stores 77 at byte offset `word` of the dynamic shared memory, reads it back, and writes it to `out`."""
 
 FOUND: Final = 77
 
 
 def by_launch(lease: GpuLease, kernel: str, size_bytes: int) -> int:
-    """Launch it in a session with so much shared memory, of which it uses the last word; what it found there."""
+    """Launch the kernel with `size_bytes` of shared memory. Returns the last word, as the kernel read it."""
     with GpuSession(lease) as session:
         out = session.mem_alloc(4)
         args = [out, np.uint32(max(0, size_bytes - 4))]

@@ -1,7 +1,7 @@
 """A host booted by systemd: this machine's files in separate namespaces (systemd-nspawn(1)).
 
-Its changes are in an overlay that is removed with it. Its init filters no system calls (SYSTEMD_SECCOMP=0), because the
-tests are about the filters of the units.
+Its changes go to an overlay that is removed with it. systemd in the host filters no system calls of its own
+(SYSTEMD_SECCOMP=0), because the tests are about the filters of the units.
 """
 
 import fcntl
@@ -114,7 +114,7 @@ class BootedHost:
 
 
 def _home() -> Path:
-    """Return the folder with this gpulease, and with the targets of its links: in a checkout, packages are links."""
+    """Return the folder of the installed gpulease, or of the checkout that its links point to."""
     package = Path(next(iter(gpulease.__path__)))
     linked = (package / "daemon").resolve()
     return Path(os.path.commonpath([package.parent.resolve(), linked.parent]))

@@ -1,6 +1,7 @@
-"""`python -P -m helpers.broken_fleet CHANNEL_FD PARENT_PID SANDBOX DESIGN`: a fleet process of a design that fails.
+"""`python -P -m helpers.broken_fleet CHANNEL_FD PARENT_PID SANDBOX DESIGN`: a fleet process with a broken design.
 
-It is the daemon's own one, in its sandbox, with one rule broken. The checker of a fleet's history has to find it out.
+It is the daemon's own fleet process, in its sandbox, with one rule broken. The checker of a fleet's history must detect
+that.
 """
 
 import sys
@@ -27,22 +28,22 @@ LEASES: Final = messages_of(
         "LeaseKeepAliveResponse": "int64 id = 2, int64 ttl = 3",
     },
 )
-"""Messages of etcd's leases, which the daemon's own client does not use (etcd, api/etcdserverpb/rpc.proto)."""
+"""Messages of etcd's own leases, which the daemon's client does not use (etcd, api/etcdserverpb/rpc.proto)."""
 
 FOREVER_NS: Final = 1 << 60
-"""A horizon that caps nothing."""
+"""A horizon so far ahead that it ends no lease."""
 
 
 class Design(Enum):
-    """Designs of a fleet: the daemon's own, and three that do not hold."""
+    """Designs of a fleet: the daemon's own (RULES), and three that are unsafe."""
 
     RULES = "rules"
     TRUST = "trust"
-    """A placer writes a key with a time to live, and the node believes its grant whatever becomes of the key."""
+    """A node claims a name with a key that expires, and continues to serve the name after the key has expired."""
     NOCAP = "nocap"
-    """The node claims and is fenced, and its leases run to their own deadlines."""
+    """The node claims names and can be fenced, but its leases end only at their own deadlines."""
     LEASE = "lease"
-    """Claims lie under a lease of etcd's, and are capped by its last keep-alive."""
+    """Claims are keys of an etcd lease, and the node's leases end when that lease's last keep-alive has expired."""
 
     @property
     def is_capped(self) -> bool:
@@ -62,7 +63,7 @@ class UncappedMember(Member):
 
 
 class TrustingMember(UncappedMember):
-    """A member that continues to serve its old claims, and joins again as if it had none."""
+    """A member that continues to serve its old claims when it is cut off, and joins again as if it had none."""
 
     def handle(self, event: Event, now_ns: int) -> list[Effect]:
         effects = super().handle(event, now_ns)
@@ -71,7 +72,7 @@ class TrustingMember(UncappedMember):
 
 
 class LeasingClient(EtcdClient):
-    """A client that keeps a lease of etcd's alive with each write, and lets it end with the node's keys."""
+    """A client that keeps an etcd lease alive with each write. When the lease ends, etcd deletes the node's keys."""
 
     _lease_id = 0
 
@@ -80,12 +81,12 @@ class LeasingClient(EtcdClient):
             await self._keep_alive(member, limit_s)
         for operation in request.success:
             if operation.request_put.key.startswith((NODES, NAMES, HELD)):
-                # A member that the client's own messages lack.
+                # Set a field that the client's own messages do not declare.
                 operation.request_put.MergeFromString(LEASES["PutRequest"](lease=self._lease_id).SerializeToString())
         return await super()._ask(member, transaction, request, limit_s)
 
     async def _keep_alive(self, member: Any, limit_s: float) -> None:
-        """Have a lease that lives by etcd's answer. Raises AioRpcError."""
+        """Renew the client's etcd lease, or take a new one if etcd reports that it has expired. Raises AioRpcError."""
         if self._lease_id:
             call = member.channel.stream_stream(
                 "/etcdserverpb.Lease/LeaseKeepAlive",
@@ -110,7 +111,7 @@ MEMBERS: Final = {Design.TRUST: TrustingMember, Design.NOCAP: UncappedMember}
 
 
 def main(channel_fd: str, parent_pid: str, sandbox: str, design: str) -> int:
-    """Serve with that design in the rules' place."""
+    """Run the daemon's fleet process with that design in place of its rules."""
     process: Any = import_module("gpulease.daemon.fleet.__main__")
     process.Member = MEMBERS.get(Design(design), Member)
     if Design(design) in (Design.TRUST, Design.LEASE):

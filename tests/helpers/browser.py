@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over WebDriver's HTTP (W3C WebDriver; chromedriver)."""
+"""A headless Chromium, controlled over HTTP (W3C WebDriver, with chromedriver)."""
 
 import base64
 import shutil
@@ -33,13 +33,13 @@ ARGUMENTS: Final = (
 
 
 def lacks_browser() -> str:
-    """Why there can be no browser here, "" if there can."""
+    """Return why no browser can run here; "" if one can."""
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(missing)} not installed" if missing else ""
 
 
 class Browser:
-    """One browser with one page, and everything it started gone when it is closed."""
+    """One browser with one page. When it is closed, all its processes must have ended."""
 
     def __init__(self, width: int = 1280, height: int = 900) -> None:
         self._folder = tempfile.mkdtemp(prefix="gpul-web-", dir="/tmp")
@@ -52,7 +52,7 @@ class Browser:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # One for all commands, and without certificates, which take longer to read than a command takes.
+        # One HTTP client for all commands. It loads no certificates, because that takes longer than a command.
         self._http = httpx.Client(timeout=START_LIMIT_S, trust_env=False, verify=False)
         self._root = f"http://127.0.0.1:{port}"
         try:
@@ -68,17 +68,17 @@ class Browser:
 
     @property
     def pid(self) -> int:
-        """The process whose descendants the browser is."""
+        """The process id of chromedriver, which is the ancestor of the browser's processes."""
         return self._process.pid
 
     # --- the page ---
 
     def turn_over(self) -> None:
-        """Replace the page, and what belongs to it, by an empty one that knows nothing of the earlier one."""
+        """Replace the page by an empty one without cookies, cache, storage or permissions of the earlier page."""
         fresh = self._ask("POST", "/window/new", {"type": "window"})["handle"]
         self._ask("DELETE", "/window", None)
         self._ask("POST", "/window", {"handle": fresh})
-        # What belongs to the browser, or to an address that another server may have by now.
+        # These belong to the browser, or to an address that another test's server may have by now.
         self.devtools("Network.clearBrowserCookies")
         self.devtools("Network.clearBrowserCache")
         self.devtools("Storage.clearDataForOrigin", origin="*", storageTypes="all")
@@ -90,7 +90,7 @@ class Browser:
         self._ask("POST", "/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script's `return` gives, run in the page."""
+        """Run a script in the page. Returns the value of its `return` statement."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector: str) -> str:
@@ -98,12 +98,12 @@ class Browser:
         return str(found)
 
     def texts(self, selector: str) -> list[str]:
-        """The visible texts of all matching elements."""
+        """Return the visible texts of all matching elements."""
         script = "return [...document.querySelectorAll(arguments[0])].map(one => one.innerText)"
         return [str(text) for text in self.run(script, selector)]
 
     def wait_for(self, selector: str, text: str, within_s: float = PATIENCE_S) -> None:
-        """Return once that text is to be read there."""
+        """Return once the visible text of the element contains `text`."""
         what = f"{text!r} in {selector}"
         wait_until(lambda: text in self.text(selector), what, within_s, seen=lambda: self.text("body"))
 
@@ -115,7 +115,7 @@ class Browser:
         self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": pressed}]})
 
     def complaints(self) -> list[str]:
-        """What the browser's console says since it was asked last: errors, and what a policy forbade."""
+        """Return errors and warnings in the browser's console since the last call, also violations of a policy."""
         found = self._ask("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -128,7 +128,7 @@ class Browser:
     # --- its end ---
 
     def close(self) -> None:
-        """Close it; fails if one of its processes is still running."""
+        """Close the browser. Fails if one of its processes does not end."""
         pids = [info.pid for info in descendants(self._process.pid)]
         try:
             self._ask("DELETE", "", None)

@@ -1,4 +1,4 @@
-"""A daemon on real cards; after it, all memory of the cards must be free again."""
+"""A daemon on real cards. After it has stopped, all memory of the cards must be free again."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +11,10 @@ from helpers.nvml import Cards
 def daemon_on(
     cards: Cards, *, vram: Sequence[str] = ("8GiB",), config: str = "", tcp: bool = False
 ) -> Iterator[Daemon]:
-    """One that leases so much of each card, and answers; stopped behind the block, then NVML shows the memory back.
+    """Yield a daemon that leases `vram` of each card and replies. After the block, NVML must show that the memory is
+    free.
 
-    Where the block fails, it is taken away, and what it has logged is printed.
+    If the block fails, the daemon is discarded and its log is printed.
     """
     used = cards.used_bytes()
     daemon = Daemon(driver="cuda", vram=vram, config=config, tcp=tcp)

@@ -10,7 +10,7 @@ from helpers.scripted_peer import ScriptedPeer
 
 
 class Awaited:
-    """Wraps a blocking object so that its methods can be awaited, like those of the asyncio API."""
+    """Wraps a blocking object so that its methods can be awaited, as in the asyncio API."""
 
     WAITING = frozenset(
         {"renew", "free", "query", "mem_alloc", "mem_free", "mem_write", "mem_read"}
@@ -35,13 +35,13 @@ class Awaited:
 
 
 def real(thing: Any) -> Any:
-    """The face's own object, to be given to other objects of the face."""
+    """Return the API's own object without its wrapper, to be passed to other objects of the API."""
     return getattr(thing, "target", thing)
 
 
 @asynccontextmanager
 async def entered(manager: Any) -> AsyncIterator[Any]:
-    """The block of a face's context manager, whichever kind it is."""
+    """Enter a context manager, blocking or asynchronous, for the block."""
     if hasattr(manager, "__aenter__"):
         async with manager as value:
             yield value
@@ -51,14 +51,14 @@ async def entered(manager: Any) -> AsyncIterator[Any]:
 
 
 class Face:
-    """How a scenario leases and opens, whichever face it runs on."""
+    """How a scenario acquires leases and opens sessions with either API."""
 
     def __init__(self, name: str, peer: ScriptedPeer) -> None:
         self.name = name
         self.peer = peer
 
     def builder(self) -> Any:
-        """A builder for the peer's address, with a size."""
+        """Return a builder for a small lease at the peer's address."""
         kind: Any = GpuBuilder if self.name == "blocking" else aio.GpuBuilder
         return kind(self.peer.address).min_vram(1 << 20)
 
@@ -71,7 +71,7 @@ class Face:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Any]:
-        """A session on a lease of its own; both are gone behind the block."""
+        """Yield a session on a new lease. Both end after the block."""
         lease = await self.acquire()
         try:
             session = await self.open(lease)
@@ -93,12 +93,12 @@ Scenario = Callable[[Face], Awaitable[None]]
 
 
 def play(scenario: Scenario, face: Face) -> None:
-    """Run a scenario on a face, on an event loop of its own."""
+    """Run a scenario with one API, on a new event loop."""
     asyncio.run(scenario(face))  # type: ignore[arg-type]
 
 
 async def any_operation(session: Any, buffer: Any, module: Any, name: str) -> None:
-    """The session operation of that name; LAUNCH repeats forever, because a single one never fails."""
+    """Call the session operation of that name. LAUNCH is repeated until it fails, because a single one never fails."""
     match name:
         case "MEM_ALLOC":
             await session.mem_alloc(4)

@@ -1,8 +1,8 @@
 """A real node of a test's control plane: kubelet and containerd, with all their files in one folder.
 
-The folder that GPULEASE_KUBERNETES names also has kubelet, containerd, containerd-shim-runc-v2, ctr, and images.tar:
-the images `registry.example/pause:1`, which sleeps, and `gpulease:latest`, of systemd/Containerfile.
-runc is the host's.
+GPULEASE_KUBERNETES names a folder. For a node it must also contain kubelet, containerd, containerd-shim-runc-v2, ctr,
+and images.tar with two images: `registry.example/pause:1`, which sleeps, and `gpulease:latest`, built from
+systemd/Containerfile. runc is the host's.
 """
 
 import json
@@ -26,7 +26,7 @@ def need_node() -> None:
 
 
 class ClusterNode:
-    """The node's programs. Use it as a context: its containers, mounts and processes are gone afterwards.
+    """The node's programs. Use it as a context manager: afterwards its containers, mounts and processes are gone.
 
     Attributes:
         folder: The kubelet's folder.
@@ -52,7 +52,7 @@ class ClusterNode:
 
     def __exit__(self, *_: object) -> None:
         self._control_plane.stop("kubelet")
-        # End what the kubelet would have ended: the tasks, then what is still mounted below the folder.
+        # Do what the kubelet would have done: end the tasks, then unmount everything below the folder.
         for task in self._ctr("task", "ls", "-q").split():
             self._ctr("task", "kill", "-s", "SIGKILL", task)
         wait_until(lambda: "RUNNING" not in self._ctr("task", "ls"), "the containers end")
@@ -134,7 +134,7 @@ runtime_type = "io.containerd.runc.v2"
         self._start_kubelet()
 
     def log_of(self, pod: str) -> str:
-        """What a pod's container has written."""
+        """Return the output of a pod's container."""
         paths = sorted((self._base / "logs").glob(f"*_{pod}_*/main/*.log"))
         lines = [line for path in paths for line in path.read_text().splitlines()]
         return "\n".join(line.split(" ", 3)[3] for line in lines)

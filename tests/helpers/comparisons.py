@@ -1,4 +1,4 @@
-"""All comparisons of PTX (ISA section 9.3.1 and 9.7.6): their names and their results."""
+"""The names and results of all comparisons of PTX (PTX ISA sections 9.3.1 and 9.7.6)."""
 
 import itertools
 import operator
@@ -34,7 +34,7 @@ _FLUSHABLE: Final = ("f16", "f32")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What follows the opcode: `.cmp`, `.and`, `.or`, `.xor` or nothing, `.ftz` or not, of numbers of a kind."""
+    """A comparison of two numbers of `kind`: comparison operator, Boolean operator ("" for none), and `.ftz`."""
 
     name: str
     join: str
@@ -46,11 +46,11 @@ class Comparison:
         return "".join(f".{part}" for part in (self.name, self.join, "ftz" * self.ftz) if part)
 
     def joined(self, flag: bool, with_this: int) -> bool:
-        """What an outcome becomes with the predicate operand."""
+        """Return the outcome, combined with the predicate operand by the Boolean operator."""
         return JOINS[self.join](flag, bool(with_this))
 
     def holds(self, left: int, right: int) -> bool:
-        """Whether the comparison itself holds for two bit patterns."""
+        """Return whether the comparison holds for two bit patterns, before it is combined with a predicate."""
         return _holds(self.name, self.kind, self.ftz, left, right)
 
 
@@ -61,9 +61,10 @@ def comparisons(kind: str) -> Iterator[Comparison]:
 
 
 def turning(kind: str, choices: Sequence[T]) -> Iterator[tuple[Comparison, T]]:
-    """All comparisons of a kind, each with one of the choices: each choice meets every name, every join, and `.ftz`.
+    """Yield all comparisons of a kind, each with one of the choices, so that each choice occurs with every comparison
+    operator, every Boolean operator, and `.ftz`.
 
-    Where there are fewer names than choices, each comparison comes with them all.
+    If the kind has fewer comparison operators than there are choices, yield each comparison with every choice.
     """
     names, joins = _NAMES["float" if kind in KINDS else kind[0]], [*JOINS]
     for one in comparisons(kind):
@@ -80,7 +81,7 @@ def _holds(name: str, kind: str, ftz: bool, left: int, right: int) -> bool:
     unordered = x != x or y != y
     if name in ("num", "nan"):
         return unordered == (name == "nan")
-    # Those with a third letter, u, are true of what has no order.
+    # Operators of three letters end in u: they hold if the numbers are unordered, that is if one is NaN.
     return len(name) == 3 if unordered else ORDER[name[:2]](x, y)
 
 

@@ -1,7 +1,7 @@
-"""Containers as a runtime makes them of CDI devices: their environment, and their mounts in a mount namespace.
+"""Containers with CDI devices: their environment variables, and their mounts in a mount namespace.
 
-`python -m helpers.containers`, run by `unshare --mount`, is the container's first process: it mounts, imports what the
-program needs, becomes the container's user, and runs the program.
+`python -m helpers.containers`, run by `unshare --mount`, is the container's first process. It mounts, imports what the
+program needs, switches to the container's user, and runs the program.
 """
 
 import json
@@ -20,7 +20,10 @@ from helpers.daemon import python_environment
 
 
 def merged(specs: Iterable[Mapping[str, Any]], cdi_ids: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(environment, mounts: host paths by container paths) of these devices. The last one of a name or a path wins."""
+    """Return (environment, mounts as host paths by container paths) of these devices.
+
+    If several devices set a variable or a path, the last one wins.
+    """
     devices = {
         f"{spec['kind']}={device['name']}": (spec.get("containerEdits", {}), device["containerEdits"])
         for spec in specs
@@ -38,7 +41,7 @@ def merged(specs: Iterable[Mapping[str, Any]], cdi_ids: Iterable[str]) -> tuple[
 def run_container(
     specs: Iterable[Mapping[str, Any]], cdi_ids: Iterable[str], program: str, user: int, group: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a container with these devices. Skips the test where nobody may make a mount namespace."""
+    """Run a program in a container with these devices. Skips the test if this host permits no mount namespaces."""
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], check=False).returncode != 0:
         pytest.skip("a container needs root, and mount namespaces")
     environment, mounts = merged(specs, cdi_ids)
@@ -50,9 +53,10 @@ def run_container(
 
 
 def run_podman(folder: Path, cdi_ids: Iterable[str], program: str, user: int, group: int) -> str:
-    """Run a program in a container that podman and runc make, by their own reading of the specifications in a folder.
+    """Run a program in a container that podman and runc make; podman itself reads the CDI specifications in `folder`.
 
-    The container's root is the host's, bound to another place: no image is needed. Skips the test without podman.
+    The container's root is a bind mount of the host's root, so no image is needed. Skips the test without podman or
+    runc.
     """
     if os.geteuid() != 0 or not shutil.which("podman") or not shutil.which("runc"):
         pytest.skip("this needs root, podman and runc")
@@ -70,7 +74,7 @@ def run_podman(folder: Path, cdi_ids: Iterable[str], program: str, user: int, gr
         options += ["--device", cdi_id]
     options += ["--env", f"PYTHONPATH={python_environment()['PYTHONPATH']}"]
     with TemporaryDirectory() as root:
-        # Podman looks for specifications in two folders of the host.
+        # Podman reads CDI specifications from two fixed folders of the host.
         script = f"""
             set -e
             mount --make-rprivate /
@@ -96,12 +100,13 @@ def _mount(*arguments: str) -> None:
 
 def main() -> None:
     what = json.load(sys.stdin)
-    # Without an environment, a runtime has made the container already.
+    # If there is no environment, the container was made by podman, with its devices.
     if what["environment"] is not None:
-        # Nothing reaches the host, and the host's own /run/gpulease is not seen.
+        # Mounts do not propagate to the host, and the container does not see the host's /run/gpulease.
         _mount("--make-rprivate", "/")
         _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
-    # The outer ones first, as runtimes order them; each read-only, so an inner one needs its place in the outer one.
+    # Mount outer paths first, as runtimes do. All mounts are read-only, so the mount point of an inner path must exist
+    # in the outer one.
     for place in sorted(what["mounts"], key=lambda place: place.count("/")):
         host = Path(what["mounts"][place])
         if not os.path.lexists(place):

@@ -1,6 +1,6 @@
-"""A real Kubernetes control plane without nodes of its own: etcd, API server, controller manager and scheduler.
+"""A real Kubernetes control plane, without nodes: etcd, API server, controller manager and scheduler.
 
-GPULEASE_KUBERNETES=FOLDER names the folder of kube-apiserver, kube-controller-manager and kube-scheduler. kubectl is
+GPULEASE_KUBERNETES=FOLDER names the folder with kube-apiserver, kube-controller-manager and kube-scheduler. kubectl is
 the host's.
 """
 
@@ -37,7 +37,7 @@ TOKENS: Final = (
     ("system:kube-scheduler", ""),
     ("system:node:node-a", "system:nodes"),
 )
-"""Users that the API server knows by a token, which is the user's name: (user, group)."""
+"""Users that the API server recognises by a token, which is the user's name: (user, group)."""
 
 
 def need_control_plane() -> None:
@@ -49,11 +49,11 @@ def need_control_plane() -> None:
 
 
 class ControlPlane:
-    """The programs, each with its log in the folder. Use it as a context.
+    """The programs, each with its log in the folder. Use it as a context manager.
 
     Attributes:
         url: The API server's address.
-        ca: The file with its certificate's authority.
+        ca: The file with the certificate of the authority that signed the API server's certificate.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -93,13 +93,13 @@ class ControlPlane:
             self._processes[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def stop(self, name: str) -> None:
-        """Kill a program. Has no effect if it does not run."""
+        """Kill a program. Has no effect if it is not running."""
         if process := self._processes.pop(name, None):
             process.kill()
             process.wait()
 
     def kubectl(self, *arguments: str, given: str = "", user: str = "admin") -> str:
-        """What kubectl prints. Fails the test with its error."""
+        """Run kubectl, and return its output. Fails the test with kubectl's error."""
         done = self.try_kubectl(*arguments, given=given, user=user)
         assert done.returncode == 0, f"{arguments}: {done.stderr}\n{self.logs()}"
         return done.stdout
@@ -110,7 +110,7 @@ class ControlPlane:
         return subprocess.run(command, input=given, capture_output=True, text=True, check=False, env=environment)
 
     def get(self, *arguments: str) -> Any:
-        """An object, or the items of a list."""
+        """Return an object, or the items of a list."""
         found = json.loads(self.kubectl("get", "-o", "json", *arguments))
         return found.get("items", found)
 
@@ -118,11 +118,11 @@ class ControlPlane:
         self.kubectl("apply", "-f", "-", given=yaml.safe_dump_all(documents))
 
     def apply_manifests(self) -> None:
-        """What the guide says, with the validation that kubectl and the server do by the published schemas."""
+        """Apply the manifests as the guide says. kubectl and the server validate them by Kubernetes' schemas."""
         self.kubectl("apply", "--validate=strict", "-k", str(MANIFESTS))
 
     def add_node(self, name: str) -> None:
-        """A node that takes pods, as far as the scheduler sees."""
+        """Add a node on which the scheduler may place pods."""
         self.apply(
             {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}}}
         )
@@ -134,7 +134,7 @@ class ControlPlane:
         )
 
     def driver_token(self, node: str) -> Path:
-        """A token of the driver's service account on a node, as its pod there has."""
+        """Return a file with a token of the driver's service account on a node, like that of the driver's pod."""
         bound = ("--bound-object-kind=Node", f"--bound-object-name={node}")
         path = self.folder / f"token-{node}"
         path.write_text(self.kubectl("create", "token", "-n", "gpulease", "gpulease-dra", *bound))
@@ -172,7 +172,7 @@ class ControlPlane:
         wait_until(lambda: self.try_kubectl(*ready).stdout == "ok", "the API server is ready", seen=self.logs)
 
     def config(self, user: str) -> Path:
-        """The kubeconfig of a user with a token."""
+        """Return the kubeconfig file of a user who has a token."""
         path = self.folder / f"{user.replace(':', '-')}.config"
         cluster = {"server": self.url, "certificate-authority": str(self.ca)}
         path.write_text(

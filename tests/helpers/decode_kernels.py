@@ -1,4 +1,4 @@
-"""The decode engine's kernels, one at a time, on the embedded driver in this process."""
+"""Launches the decode engine's kernels one at a time, on the embedded driver in this process."""
 
 import struct
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from gpulease.daemon.ptx.image import CpuKernel
 Array = NDArray[Any]
 
 GUARD: Final = 64
-"""Bytes before and behind every array, which no kernel may write."""
+"""Bytes before and after every array, which no kernel may write."""
 
 _GUARD_BYTES: Final = bytes(range(0xA0, 0xA0 + GUARD))
 
 
 class KernelRig:
-    """Launches kernels by the names of their parameters, and compares every array's surroundings afterwards."""
+    """Launches kernels with arguments by parameter name. Checks the guard bytes of every array after each launch."""
 
     def __init__(self, context: CpuContext) -> None:
         self._context = context
@@ -31,9 +31,10 @@ class KernelRig:
         self._allocations: dict[int, int] = {}
 
     def launch(self, name: str, grid: Sequence[int], regions: Sequence[tuple[int, Array]] = (), **values: Any) -> None:
-        """Launch a kernel once. Arrays hold afterwards what it wrote.
+        """Launch a kernel once. Afterwards the arrays contain what it wrote.
 
-        `values` are arrays, ints, floats, or None for a null pointer. `regions` are arrays at addresses of `place`.
+        `values` are arrays, ints, floats, or None for a null pointer. `regions` are arrays at addresses that `place`
+        returned.
         """
         facts = manifest().kernels[name]
         kernel = self._kernel(name)
@@ -59,7 +60,7 @@ class KernelRig:
             self.release(address)
 
     def place(self, array: Array, alignment: int = 1) -> int:
-        """Copy an array to the device, between guards; its address, until `release`."""
+        """Copy an array to the device, between guard bytes. Returns its address, which is valid until `release`."""
         assert array.flags.c_contiguous
         allocation = self._context.mem_alloc(array.nbytes + 2 * GUARD + alignment)
         address = -(-(allocation + GUARD) // alignment) * alignment
@@ -84,7 +85,7 @@ class KernelRig:
 
 
 def bf16(values: Array) -> NDArray[np.uint16]:
-    """The bits of the nearest bf16 values, of two equally near the even one; of finite values."""
+    """Return the bits of the nearest bf16 values; ties go to even. The values must be finite."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return rounded
@@ -95,7 +96,7 @@ def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
 
 
 def step_rows(count: int, **fields: Any) -> Array:
-    """ROW records of known tokens at position 0, but for the fields given."""
+    """Return ROW records of known tokens at position 0, with the given fields changed."""
     rows = np.zeros(count, ROW)
     rows["source"] = NO_ROW
     for name, value in fields.items():

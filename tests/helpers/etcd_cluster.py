@@ -20,14 +20,14 @@ from helpers.waiting import wait_until
 START_LIMIT_S: Final = 60.0
 
 SMALLEST_QUOTA_BYTES: Final = 1 << 20
-"""A quota that some hundred writes of 16 KiB use up."""
+"""The smallest quota that tests set; some hundred writes of 16 KiB use it up."""
 
 FULL_BYTES: Final = 1
-"""A quota that every member's data exceed."""
+"""A quota that the data of every member exceeds."""
 
 
 def need_etcd() -> None:
-    """Skip the test, with a hint what to install, if etcd is not installed."""
+    """Skip the test, with a hint on what to install, if etcd is not installed."""
     for program in ("etcd", "etcdctl"):
         if shutil.which(program) is None:
             pytest.skip(f"SKIPPED FOR WANT OF {program}: apt-get install etcd-server etcd-client")
@@ -35,7 +35,7 @@ def need_etcd() -> None:
 
 @dataclass
 class Member:
-    """One member: where it listens, and its process."""
+    """One member: its addresses, and its process."""
 
     name: str
     host: str
@@ -43,9 +43,9 @@ class Member:
     peer_port: int
     folder: Path
     within: tuple[str, ...] = ()
-    """The command by which it is started elsewhere, such as in a network namespace."""
+    """A command that starts it elsewhere, for example in a network namespace."""
     quota_bytes: int | None = None
-    """The size of its data that raises the alarm NOSPACE; None for etcd's own."""
+    """The size of its data at which it raises the alarm NOSPACE; None for etcd's default."""
     process: subprocess.Popen[bytes] | None = None
     is_paused: bool = field(default=False, init=False)
 
@@ -60,17 +60,17 @@ class Member:
 
 
 class EtcdCluster:
-    """A cluster of real members. Use it as a context: all its processes are gone afterwards.
+    """A cluster of real members. Use it as a context manager: afterwards all its processes have ended.
 
     Attributes:
-        folder: Data and logs; its processes have it in their environment, as `Daemon`'s have theirs.
+        folder: Data and logs. The processes have this path in their environment, like those of `Daemon`.
 
     Args:
         folder: For data and logs.
         members: Number of members.
-        authority: Issues the certificates that it presents to clients and requires of them; None for plain text.
+        authority: Issues the members' certificates, and clients must have a certificate from it; None for plain text.
         quota_bytes: Each member's quota.
-        places: For each member the host it listens on and the command that starts it there; None for this one.
+        places: For each member, the host that it listens on and the command that starts it there; None for this host.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EtcdCluster:
         self.folder = folder
         self._authority = authority
         self._server = authority.issue_server(["127.0.0.1", "localhost"]) if authority is not None else None
-        # Members are started again, at the addresses that their clients know.
+        # Members that are restarted must get the same ports, because clients know the addresses.
         self._held = HeldPorts(2 * members)
         ports = self._held.ports
         self.members = []
@@ -117,7 +117,7 @@ class EtcdCluster:
         self._held.close()
 
     def start(self, member: Member) -> None:
-        """Start a member, on the data that it had; return without waiting for its answer."""
+        """Start a member on its existing data. Returns before the member answers."""
         scheme = "http" if self._authority is None else "https"
         peers = ",".join(f"{other.name}=http://{other.host}:{other.peer_port}" for other in self.members)
         words = ["etcd", "--name", member.name, "--data-dir", str(member.folder / "data"), "--logger", "zap"]
@@ -141,20 +141,20 @@ class EtcdCluster:
             )
 
     def kill(self, member: Member) -> None:
-        """Kill a member as a lost host would, and reap it; nothing if it does not run."""
+        """Kill a member as if its host was lost, and reap it. Has no effect if it is not running."""
         if member.process is not None:
             member.process.kill()
             member.process.wait(60)
             member.process, member.is_paused = None, False
 
     def restart(self, member: Member) -> None:
-        """Kill a member and start it on its data; return once it answers."""
+        """Kill a member and start it on its data. Returns once it answers."""
         self.kill(member)
         self.start(member)
         self.wait_for(member)
 
     def fill(self, member: Member) -> None:
-        """Leave one member no space for any write: it raises the alarm with the next, and no member writes any more."""
+        """Leave one member no space. With the next write it raises an alarm, after which no member accepts writes."""
         member.quota_bytes = FULL_BYTES
         self.restart(member)
 
@@ -163,10 +163,10 @@ class EtcdCluster:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def restore(self, backup: Path, command: str) -> None:
-        """Put all members back to a backup, each by a shell command in its folder; return once they answer.
+        """Restore all members from a backup, each with a shell command in its folder. Returns once they answer.
 
-        The command finds the backup in backup.db and makes the data folder restored, for the member NAME at PEER of the
-        cluster CLUSTER.
+        The command reads the backup in backup.db, and writes the data folder `restored` for the member NAME, with the
+        peer address PEER, of the cluster CLUSTER.
         """
         for member in self.members:
             self.kill(member)
@@ -182,17 +182,17 @@ class EtcdCluster:
             self.wait_for(member)
 
     def make_room(self, member: Member) -> None:
-        """Give a member space again, and disarm the alarm."""
+        """Give a member space again, and clear the alarm."""
         member.quota_bytes = None
         self.restart(member)
         self.control("alarm", "disarm")
 
     def wait_for(self, member: Member) -> None:
-        """Wait until a member answers, and knows a leader."""
+        """Wait until a member answers and knows the leader."""
         wait_until(lambda: self._ask(member, "get", "x"), f"{member.name} answers", START_LIMIT_S, seen=self._logs)
 
     def pause(self, member: Member) -> None:
-        """Stop a member by SIGSTOP; its connections stay."""
+        """Stop a member with SIGSTOP. Its connections stay open."""
         assert member.process is not None
         stop_process(member.process.pid)
         member.is_paused = True
@@ -203,7 +203,7 @@ class EtcdCluster:
         member.is_paused = False
 
     def leader(self) -> Member:
-        """The member that leads, by what the others say; waits until one does."""
+        """Return the leader, according to the members; wait until there is one."""
         leader = wait_until(self._leader, "a leader is elected", START_LIMIT_S, seen=self._logs)
         assert leader is not None
         return leader
@@ -216,13 +216,13 @@ class EtcdCluster:
         self.control("compaction", "--physical=true", str(revision))
 
     def control(self, *words: str) -> str:
-        """What etcdctl says; asserts that it has done it."""
+        """Run etcdctl, and return its output. Fails if etcdctl fails."""
         done = self.try_control(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def try_control(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run etcdctl; returns its status and output."""
+        """Run etcdctl, and return its exit status and output."""
         return self._etcdctl([member for member in self.members if self._runs(member)], *words)
 
     def _leader(self) -> Member | None:
@@ -242,7 +242,7 @@ class EtcdCluster:
         return all(self._ask(member, "get", "x") for member in self.members)
 
     def _ask(self, member: Member, *words: str) -> str:
-        """What one member says: "" for a failure, and a blank more than etcdctl says."""
+        """Return etcdctl's output for one member, followed by a blank; "" if etcdctl fails."""
         done = self._etcdctl([member], "--command-timeout=1s", *words)
         return done.stdout + " " if done.returncode == 0 else ""
 
@@ -264,7 +264,7 @@ class EtcdCluster:
 
 
 def run_shell(command: str, folder: Path, **variables: str) -> None:
-    """Run a shell command in a folder; asserts that it succeeds."""
+    """Run a shell command in a folder. Fails if the command fails."""
     words = ["bash", "-euo", "pipefail", "-c", command]
     environment = os.environ | {"ETCDCTL_API": "3"} | variables
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -272,6 +272,6 @@ def run_shell(command: str, folder: Path, **variables: str) -> None:
 
 
 def issued_tenant(authority: PkiAuthority, name: str) -> Issued:
-    """A client's certificate of that name: made by the first call, and found again by others."""
+    """Return a client certificate of that name. The first call issues it; later calls return the same one."""
     issued = Issued(authority.folder / f"tenant-{name}.pem", authority.folder / f"tenant-{name}.key")
     return issued if issued.certificate.exists() else authority.issue_tenant(name)

@@ -1,7 +1,8 @@
 """One of several processes that write to etcd: `python -P -m helpers.etcd_contender ENDPOINTS NAME FILE`.
 
-Each write has a nonce and compares what it overwrites. Its outcome is a line of JSON in the file. The process continues
-until it is killed. With the name `history` it writes all changes since the store was made, and ends.
+Each write has a unique nonce, and replaces only the revision that was read before. Its outcome is a line of JSON in
+FILE. The process continues until it is killed. With the name `history`, it writes all changes since the store was
+created, and ends.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ WRITES_PER_DELETION: Final = 5
 
 
 def tell(path: Path, **members: Any) -> None:
-    """Append a line by one write(2), so that a kill leaves none half written."""
+    """Append a line with a single write(2), so that a kill leaves no partial line."""
     with path.open("a") as file:
         file.write(json.dumps(members) + "\n")
 

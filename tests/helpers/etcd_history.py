@@ -1,6 +1,6 @@
-"""All changes of etcd's keys since its store was made: `python -P -m helpers.etcd_history ENDPOINTS FILE PREFIX`.
+"""`python -P -m helpers.etcd_history ENDPOINTS FILE PREFIX`: writes all changes of etcd's keys since it was created.
 
-It runs on a host from which etcd is reached, and writes a line of JSON for each change.
+Run it on a host that can reach etcd. It writes a line of JSON to FILE for each change of a key with the prefix.
 """
 
 import asyncio
@@ -14,11 +14,14 @@ from gpulease.daemon.fleet.etcd.transactions import Delete, KeyValue, Put, Trans
 
 TIMEOUT_S: Final = 5.0
 MARK: Final = b"~end"
-"""Ends a key that is written behind all changes: etcd tells a thousand at a time, and keys that are gone count none."""
+"""Suffix of a key that is written and deleted after all changes, so that the watch reports a last change.
+
+etcd reports changes in batches of a thousand, and does not count keys that were deleted since.
+"""
 
 
 async def main(endpoints: str, path: Path, prefix: bytes) -> None:
-    """Write all changes up to now, of keys with the prefix."""
+    """Write all changes so far of keys with the prefix."""
     client = EtcdClient(EtcdSettings(tuple(endpoints.split(",")), timeout_s=TIMEOUT_S))
     try:
         mark = prefix + MARK
@@ -37,7 +40,7 @@ async def main(endpoints: str, path: Path, prefix: bytes) -> None:
 
 
 async def revision_of(client: EtcdClient, transaction: Transaction) -> int:
-    """The revision at which a write was done, which is tried until it is."""
+    """Repeat a write until it succeeds, and return its revision."""
     while not isinstance(outcome := await client.do(transaction), TransactionAnswer):
         pass
     return outcome.revision

@@ -1,4 +1,4 @@
-"""Floating-point formats by the book: bits to exact numbers, and exact numbers rounded to bits."""
+"""Floating-point formats as defined: bits to exact numbers, and exact numbers rounded to bits."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Kind:
 
 KINDS = {"f16": Kind(16, 10, 15), "bf16": Kind(16, 7, 127), "f32": Kind(32, 23, 127), "f64": Kind(64, 52, 1023)}
 
-# An exact number, or a float that is none: an infinity, NaN, or a zero, which has a sign.
+# An exact number; a float only for infinities, NaN, and zero, which has a sign.
 Number = Fraction | float
 
 
@@ -51,7 +51,7 @@ def decode(bits: int, kind: Kind) -> Number:
 
 
 def encode(value: Number, kind: Kind, mode: str = "rn") -> int:
-    """The bits a mode picks: rn, rz, rm, rp or rna. Any NaN is all ones without the sign."""
+    """Return the bits of a number, rounded by mode rn, rz, rm, rp or rna. Every NaN gets all bits except the sign."""
     if isinstance(value, float):
         if math.isnan(value):
             return kind.nan
@@ -70,24 +70,25 @@ def encode(value: Number, kind: Kind, mode: str = "rn") -> int:
     if rounded >= Fraction(2) ** (kind.bias + 1):
         towards_zero = mode == "rz" or mode == ("rp" if negative else "rm")
         return sign | (kind.infinity - 1 if towards_zero else kind.infinity)
-    # Counting up from zero in units of each exponent: the bits of magnitudes are in their order.
+    # The bits of positive numbers are in the numbers' order, so add units in the last place to the exponent's first
+    # number.
     if exponent < 1 - kind.bias:
         return sign | count
     return sign | (((exponent + kind.bias) << kind.digits) + count - (1 << kind.digits))
 
 
 def signed(value: int, bits: int) -> int:
-    """The number that bits are in two's complement."""
+    """Return the number that `bits` bits represent in two's complement."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def number(pattern: int, kind: str) -> int:
-    """The number that a pattern is in an integer's type."""
+    """Return the number that a bit pattern represents in an integer type."""
     return signed(pattern, int(kind[1:])) if kind[0] == "s" else pattern
 
 
 def limits(kind: str) -> tuple[int, int]:
-    """The least and the greatest number of an integer's type."""
+    """Return the least and the greatest number of an integer type."""
     bits = int(kind[1:])
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if kind[0] == "s" else (0, (1 << bits) - 1)
 
@@ -102,10 +103,10 @@ def _whole(value: Fraction, mode: str, negative: bool) -> int:
 
 
 def flushed(bits: int, kind: Kind) -> int:
-    """Subnormal bits as those of zero with their sign."""
+    """Return subnormal bits as zero with the same sign, and other bits unchanged."""
     return bits & kind.sign if bits & kind.nan < 1 << kind.digits else bits
 
 
 def clamped(value: Number) -> Number:
-    """.sat: clamp to [0, 1]; NaN and -0 become +0."""
+    """Apply .sat: clamp to [0, 1]; NaN and -0 become +0."""
     return value if value > 0 and value < 1 else 1.0 if value >= 1 else 0.0

@@ -1,4 +1,4 @@
-"""`python -m helpers.faulty_driver FLAG ARGUMENTS...`: `gpulease-dra` on a disk that hangs while FLAG exists."""
+"""`python -m helpers.faulty_driver FLAG ARGUMENTS...`: `gpulease-dra` on a disk that hangs while file FLAG exists."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Real directories of a fleet; a test writes the nodes' records to a real etcd."""
+"""Real directory processes of a fleet. Tests write the nodes' records to a real etcd."""
 
 import contextlib
 import re
@@ -26,13 +26,13 @@ from helpers.waiting import wait_until
 
 STOP_LIMIT_S: Final = 60.0
 MANY_SECONDS: Final = "600"
-"""The longest horizon, by which a record that a test writes once is not silent."""
+"""The longest horizon. With it, a node whose record a test writes only once does not count as silent."""
 
 _LISTENS: Final = re.compile(r"(?:address=|listens on |\"address\":\")((?:tls|tcp|unix):[^\s\"]+)")
 
 
 class Directory:
-    """A directory's process. Use it as a context.
+    """A directory's process. Use it as a context manager.
 
     Attributes:
         address: Its first address.
@@ -46,9 +46,9 @@ class Directory:
         listen: Sequence[str] = (),
         horizon_s: str = MANY_SECONDS,
     ) -> None:
-        """Give the fleet that horizon, which its first node writes elsewhere."""
+        """Write the fleet's horizon to etcd, as its first node would do, unless there is one."""
         folder.mkdir(parents=True, exist_ok=True)
-        # Nodes that have joined have written theirs.
+        # Nodes that have joined have written the horizon.
         if not cluster.control("get", HORIZON.decode()):
             cluster.control("put", HORIZON.decode(), horizon_s)
         self._listen = list(listen) or [f"unix:{folder / 'directory.sock'}"]
@@ -108,7 +108,7 @@ def record_of(*addresses: str, free_bytes: int = 4 << 30, capacity_bytes: int = 
 
 
 def put_node(cluster: EtcdCluster, node_id: str, record: InventoryRecord) -> None:
-    """Write a node's inventory and its record, as its own process would."""
+    """Write a node's inventory and its record, as its fleet process would."""
     for key, value in ((inventory_key(node_id), record), (node_key(node_id), NodeRecord("nonce"))):
         cluster.control("put", key.decode(), value.encode().decode())
 
@@ -119,6 +119,6 @@ def put_claim(cluster: EtcdCluster, name: str, node_id: str, incarnation: int) -
 
 
 def put_daemon(cluster: EtcdCluster, node_id: str, daemon: Daemon, **members: object) -> None:
-    """Write the record of a real daemon that has no fleet process of its own."""
+    """Write the record of a real daemon that runs without a fleet process."""
     record = replace(record_of(daemon.address, free_bytes=daemon.available_bytes()), **members)  # type: ignore[arg-type]
     put_node(cluster, node_id, record)

@@ -12,9 +12,9 @@ _MANUAL = Path(__file__).parents[2] / "daemon/manual/fleet.md"
 
 
 def restore_commands(tool: str = "etcdctl") -> tuple[str, str]:
-    """The commands by which etcd is restored: one for each member, and one for the cluster.
+    """Return the manual's commands that restore etcd: one for each member, and one for the whole cluster.
 
-    Skips the test where `tool` is etcdutl and that can't raise revisions.
+    Skips the test if `tool` is etcdutl and the installed one can't raise revisions.
     """
     section = _MANUAL.read_text().partition("\n## Restore etcd\n")[2].partition("\n## ")[0]
     restore, renew = (

@@ -27,15 +27,16 @@ HORIZON_S: Final = 10
 FLEET_PROCESS: Final = "gpul-fleet"
 
 FENCED: Final = "the fleet has declared this node dead"
-"""What a node logs that was fenced."""
+"""Part of the message that a node logs when it was fenced."""
 
 BETWEEN_ROUNDS_S: Final = 0.02
-"""Short beside the moment between a name's end and its next grant, long beside a round: other tests need the processor.
+"""Pause between rounds of a tenant. It is short compared with the time from a name's end to its next grant, and long
+compared with a round, so that other tests get the processor.
 """
 
 
 class FleetNode(LastingDaemon):
-    """A node with leases that outlive its daemon."""
+    """A node of a fleet, with leases that outlive its daemon."""
 
     def __init__(
         self,
@@ -51,35 +52,35 @@ class FleetNode(LastingDaemon):
     ) -> None:
         super().__init__(within=within, log_format=log_format, driver=driver, state=state)
         table = {"etcd": "etcd://" + ",".join(cluster.endpoints), "node": node_id, "horizon_s": HORIZON_S}
-        # Its tenants are on this host.
+        # The node's tenants run on this host, so they reach it by its Unix socket.
         table |= {"addresses": [self.address], **settings}
         lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in table.items())
         self.config += f"[fleet]\n{lines}\n{tenants}"
         self.node_id = node_id
 
     def builder(self, name: str = "") -> GpuBuilder:
-        """Ask it for a small lease, with a name if one is given."""
+        """Return a builder for a small lease, with a name if one is given."""
         builder = GpuBuilder(self.address).min_vram(1 << 20).lease_secs(600)
         return builder.name(name) if name else builder
 
     def fleet_check(self) -> dict[str, Any]:
-        """The check of the fleet in its health report."""
+        """Return the fleet's check in the node's health report."""
         checks = ask(Opcode.HEALTH, Empty(), self.address).report["checks"]
         return next(check for check in checks if check["check"] == "fleet")
 
     def wait_until_joined(self) -> None:
-        """Return once it has joined, and is not cut off."""
+        """Return once the node has joined and is not cut off."""
         wait_until(lambda: not self.fleet_check()["detail"], f"{self.node_id} has joined", seen=self.logs)
 
     def wait_until_isolated(self) -> None:
-        """Return once its membership deadline has passed."""
+        """Return once the node's membership deadline has passed."""
         wait_until(lambda: self.fleet_check()["detail"], f"{self.node_id} is cut off", seen=self.logs)
 
     def fleet_pid(self) -> int:
         return wait_until(lambda: self.workers().get(FLEET_PROCESS, 0), "the fleet process runs")
 
     def acquire(self, name: str) -> GpuLease:
-        """Get the name, again and again until it is free."""
+        """Acquire a lease with this name. Tries again until the name is free."""
         got: list[GpuLease] = []
         refusals: list[str] = []
 
@@ -96,7 +97,7 @@ class FleetNode(LastingDaemon):
 
 
 class Worker:
-    """A tenant who computes in a lease's session until it ends: when, on the monotonic clock, and how."""
+    """A tenant that computes in a lease's session until the lease ends. Records how and when (monotonic clock)."""
 
     def __init__(self, lease: GpuLease) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -137,10 +138,11 @@ class Worker:
 def fleet(
     folder: Path, nodes: int = 2, members: int = 1, **settings: Any
 ) -> Iterator[tuple[EtcdCluster, list[FleetNode]]]:
-    """A cluster and its nodes, which have joined."""
+    """Yield a cluster of etcd and the nodes, once they have joined."""
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(EtcdCluster(folder, members))
-        # The first node of a new store waits for a horizon, lest the store was lost.
+        # Without this, the first node of a new store would wait for a horizon, because the earlier store may have been
+        # lost.
         cluster.control("put", GENERATION.decode(), "made by the test")
         made = []
         for number in range(nodes):
@@ -154,18 +156,18 @@ def fleet(
 
 
 def _end(node: FleetNode) -> None:
-    """Stop a node, which may be stopped or killed by now, and whatever it left."""
+    """Stop a node, which may be stopped or killed already, and remove what is left of it."""
     if node.now.process.poll() is None:
         os.kill(node.now.process.pid, signal.SIGCONT)
     else:
         node.start()
-    # It may have been fenced meanwhile.
+    # It may have been fenced in the meantime.
     node.now.allowed_trouble.append(FENCED)
     node.stop()
 
 
 def quota(cluster: EtcdCluster, *words: str) -> str:
-    """Run `gpulease fleet quota`, and return what it says."""
+    """Run `gpulease fleet quota`, and return its output."""
     etcd = f"etcd://{','.join(cluster.endpoints)}"
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", "fleet", "quota", *words, "--etcd", etcd]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=python_environment(), timeout=60)
@@ -174,7 +176,7 @@ def quota(cluster: EtcdCluster, *words: str) -> str:
 
 
 def counted_bytes(cluster: EtcdCluster) -> dict[str, int]:
-    """The bytes of quotas that leases use, by node."""
+    """Return the bytes of quotas that leases use, by node."""
     told = cluster.control("get", "--prefix", "/gpulease/v1/quotas/", "--print-value-only")
     entries = [entry for line in told.splitlines() if line for entry in json.loads(line)["used"].values()]
     used: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """A tenant that claims names and serves them, in a separate process.
 
-`python -P -m helpers.fleet_tenant FILE SEED HOLD_S NAME,NAME... NODE=ADDRESS...`: for each name it asks one node
-after another, computes in the lease until it has had enough or the lease is over, and begins again. Each kernel that
-ran is a line of JSON in the file. It ends at SIGTERM, and gives its leases back.
+`python -P -m helpers.fleet_tenant FILE SEED HOLD_S NAME,NAME... NODE=ADDRESS...`: for each name, it requests a lease
+from one node after another, computes in the lease for a random time of at most HOLD_S or until the lease ends, and
+begins again. For each kernel that ran, it writes a line of JSON to FILE. On SIGTERM it frees its leases and ends.
 """
 
 import json
@@ -18,7 +18,7 @@ from gpulease.client import GpuBuilder, GpuLease, GpuLeaseError, GpuSession
 from helpers.kernels import TRANSFORM, scale_args
 
 LEASE_S: Final = 6
-"""What a killed tenant leaves behind is over by then."""
+"""Duration of each lease, so that those of a killed tenant expire soon."""
 
 LEAST_HOLD_S: Final = 1.0
 RENEW_S: Final = 2.0
@@ -33,7 +33,7 @@ def boot_ns() -> int:
 
 
 def serve(name: str, nodes: dict[str, str], hold_s: float, file: int, dice: random.Random) -> None:
-    """Want that name served, until it is over, and hold it for at most so long at a time."""
+    """Serve the name until the tenant is stopped, with leases that it holds for at most `hold_s` each."""
     while not IS_OVER.is_set():
         node = dice.choice(sorted(nodes))
         try:
@@ -49,7 +49,7 @@ def serve(name: str, nodes: dict[str, str], hold_s: float, file: int, dice: rand
 
 
 def compute(lease: GpuLease, node: str, file: int, until_s: float) -> None:
-    """Run kernels until then. Raises GpuLeaseError once the lease is over."""
+    """Run kernels until `until_s`. Raises GpuLeaseError once the lease has ended."""
     renewed_s = time.monotonic()
     with GpuSession(lease) as session:
         module, buffer = session.module_load(TRANSFORM), session.mem_alloc(4096)

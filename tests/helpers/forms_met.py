@@ -1,7 +1,7 @@
-"""Demands that a run of all tests of the embedded driver meets every choice of every instruction form it supports.
+"""Checks that a run of all tests of the embedded driver uses every modifier of every instruction form that it supports.
 
-It counts what those tests load in the process: that a form was met does not say that its result was looked at, but one
-that was never met has no test. So whoever adds a form without a test learns it from the first whole run.
+It records which forms are loaded in the test process. A form that was loaded may still lack a check of its result, but
+a form that was never loaded has no test. So if somebody adds a form without a test, the first full run fails.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from gpulease.daemon.ptx.translate.forms import Form, Modifiers
 
 TESTS: Final = Path(__file__).parents[1] / "daemon" / "ptx"
 
-# A form's number in the catalogue, one of its slots, and what stood there.
+# A form's number in the list of forms, the name of one of its modifier slots, and the modifier in that slot.
 Choice = tuple[int, str, str]
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether a run is of all the driver's tests, and not of some by name."""
+    """Return whether a run covers all tests of the driver, without a selection by name."""
     chosen = config.option
     some = chosen.keyword or chosen.deselect or chosen.collectonly or chosen.ignore or getattr(chosen, "lf", False)
     whole = (TESTS, *TESTS.parents)
@@ -30,14 +30,14 @@ def is_whole(config: pytest.Config) -> bool:
 
 
 def choices(number: int, form: Form) -> Iterator[Choice]:
-    """All that a form can be asked for; a form without modifiers is one choice, and so is leaving one out."""
+    """Yield every modifier of a form. The form itself is also a choice, and so is leaving out an optional modifier."""
     yield number, "", ""
     for name, values, is_optional in form.slots:
         yield from ((number, name, value) for value in ((*values, "") if is_optional else values))
 
 
 def never_met(forms: Sequence[Form], met: set[Choice]) -> list[str]:
-    """What no test has met, one line for each form."""
+    """Return what no test has used, one line for each form."""
     lines = []
     for number, form in enumerate(forms):
         missing = [choice for choice in choices(number, form) if choice not in met]
@@ -48,7 +48,7 @@ def never_met(forms: Sequence[Form], met: set[Choice]) -> list[str]:
 
 
 class FormsMet:
-    """A plugin of pytest; with several processes each keeps its own account, and the first adds them up."""
+    """A plugin of pytest. With several test processes, each records its own forms, and the main process merges them."""
 
     def __init__(self) -> None:
         self.forms: list[Form] = [form for family in FAMILIES for form in family.forms]

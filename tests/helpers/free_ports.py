@@ -1,4 +1,4 @@
-"""Ports of loopback that nobody listens on."""
+"""Loopback ports on which no program listens."""
 
 import socket
 from contextlib import ExitStack
@@ -7,12 +7,12 @@ from typing import Final
 LOOPBACK: Final = "127.0.0.1"
 
 HELD: Final[set[int]] = set()
-"""Descriptors of held ports. Servers of several tests keep theirs after the test that started them: that is no leak."""
+"""Descriptors of held ports. Servers that several tests share keep their ports after a test, which is not a leak."""
 
 
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
-        # All are open at once, so that they are different ones.
+        # All sockets are open at the same time, so that their ports differ.
         sockets = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in sockets]
 
@@ -23,10 +23,11 @@ def free_port() -> int:
 
 
 class HeldPorts:
-    """Ports for servers that are started again: until `close`, no program gets one of them by chance.
+    """Ports for servers that are restarted. Until `close`, no other program gets one of them by chance.
 
-    A bound socket with SO_REUSEADDR that does not listen does that (socket(7)): the kernel gives its port to no program
-    that connects or binds port 0, but a server with SO_REUSEADDR, which names the port, may listen there.
+    Each port is held by a bound socket that has SO_REUSEADDR and does not listen (socket(7)). The kernel gives the port
+    to no program that connects, or that binds port 0. But a server that binds this port with SO_REUSEADDR may listen on
+    it.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,4 +1,4 @@
-"""`gpulease serve gateway` in a process of its own, called over a real socket."""
+"""`gpulease serve gateway` in a separate process, called over a real socket."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ BINARY: Final = {"Content-Type": "application/octet-stream"}
 
 
 class GatewayProcess(ServingProcess):
-    """A gateway at a free TCP port, or at `listen`."""
+    """A gateway that listens at `listen`, by default on a free TCP port."""
 
     listens = re.compile(r"listens on (\S+),")
     stopped = "has stopped"
@@ -23,7 +23,7 @@ class GatewayProcess(ServingProcess):
         super().__init__(daemon, folder / "gateway.log", "gateway", "--listen", listen, "--store", store, *options)
 
     def client(self, **options: Any) -> httpx.Client:
-        """Return an HTTP client of the gateway; the test closes it."""
+        """Return an HTTP client of the gateway. The test must close it."""
         if self.url.startswith("http+unix://"):
             transport = httpx.HTTPTransport(uds=self.url.removeprefix("http+unix://"))
             return httpx.Client(base_url="http://gateway", transport=transport, timeout=60, **options)

@@ -1,4 +1,4 @@
-"""A gateway in the test's own process that reports its steps."""
+"""A gateway in the test's process that reports its steps."""
 
 from gpulease.client.serve.gateway import (
     Authority,
@@ -14,7 +14,7 @@ from helpers.gateway_steps import AFFINE, KERNEL, ToldEffects
 
 
 class Gateway:
-    """Serves requests to the example model, and counts its launches."""
+    """Serves requests to the example model, and counts the launches."""
 
     def __init__(self, daemon: Daemon, store: SqliteStore) -> None:
         self.daemon, self.store = daemon, store

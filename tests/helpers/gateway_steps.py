@@ -1,7 +1,7 @@
-"""Every effect of serving a request, reported before it happens, so that a test can pause, fail or kill it there.
+"""Reports every effect of serving a request before it happens, so that a test can pause, fail or kill it there.
 
 As a program, `python -P -m helpers.gateway_steps`, it serves the requests that it reads from stdin. Each runs in a
-process of its own, which reports its steps on stdout and waits for a line after each.
+separate process, which writes its steps to stdout, and waits for a line on stdin after each step.
 """
 
 import json
@@ -37,7 +37,7 @@ KERNEL: Final = InferenceKernel("affine")
 
 
 def request(request_id: str, **others: Any) -> InferenceRequest:
-    """A request to the example model, with what is special about it."""
+    """Return a request to the example model, with the fields in `others` changed."""
     usual: dict[str, Any] = {
         "model_id": "affine",
         "input": INPUT.tobytes(),
@@ -52,7 +52,7 @@ def request(request_id: str, **others: Any) -> InferenceRequest:
 
 
 class Told:
-    """Wraps an object: before each method call, a hook is called with the object's and the method's name."""
+    """Wraps an object. Before each call of a method in `only`, calls the hook with `NAME.METHOD`."""
 
     def __init__(self, inner: Any, name: str, hook: Hook, only: frozenset[str]) -> None:
         self._told = inner, name, hook, only
@@ -121,7 +121,7 @@ class ToldAuthority(NodeAuthority):
 def serve_told(
     store: ReplicatedIdempotencyStore, address: str, request: InferenceRequest, hook: Hook
 ) -> InferenceResponse:
-    """Serve a request to the example model; the hook is called before every step."""
+    """Serve a request to the example model, and call the hook before every step."""
     effects = ToldEffects(store, address, hook)
     return serve_inference_request(effects, ToldAuthority(hook), request, AFFINE.read_bytes(), KERNEL)
 

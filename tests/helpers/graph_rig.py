@@ -42,7 +42,7 @@ SLICE = 1 << 20
 
 @dataclass
 class Rig:
-    """A session with 64 bytes of memory, two modules and an arena; `ask` talks to it as a tenant would."""
+    """A session with 64 bytes of memory, two modules and an arena. `ask` sends it operations, as a tenant would."""
 
     session: Session
     page: BrokerPage
@@ -138,7 +138,7 @@ def place(handle: int, offset: int = 0) -> bytes:
 
 @contextmanager
 def rigged() -> Iterator[Rig]:
-    """A session; nothing of it is left behind the block."""
+    """Yield a session. After the block nothing of it must be left."""
     page = BrokerPage()
     page.set_deadline(1 << 62, 1)
     worker_page = WorkerPage(page.fds)
@@ -155,5 +155,5 @@ def rigged() -> Iterator[Rig]:
     session._graphs._counters.release()
     worker_page.close()
     page.close()
-    # The arena goes with the last view of it, which graphs have.
+    # Remove the graphs: they have the last views of the arena, which can't be closed before.
     vars(rig).clear()

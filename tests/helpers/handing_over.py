@@ -1,6 +1,6 @@
-"""`python -m helpers.handing_over FD,FD... COMMAND...`: becomes COMMAND, with those descriptors from 3 on.
+"""`python -m helpers.handing_over FD,FD... COMMAND...`: executes COMMAND with those descriptors, numbered from 3.
 
-As systemd starts a service that it hands sockets over to: LISTEN_PID is the process that COMMAND becomes.
+systemd starts a service in the same way when it passes sockets to it: LISTEN_PID is the process that runs COMMAND.
 """
 
 import fcntl
@@ -10,7 +10,8 @@ from typing import Final
 
 FIRST: Final = 3
 BEYOND: Final = 100
-"""Where descriptors wait, so that none is overwritten before it is moved."""
+"""The lowest number to which descriptors are moved first, so that none is overwritten before it is moved to its place.
+"""
 
 
 def main(fds: str, command: list[str]) -> None:

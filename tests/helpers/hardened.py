@@ -1,7 +1,8 @@
-"""`python -m helpers.hardened UNIT FOLDER COMMAND...`: becomes COMMAND under what a unit takes from its processes.
+"""`python -m helpers.hardened UNIT FOLDER COMMAND...`: executes COMMAND with the restrictions of a systemd unit.
 
-As systemd does it (systemd.exec(5)), as far as a process can by itself: capabilities, no_new_privs, system calls,
-address families, no network, and a file system that is read-only but for FOLDER and what lies apart from its root.
+It applies them like systemd (systemd.exec(5)), as far as a process can do that by itself: capabilities, no_new_privs,
+filters of system calls and address families, no network, and a read-only file system, except FOLDER and what is mounted
+below the root.
 """
 
 import ctypes
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Final
 
 MISSING: Final = 77
-"""Exit status where this host does not let a process be shut in so."""
+"""Exit status if this host does not permit these restrictions."""
 
 LIBRARY: Final = "libseccomp.so.2"
-"""What systemd makes its filters by."""
+"""The library with which systemd makes its filters."""
 
 _PR_CAPBSET_READ: Final = 23
 _PR_CAPBSET_DROP: Final = 24
@@ -39,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Comparison(ctypes.Structure):
-    """Of an argument: struct scmp_arg_cmp (seccomp_rule_add(3))."""
+    """A comparison of one argument of a system call: struct scmp_arg_cmp (seccomp_rule_add(3))."""
 
     _fields_ = (
         ("argument", ctypes.c_uint),
@@ -50,37 +51,37 @@ class _Comparison(ctypes.Structure):
 
 
 def values(unit: Path, key: str) -> list[str]:
-    """The words of all lines of a unit that set `key`."""
+    """Return the words of all lines of a unit that set `key`."""
     lines = (line.partition("=") for line in unit.read_text().splitlines())
     return [word for name, _, text in lines if name == key for word in text.split()]
 
 
 def calls(names: list[str]) -> Iterator[str]:
-    """The system calls of names, some of which are groups."""
+    """Yield the system calls with these names. A name that begins with @ is a group of system calls."""
     for name in names:
         if not name.startswith("@"):
             yield name
             continue
         command = ["systemd-analyze", "--no-pager", "syscall-filter", name]
         listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-        # systemd 255 colours what goes into a pipe, too.
+        # systemd 255 writes colour codes even into a pipe.
         listed = re.sub(r"\x1b\[[0-9;]*m", "", listed)
         yield from calls([line.strip() for line in listed.splitlines()[1:] if line.strip()[:1] not in ("", "#")])
 
 
 def mount_read_only(folder: str) -> None:
-    """Have a file system and a network of one's own, of which only `folder` can be written to. Raises OSError."""
+    """Enter a new mount namespace and a new network namespace, where only `folder` is writable. Raises OSError."""
     _check(_libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET))
     _check(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None))
     path = folder.encode()
     _check(_libc.mount(path, path, None, ctypes.c_ulong(_MS_BIND), None))
     _check(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REMOUNT | _MS_BIND | _MS_RDONLY), None))
-    # The working folder is still the one of before.
+    # Enter the folder again: the working folder is still the one on the mount before.
     os.chdir(folder)
 
 
 def bound(capabilities: list[str]) -> None:
-    """Keep these of root's capabilities; the exec to come takes the others away. Raises OSError."""
+    """Keep these capabilities in root's bounding set. The exec that follows removes the others. Raises OSError."""
     kept = {_NUMBERS[name] for name in capabilities}
     number = 0
     while (held := _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0)) >= 0:
@@ -90,7 +91,7 @@ def bound(capabilities: list[str]) -> None:
 
 
 def filter_calls(allowed: set[str], families: list[str]) -> None:
-    """Let no other calls be made, and no sockets of other families. Raises OSError."""
+    """Permit only these system calls, and only sockets of these families. Raises OSError."""
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_FAIL | _EPERM)))

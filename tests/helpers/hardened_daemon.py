@@ -1,4 +1,4 @@
-"""A daemon under the hardening of its own unit, as far as tests can do what systemd does: see `hardened`."""
+"""A daemon with the restrictions of its own unit, as far as tests can apply them: see `hardened`."""
 
 import contextlib
 import os
@@ -22,8 +22,8 @@ class Hardened:
     """A daemon that was started as gpuleased.service starts it.
 
     Args:
-        given: A TCP socket that is handed over to it, if any.
-        compiles: Whether it compiles all that it runs, as under the unit, and takes nothing that this run has compiled.
+        given: A TCP socket that is passed to it, if any.
+        compiles: Whether it compiles all its kernels, as under the unit, and uses none that this run has compiled.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Hardened:
             )
 
     def wait_until_it_listens(self) -> None:
-        """Skips the test where this host does not let a process be shut in so."""
+        """Return once the daemon listens. Skips the test if this host does not permit the unit's restrictions."""
 
         def listens() -> bool:
             if self.process.poll() == MISSING:

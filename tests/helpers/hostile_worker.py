@@ -1,7 +1,8 @@
-"""A worker that was taken over as soon as it began: it tries to write its lease's page, and claims what it likes.
+"""A worker that an attacker controls from its start: it tries to write its lease's page, and reports false claims.
 
-Its `live` stands in a zygote for the daemon's, behind all that a zygote does before. As a program, with a zygote's
-arguments, this is one where it does so for leases of HOSTILE_BYTES, so that start-up finds nothing wrong.
+Its `live` replaces the daemon's own worker function in a zygote, after all that the zygote does before. As a program,
+with a zygote's arguments, this file is a zygote in which workers for leases of HOSTILE_BYTES are hostile. The others
+are not, so that the daemon's checks at its start succeed.
 """
 
 import ctypes
@@ -31,11 +32,11 @@ HOSTILE_BYTES: Final = 3 << 20
 
 MADV_REMOVE: Final = 9
 PUNCH_HOLE: Final = 3
-"""FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE."""
+"""The flags FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2)."""
 
 F_SEAL_FUTURE_WRITE: Final = 0x10
 FOREVER: Final = b"\xff" * 7 + b"\x7f"
-"""As a deadline, and as a generation."""
+"""Bytes to write in place of a deadline or a generation: a very large number."""
 
 WORD_BYTES: Final = 8
 MOST_FDS: Final = 64
@@ -44,7 +45,7 @@ Attempts = dict[str, Callable[[], Any]]
 
 
 def attempts(fds: PageFds, mapped_at: int) -> Attempts:
-    """By name; each, if it did not fail, is one that a deadline could be written after."""
+    """Return the attempts by name. After each of them, if it succeeded, a deadline could be written."""
     return on_mappings(fds.lease, mapped_at) | on_the_descriptor(fds.lease) | by_opening_it_anew(fds) | on_seals(fds)
 
 
@@ -89,7 +90,8 @@ def on_seals(fds: PageFds) -> Attempts:
     seals = fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE
     return {
         "seal it": lambda: fcntl.fcntl(fds.lease, fcntl.F_ADD_SEALS, seals),
-        # With these a broker would die of SIGBUS, or the next one could not map what its worker claims.
+        # If one of these succeeded, the broker would die of SIGBUS, or the next broker could not map the worker's
+        # claims.
         "seal the claims": lambda: fcntl.fcntl(fds.claims, fcntl.F_ADD_SEALS, seals),
         "empty the claims": lambda: os.ftruncate(fds.claims, 0),
     }
@@ -101,7 +103,7 @@ def made_writable(lease: int) -> int:
 
 
 def writable_one_of(lease: int) -> int:
-    """Whether the zygote left one open. Raises OSError if it did not."""
+    """Return a writable descriptor of the page that the zygote has left open. Raises OSError if there is none."""
     for fd in range(MOST_FDS):
         try:
             is_it = os.path.samestat(os.fstat(fd), os.fstat(lease))
@@ -121,7 +123,7 @@ def outcome_of(attempt: Callable[[], Any]) -> str:
 
 
 def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> NoReturn:
-    """Say that it is ready, then what came of the attempts; make them for ever, and never end."""
+    """Report that the worker is ready, then the attempts' outcomes. Repeat the attempts for ever."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_name(f"gpul-{spec.lease_id:032x}")
     page = WorkerPage(page_fds)
@@ -134,7 +136,7 @@ def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pag
             outcome_of(attempt)
         for at in range(PAGE_BYTES // WORD_BYTES):
             page.counters[at] = numbers.choice((0, 1, numbers.getrandbits(64), 2**64 - 1))
-        # That no kernel runs, whatever does.
+        # Claim that no kernel is running, even if one is.
         page.counters[Counter.KERNEL_SINCE_NS] = 0
         try:
             send_message(channel, {"op": "attached"})
@@ -143,7 +145,7 @@ def live(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pag
 
 
 def store(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> NoReturn:
-    """Say that it is ready, and store a deadline where the page is mapped."""
+    """Report that the worker is ready, and store a deadline into the mapping of the page."""
     at = address_of(WorkerPage(page_fds).word)
     send_message(channel, {"op": "ready"})
     ctypes.memmove(at + WORD_BYTES, FOREVER, len(FOREVER))
@@ -151,7 +153,7 @@ def store(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: Pa
 
 
 def live_by_size(spec: WorkerSpec, driver: Driver, channel: socket.socket, page_fds: PageFds) -> WorkerExit:
-    """Be hostile where the lease's size asks for it."""
+    """Be hostile if the lease has the size that requests it."""
     if spec.size_bytes == HOSTILE_BYTES:
         live(spec, driver, channel, page_fds)
     return main.run_lease_worker(spec, driver, channel, page_fds)

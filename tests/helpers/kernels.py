@@ -1,4 +1,4 @@
-"""PTX for tests: the main job, and kernels that never end or that fault."""
+"""PTX for tests: the main job, kernels that never end, and kernels that fault."""
 
 import struct
 from collections.abc import Iterator
@@ -19,32 +19,32 @@ BLOCK: Final = [256, 1, 1]
 
 
 def grid_for(n: int) -> list[int]:
-    """As many blocks as n threads need."""
+    """Return the grid with as many blocks as n threads need."""
     return [(n + 255) // 256, 1, 1]
 
 
 def scale_args(buffer: Buffer, n: int, factor: float = 2.0) -> KernelArgs:
-    """The arguments of `scale`, and of `bias`, which has the same."""
+    """Return the arguments of `scale`. Those of `bias` have the same layout."""
     return KernelArgs().push_buffer(buffer).push_u32(n).push_f32(factor)
 
 
 def packed_scale_args(address: int, n: int, factor: float = 2.0) -> tuple[bytes, tuple[int, ...]]:
-    """The arguments of `scale` as raw bytes, and their sizes."""
+    """Return the arguments of `scale` as raw bytes, and their sizes."""
     return struct.pack("<QIf", address, n, factor), (8, 4, 4)
 
 
 def numbers(n: int) -> NDArray[np.float32]:
-    """0, 1, 2 and so on."""
+    """Return 0, 1, 2 and so on."""
     return np.arange(n, dtype=np.float32)
 
 
 def floats(data: Any) -> NDArray[np.float32]:
-    """Bytes read from a device, as numbers."""
+    """Return bytes that were read from a device as numbers."""
     return np.frombuffer(data, dtype=np.float32)
 
 
 def check_main_job(session: GpuSession, n: int = 1000) -> None:
-    """Upload, scale by 2, add 10 in the same buffer, read back; fails unless every number is right."""
+    """Upload numbers, scale them by 2, add 10 in the same buffer, and read them back. Fails if one is wrong."""
     buffer = session.mem_alloc(4 * n)
     session.mem_write(buffer, 0, numbers(n))
     module = session.module_load(TRANSFORM)
@@ -57,7 +57,7 @@ def check_main_job(session: GpuSession, n: int = 1000) -> None:
 
 
 class Neighbour:
-    """Another tenant's session: its results must stay right whatever happens in the session under test."""
+    """Another tenant's session. Its results must be correct whatever happens in the session under test."""
 
     def __init__(self, session: GpuSession, n: int = 512) -> None:
         self.rounds = 0
@@ -66,7 +66,7 @@ class Neighbour:
         self._module = session.module_load(TRANSFORM)
 
     def check(self) -> bool:
-        """One round of work; fails if a number is wrong. True, so that it can be a condition's side job."""
+        """Do one round of work. Fails if a number is wrong. Returns True, so that it can be part of a condition."""
         self.rounds += 1
         self._session.mem_write(self._buffer, 0, numbers(self._n) + self.rounds)
         args = scale_args(self._buffer, self._n, 3.0)
@@ -91,14 +91,14 @@ def launch_for_ever(session: GpuSession, module: Module, buffer: Buffer) -> NoRe
 
 
 def start_stray_store(session: GpuSession, module: Module, buffer: Buffer, byte_offset: int = 1 << 40) -> int:
-    """Launch a store far outside of everything; its launch's number."""
+    """Launch a kernel that stores far outside of all memory. Returns the launch's number."""
     args = KernelArgs().push_buffer(buffer).push_u64(byte_offset)
     return session.launch(module, "stray_store", [1], [1], args)
 
 
 @contextmanager
 def fill_u32(session: GpuSession, buffer: Buffer, n: int) -> Iterator[Any]:
-    """A function that queues filling `buffer` with a value; the module lives as long as the block."""
+    """Yield a function that queues a fill of `buffer` with a value. The module is loaded during the block."""
     module = session.module_load(FAULTS)
 
     def launch(value: int) -> int:
@@ -133,4 +133,4 @@ mov.u64 %a, rows; mov.u32 %v, 1; st.shared.u32 [%a], %v;
 ret;
 }
 """
-"""Variables in constant and device memory; `weigh` copies eight floats of `weights` and counts its threads."""
+"""Variables in constant and device memory. `weigh` copies eight floats of `weights`, and counts its threads."""

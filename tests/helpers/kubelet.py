@@ -1,7 +1,7 @@
-"""A kubelet of the test's own, as far as a DRA driver meets one.
+"""A simulated kubelet, with the calls that a DRA driver receives.
 
-Messages are encoded here by the field numbers of the kubelet's .proto files, not by the driver's descriptors: a wrong
-number of the driver's would otherwise be wrong on both sides.
+Messages are encoded here with the field numbers of the kubelet's .proto files, without the driver's descriptors. If
+both sides used the driver's descriptors, a wrong number there would not be detected.
 """
 
 import json
@@ -27,11 +27,11 @@ DRIVER = "dra.gpulease.internal"
 NODE = "node-a"
 _KIND = {"apiVersion": "gpulease.internal/v1", "kind": "LeaseParameters"}
 POD_USER = os.getuid() or 12345
-"""The user that pods run as. Without root there is only the test's own."""
+"""The user that pods run as. Without root, this is the user who runs the test."""
 
 
 def encode(*fields: tuple[int, str | bytes]) -> bytes:
-    """A protobuf message of length-delimited fields."""
+    """Return a protobuf message of length-delimited fields."""
     parts = []
     for number, value in fields:
         data = value.encode() if isinstance(value, str) else value
@@ -40,7 +40,7 @@ def encode(*fields: tuple[int, str | bytes]) -> bytes:
 
 
 def decode(data: bytes) -> dict[int, list[bytes]]:
-    """The fields of such a message by their numbers."""
+    """Return the fields of such a message by number."""
     found: dict[int, list[bytes]] = {}
     place = 0
     while place < len(data):
@@ -71,12 +71,13 @@ def _read_varint(data: bytes, place: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """A ResourceClaim that the scheduler gave parts of cards.
+    """A ResourceClaim to which the scheduler has allocated parts of cards.
 
     Attributes:
-        parts: For each request, the device and the part's size, or None; for a request of several devices a list.
-        configs: What applies to some requests: (their names, parameters), after `parameters`.
-        admin: The requests that have administrator's access.
+        parts: For each request, the device and the part's size, which may be None; for a request of several devices, a
+            list of them.
+        configs: Parameters for some of the requests, in addition to `parameters`: (names of the requests, parameters).
+        admin: The requests that have administrator access.
     """
 
     parts: dict[str, tuple[str, str | None] | list[tuple[str, str | None]]]
@@ -90,7 +91,7 @@ class Claim:
     pod_claim: str = ""
 
     def as_object(self) -> dict[str, Any]:
-        """As the API server answers it."""
+        """Return the claim as the API server returns it."""
         results = [
             {"request": request, "driver": DRIVER, "pool": self.pool, "device": device, "shareID": str(uuid.uuid4())}
             | ({} if size is None else {"consumedCapacity": {"vram": size}})
@@ -125,7 +126,7 @@ class Device:
 
 
 class CallFailed(Exception):
-    """The call itself failed, with gRPC's status."""
+    """The call itself failed; has gRPC's status."""
 
 
 class Kubelet:
@@ -139,7 +140,7 @@ class Kubelet:
         )
 
     def connect(self, socket: str) -> None:
-        """Call another service from now on."""
+        """Direct the following calls to another socket."""
         self._do(f"socket {socket}")
 
     def call(self, method: str, request: bytes = b"") -> bytes:
@@ -164,7 +165,7 @@ class Kubelet:
         return {entry[1][0].decode(): decode(entry.get(2, [b""])[0]) for entry in entries}
 
     def prepare(self, claim: Claim, version: str = "v1") -> list[Device] | str:
-        """A claim's devices, or the driver's error."""
+        """Return a claim's devices, or the driver's error."""
         (found,) = self._ask("Prepare", (claim,), version).items()
         assert found[0] == claim.uid
         if 2 in found[1]:
@@ -177,13 +178,13 @@ class Kubelet:
         return devices
 
     def unprepare(self, claim: Claim, version: str = "v1") -> str:
-        """Returns the driver's error; "" if it succeeded."""
+        """Unprepare a claim. Returns the driver's error; "" if it succeeded."""
         (found,) = self._ask("Unprepare", (claim,), version).items()
         assert found[0] == claim.uid
         return found[1].get(1, [b""])[0].decode()
 
     def drop(self) -> None:
-        """End the process at once, and its connection in the midst of a call."""
+        """Kill the process that makes the calls, which closes its connection in the middle of a call."""
         self._process.kill()
 
     def close(self) -> None:
@@ -195,13 +196,14 @@ class Kubelet:
 
 
 class Node:
-    """A driver's process on a daemon, with the kubelet that calls it and the API server that it asks.
+    """A driver's process for one daemon, with the kubelet that calls it and the API server that it uses.
 
     Args:
-        control_plane: A real API server in place of the fake one, which is `api` otherwise.
+        control_plane: A real API server. Without it, there is a simulated one, which is `api`.
 
     Attributes:
-        stuck: While it exists, records of a driver that `may_hang` wait for the disk; it says whether one does.
+        stuck: A file. While it exists, a driver that was started with `may_hang` waits when it writes its records; the
+            file then contains the word that says so.
     """
 
     def __init__(
@@ -226,7 +228,7 @@ class Node:
         )
         self.cdi = self.folder / "cdi"
         self.folder.mkdir()
-        # Pods are other users.
+        # Pods run as other users, which must be able to reach the socket.
         daemon.folder.chmod(0o711)
         self._control_plane = control_plane
         if control_plane is None:
@@ -242,7 +244,7 @@ class Node:
     @classmethod
     @contextmanager
     def instance(cls, node: "Node", uid: str) -> Iterator["Node"]:
-        """One of several drivers of a node, as in a rolling update: of the pod with that uid."""
+        """Yield an additional driver of the node, as in a rolling update: the driver in the pod with that uid."""
         made = copy(node)
         made._options = (*node._options, "--pod-uid", uid)
         made._uid = uid
@@ -255,7 +257,7 @@ class Node:
 
     @property
     def state(self) -> Path:
-        """The driver's own files."""
+        """The folder with the driver's own files."""
         return self.folder / "plugins" / DRIVER / "state"
 
     @property
@@ -297,7 +299,7 @@ class Node:
         self.connect()
 
     def connect(self) -> None:
-        """Start a kubelet that finds the driver's service by the registration."""
+        """Start a kubelet, which finds the driver's service by the driver's registration."""
         self.kubelet = Kubelet(self.sockets[1])
         info = decode(self.kubelet.call("/pluginregistration.Registration/GetInfo"))
         assert info[1] == [b"DRAPlugin"]
@@ -309,7 +311,7 @@ class Node:
         self.kubelet.connect(info[3][0].decode())
 
     def stop(self, *, kill: bool = False) -> None:
-        """End the driver, in good order or as a crash does. Prepared claims stay."""
+        """Stop the driver, cleanly or by SIGKILL as in a crash. Prepared claims remain."""
         self.kubelet.close()
         if kill:
             self.process.kill()
@@ -330,7 +332,7 @@ class Node:
         return self.cdi / f"gpulease-{claim.uid}.json"
 
     def lease_ids(self, claim: Claim) -> list[int]:
-        """The leases of a prepared claim, as the driver wrote them down."""
+        """Return the leases of a prepared claim, as the driver has recorded them."""
         record = json.loads((self.state / "claims" / f"{claim.uid}.json").read_text())
         return [int(device["lease_id"], 16) for device in record["devices"] if device["lease_id"]]
 

@@ -1,10 +1,10 @@
-"""`python -m helpers.kubelet_calls SOCKET`: does gRPC calls for a test, each a line "METHOD HEX" on its input.
+"""`python -m helpers.kubelet_calls SOCKET`: does gRPC calls for a test, one for each line "METHOD HEX" on stdin.
 
-A line "socket PATH" directs the calls after it to another socket.
+A line "socket PATH" directs the following calls to another socket.
 
-A process of its own, because gRPC keeps threads and descriptors for as long as its process lives. It prints "ok HEX" or
-"failed CODE DETAILS" for each call; of "stream:METHOD" it prints the first answer. Bytes go through as they are: the
-test has its own encoding.
+It is a separate process, because gRPC keeps threads and descriptors as long as its process runs. For each call it
+prints "ok HEX" or "failed CODE DETAILS". For a line "stream:METHOD" it prints the first message of the stream. It does
+not interpret the bytes, because the test encodes them itself.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 CALL_LIMIT_S = 45.0
-"""The kubelet's own limit for a driver's answer."""
+"""Seconds for one call: the kubelet's own limit for a driver."""
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""An API server of the test's own, as far as the DRA driver meets one.
+"""A simulated API server, with the requests that the DRA driver sends.
 
-It keeps what makes reconciling hard: resourceVersions, conflicts, watches with a bounded history, deletions by others,
-fields that are dropped while their feature gate is off, quantities in canonical form, the times of taints. Bodies are
-checked against Kubernetes' published types (lightkube-models is generated from its OpenAPI documents), and each request
-against the rules of the driver's own ClusterRole.
+It implements what makes reconciliation hard: resourceVersions, conflicts, watches with a bounded history, deletions by
+others, fields that are dropped while their feature gate is off, quantities in canonical form, and the times of taints.
+It checks bodies against Kubernetes' published types (lightkube-models is generated from its OpenAPI documents), and
+each request against the rules of the driver's own ClusterRole.
 """
 
 import json
@@ -43,13 +43,13 @@ class Refused(Exception):
 
 
 def cluster_rules() -> list[dict[str, list[str]]]:
-    """The rules of the driver's ClusterRole, from its manifest."""
+    """Return the rules of the driver's ClusterRole, from its manifest."""
     documents = yaml.safe_load_all((MANIFESTS / "driver.yaml").read_text())
     return [rule for found in documents if found["kind"] == "ClusterRole" for rule in found["rules"]]
 
 
 def check_type(body: object, kind: type) -> None:
-    """Raises Refused for what Kubernetes' type does not have, or has otherwise."""
+    """Raise Refused if a body has a member that Kubernetes' type does not have, or a member of another type."""
     try:
         known = msgspec.to_builtins(msgspec.convert(body, kind))
     except msgspec.ValidationError as error:
@@ -62,7 +62,7 @@ def _compare(body: object, known: object, at: str) -> None:
         assert isinstance(known, Mapping)
         for name, value in body.items():
             if name not in known:
-                # A known member with its default is left out; an unknown one is, too.
+                # The type's encoder leaves out members that have their default, and also unknown members.
                 if value not in (None, [], {}, False, 0, ""):
                     raise Refused(400, f'strict decoding error: unknown field "{at}.{name}"')
                 continue
@@ -74,7 +74,7 @@ def _compare(body: object, known: object, at: str) -> None:
 
 
 def canonical(quantity: str) -> str:
-    """A quantity as the API server stores it: the largest suffix without a fraction."""
+    """Return a quantity as the API server stores it: with the largest suffix for which it is a whole number."""
     found = re.fullmatch(r"(\d+)([KMGTPE]i|[kMGTPE])?", quantity)
     assert found, quantity
     number, suffix = int(found[1]), found[2] or ""
@@ -98,9 +98,9 @@ class KubernetesApi:
     Attributes:
         gates: The feature gates that are on.
         asked: The paths of all requests about claims.
-        used: What the driver's requests needed of its ClusterRole: (verb, resource).
-        watches: How many watches began.
-        is_down: While it is set, requests end without an answer.
+        used: Permissions of the ClusterRole that the driver's requests have used: (verb, resource).
+        watches: Number of watches that have begun.
+        is_down: While it is set, the server closes connections without an answer.
     """
 
     def __init__(self, *nodes: str) -> None:
@@ -137,17 +137,17 @@ class KubernetesApi:
             daemon_threads = False
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a client that went away in the midst of an answer
+                pass  # A client that went away in the middle of an answer.
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
 
-    # --- what a test does ---
+    # --- what a test calls ---
 
     def add_node(self, name: str) -> str:
-        """Have a Node, in place of any of that name, whose slices are then deleted. Returns its uid."""
+        """Add a Node. If there is one of that name, it is replaced, and its slices are deleted. Returns the new uid."""
         made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "uid": str(uuid.uuid4())}}
         with self._changed:
             self._put(("nodes", "", name), made)
@@ -175,12 +175,12 @@ class KubernetesApi:
             self.asked.clear()
 
     def slices(self) -> list[dict[str, Any]]:
-        """All slices, by their names."""
+        """Return all slices in the order of their names."""
         with self._changed:
             return [found for key, found in sorted(self._objects.items()) if key[0] == "resourceslices"]
 
     def wipe(self, driver: str = DRIVER) -> int:
-        """Delete a driver's slices, as the kubelet does at its start and after an unregistration."""
+        """Delete a driver's slices, as the kubelet does at its start and after a driver's registration has ended."""
         with self._changed:
             names = [found["metadata"]["name"] for found in self.slices() if found["spec"]["driver"] == driver]
             for name in names:
@@ -188,7 +188,7 @@ class KubernetesApi:
             return len(names)
 
     def change(self, name: str, **spec: Any) -> None:
-        """Change a slice's spec, as somebody with kubectl does."""
+        """Change a slice's spec, as a person with kubectl would."""
         with self._changed:
             found = self._objects["resourceslices", "", name]
             self._put(("resourceslices", "", name), found | {"spec": found["spec"] | spec})
@@ -198,7 +198,7 @@ class KubernetesApi:
             self._put(("resourceslices", "", made["metadata"]["name"]), made)
 
     def compact(self) -> None:
-        """Forget the past events and end all watches: they can't be continued."""
+        """Discard all past events and end all watches, so that no client can continue its watch."""
         with self._changed:
             self._version += 10
             self._oldest = self._version
@@ -206,7 +206,7 @@ class KubernetesApi:
             self._changed.notify_all()
 
     def end_watches(self) -> None:
-        """End all watches in good order, as a server does when their time is up."""
+        """End all watches cleanly, as a server does when their time is up."""
         with self._changed:
             self._watches_ended += 1
             self._changed.notify_all()
@@ -256,7 +256,7 @@ class KubernetesApi:
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(data)))
-        # A connection for each request: one that is kept would look like a leak of the test during which it was made.
+        # Close the connection after each request. One that is kept would look like a leak of the test that opened it.
         handler.send_header("Connection", "close")
         handler.end_headers()
         handler.wfile.write(data)
@@ -294,7 +294,7 @@ class KubernetesApi:
                     raise Refused(409, f'{plural} "{key[2]}" already exists')
                 self.writes += 1
                 made = self._put(key, self._admitted(body, None))
-                # The garbage collector deletes what belongs to an object that is gone.
+                # The garbage collector deletes the objects that belong to a deleted object.
                 nodes = [found["metadata"]["uid"] for at, found in self._objects.items() if at[0] == "nodes"]
                 if any(owner["uid"] not in nodes for owner in made["metadata"].get("ownerReferences", [])):
                     self._remove(key)
@@ -319,7 +319,8 @@ class KubernetesApi:
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Transfer-Encoding", "chunked")
-        # Said in advance: a client that keeps the connection may send its next request before it notices the end.
+        # Announce in advance that the connection closes: else a client could send its next request on it before it
+        # notices.
         handler.send_header("Connection", "close")
         handler.end_headers()
         with self._changed:
@@ -333,8 +334,9 @@ class KubernetesApi:
         handler.close_connection = True
 
     def _events_after(self, version: int, query: dict[str, str], ended: int) -> Iterator[dict[str, Any]]:
-        # A watch without a bound would hide a connection that died. Here only `end_watches` ends one by its time: a
-        # driver that outlives a test would else open its next watch, a thread and a descriptor, during another test.
+        # A watch without a time limit would not notice that its connection died. This server ignores the limit, and
+        # only `end_watches` ends a watch. Else a driver that outlives a test would begin its next watch, with a thread
+        # and a descriptor, during another test.
         assert 0 < int(query["timeoutSeconds"]) <= 3600
         while True:
             with self._changed:
@@ -362,7 +364,7 @@ class KubernetesApi:
         metadata = made["metadata"] | {"resourceVersion": str(self._version)}
         if "uid" not in metadata:
             metadata["uid"] = str(uuid.uuid4()) if old is None else old["metadata"]["uid"]
-        # A copy: what a test or a client holds does not change behind its back.
+        # Store a copy, so that it does not change if a test or a client changes its own object.
         made = json.loads(json.dumps(made | {"metadata": metadata}))
         self._objects[key] = made
         self._tell(key, "ADDED" if old is None else "MODIFIED", made)
@@ -380,7 +382,7 @@ class KubernetesApi:
         self._changed.notify_all()
 
     def _admitted(self, body: dict[str, Any], old: dict[str, Any] | None) -> dict[str, Any]:
-        """A slice as the server stores it. Raises Refused with the code 422 for an invalid one."""
+        """Return a slice as the server stores it. Raises Refused with the code 422 if it is invalid."""
         check_type(body, ResourceSlice)
         made: dict[str, Any] = json.loads(json.dumps(body))
         spec = made["spec"]
@@ -431,7 +433,7 @@ class KubernetesApi:
                 taint["timeAdded"] = f"2026-11-28T12:00:00.{self._version:06}Z"
 
     def _apply(self, key: tuple[str, str, str], body: dict[str, Any]) -> dict[str, Any]:
-        """Server-side apply of a claim's status.devices by one field manager."""
+        """Do a server-side apply of a claim's status.devices by one field manager."""
         check_type(body, ResourceClaim)
         stored = self._objects.get(key)
         if stored is None:

@@ -1,6 +1,6 @@
-"""`python -m helpers.lacking CALLS COMMAND...`: run a command on a kernel that seems to lack some system calls.
+"""`python -m helpers.lacking CALLS COMMAND...`: runs a command as if the kernel had no such system calls.
 
-CALLS are numbers with commas. The filter stays with all that comes of the command, and what it forbids is ENOSYS.
+CALLS are numbers, separated by commas. A filter returns ENOSYS for them; the command's child processes inherit it.
 """
 
 import ctypes

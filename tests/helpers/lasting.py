@@ -1,4 +1,4 @@
-"""A daemon that keeps its leases, killed and started again in the same folder."""
+"""A daemon with leases that outlive it, which can be killed and restarted in the same folder."""
 
 import gc
 import os
@@ -17,14 +17,14 @@ from helpers.waiting import wait_until
 
 
 class LastingDaemon:
-    """One daemon after another, with the same state.
+    """Several daemons in succession, with the same state.
 
     Args:
-        state: The folder of what outlives each, where it is not in the daemon's own.
+        state: The folder of the state that outlives each daemon; by default it is in the daemon's own folder.
 
     Attributes:
-        now: The one that runs, or ran last.
-        state: The folder of what outlives each.
+        now: The daemon that is running, or ran last.
+        state: The folder of the state that outlives each daemon.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LastingDaemon:
         self.config = f'state = "{self.state}"\n{config}'
         self._vram, self._driver, self._tls, self._log_format = vram, driver, tls, log_format
         self._within = within
-        # A client that has lost its connection asks the next daemon at the same address.
+        # A client that has lost its connection reconnects to the next daemon at the same address.
         self._held = HeldPorts(int(tls))
         self._all: list[Daemon] = []
         self._has_faults = False
@@ -51,11 +51,11 @@ class LastingDaemon:
 
     @property
     def address(self) -> str:
-        """The address, the same for all of its daemons."""
+        """The address of the Unix socket, which is the same for all its daemons."""
         return f"unix:{self.folder / 'd.sock'}"
 
     def begin(self, faults: Faults | None = None, stderr: int | None = None) -> Daemon:
-        """Begin to start the next one; `stderr` is where it says what it says, if not in its log."""
+        """Start the next daemon, without waiting until it replies. Its stderr is `stderr`, by default its log."""
         daemon = Daemon(
             vram=self._vram,
             config=self.config,
@@ -73,7 +73,7 @@ class LastingDaemon:
         return daemon
 
     def start(self, faults: Faults | None = None) -> Daemon:
-        """Start the next one; it answers when this returns."""
+        """Start the next daemon. Returns once it replies."""
         daemon = self.begin(faults)
         daemon.wait_until_it_answers()
         return daemon
@@ -86,12 +86,12 @@ class LastingDaemon:
         return self.start(faults)
 
     def processes(self) -> list[ProcessInfo]:
-        """Every process of any of them that still runs."""
+        """Return every process of any of the daemons that is still running."""
         return marked(f"{FOLDER}={self.folder}")
 
     def zygotes(self) -> list[int]:
         found = {info.pid: info.parent for info in self.processes() if info.name == "gpul-zygote"}
-        # A worker just forked has its zygote's name still.
+        # A worker that was just forked still has the zygote's name.
         return [pid for pid, parent in found.items() if parent not in found]
 
     def workers(self) -> dict[str, int]:
@@ -102,7 +102,7 @@ class LastingDaemon:
         }
 
     def short_lease(self, set_up: Callable[[GpuLease], T]) -> tuple[GpuLease, T]:
-        """As `Daemon.short_lease`, of the present daemon, whichever of them made the worker."""
+        """Return a lease that soon expires, and the result of `set_up` with it, like `Daemon.short_lease`."""
         for seconds in SHORT_LEASES_S:
             lease = self.now.builder(seconds=seconds).acquire()
             try:
@@ -121,7 +121,7 @@ class LastingDaemon:
         return "\n".join(f"--- {daemon.process.pid}\n{daemon.log()}" for daemon in self._all[-last:])
 
     def check_idle(self) -> None:
-        """Fails unless it gets back to no lease, all bytes free, one zygote and no worker."""
+        """Fail unless it soon has no lease, all bytes free, one zygote and no worker."""
         wait_until(lambda: not self.now.leases(), "no lease is left", seen=self.now.leases)
         for card in self.now.inventory().details:
             assert card["held_bytes"] == card["fenced_bytes"] == 0, card
@@ -132,12 +132,12 @@ class LastingDaemon:
         )
 
     def rest(self) -> None:
-        """Be as a test finds it: a daemon without faults, without leases, and nothing went wrong in it or before it."""
+        """Prepare it for the next test: a daemon without faults and leases. Fails if a daemon has logged an error."""
         for daemon in self._all:
             assert not daemon.trouble(), daemon.log()
         if self._has_faults or self.now.allowed_trouble or self.now.process.poll() is not None:
             self.restart()
-        # Errors that a test caught keep their frames, and so leases and connections, in cycles.
+        # Caught exceptions keep frames, and so leases and connections, alive in reference cycles.
         gc.collect()
         for lease in self.now.leases():
             self.now.revoke(int(lease["lease_id"], 16))
@@ -145,7 +145,7 @@ class LastingDaemon:
         del self._all[:-1]
 
     def stop(self) -> None:
-        """SIGINT, which ends sessions in any case, and proof that nothing of any of them is left, nor went wrong."""
+        """Send SIGINT, which also ends sessions. Fails if any daemon left a process, or logged an error."""
         try:
             if self.now.process.poll() is None:
                 self.now.process.send_signal(signal.SIGINT)

@@ -1,9 +1,10 @@
 """The table of rooms: which folder may import which.
 
-`PYTHONPATH=.dev python -m tests.helpers.layers` draws it in the architecture.
+`PYTHONPATH=.dev python -m tests.helpers.layers` updates the drawing in the architecture.
 
-A room is a folder with what is in it, less the rooms inside it. The rows stand from the top down: a room imports rooms
-that stand below it, so there are no circles. Every room may import `protocol`, which imports nothing of ours.
+A room is a folder with all its files and subfolders, except the rooms inside it. The rows are in order from the top
+down: a room imports only rooms that are below it, so there are no circular imports. Every room may import `protocol`,
+which imports nothing of ours.
 """
 
 from collections.abc import Iterator
@@ -14,18 +15,19 @@ from typing import Final
 ARCHITECTURE: Final = Path(__file__).parents[2] / "daemon" / "ARCHITECTURE.md"
 
 HALL, SHARED, WING, TOOL = "hall", "shared", "wing", "tool"
-"""Kinds of rooms. The hall is what every reader must know. A wing is a product of its own: it imports the hall and what
-wings share, and no other wing. Tools are for operators and tenants, and import all of these."""
+"""Kinds of rooms. The hall is what every reader must know. A wing is a separate product: it imports the hall and the
+rooms that wings share, and no other wing. Tools are for operators and tenants, and may import all of these.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A row.
+    """A row of the table.
 
     Attributes:
-        name: The folder; or `FOLDER/__init__`, a package's public names, which import the rooms that define them.
-        imports: The rooms that it may import, of the same part.
-        is_pure: It reads no clock, does no I/O and draws no random numbers.
+        name: The folder; or `FOLDER/__init__`, the package's public names, imported from the rooms that define them.
+        imports: The rooms of the same part that it may import.
+        is_pure: Whether it reads no clock, does no I/O and draws no random numbers.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Room:
 
     @property
     def wing(self) -> str:
-        """The wing that a wing's room is of."""
+        """The name of the wing that the room belongs to."""
         return next(wing for wing in WINGS if f"{self.name}/".startswith(f"{wing}/"))
 
 
@@ -49,7 +51,7 @@ def _room(name: str, kind: str, imports: str = "", *, is_pure: bool = False) -> 
 
 
 ROOMS: Final = (
-    # A dot is the part's own folder.
+    # "." is the part's own folder.
     _room(
         "client/cli",
         TOOL,
@@ -107,7 +109,7 @@ ROOMS: Final = (
     _room("client/core", HALL, ". kernels transport"),
     _room("client/transport", HALL, "."),
     _room("client/kernels", HALL, "."),
-    # It imports its names from client/sync when one of them is first asked for.
+    # It imports each of its names from client/sync when a program first uses the name.
     _room("client/__init__", HALL, "."),
     _room("client", HALL),
     _room(
@@ -163,7 +165,7 @@ DOORS: Final = {
     "daemon/drivers/cuda/images.py": ("daemon/ptx",),
     "daemon/zygote/driver_registry.py": ("daemon/ptx",),
 }
-"""The files of the hall by which it reaches a wing, and the wing's rooms that each may import."""
+"""The files of the hall that import from a wing, and the rooms of the wing that each may import."""
 
 NAMES: Final = frozenset(room.name for room in ROOMS)
 
@@ -179,7 +181,7 @@ def room_of(path: str) -> Room:
 
 
 def levels(part: str) -> Iterator[list[Room]]:
-    """Yield the rooms of a part from the bottom up: each as low as what it imports allows."""
+    """Yield the rooms of a part from the bottom up, each in the lowest level that is above all rooms it imports."""
     heights: dict[str, int] = {}
     for room in reversed([room for room in ROOMS if room.name.partition("/")[0] == part]):
         heights[room.name] = 1 + max((heights[other] for other in room.imports), default=-1)
@@ -188,7 +190,7 @@ def levels(part: str) -> Iterator[list[Room]]:
 
 
 def drawing() -> str:
-    """Return the drawing of the rooms: a line for each level, from the top down."""
+    """Return the drawing of the rooms, with a line for each level, from the top down."""
     lines = []
     for part in ("client", "daemon"):
         lines.append(f"{part}/")
@@ -211,7 +213,7 @@ BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->"
 
 
 def with_drawing(text: str) -> str:
-    """Return the architecture with the drawing as the table has it now."""
+    """Return the architecture's text with the drawing of the current table."""
     before, found, rest = text.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not found or not closed:

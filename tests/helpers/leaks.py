@@ -1,4 +1,4 @@
-"""Comparing what a process holds before and after: descriptors, threads, children, handlers of signals."""
+"""Compares what a process holds before and after a test: descriptors, threads, child processes, signal handlers."""
 
 import gc
 import signal
@@ -13,13 +13,13 @@ from helpers.processes import descendants, marked, open_files, own_descendants, 
 from helpers.waiting import wait_until
 
 SETTLE_S = 60.0
-"""For threads that were told to end, and for children that were killed, to be gone."""
+"""How long a test's threads may take to end, and its killed child processes to disappear."""
 
 SHARED_FOLDERS: Final[set[Path]] = set()
-"""Folders of daemons that several tests restart: the next test uses the new process, so it is no leak."""
+"""Folders of daemons that several tests restart. A restarted daemon's processes are new, but are no leak."""
 
 SHARED_PROCESSES: Final[set[int]] = set()
-"""Processes of several tests, which start and end others as they like: a browser has one for each page."""
+"""Processes that several tests share and that start others at any time; a browser starts one for each page."""
 
 
 def _handlers() -> dict[str, Any]:
@@ -34,11 +34,11 @@ class Holdings:
     handlers: dict[str, Any] = field(default_factory=_handlers)
 
     def excess_over(self, before: "Holdings") -> str:
-        """What is held now and was not held before, in words; "" if nothing is."""
+        """Describe what is held now and was not held before; "" if nothing is."""
         files = {fd: to for fd, to in self.files.items() if before.files.get(fd) != to and fd not in HELD}
         threads = {number: name for number, name in self.threads.items() if number not in before.threads}
         if any(map(_is_pooled, before.threads.values())):
-            # The loop of a fixture of the whole file may add a worker to its pool at any request.
+            # An event loop that a whole file shares may add a thread to its pool at any request.
             threads = {number: name for number, name in threads.items() if not _is_pooled(name)}
         children = {pid for pid in self.children - before.children if not _is_spare(pid, before.children)}
         if children:
@@ -54,15 +54,15 @@ def _is_pooled(thread_name: str) -> bool:
 
 
 def _is_spare(pid: int, before: frozenset[int]) -> bool:
-    """Whether it is the relay that a gate of before has made for its next connection."""
+    """Return whether it is a spare relay, for the next connection, of a gate that was running before the test."""
     info = process_info(pid)
     return info is not None and info.name == SPARE_NAME and info.parent in before
 
 
 def check_for_leaks(before: Holdings) -> None:
-    """Fails if this process holds more than before, once it has had a moment to let go.
+    """Fail if this process holds more than before, and still does after a garbage collection and SETTLE_S.
 
-    A collection of the whole heap takes longer than most tests: it runs only where something is held.
+    A garbage collection takes longer than most tests, so it runs only if something is held.
     """
     if not Holdings().excess_over(before):
         return

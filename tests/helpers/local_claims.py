@@ -1,10 +1,10 @@
-"""Claims of names that a single daemon keeps in a folder, like a fleet of one node with a store that never fails.
+"""Claims of names that a daemon without a fleet keeps in a folder, as if its fleet had one node and a reliable store.
 
-horizon     while it exists, the membership deadline is so many seconds ahead, and moves ten times a second
-lost        once it exists, the claims are lost; it contains the reason
+horizon     while it exists, the membership deadline is this number of seconds ahead, and moves ten times a second
+lost        if it exists, the claims are lost; it contains the reason
 epoch       the last epoch
 claims      the claimed names, as JSON
-released    each released claim, one line NAME EPOCH
+released    each released claim, as a line NAME EPOCH
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class LocalClaims:
         self._folder = folder
 
     def claim_name(self, want: NameRequest, on_answer: Callable[[NameAnswer], None]) -> Callable[[], None]:
-        """Answer in the loop's next round, as an answer from outside would come."""
+        """Report the answer in the event loop's next round, like an answer from another process."""
         handle = asyncio.get_running_loop().call_soon(self._answer, want, on_answer)
         return handle.cancel
 
@@ -53,7 +53,7 @@ class LocalClaims:
             released.write(f"{name} {epoch}\n")
 
     def on_fenced(self) -> None:
-        """A fenced lease keeps its claim."""
+        """Do nothing, because a fenced lease keeps its claim."""
 
     def claim_quota(self, want: QuotaRequest, on_answer: Callable[[QuotaAnswer], None]) -> Callable[[], None]:
         return asyncio.get_running_loop().call_soon(on_answer, QuotaGranted()).cancel
