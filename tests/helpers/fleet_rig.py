@@ -30,8 +30,9 @@ FENCED: Final = "the fleet has declared this node dead"
 """Part of the message that a node logs when it was fenced."""
 
 BETWEEN_ROUNDS_S: Final = 0.02
-"""Pause between rounds of a tenant. It is short compared with the time from a name's end to its next grant, and long
-compared with a round, so that other tests get the processor.
+"""Pause between rounds of a tenant, so that other tests get the processor.
+
+It is short compared with the time from a name's end to its next grant, and long compared with a round.
 """
 
 

@@ -87,14 +87,14 @@ def serve_names(folder: Path) -> None:
     async def starting(self: Service) -> None:
         self.runtime.claims = LocalClaims(folder)
         await start(self)
-        # Kept by the loop's task set for as long as the daemon runs.
+        # A task that updates the horizon. The loop keeps it for as long as the daemon runs.
         self.beats = asyncio.create_task(beat(self.runtime, folder))  # type: ignore[attr-defined]
 
     Service.start = starting  # type: ignore[method-assign]
 
 
 async def beat(runtime: Runtime, folder: Path) -> None:
-    """Move the horizon on for as long as the folder says so."""
+    """Move the horizon ahead for as long as the file `horizon` exists."""
     horizon, lost = folder / "horizon", folder / "lost"
     while True:
         if horizon.exists():

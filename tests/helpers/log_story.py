@@ -8,13 +8,13 @@ from gpulease.daemon.log.catalogue import LogEvent
 Record = dict[str, Any]
 
 COMMON: Final = ["time", "monotonic_ns", "level", "event", "message", "process", "pid"]
-"""What every record begins with."""
+"""The members with which every record begins."""
 
 _FIELDS: Final = {event.value.name: set(event.value.fields) for event in LogEvent}
 
 
 def records_of(log: str) -> list[Record]:
-    """Every line is a record, and each record has what the table of events says, and nothing else."""
+    """Return the records of a log. Fails if a line lacks a common member, or has one that its event's row lacks."""
     records = [json.loads(line) for line in log.splitlines()]
     for record in records:
         assert list(record)[: len(COMMON)] == COMMON, record

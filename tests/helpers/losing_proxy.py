@@ -1,4 +1,4 @@
-"""A proxy between a client and its PostgreSQL server that loses the reply to a commit when a test wants that."""
+"""A proxy between a client and its PostgreSQL server. On a test's request, it loses the reply to a commit."""
 
 import socket
 import threading
@@ -8,10 +8,10 @@ _SOCKET_NAME = ".s.PGSQL.5432"
 
 
 class LosingProxy:
-    """A Unix socket in a folder of its own.
+    """The proxy, which listens on a Unix socket in `folder`.
 
     Attributes:
-        lose: Whether the server executes the next commit without a reply to the client.
+        lose: Whether to pass the next commit to the server, but not its reply to the client.
         lost: Number of lost replies.
     """
 
@@ -27,7 +27,7 @@ class LosingProxy:
         self._start(self._accept)
 
     def close(self) -> None:
-        """Accept no more clients; those connected must have gone."""
+        """Accept no more clients. Those that are connected must have disconnected."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
@@ -48,7 +48,7 @@ class LosingProxy:
             self._start(self._forward, client, server)
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
-        """Question and answer in turn: that is how the client of these tests speaks."""
+        """Pass requests on one by one. Relies on a client that waits for each reply before its next request."""
         back = threading.Thread(target=self._forward_back, args=(client, server))
         back.start()
         with client, server:

@@ -1,4 +1,4 @@
-"""Shared libraries made for one test: a driver's, with the answers of a host that is broken in a certain way."""
+"""Shared libraries compiled for one test: NVIDIA's libraries, as they behave on a host that is broken in some way."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ CUDA = "libcuda.so.1"
 
 
 def make(folder: Path, name: str, source: str) -> None:
-    """Compile one. Skips the test if no compiler is installed."""
+    """Compile a library. Skips the test if no compiler is installed."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -22,7 +22,7 @@ def make(folder: Path, name: str, source: str) -> None:
 
 
 def make_nvml(folder: Path, number: int, *, later: int | None = None, flag: Path | None = None) -> None:
-    """An NVML that initialises with status `number`, or `later` once a file exists; it lists no cards."""
+    """Make an NVML that returns status `number` from initialisation, or `later` once a file exists. It has no cards."""
     condition = f'access("{flag}", F_OK) == 0 ? {later} : {number}' if later is not None else str(number)
     source = f"""
         #include <unistd.h>
@@ -36,5 +36,5 @@ def make_nvml(folder: Path, number: int, *, later: int | None = None, flag: Path
 
 
 def make_cuda(folder: Path, body: str) -> None:
-    """A libcuda that returns that status from cuInit."""
+    """Make a libcuda with this body of cuInit."""
     make(folder, CUDA, f"#include <stdlib.h>\n#include <unistd.h>\nint cuInit(unsigned flags) {{ {body} }}\n")

@@ -1,4 +1,4 @@
-"""Tiny models of random weights, written as Hugging Face's folders and as GGUF files."""
+"""Tiny models with random weights, written as Hugging Face folders and as GGUF files."""
 
 import json
 import re
@@ -59,16 +59,16 @@ QWEN3_MOE: Final = replace(
     experts=Experts(count=6, chosen=2, width=64, is_normalised=True, dense_layers=(0, 2)),
 )
 ALL_EXPERTS: Final = replace(QWEN3_MOE, experts=Experts(count=6, chosen=2, width=64, is_normalised=True))
-"""Layers that all have experts, as GGUF files have them."""
+"""A model with experts in every layer, as in GGUF files."""
 
 FOLDER_MODELS: Final = MODELS | {"phi3": PHI3, "gemma3": GEMMA3, "qwen3_moe": QWEN3_MOE}
-"""Families, and those among them that folders may have."""
+"""Models that folders may contain: those of MODELS, and some that GGUF files may not contain in this form."""
 
 Weights = dict[str, NDArray[np.float32]]
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
-    """Every tensor of a model by Hugging Face's names: values that bf16 has."""
+    """Return every tensor of a model by its Hugging Face name, with values that bf16 can represent exactly."""
     rng = np.random.default_rng(seed)
     made = {}
     for name, shape in model_tensors(config):
@@ -81,7 +81,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> Weights:
 
 
 def fused(config: ModelConfig, weights: Mapping[str, NDArray[np.float32]]) -> Weights:
-    """The tensors as Phi-3's files have them: q, k and v in one, gate and up in one; of other families as they are."""
+    """Return the tensors as in Phi-3's files: q, k and v as one, gate and up as one. Other families' are unchanged."""
     if config.family is not Family.PHI3:
         return dict(weights)
     made: Weights = {}
@@ -98,7 +98,7 @@ def fused(config: ModelConfig, weights: Mapping[str, NDArray[np.float32]]) -> We
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A model's shape in the terms of config.json."""
+    """Return the model's shape with the keys of config.json."""
     kinds = {
         Family.LLAMA: "Llama",
         Family.QWEN2: "Qwen2",
@@ -143,14 +143,14 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def encoded(values: NDArray[np.float32], kind: str) -> bytes:
-    """Values in one of the types of safetensors."""
+    """Return the bytes of values in one of the types of safetensors."""
     if kind == "BF16":
         return rounded_to_bf16(values).tobytes()
     return values.astype({"F16": np.float16, "F32": np.float32}[kind]).tobytes()
 
 
 def write_safetensors(path: Path, weights: Mapping[str, NDArray[np.float32]], kind: str = "BF16") -> None:
-    """Write a file, by the format's own words: a length, a header of JSON, the values."""
+    """Write a file as the format's specification says: a length, a JSON header, and the values."""
     head = safetensors_head({name: (kind, values.shape) for name, values in weights.items()})
     path.write_bytes(head + b"".join(encoded(values, kind) for values in weights.values()))
 
@@ -164,7 +164,7 @@ def write_folder(
     files: int = 1,
     says: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a model as transformers does; `says` changes config.json, a None takes a member away."""
+    """Write a model as transformers does. `says` changes members of config.json; None removes a member."""
     folder.mkdir(exist_ok=True)
     weights = fused(config, weights)
     said = config_json(config) | dict(says or {})
@@ -183,7 +183,7 @@ def write_folder(
 
 
 def gguf_name(name: str, *, is_gemma: bool = False) -> str:
-    """GGUF's name of a tensor that Hugging Face calls so."""
+    """Return GGUF's name of a tensor with this Hugging Face name."""
     for theirs, ours in TOP.items():
         if ours == name:
             return theirs
@@ -197,15 +197,15 @@ def gguf_name(name: str, *, is_gemma: bool = False) -> str:
 
 
 def permuted(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """The converter's order of a llama's q and k, as it is written there (LlamaModel.permute)."""
+    """Return a llama's q or k in the order that llama.cpp's converter writes (LlamaModel.permute)."""
     rows, columns = values.shape
     return values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def random_blocks(kind: TensorType, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Rows of a quantised type: every bit is random, but for the scales, which are small numbers.
+    """Return rows of a quantised type: all bits are random, except the scales, which are small numbers.
 
-    For types that the library can't quantise to.
+    It is for types to which the gguf library can't quantise.
     """
     rng = np.random.default_rng(seed)
     values, nbytes = BLOCKS[kind]
@@ -218,7 +218,7 @@ def random_blocks(kind: TensorType, rows: int, columns: int, seed: int = 0) -> N
 
 
 def stacked(weights: Mapping[str, NDArray[np.float32]]) -> Weights:
-    """The tensors with those of a layer's experts in one, by names without the expert's number."""
+    """Return the tensors, with those of a layer's experts stacked in one, named without the expert's number."""
     made: dict[str, list[NDArray[np.float32]]] = {}
     for name, values in weights.items():
         made.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(values)
@@ -226,12 +226,12 @@ def stacked(weights: Mapping[str, NDArray[np.float32]]) -> Weights:
 
 
 def architecture(config: ModelConfig) -> str:
-    """The name of a model's architecture in GGUF files."""
+    """Return the name of a model's architecture in GGUF files."""
     return next(name for name, family in GGUF_FAMILIES.items() if family is config.family)
 
 
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
-    """A model's shape in the terms of a GGUF file."""
+    """Return the model's shape with the keys of a GGUF file."""
     at = f"{architecture(config)}."
     more: dict[str, Any] = {}
     if config.experts is not None:
@@ -275,13 +275,13 @@ def write_gguf(
     """Write a model as llama.cpp's converter does.
 
     Args:
-        path: Where.
-        config: Its shape.
-        weights: By Hugging Face's names.
-        kind: The type of its matrices; vectors are F32.
-        kinds: Other types, by the ends of names.
-        says: Changes the metadata, a None takes a key away.
-        more: Further tensors, by GGUF's names.
+        path: The file to write.
+        config: The model's shape.
+        weights: Tensors by their Hugging Face names.
+        kind: The type of the matrices. Vectors are F32.
+        kinds: Other types for some tensors, by the ends of their names.
+        says: Changes of the metadata; None removes a key.
+        more: Further tensors, by their GGUF names.
     """
     writer = GGUFWriter(path, architecture(config))
     for key, value in (gguf_metadata(config) | dict(says or {})).items():
@@ -289,7 +289,7 @@ def write_gguf(
             _add(writer, key, value)
     for name, values in stacked(weights).items():
         if config.family is Family.GEMMA3 and name.endswith("norm.weight"):
-            # The converter adds the 1 (Gemma3Model.norm_shift).
+            # Add 1 as llama.cpp's converter does (Gemma3Model.norm_shift).
             values = values + np.float32(1)
         its = TensorType.F32 if values.ndim == 1 else kind
         its = next((other for end, other in (kinds or {}).items() if name.endswith(end)), its)

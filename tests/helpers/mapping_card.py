@@ -1,4 +1,4 @@
-"""A driver API for mapped memory that checks the driver's rules, without a card.
+"""A simulated driver API for mapped memory, which checks the driver's rules without a card.
 
 The rules are the CUDA driver API's, "Virtual Memory Management".
 """
@@ -28,20 +28,20 @@ class Result(IntEnum):
 
 
 class Card:
-    """A driver API; the attributes say what it holds.
+    """A driver API. Its attributes show the state of the card's memory.
 
     Attributes:
-        reserved: Size by address.
-        mapped: (size, handle, whether accessible) by address.
-        sizes: Bytes by handle that was not released.
+        reserved: Size of each reserved range, by address.
+        mapped: (size, handle, whether accessible) of each mapping, by address.
+        sizes: Bytes of each handle that was not released.
         zeroed: (address, size) of each memset.
-        bytes: What is in memory that was written, by handle.
-        pinned: Sizes of registered host memory by address, which `may_pin` allows.
-        lent: The card and the handle of each exported piece, by the descriptor's file. All cards share it.
-        imported: Handles of pieces of other cards.
-        copied_back: Bytes that were copied from the host.
+        bytes: Contents of memory that was written or read, by handle.
+        pinned: Sizes of registered host memory by address; `may_pin` permits it.
+        lent: The card and the handle of each exported piece, by the file of its descriptor. All cards share this.
+        imported: Handles of pieces that belong to other cards.
+        copied_back: Number of bytes that were copied from the host.
         fail_at: Number of the call that fails.
-        busy: How often the stream is not ready yet.
+        busy: How many more queries report that the stream is not ready.
     """
 
     CUresult = Result
@@ -84,7 +84,7 @@ class Card:
 
     @property
     def taken(self) -> int:
-        """Bytes of this card that some handle or some mapping holds."""
+        """Bytes of this card that are not free, because a handle or a mapping exists for them."""
         held = ({handle for _, handle, _ in self.mapped.values()} | set(self.sizes)) - self.imported
         return sum((self.sizes | self.lost)[handle] for handle in held)
 
@@ -108,7 +108,7 @@ class Card:
     def cuMemAddressReserve(self, size: int, alignment: int, at: int, flags: int) -> tuple[Any, ...]:
         if error := self._ok():
             return (error, None)
-        # The driver takes the wish where nothing is reserved, and may take it or leave it anywhere else.
+        # The driver uses the preferred address if nothing is reserved there. Otherwise it may use any other one.
         is_free = all(at + size <= start or start + span <= at for start, span in self.reserved.items())
         address = at if at and is_free else self._next
         self._next = max(self._next, address + size)
@@ -126,7 +126,7 @@ class Card:
         if error := self._ok():
             return (error,)
         assert offset == 0
-        # A piece is mapped whole or not at all, as an H200's driver (580.159) has it.
+        # A mapping always covers a whole piece, as an H200's driver (580.159) requires.
         if size != self.sizes[handle]:
             return (Result.CUDA_ERROR_NOT_SUPPORTED,)
         assert any(start <= address and address + size <= start + span for start, span in self.reserved.items())
@@ -169,7 +169,7 @@ class Card:
         return (Result.CUDA_SUCCESS,)
 
     def _found(self, address: int, size: int) -> tuple[bytearray, int]:
-        """The bytes of the accessible memory that is mapped there, in one piece, and the place in them."""
+        """Return the contents of the piece that is mapped and accessible at a range, and the range's offset in it."""
         start, (_, handle, is_accessible) = next(
             (at, one) for at, one in self.mapped.items() if at <= address and address + size <= at + one[0]
         )
@@ -177,7 +177,7 @@ class Card:
         return self.bytes.setdefault(handle, bytearray(b"?" * (self.sizes | self.lost)[handle])), address - start
 
     def poke(self, address: int, data: bytes) -> None:
-        """What a kernel writes."""
+        """Write memory, as a kernel would."""
         found, at = self._found(address, len(data))
         found[at : at + len(data)] = data
 
@@ -250,7 +250,7 @@ class Card:
         return (self._ok(),)
 
     def covered(self, address: int, size: int) -> list[int]:
-        """The handles under a range, all accessible, without a hole."""
+        """Return the handles that are mapped at a range. Fails if there is a gap, or if a part is not accessible."""
         handles, at = [], address
         while at < address + size:
             span, handle, is_accessible = self.mapped[at]

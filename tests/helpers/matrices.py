@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from helpers.exact import KINDS, Kind, Number, decode, encode
 
-# Row and column of element i of the lane with group g and t in it.
+# The row and column of element i of a lane, from the lane's group g and its number t in the group.
 Place = Callable[[int, int, int], tuple[int, int]]
 
 TF32 = KINDS["f32"]
@@ -18,7 +18,7 @@ PLACES_BEHIND = 25
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape with the elements per lane of A, B and C, and their places."""
+    """One shape: how many elements of A, B and C each lane has, and where they are in the matrices."""
 
     m: int
     n: int
@@ -102,7 +102,10 @@ SHAPES = {
 
 
 def of_bytes(a: Sequence[int], b: Sequence[int], c: int, kinds: tuple[str, str]) -> int:
-    """The same of floats of 8 bits: as f16, the lower two of each four first, then the upper two; then C is added."""
+    """Return the bits of a row times a column plus a number, for floats of 8 bits.
+
+    They are multiplied as f16: first the lower two of each four elements, then the upper two. Then C is added.
+    """
     half, single = KINDS["f16"], KINDS["f32"]
     sofar = 0
     for upper in (0, 2):
@@ -117,7 +120,7 @@ def of_bytes(a: Sequence[int], b: Sequence[int], c: int, kinds: tuple[str, str])
 
 
 def as_half(byte: int, kind: str) -> int:
-    """A float of 8 bits as f16: exact. E4m3 has numbers where others have infinity, and one NaN."""
+    """Return a float of 8 bits as f16, which is exact. E4m3 has no infinities and a single NaN."""
     magnitude, sign = byte & 0x7F, (byte & 0x80) << 8
     if kind == "e5m2":
         return byte << 8
@@ -129,12 +132,15 @@ def as_half(byte: int, kind: str) -> int:
 
 
 def exponent(bits: int, kind: Kind) -> int:
-    """The exponent written down, which of a subnormal is the least."""
+    """Return the exponent in the bits; a subnormal number has the least exponent."""
     return max((bits & kind.nan) >> kind.digits, 1) - kind.bias
 
 
 def dot(a: Sequence[int], b: Sequence[int], c: int, kinds: tuple[Kind, Kind], added: Kind, into: Kind) -> int:
-    """The bits of a row times a column plus a number: all cut to 25 places behind the greatest exponent."""
+    """Return the bits of a row times a column plus a number.
+
+    All terms are cut off 25 places after the greatest exponent, and then added exactly.
+    """
     terms: list[tuple[Number, int]] = [(decode(c, added), exponent(c, added))]
     for x, y in zip(a, b, strict=True):
         left, right = decode(x, kinds[0]), decode(y, kinds[1])

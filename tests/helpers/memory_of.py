@@ -1,4 +1,4 @@
-"""Search another process's allocated memory."""
+"""Searches the allocated memory of another process."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from gpulease.client.verify.memory_search import count_in_span, present_spans
 
 
 def count_in_heap(pid: int, wanted: bytes) -> int:
-    """How often it stands in what was allocated: not on the stack, nor in a file or a device (proc_pid_maps(5))."""
+    """Count the occurrences in allocated memory, which is all except stack, files and devices (proc_pid_maps(5))."""
     found = 0
     with Path(f"/proc/{pid}/mem").open("rb", 0) as memory, Path(f"/proc/{pid}/pagemap").open("rb", 0) as pagemap:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():

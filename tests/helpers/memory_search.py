@@ -1,8 +1,9 @@
-"""`python -m helpers.memory_search KEY_FILE SECRETS_FILE PID...`: which processes have a private key, or secrets.
+"""`python -m helpers.memory_search KEY_FILE SECRETS_FILE PID...`: finds processes that have a private key, or secrets.
 
-A process of its own, so that what it looks for is in no memory that it looks into. Prints `key` and the numbers of the
-processes that have the private number of an ECDSA key, as OpenSSL keeps it, and `secrets` with those that have a
-traffic secret of a connection, as SSLKEYLOGFILE names them.
+It is a separate process, so that its own copies of the secrets are in none of the processes that it searches. It prints
+two lines. The first has `key` and the ids of the processes with the private number of an ECDSA key, as OpenSSL stores
+it, or with the key file's text. The second has `secrets` and the ids of those with a traffic secret of a connection,
+from a file of SSLKEYLOGFILE.
 """
 
 import sys
@@ -31,7 +32,7 @@ def main(key_file: str, secrets_file: str, pids: list[str]) -> None:
     key = load_pem_private_key(Path(key_file).read_bytes(), None)
     assert isinstance(key, EllipticCurvePrivateKey)
     number = key.private_numbers().private_value.to_bytes(32, "big")
-    # Little-endian machine words, and the text of the file.
+    # The number with either byte order, and a part of the key file's text.
     wanted = {"key": [number, number[::-1], Path(key_file).read_bytes().splitlines()[2][:40]]}
     secrets = [line.split() for line in Path(secrets_file).read_text().splitlines() if not line.startswith("#")]
     wanted["secrets"] = [bytes.fromhex(secret) for label, _, secret in secrets if label.endswith("TRAFFIC_SECRET_0")]

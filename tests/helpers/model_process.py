@@ -1,4 +1,4 @@
-"""`gpulease serve models` in a process of its own, called over real sockets."""
+"""`gpulease serve models` in a separate process, called over real sockets."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from helpers.serving_process import ServingProcess
 
 
 class ModelProcess(ServingProcess):
-    """One server, at a free TCP port and a socket in `folder`; the folder's path must be short."""
+    """A server that listens on a free TCP port, and on a Unix socket in `folder`, whose path must be short."""
 
     listens = re.compile(r"listen on (\S+) and")
     stopped = "have stopped"
@@ -24,14 +24,14 @@ class ModelProcess(ServingProcess):
         super().__init__(daemon, folder / "models.log", "models", str(config), *words)
 
     def http(self) -> httpx.Client:
-        """Somebody who asks it over HTTP; to be closed."""
+        """Return an HTTP client of the server, which the test must close."""
         return httpx.Client(base_url=self.url, timeout=60, verify=False)
 
     def rpc(self, **options: Any) -> RpcClient:
-        """Somebody who asks it through shared memory; to be closed."""
+        """Return a client that calls the server through shared memory; the test must close it."""
         return RpcClient(self.rpc_address, **options)
 
 
 def infer(client: httpx.Client, content: Any, *, model: str = "digits", **headers: str) -> httpx.Response:
-    """POST one inference request as bytes; returns the response."""
+    """POST one inference request as bytes, and return the response."""
     return client.post(f"/v1/models/{model}/infer", content=content, headers=BINARY | headers)

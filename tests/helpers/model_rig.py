@@ -1,4 +1,4 @@
-"""A model with a kernel that obeys its input, served in the test's own event loop."""
+"""A model with a kernel that obeys commands in its input, served in the test's own event loop."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ KERNELS: Final = (Path(__file__).parents[1] / "client" / "serve" / "models" / "k
 FACTOR: Final = 3
 
 STRAY, ENDLESS, SLOW = 1, 2, 3
-"""Commands in an input beside the computation."""
+"""Commands in an input, in addition to the computation."""
 
 SLOW_STEPS: Final = 40_000_000
-"""Steps of SLOW: some hundredths of a second at least, on the embedded driver."""
+"""Iterations of the command SLOW. They take at least some hundredths of a second on the embedded driver."""
 
 PATIENCE_S: Final = 120.0
 

@@ -1,7 +1,7 @@
-"""Hosts of a network on this one: namespaces on a bridge with links that are cut and healed (ip-netns(8)).
+"""Simulated hosts on one machine: network namespaces on a bridge, with connections that can be cut (ip-netns(8)).
 
-A cut between two hosts is silent, as on a real network: packets go to a hardware address that does not exist. So either
-direction can be cut alone.
+A cut between two hosts loses packets without an error, as on a real network, because they go to a hardware address that
+does not exist. So each direction can be cut separately.
 """
 
 import os
@@ -19,7 +19,7 @@ _NUMBERS = count()
 
 
 def need_namespaces() -> None:
-    """Skip the test, with the reason, where this process may make no network namespaces."""
+    """Skip the test, with the reason, if this process may not create network namespaces."""
     if os.geteuid() != 0:
         pytest.skip("SKIPPED FOR WANT OF NETWORK NAMESPACES: run as root")
     probe = f"gpl-{os.getpid()}-probe"
@@ -39,10 +39,10 @@ def need_namespaces() -> None:
 
 
 class Network:
-    """Hosts on one bridge. Use it as a context: afterwards no namespace is left.
+    """Hosts on one bridge. Use it as a context manager: afterwards no namespace is left.
 
     Args:
-        hosts: Their names; the first has the address 10.77.0.1.
+        hosts: The hosts' names. The first host has the address 10.77.0.1, the next one 10.77.0.2, and so on.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -68,8 +68,8 @@ class Network:
         return f"{NETWORK}.{self.hosts.index(host) + 1}"
 
     def within(self, host: str) -> tuple[str, ...]:
-        """The command that runs another on that host, under the process id of its own."""
-        # Not `ip netns exec`, which mounts another /sys: cgroups would be gone.
+        """Return a command that runs another command on that host. Both have the same process id."""
+        # `ip netns exec` is not used, because it mounts another /sys, without cgroups.
         return ("nsenter", f"--net=/run/netns/{self._space(host)}")
 
     def cut_off(self, host: str) -> None:
@@ -83,7 +83,7 @@ class Network:
         self.cut_one_way(others, ones)
 
     def cut_one_way(self, senders: Sequence[str], receivers: Sequence[str]) -> None:
-        """Lose all that some hosts send to others; what those send to them arrives."""
+        """Lose everything that some hosts send to others. What the others send to them arrives."""
         for sender, receiver in ((one, other) for one in senders for other in receivers if one != other):
             self._neighbour(sender, receiver, NOBODY)
             self._cuts.add((sender, receiver))
@@ -125,7 +125,7 @@ class Network:
         for sender in self.hosts:
             for receiver in self.hosts:
                 if sender != receiver:
-                    # Known at once, so that a host that comes back is not looked for.
+                    # Enter the address now, so that no host has to resolve it after a cut.
                     self._neighbour(sender, receiver, self._hardware(receiver))
 
     def _neighbour(self, sender: str, receiver: str, hardware: str) -> None:

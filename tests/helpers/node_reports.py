@@ -1,4 +1,4 @@
-"""Samples of a pretended node, for `gpulease top`."""
+"""Made-up samples of a node, for `gpulease top`."""
 
 from typing import Any
 

@@ -8,13 +8,13 @@ import pynvml
 from helpers.waiting import wait_until
 
 SLACK_BYTES: Final = 128 << 20
-"""How far a card's used bytes move by themselves; less than any context, or any lease a test takes, holds."""
+"""How much a card's used bytes may change without a cause. Every context, and every lease in these tests, is larger."""
 
 
 class Cards:
-    """The cards that CUDA_VISIBLE_DEVICES leaves this process and its daemons, or all; NVML is initialised.
+    """The cards that CUDA_VISIBLE_DEVICES names, or all cards. NVML is initialised.
 
-    So several runs of these tests can share a host, each with cards of its own.
+    So several runs of these tests can share a host, if each uses other cards.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Cards:
         ]
 
     def uuids(self) -> list[str]:
-        """By index."""
+        """The cards' UUIDs, by index."""
         return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in self._handles]
 
     def total_bytes(self) -> list[int]:
@@ -39,12 +39,12 @@ class Cards:
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles]
 
     def process_bytes(self, card: int, pid: int) -> int:
-        """What a card shows for one process, 0 if it does not list it."""
+        """Return the bytes that a card reports for one process; 0 if it does not list the process."""
         listed = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handles[card])
         return sum(int(process.usedGpuMemory or 0) for process in listed if process.pid == pid)
 
     def check_back_to(self, before: list[int]) -> None:
-        """Fails unless no card has more used than before, but for the slack."""
+        """Fail unless no card soon has more used bytes than before, apart from the slack."""
 
         def is_back() -> bool:
             return all(now <= then + SLACK_BYTES for now, then in zip(self.used_bytes(), before, strict=True))

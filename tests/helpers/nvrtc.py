@@ -1,4 +1,4 @@
-"""A mark for tests that compile CUDA C."""
+"""A pytest mark for tests that compile CUDA C."""
 
 import pytest
 

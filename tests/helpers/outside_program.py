@@ -1,4 +1,4 @@
-"""`python -m helpers.outside_program`: a program outside gpulease that uses managed memory, until its input ends."""
+"""`python -m helpers.outside_program`: a program outside gpulease that uses managed memory until its stdin ends."""
 
 import subprocess
 import sys
@@ -21,12 +21,12 @@ MANAGED_PTX: Final = b""".version 7.0
     ret;
 }
 """
-"""One word of managed memory, and a kernel that counts in it."""
+"""One word of managed memory, and a kernel that increments it."""
 
 
 @contextmanager
 def outside_program() -> Iterator[int]:
-    """The program's process id, once it has run a kernel; it has ended behind the block."""
+    """Yield the program's process id once it has run a kernel. It has ended after the block."""
     command = [sys.executable, "-P", "-m", "helpers.outside_program"]
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=python_environment())
     try:
@@ -39,7 +39,7 @@ def outside_program() -> Iterator[int]:
 
 
 def _use_managed_memory() -> None:
-    import pycuda.driver as cuda  # only this process may make a context
+    import pycuda.driver as cuda  # Imported here, because only this process may create a context.
 
     cuda.init()
     context = cuda.Device(0).make_context()

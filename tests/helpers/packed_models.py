@@ -1,4 +1,4 @@
-"""Models of random packed weights in safetensors, FP8 and AWQ, and their values by the formats' own definitions."""
+"""Models of random packed weights in safetensors (FP8 and AWQ), and their values as the formats define them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ FP8: Final[dict[str, Any]] = {
     "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head"],
 }
-"""What Qwen3-*-FP8 says."""
+"""`quantization_config` of Qwen3-*-FP8."""
 
 AWQ: Final[dict[str, Any]] = {
     "quant_method": "awq",
@@ -29,7 +29,7 @@ AWQ: Final[dict[str, Any]] = {
     "version": "gemm",
     "modules_to_not_convert": None,
 }
-"""What Qwen2.5-*-AWQ says."""
+"""`quantization_config` of Qwen2.5-*-AWQ."""
 
 COMPRESSED: Final[dict[str, Any]] = {
     "quant_method": "compressed-tensors",
@@ -57,17 +57,17 @@ COMPRESSED: Final[dict[str, Any]] = {
         }
     },
 }
-"""What llm-compressor's FP8_DYNAMIC says."""
+"""`quantization_config` that llm-compressor writes for FP8_DYNAMIC."""
 
 PACKINGS: Final[dict[str, dict[str, Any]]] = {"fp8": FP8, "awq": AWQ}
-"""By the names of the kernels' layouts."""
+"""Packings by the names of the kernels' layouts."""
 
 Entries = dict[str, tuple[str, tuple[int, ...], bytes]]
 """Tensors of a file by name: type, shape and bytes."""
 
 
 def _e4m3(code: int) -> float:
-    """OCP's OFP8, section 5.2: a sign, four bits of exponent with a bias of 7, three of mantissa; 0x7F is NaN."""
+    """Return a code's value (OCP OFP8, 5.2): a sign, 4 exponent bits (bias 7), 3 mantissa bits; 0x7F is NaN."""
     sign, exponent, mantissa = (-1 if code & 128 else 1), code >> 3 & 15, code & 7
     if (exponent, mantissa) == (15, 7):
         return float("nan")
@@ -79,20 +79,20 @@ E4M3: Final = np.array([_e4m3(code) for code in range(256)], np.float32)
 
 
 def e4m3_codes(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.uint8]:
-    """Random codes whose values are nearly normal."""
+    """Return random codes with nearly normally distributed values."""
     order = np.argsort(E4M3)[:254]
     return order[np.searchsorted(E4M3[order][:-1], rng.normal(0, 1, (rows, columns)))].astype(np.uint8)
 
 
 def packed_fp8(rng: np.random.Generator, module: str, rows: int, columns: int) -> tuple[Entries, NDArray[np.float32]]:
-    """A linear's tensors in FP8, and its values: a scale for each block of 128 rows and 128 columns."""
+    """Return a linear's tensors in FP8, with a scale for each block of 128 rows and 128 columns, and its values."""
     return _fp8(rng, module, rows, columns, (128, 128), "weight_scale_inv")
 
 
 def packed_by_rows(
     rng: np.random.Generator, module: str, rows: int, columns: int
 ) -> tuple[Entries, NDArray[np.float32]]:
-    """A linear's tensors in compressed-tensors' FP8, and its values: a scale for each row."""
+    """Return a linear's tensors in the FP8 of compressed-tensors, with a scale for each row, and its values."""
     return _fp8(rng, module, rows, columns, (1, columns), "weight_scale")
 
 
@@ -112,9 +112,9 @@ def _fp8(
 
 
 def packed_awq(rng: np.random.Generator, module: str, rows: int, columns: int) -> tuple[Entries, NDArray[np.float32]]:
-    """A linear's tensors in AWQ's layout "gemm", and its values.
+    """Return a linear's tensors in AWQ's layout "gemm", and its values.
 
-    A word has 8 columns of the transposed weight, column `order[i]` at bits 4 i (AutoAWQ, WQLinear_GEMM.from_linear).
+    A word has 8 columns of the transposed weight. Column `order[i]` is at bit 4 i (AutoAWQ, WQLinear_GEMM.from_linear).
     """
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     codes = rng.integers(0, 16, (columns, rows), np.uint32)
@@ -143,13 +143,16 @@ def packed_awq(rng: np.random.Generator, module: str, rows: int, columns: int) -
 
 
 def write_entries(path: Path, entries: Entries) -> None:
-    """Write a safetensors file of tensors of any type."""
+    """Write a safetensors file with tensors of any type."""
     head = safetensors_head({name: (kind, shape) for name, (kind, shape, _) in entries.items()})
     path.write_bytes(head + b"".join(data for _, _, data in entries.values()))
 
 
 def packed_entries(config: ModelConfig, method: str, plain: Sequence[str] = ()) -> tuple[Entries, Weights]:
-    """A model's tensors, all linears of its layers packed but for those whose names end so; and their values."""
+    """Return a model's tensors, and their values.
+
+    All linears of its layers are packed, except those with names that end as in `plain`.
+    """
     rng = np.random.default_rng(1)
     entries: Entries = {}
     values: Weights = {}
@@ -165,7 +168,7 @@ def packed_entries(config: ModelConfig, method: str, plain: Sequence[str] = ()) 
 
 
 def write_packed_folder(folder: Path, config: ModelConfig, entries: Entries, packing: Mapping[str, Any]) -> Path:
-    """Write a folder of packed weights."""
+    """Write a model folder with packed weights."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(config) | {"quantization_config": packing}))
     write_entries(folder / "model.safetensors", entries)

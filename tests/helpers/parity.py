@@ -1,7 +1,7 @@
-"""Instructions and kernels to run alike on a real card and on the embedded driver: the same PTX, the same bytes.
+"""Instructions and kernels that must give the same bytes on a real card and on the embedded driver, from the same PTX.
 
-Every spelling that the embedded driver supports is tried on rows of operands: each type's special values against each
-other, and bits drawn from a fixed seed.
+Every instruction that the embedded driver supports, with every combination of its modifiers, runs on rows of operands:
+combinations of each type's special values, and random bits from a fixed seed.
 """
 
 import itertools
@@ -49,7 +49,7 @@ _FLOAT_SPECIALS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """One instruction: its text without operands, and the types of what it reads and writes."""
+    """One instruction: its opcode with modifiers, and the types of its operands and of its result."""
 
     text: str
     operands: tuple[str, ...]
@@ -57,17 +57,17 @@ class Spelled:
 
     @property
     def body(self) -> str:
-        """The instruction as it stands in a kernel of rows."""
+        """The instruction as text in a kernel of `rows_ptx`."""
         names = OPERAND_NAMES[: len(self.operands)]
         return f"{self.text} %d, {', '.join('%' + name for name in names)};"
 
     @property
     def ptx(self) -> str:
-        """A module with a kernel `row` that runs it on each row of operands."""
+        """A module with a kernel `row` that runs the instruction on each row of operands."""
         return rows_ptx([self.body], self.operands, self.result)
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Bit patterns of the operands, the same every time."""
+        """Return bit patterns for the operands, which are the same in every run."""
         draw = random.Random(",".join(self.operands))
         specials = list(itertools.product(*(_specials(kind) for kind in self.operands)))
         chosen = draw.sample(specials, min(len(specials), ROWS * 2 // 3))
@@ -91,11 +91,12 @@ def _specials(kind: str) -> tuple[int, ...]:
 
 
 def spelled_instructions() -> Iterator[Spelled]:
-    """All spellings of all supported forms that have registers of known types as operands."""
+    """Yield all supported instructions with all modifiers, if their operands are registers of known types."""
     seen = set()
     for family in FAMILIES:
         for form in family.forms:
-            # No functions of registers, and nearly all spellings there are: going through them takes seconds.
+            # Loads and stores are no functions of registers. They have by far the most combinations, which take
+            # seconds.
             if form.opcode in ("ld", "st"):
                 continue
             for text in _texts(form):
@@ -119,7 +120,7 @@ _SAME: Final = {
 
 
 def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
-    """The instruction with its operands' types; None for kinds that are not plain functions of registers."""
+    """Return the instruction with its operands' types; None if its result does not depend on registers only."""
     text = ".".join(parts)
     kinds = [part for part in parts if part in WIDTHS]
     if not kinds:
@@ -177,26 +178,26 @@ def _signed(form: Form, parts: tuple[str, ...]) -> Spelled | None:
 
 
 def _stands_for_all(opcode: str, parts: set[str]) -> bool:
-    """Every comparison is tried by plain setp; of their thousands of combinations a few will do."""
+    """Return whether to include a comparison: all simple setp, and a few of the thousands of other combinations."""
     if {"and", "or", "xor"} & parts:
         return "lt" in parts and (opcode == "setp" or "xor" in parts)
     return opcode == "setp" or bool({"lt", "equ", "nan", "ls"} & parts)
 
 
 def _further_predicate(parts: tuple[str, ...]) -> tuple[str, ...]:
-    """What a comparison's result is combined with, if with anything (PTX ISA section 9.7.6)."""
+    """Return the type of the predicate that a comparison's result is combined with, if any (PTX ISA section 9.7.6)."""
     return ("pred",) * bool({"and", "or", "xor"} & set(parts))
 
 
 def _plain(text: str, operands: tuple[str, ...], result: str) -> Spelled | None:
-    # Predicates are kept in registers only the tests' own selp can store.
+    # Only comparisons may result in a predicate, because only their kernels store one as a number.
     if result == "pred" and not text.startswith(("setp", "testp")):
         return None
     return Spelled(text, operands, result)
 
 
 def results_of(data: bytes, kind: str) -> list[str]:
-    """Each row's result as the hex digits of its number."""
+    """Return each row's result as hex digits."""
     digits = max(1, WIDTHS[kind] // 4)
     mask = (1 << max(WIDTHS[kind], 4)) - 1
     return [

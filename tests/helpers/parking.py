@@ -1,4 +1,4 @@
-"""The broker's report of a lease, for tests of parking."""
+"""Reads the broker's report of a lease, for tests of parking."""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
-"""A Python prompt that blocks of code are pasted into; a process of its own: `python -m helpers.pasting`.
+"""`python -m helpers.pasting`: an interactive Python prompt, to which a test pastes blocks of code.
 
-It reads a block a line, as a JSON string, and answers each by a JSON object: `printed`, and `error`, a traceback or "".
+It reads blocks from stdin, one line for each, as a JSON string. It replies to each with a JSON object with two members:
+`printed`, the output, and `error`, a traceback or "".
 """
 
 import code
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class Prompt(code.InteractiveConsole):
-    """Takes lines as the interactive interpreter does: a blank line ends what is indented."""
+    """Takes lines like the interactive interpreter: a blank line ends an indented block."""
 
     def __init__(self) -> None:
         super().__init__({"__name__": "__main__"})
@@ -40,7 +41,7 @@ class Prompt(code.InteractiveConsole):
 
 
 def main() -> None:
-    # The prompt shows values of expressions; a test reads what is printed.
+    # Tests read only printed output, not the values of expressions, which the prompt would show.
     sys.displayhook = lambda value: None
     prompt = Prompt()
     for line in sys.stdin:

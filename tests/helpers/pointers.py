@@ -1,4 +1,4 @@
-"""Kernels whose data holds device addresses, and a module's variable that counts: what a park must leave as it is."""
+"""Kernels with device addresses in their data, and a module's variable that counts. A park must not change either."""
 
 from typing import Final
 
@@ -33,8 +33,9 @@ again:
   ret;
 }
 """
-"""`chase` follows the first word of a node, and adds one to its second, so many times. `count` adds one to the variable
-`kept`, which begins at 5, and stores it."""
+"""PTX of two kernels. `chase` follows the first word of each node to the next node, `steps` times, and adds one to each
+node's second word. `count` adds one to the variable `kept`, which begins at 5, and stores the result.
+"""
 
 
 def chase_args(node: Buffer, steps: int) -> KernelArgs:

@@ -1,5 +1,7 @@
-"""A real PostgreSQL server in a temporary folder, on a Unix socket alone, from the system's packages; or two, of which
-one follows the other."""
+"""A real PostgreSQL server in a temporary folder, from the system's packages, which listens only on a Unix socket.
+
+A second server may be its standby.
+"""
 
 import os
 import pwd
@@ -23,13 +25,13 @@ _SETTINGS: Final = {
     "shared_buffers": "16MB",
     "max_connections": "50",
     "autovacuum": "off",
-    # A killed process loses nothing by that, only a killed host would; and the disk is shared with other tests.
+    # Tests kill processes, not the host, so no data is lost without fsync; and other tests need the disk.
     "fsync": "off",
 }
 
 
 def programs() -> Path | None:
-    """The folder of the newest server that can be run here; None if there is none."""
+    """Return the folder of the newest server that can run here; None if there is none."""
     if os.geteuid() == 0 and shutil.which("setpriv") is None:
         return None
     found = [path.parent for path in Path(_PLACES).glob("*/bin/postgres")]
@@ -38,7 +40,7 @@ def programs() -> Path | None:
 
 
 def _account() -> tuple[int, int] | None:
-    """As whom it runs, user and group: it refuses to be root. None for this process's own."""
+    """Return the user and group for the server, which refuses to run as root; None for this process's own."""
     if os.geteuid() != 0:
         return None
     try:
@@ -52,7 +54,7 @@ class PostgresServer:
     """One server with new data, or with the data of a primary that it follows.
 
     Args:
-        primary: Running server; this one becomes its standby, and confirms to it what it has on disk.
+        primary: A running server. This one becomes its standby, and confirms to it what it has stored on disk.
         settings: Settings of this server only.
     """
 
@@ -60,7 +62,7 @@ class PostgresServer:
         found = programs()
         assert found is not None
         self._programs = found
-        # Not pytest's tmp_path: a Unix socket's path has at most 107 bytes, and another user must get there.
+        # pytest's tmp_path is not used: a Unix socket's path has at most 107 bytes, and another user must reach it.
         self.folder = Path(tempfile.mkdtemp(prefix="gpul-pg-", dir="/tmp"))
         self.folder.chmod(0o755)
         self.data = self.folder / "data"
@@ -69,7 +71,8 @@ class PostgresServer:
         if (account := _account()) is not None:
             os.chown(self.folder, *account)
             os.chown(self.data, *account)
-            # Not Popen's `user`: it forks, and before a fork OpenBLAS ends its threads here, to have others later.
+            # Popen's `user` is not used, because it makes Popen fork, after which OpenBLAS starts new threads in this
+            # process.
             self._as_whom = ["setpriv", f"--reuid={account[0]}", f"--regid={account[1]}", "--clear-groups", "--"]
         self._settings = _SETTINGS | settings
         if primary is None:
@@ -109,14 +112,14 @@ class PostgresServer:
         return (self.folder / "log").read_text(errors="replace")
 
     def promote(self) -> None:
-        """A standby is the primary from now on; returns once it is."""
+        """Make a standby the primary. Returns once it is."""
         with psycopg.connect(self.conninfo, autocommit=True) as connection:
             assert connection.execute("SELECT pg_promote()").fetchone() == (True,)
 
     def stop(self) -> None:
-        """At once, as a crash of it would: nothing is written that was not, and the next start recovers."""
+        """Stop the server at once, like a crash: it writes nothing more, and the next start recovers."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)  # immediate shutdown, all its processes with it
+            self._process.send_signal(signal.SIGQUIT)  # Immediate shutdown, with all its processes.
             self._process.wait(60)
             self._process = None
 

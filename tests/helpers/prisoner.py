@@ -1,8 +1,10 @@
-"""`python -m helpers.prisoner FOLDER WITHOUT ONLY`: what code that broke out of a compiler would try, shut in.
+"""`python -m helpers.prisoner FOLDER WITHOUT ONLY`: attempts what an attacker's code in a compiler process might
+attempt.
 
-Each attempt runs in a fork that enters the sandbox WITHOUT some measures; both are JSON lists, and an empty ONLY is for
-all attempts. Prints JSON: by attempt "EPERM" and the like, "SIGSYS" if it was killed for it, or "done" if nothing
-stopped it. Some attempts would do harm where nothing stops them: without the filter none is made that is not named.
+Each attempt runs in a forked process that first enters the sandbox, except the measures in WITHOUT. WITHOUT and ONLY
+are JSON lists; an empty ONLY selects all attempts. The output is JSON with the outcome of each attempt: the name of an
+error such as "EPERM"; "SIGSYS" if the process was killed; or "done" if nothing prevented it. Some attempts would do
+harm if nothing prevented them, so without the filter of system calls only the attempts in ONLY run.
 """
 
 import ctypes
@@ -112,7 +114,13 @@ Attempts = dict[str, Callable[[], Any]]
 
 
 def attempts(sibling: int, folder: Path, listening: str) -> Attempts:
-    """By name; `sibling` is another worker's process, `folder` anybody's, `listening` an abstract socket's address."""
+    """Return all attempts by name.
+
+    Args:
+        sibling: Another worker's process.
+        folder: A folder that everybody may access.
+        listening: The address of an abstract socket.
+    """
     zeros = (ctypes.c_uint64 * 32)()
     NAMES.append(zeros)
     at_zeros = ctypes.addressof(zeros)
@@ -282,7 +290,7 @@ def _lock(size_bytes: int) -> int:
 
 
 def outcome_of(attempt: Callable[[], Any], enter: Callable[[tuple[int, ...], int], None]) -> str:
-    """What came of an attempt in a process that is shut in."""
+    """Return the outcome of an attempt in a forked process that has entered the sandbox."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -325,7 +333,7 @@ def main(folder: Path, without: list[str], only: list[str]) -> None:
     has_filter = any(finding.measure is Measure.SYSCALLS and finding.is_on for finding in findings)
     names = only or (list(everything) if has_filter else [])
     outcomes = {name: outcome_of(everything[name], plan.enter) for name in names}
-    # A signal that was sent takes a moment to end it.
+    # If a signal was sent to the sibling, wait until it has ended.
     time.sleep(0.1)
     is_alive = os.waitpid(sibling, os.WNOHANG) == (0, 0)
     if is_alive:

@@ -1,4 +1,4 @@
-"""Processes, by /proc: their children, names and open descriptors, and how to stop one."""
+"""Processes, read from /proc: their children, names and open descriptors, and how to stop one."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 from helpers.waiting import wait_until
 
 _HAS_CHILDREN_FILES = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-"""Whether /proc/PID/task/TID/children (proc(5)) is there, as some kernels and sandboxes have it not."""
+"""Whether the files /proc/PID/task/TID/children (proc(5)) exist. Some kernels and sandboxes lack them."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ProcessInfo:
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it has ended and its parent has not waited for it."""
+        """Whether the process has ended and its parent has not yet waited for it."""
         return self.state == "Z"
 
 
@@ -33,7 +33,7 @@ def processes() -> list[ProcessInfo]:
 
 
 def process_info(pid: int) -> ProcessInfo | None:
-    # No Path: to make one takes longer than to read the file, and all processes of the host are read again and again.
+    # No Path is used, because to make one takes longer than to read the file, and tests read all processes repeatedly.
     try:
         with open(f"/proc/{pid}/stat") as file:
             text = file.read()
@@ -45,23 +45,23 @@ def process_info(pid: int) -> ProcessInfo | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     info = process_info(pid)
     return info is not None and not info.is_zombie
 
 
 def stop_process(pid: int) -> None:
-    """Stop a process by SIGSTOP; returns once none of its threads runs, or it is gone.
+    """Stop a process with SIGSTOP. Returns once none of its threads runs, or the process is gone.
 
-    One thread takes the signal and stops the others: on a busy host they go on for as long as it waits for a processor.
-    Raises ProcessLookupError if there is no such process.
+    One thread receives the signal and stops the others. On a busy host that thread may wait for a processor; meanwhile
+    the others continue. Raises ProcessLookupError if there is no such process.
     """
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: _thread_states(pid) <= set("TtZX"), "it is stopped", seen=lambda: _thread_states(pid))
 
 
 def _thread_states(pid: int) -> set[str]:
-    """The states of a process's threads, as proc(5) names them: none if the process is gone."""
+    """Return the states of a process's threads, as proc(5) names them; none if the process is gone."""
     states = set()
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):
@@ -70,18 +70,18 @@ def _thread_states(pid: int) -> set[str]:
 
 
 def descendants(pid: int) -> list[ProcessInfo]:
-    """Children, their children and so on, zombies too."""
+    """Return children, their children and so on, zombies included."""
     found = (process_info(child) for child in _descendant_ids(pid))
     return [info for info in found if info is not None]
 
 
 def own_descendants() -> frozenset[int]:
-    """This process's children, their children and so on, zombies too, by id."""
+    """Return the ids of this process's children, their children and so on, zombies included."""
     return _descendant_ids(os.getpid())
 
 
 def _descendant_ids(pid: int) -> frozenset[int]:
-    """Without the files of children, every process of the host is read."""
+    """Return the ids of all descendants. Without the children files, this reads every process of the host."""
     found: set[int] = set()
     everybody = [] if _HAS_CHILDREN_FILES else processes()
     unread = [pid]
@@ -94,7 +94,7 @@ def _descendant_ids(pid: int) -> frozenset[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of a process; none of one that is gone."""
+    """Return a process's children; none if the process is gone."""
     found: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -104,9 +104,9 @@ def _children(pid: int) -> list[int]:
 
 
 def marked(mark: str) -> list[ProcessInfo]:
-    """The running processes that were started with `mark` in their environment, and their descendants.
+    """Return the running processes that have `mark` in their environment, and their descendants.
 
-    Only root can read a worker's environment: without root, this finds processes with a parent that was started so.
+    Only root can read a worker's environment. Without root, workers are found as descendants of their parents.
     """
     wanted = mark.encode()
     everybody = processes()
@@ -123,29 +123,32 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def status_of(pid: int) -> dict[str, str]:
-    """The fields of /proc/PID/status (proc_pid_status(5))."""
+    """Return the fields of /proc/PID/status (proc_pid_status(5))."""
     with open(f"/proc/{pid}/status") as file:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:
-    """The file descriptors of a process, each with what it leads to."""
+    """Return what each file descriptor of a process refers to."""
     files = {}
     folder = f"/proc/{pid}/fd"
     for entry in os.listdir(folder):
         try:
             files[int(entry)] = os.readlink(f"{folder}/{entry}")
         except FileNotFoundError:
-            continue  # the one the folder itself was read by
+            continue  # The descriptor with which the folder itself was read.
     return files
 
 
 def own_threads() -> dict[int, str]:
-    """The threads of this process by their kernel id, those that native code started too."""
+    """Return the names of this process's threads by kernel id, also of threads that native code started."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     return {int(entry): names.get(int(entry), "not Python's") for entry in os.listdir("/proc/self/task")}
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time a process has used, user's and system's: its CPU clock, as clock_getcpuclockid(3) makes its id."""
+    """Return the processor time that a process has used, in user and system mode.
+
+    Reads the process's CPU clock, with the id that clock_getcpuclockid(3) computes.
+    """
     return time.clock_gettime(~pid << 3 | 2)

@@ -1,4 +1,4 @@
-"""A peer that sends the protocol's bytes by hand, including what no correct client would send."""
+"""A peer that sends the protocol's bytes itself, including what no correct client would send."""
 
 import socket
 from contextlib import suppress
@@ -21,13 +21,13 @@ REPLY_LIMIT_S = 120.0
 
 
 def connect(address: str) -> socket.socket:
-    """A blocking socket to a daemon, with a bound on every wait."""
+    """Return a blocking socket that is connected to a daemon, with a limit on every wait."""
     where = parse_address(address)
     if not isinstance(where, UnixAddress):
         return socket.create_connection((where.host, where.port), REPLY_LIMIT_S)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # Without a limit yet: one that can't wait is refused while the daemon's queue is full.
+        # Connect without a time limit: a non-blocking socket is refused while the daemon's queue is full.
         sock.connect(where.path)
         sock.settimeout(REPLY_LIMIT_S)
     except BaseException:
@@ -37,12 +37,12 @@ def connect(address: str) -> socket.socket:
 
 
 class RawPeer:
-    """One connection: frames of any kind out, events in.
+    """One connection, which sends frames of any kind and receives events.
 
     Attributes:
-        sock: The socket, for what is not even a frame.
+        sock: The socket, to send bytes that are not even a frame.
         connection: The client's half of the protocol, which keeps the state and numbers requests.
-        session_id: The session it asked to be last.
+        session_id: The id of the session that it attached last.
     """
 
     def __init__(self, address: str) -> None:
@@ -63,12 +63,12 @@ class RawPeer:
         return self
 
     def attach(self, session_id: int) -> Body | Failure:
-        """Send ATTACH for that session; returns the reply."""
+        """Send ATTACH for that session, and return the reply."""
         self.session_id = session_id
         return self.ask(Opcode.ATTACH, Attach(()), session_id)
 
     def ask_or_goodbye(self, op: Opcode, body: Body, session_id: int = 0) -> Body | Failure:
-        """The same, or what the daemon said when it closed the connection first."""
+        """Send a request. Returns the reply, or the failure with which the daemon closed the connection before it."""
         _, frame = self.connection.send_request(op, body, session_id=session_id)
         with suppress(OSError):
             self.sock.sendall(frame)
@@ -85,13 +85,13 @@ class RawPeer:
         return reply.result
 
     def request(self, op: Opcode, body: Body, session_id: int = 0) -> Any:
-        """`ask`, and check that the reply is a success."""
+        """Send a request, and return the reply's body. Fails if the reply is a failure."""
         result = self.ask(op, body, session_id)
         assert not isinstance(result, Failure), result
         return result
 
     def refused(self, op: Opcode, body: Body, session_id: int = 0) -> Failure:
-        """`ask`, and check that the reply is a failure."""
+        """Send a request, and return the failure. Fails if the reply is a success."""
         result = self.ask(op, body, session_id)
         assert isinstance(result, Failure), result
         return result
@@ -112,12 +112,12 @@ class RawPeer:
     # --- whatever comes ---
 
     def next_event(self) -> Event:
-        """The next thing the daemon says, or that it closed."""
+        """Return the next event that the daemon sends, or the end of the connection."""
         while (event := self.connection.next_event()) is None:
             try:
                 data = self.sock.recv(1 << 16)
             except ConnectionError:
-                data = b""  # closed before it had read all we sent
+                data = b""  # The daemon closed the connection before it had read everything that was sent.
             if data:
                 self.connection.receive_data(data)
             else:
@@ -125,14 +125,14 @@ class RawPeer:
         return event
 
     def goodbye(self) -> Failure:
-        """Why the daemon closes, which it then does."""
+        """Return the reason that the daemon gives for closing the connection. The daemon then closes it."""
         event = self.next_event()
         assert isinstance(event, Goodbye), event
         self.check_closed()
         return event.failure
 
     def check_closed(self) -> None:
-        """Fails unless the daemon has closed the connection, or does it now."""
+        """Fail unless the daemon has closed the connection, or closes it soon."""
         while True:
             try:
                 data = self.sock.recv(1 << 16)
@@ -142,7 +142,7 @@ class RawPeer:
                 return
 
     def end(self) -> Goodbye | EndOfStream:
-        """How the daemon ends the connection, whatever it says before."""
+        """Return how the daemon ends the connection, and ignore everything that it sends before."""
         while True:
             event = self.next_event()
             if isinstance(event, Goodbye | EndOfStream):
@@ -150,7 +150,7 @@ class RawPeer:
 
 
 def lease_alloc(size_bytes: int = 1 << 20, ttl_ms: int = 60_000, *, wait_ms: int = 0, **special: Any) -> LeaseAlloc:
-    """A small LEASE_ALLOC; `device` and `exclusivity` (a byte) are what may be special."""
+    """Return a LEASE_ALLOC for a small lease. `special` may have `device`, and `exclusivity` as a byte."""
     exclusivity = special.get("exclusivity")
     parameters = () if exclusivity is None else (LeaseParameter(EXCLUSIVITY.tag, bytes([exclusivity])),)
     return LeaseAlloc(GPU_RESOURCE_TYPE, size_bytes, ttl_ms, wait_ms, special.get("device"), parameters)

@@ -1,4 +1,4 @@
-"""Reading records of etcd that must be valid."""
+"""Reads records of etcd that must be valid."""
 
 from typing import TypeVar
 
@@ -8,6 +8,6 @@ R = TypeVar("R")
 
 
 def readable(record: R | Unreadable) -> R:
-    """Return what a reader made of a value; fail if it could not read it."""
+    """Return what a reader returned for a value. Fails if it could not read the value."""
     assert not isinstance(record, Unreadable), record.reason
     return record

@@ -1,4 +1,4 @@
-"""A broker with sessions that open regions without processes, and peers that send requests to it."""
+"""A broker without processes, whose sessions open regions, and peers that send requests to it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -29,15 +29,15 @@ MIB = 1 << 20
 FIRST_ADDRESS = 1 << 40
 
 MADE_PID = 1 << 30
-"""No process has it: it is above any pid_max."""
+"""A process id that no process has, because it is greater than any pid_max."""
 
 ANSWER_S = 20.0
-"""For an answer that does not depend on a process. Only a test that fails waits that long."""
+"""Limit for answers that do not depend on a process. Only a test that fails waits that long."""
 
 
 @dataclass
 class MadePage:
-    """The words and deadlines on a page, by slot."""
+    """The words and deadlines that were set on a page, by slot."""
 
     words: dict[int, tuple[int, RegionWord]] = field(default_factory=dict)
     deadlines: dict[int, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class MadePage:
 
 @dataclass
 class MadeSession:
-    """A session that opens every region, and returns all of its memory on request."""
+    """A session that opens every region, and returns all of a region's memory on request."""
 
     lease_id: int
     say: Callable[[int, Message], None]
@@ -87,14 +87,14 @@ class MadeSession:
 
 
 class MadeWorkers(SimulatedWorkers):
-    """Workers without processes, with sessions that open regions."""
+    """Workers without processes. Their sessions open regions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sessions: dict[int, MadeSession] = {}
 
     def worker(self, lease_id: int) -> Worker | None:
-        # Submits, warm contexts and regions have no session.
+        # Only leases have sessions; submits, warm contexts and regions have none.
         if lease_id not in self.leases():
             return None
         return cast(Worker, self.sessions.setdefault(lease_id, MadeSession(lease_id, self.say)))
@@ -110,7 +110,7 @@ class MadeWorkers(SimulatedWorkers):
 
 
 class Caller:
-    """A peer's control connection, and the messages that were sent to it."""
+    """A peer's control connection, with the messages that were sent to it."""
 
     def __init__(self, runtime: Runtime, peer: Peer) -> None:
         self.peer = peer
@@ -130,7 +130,7 @@ class Caller:
         return True
 
     def resume_reading(self) -> None:
-        """Nothing is read here."""
+        """Do nothing, because nothing is read here."""
 
     def when_written(self, action: Callable[[], None]) -> None:
         action()
@@ -139,7 +139,7 @@ class Caller:
         return False
 
     def serve_next(self) -> None:
-        """Nothing waits here."""
+        """Do nothing, because no request waits here."""
 
     def begin(self, op: Opcode, body: m.Body, session_id: int = 0) -> asyncio.Future[m.Body | Failure]:
         self.last_id += 1
@@ -157,10 +157,10 @@ class Caller:
 
 
 class Broker:
-    """A broker with one card, and a lease of Ann's.
+    """A broker with one card, and a lease of the tenant Ann.
 
     Attributes:
-        lease_id: That lease.
+        lease_id: The id of Ann's lease.
     """
 
     def __init__(self, demands: frozenset[Demand] = frozenset()) -> None:
@@ -191,7 +191,7 @@ class Broker:
         return self.root if self.runtime.tokens.demands else self.ann
 
     async def regions_gone(self) -> None:
-        """Wait until no region is left that is not returned."""
+        """Wait until every region has been returned."""
         async with asyncio.timeout(ANSWER_S):
             while self.table.regions.snapshots():  # noqa: ASYNC110  # the table tells nobody
                 await asyncio.sleep(0.001)

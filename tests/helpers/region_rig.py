@@ -1,4 +1,4 @@
-"""A session with regions on a card that is this process's memory, fed with frames, and the broker's side of both."""
+"""A session with regions in this process's memory, which tests feed with frames, and the broker's side of both."""
 
 import mmap
 import os
@@ -42,7 +42,7 @@ _U64 = struct.Struct("=Q")
 
 
 class PageWriter:
-    """The broker's side of a page of region words."""
+    """The broker's side of a page with region words."""
 
     def __init__(self) -> None:
         self.fd = sealed_memory("regions-for-test", SESSION_WORDS_BYTES)
@@ -75,7 +75,7 @@ class PageWriter:
 
 @dataclass
 class Ticket:
-    """What a stream held; done when the test says so."""
+    """A mark in a stream. It is done when the test calls `finish`."""
 
     stream: int
     done: bool
@@ -86,7 +86,7 @@ class Ticket:
 
 @dataclass
 class RegionCard(Recording):
-    """A card with regions that are allocations of the embedded driver. Tickets are done at once, unless `holds`."""
+    """A card with regions that are allocations of the embedded driver. Marks are done at once, unless `holds`."""
 
     holds: bool = False
     tickets: list[Ticket] = field(default_factory=list)
@@ -180,7 +180,7 @@ class RegionRig:
         region_id = FIRST_ID + self.opened
         self.session.regions.open(OpenRegionOrder(region_id, slot, number, size_bytes))
         (answer,) = self.told()
-        region = Opened(region_id, slot, number, answer.address)  # type: ignore[attr-defined]  # or the test fails
+        region = Opened(region_id, slot, number, answer.address)  # type: ignore[attr-defined]  # The test fails without it.
         self.activate(region)
         return region
 
@@ -219,7 +219,7 @@ class RegionRig:
     def launch(self, region_set: int, address: int, position: int = 0, kernel: str = "scale", **how: int) -> LaunchIn:
         args = address.to_bytes(8, "little") + (8).to_bytes(4, "little") + b"\0\0\x80\x3f"
         body = LaunchIn(self.module, kernel, 1, 1, 1, 32, 1, 1, 0, args, SIZES, region_set, position)
-        return replace(body, **how)  # type: ignore[arg-type]  # the test's own fields
+        return replace(body, **how)  # type: ignore[arg-type]  # Fields that the test sets.
 
     def feed(self, stream: bytes, *, expect_launches: bool = True) -> None:
         self.reader.receive_data(stream)
@@ -241,7 +241,7 @@ def quiet_in(launch: LaunchIn, request_id: int, session_id: int = LEASE) -> byte
 
 
 def parsed(reply: bytes) -> Body | Failure:
-    """A reply's body, or the failure that it carries."""
+    """Return a reply's body, or its failure."""
     reader = FrameReader(MAX_PAYLOAD_BYTES)
     reader.receive_data(reply)
     frame = reader.next_frame()

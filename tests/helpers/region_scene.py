@@ -20,7 +20,7 @@ N = 1000
 
 @dataclass
 class Scene:
-    """A session that doubles numbers in regions."""
+    """The session, with methods to open regions and to work in them."""
 
     daemon: Daemon
     lease: GpuLease
@@ -34,7 +34,7 @@ class Scene:
         return region
 
     def double(self, region: Region, position: int = 0) -> None:
-        """Launch in the region, and wait. Raises how the region ended."""
+        """Launch a kernel in the region, and wait for it. If the region has ended, raises the error that says how."""
         self.double_in(self.session.region_set([region]), region, position)
 
     def double_in(self, regions: RegionSet, region: Region, position: int = 0) -> None:

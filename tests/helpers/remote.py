@@ -1,4 +1,4 @@
-"""Remote tenants: an authority of the tests' own, what it issued, and raw peers that speak TLS."""
+"""Remote tenants: a certificate authority for tests, certificates that it issued, and raw peers that use TLS."""
 
 import ssl
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Pki:
         return cls(authority, authority.issue_server(["127.0.0.1", "localhost"]), ann, bob, ops)
 
     def settings(self, more: str = "", *, crl: bool = True) -> str:
-        """A `[tls]` table that believes this authority, with more lines in it or behind it."""
+        """Return a `[tls]` table that trusts this authority. `more` is further lines of it, or further tables."""
         lines = [
             "[tls]",
             f'certificate = "{self.server.certificate}"',
@@ -48,12 +48,12 @@ class Pki:
 
     @contextmanager
     def daemon(self, more: str = "") -> Iterator[Daemon]:
-        """A daemon that listens on TCP and TLS, with these settings; it must stop in good order."""
+        """Yield a daemon that listens on TCP and TLS, with these settings. It must stop cleanly."""
         with running(Daemon(tcp=True, tls=True, config=self.settings(more))) as daemon:
             yield daemon
 
     def builder(self, address: str, who: Issued) -> GpuBuilder:
-        """Ask a daemon for a small lease, as somebody."""
+        """Return a builder for a small lease, with a tenant's credentials."""
         builder = GpuBuilder(address).min_vram(1 << 20).lease_secs(60)
         return builder.tls(str(who.certificate), str(who.key), str(self.authority.certificate_path))
 
@@ -64,7 +64,7 @@ class Pki:
         monkeypatch.setenv("GPULEASE_TLS_CA", str(self.authority.certificate_path))
 
     def peer(self, address: str, who: Issued) -> "TlsPeer":
-        """A raw peer with that tenant's credentials."""
+        """Return a raw peer with that tenant's credentials."""
         return TlsPeer(address, self.context(who))
 
     def context(self, who: Issued | None) -> ssl.SSLContext:
@@ -75,7 +75,7 @@ class Pki:
         return context
 
     def short_lived(self, tenant: str, seconds: float) -> Issued:
-        """A tenant's certificate that ends then; it has ended already if that is negative."""
+        """Return a tenant's certificate that expires after so many seconds; if negative, it has expired already."""
         return self.authority.issue_tenant(tenant, timedelta(seconds=seconds))
 
 
@@ -92,12 +92,12 @@ class TlsPeer(RawPeer):
 
 
 def relays(daemon: Daemon) -> list[ProcessInfo]:
-    """The relays of a daemon that have a connection."""
+    """Return the relays of a daemon that have a connection."""
     return [info for info in daemon.processes() if info.name == RELAY_NAME]
 
 
 def spares(daemon: Daemon) -> list[ProcessInfo]:
-    """The relays of a daemon that wait for one, once all are there."""
+    """Return the relays of a daemon that wait for a connection, once all have started."""
 
     def waiting() -> list[ProcessInfo]:
         return [info for info in daemon.processes() if info.name == SPARE_NAME]

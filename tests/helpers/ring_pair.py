@@ -1,4 +1,4 @@
-"""A client and a worker that share a ring, in one thread: native code serves it, or Python."""
+"""A client and a worker that share a ring, in one thread. Native code or Python serves the ring."""
 
 import contextlib
 import mmap
@@ -21,11 +21,11 @@ SMALL = RingLayout(4096, 4096)
 
 @dataclass
 class RingLine:
-    """A client and a worker that share a ring, in one thread.
+    """The client's and the worker's ends of a ring.
 
     Attributes:
-        requests: The client's end of the requests; `replies` of the replies.
-        heard: What the worker has sent, and the client has read.
+        requests: The client's end of the ring for requests; `replies` is its end of the ring for replies.
+        heard: The bytes that the worker has sent and the client has read.
     """
 
     server: SessionServer
@@ -38,12 +38,12 @@ class RingLine:
     heard: bytearray = field(default_factory=bytearray)
 
     def put(self, stream: bytes) -> None:
-        """All of it, and let the worker have a turn whenever the ring is full, and at the end."""
+        """Write all of the stream into the ring. Lets the worker serve whenever the ring is full, and at the end."""
         while stream and self.is_served:
             try:
                 sent = self.requests.put(stream)
             except FramingError:
-                return  # the client's own word was scribbled over, and the worker went by it
+                return  # The test overwrote the client's word in the ring, and the worker used it.
             stream = stream[sent:]
             if not sent or not stream:
                 self.turn()
@@ -68,7 +68,7 @@ class RingLine:
 
 @dataclass
 class Pair(RingLine):
-    """A line, and the session behind it."""
+    """A ring, and the session that serves it."""
 
     made: Rig = field(kw_only=True)
 

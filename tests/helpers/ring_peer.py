@@ -1,4 +1,4 @@
-"""A peer that shares a ring with its worker and misuses it as no correct client would."""
+"""A peer that shares a ring with its worker, and misuses it in ways that no correct client would."""
 
 import contextlib
 import mmap
@@ -21,17 +21,17 @@ from gpulease.protocol.ring import (
 )
 from helpers.raw_peer import REPLY_LIMIT_S, RawPeer
 
-# Words of the memory, see `protocol.ring`.
+# Offsets of words in the memory; see `protocol.ring`.
 TAIL, READER_SLEEPS, REPLY_HEAD, REPLY_WRITER_SLEEPS = 0, 16, 40, 56
 
 
 class RingPeer(RawPeer):
-    """See RawPeer; from `attach_ring` on frames go through the ring.
+    """A RawPeer that sends and receives frames through the ring once `attach_ring` has returned.
 
     Attributes:
         fd: The memory's descriptor.
-        memory: All of it.
-        words: Its words.
+        memory: The whole mapped memory.
+        words: Its control words.
     """
 
     def attach_ring(self, session_id: int, wanted: SharedMemoryRequest | None = None) -> SharedMemoryGrant:
@@ -59,12 +59,12 @@ class RingPeer(RawPeer):
         self.replies, self.requests = client_ends(self.memory, layout, barriers, self.bell)
 
     def bell(self) -> None:
-        """Wake the worker; if the socket has no room, the worker has unread bells already."""
+        """Wake the worker. If the socket has no room, there are unread wake-ups already."""
         with contextlib.suppress(BlockingIOError):
             self.sock.sendall(b"!")
 
     def put(self, data: bytes) -> None:
-        """All of it, in as many pieces as it takes."""
+        """Write all bytes into the ring, in pieces that have room."""
         until = time.monotonic() + REPLY_LIMIT_S
         while data:
             sent = self.requests.put(data)
@@ -72,7 +72,7 @@ class RingPeer(RawPeer):
             assert sent or time.monotonic() < until, "the worker takes nothing"
 
     def ask_in_ring(self, op: Opcode, body: Body, *, rings: bool = False) -> Body:
-        """One request through the ring, and the reply to it; `rings` whatever the worker's word says."""
+        """Send one request through the ring. Returns the reply. `rings`: wake the worker even if it is not asleep."""
         _, frame = self.connection.send_request(op, body, session_id=self.session_id)
         self.put(frame)
         if rings:
@@ -83,7 +83,7 @@ class RingPeer(RawPeer):
         return reply.result  # type: ignore[return-value]
 
     def next_event(self) -> Any:
-        """The next thing the worker says, in the ring if there is one, or that it closed."""
+        """Return the next event that the worker sends, in the ring if there is one, or the end of the connection."""
         if not hasattr(self, "words"):
             return super().next_event()
         into = bytearray(1 << 16)

@@ -1,6 +1,6 @@
-"""Kernels that run instructions on rows of operands, one row for each thread, and keep every result.
+"""Kernels that run instructions on rows of operands, one row for each thread, and store every result.
 
-Many instructions share one kernel: compiling a module costs more than the instruction that it is to try.
+Many instructions share one kernel, because to compile a module takes longer than to run the instruction.
 """
 
 import itertools
@@ -11,19 +11,19 @@ OPERAND_NAMES: Final = "abce"
 ROW_BYTES: Final = 32
 RESULT_BYTES: Final = 8
 
-# How types are held and moved: PTX has no registers of 8 bits, and few of the small floats'.
+# The register types of some types: PTX has no registers of 8 bits, and few types for small floats.
 _PACKED: Final = {"f16": "b16", "bf16": "b16", **dict.fromkeys(("f16x2", "bf16x2", "u16x2", "s16x2"), "b32")}
 _REGISTERS: Final = {"u8": "b16", "s8": "b16", "b8": "b16", **_PACKED}
 
-# An instruction as it stands in a kernel, the types of its operands and of its result, and what it should give.
+# An instruction in a kernel, the types of its operands and of its result, and a function that returns the right result.
 Case = tuple[str, tuple[str, ...], str, Callable[..., int]]
 
-# Instructions with the same types: their bodies, and the types of their operands and of their results.
+# Instructions with the same types: their bodies, the types of their operands, and the type of their results.
 Group = tuple[Sequence[str], Sequence[str], str]
 
 
 def alike(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """Cases that can share a kernel, by the types of their operands and result."""
+    """Return groups of cases that can share a kernel, because their operands and results have the same types."""
 
     def types(case: Case) -> str:
         return f"{case[2]} of {', '.join(case[1])}"
@@ -32,19 +32,20 @@ def alike(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def rows_ptx(bodies: Sequence[str], operands: Sequence[str], result: str, module: str = "") -> str:
-    """A module with a kernel `row` that runs each body separately on %a, %b, %c, %e of each row.
+    """Return a module with a kernel `row` that runs each body separately on %a, %b, %c, %e of each row.
 
-    It stores their %d (a predicate as 0 or 1) in order. A body may use the words %s and %t, the pointer %w and the
-    predicates %x and %y; %p points to the row, %q to its first result, and %i is its number. `module` is placed before
-    the kernel.
+    The kernel stores each body's result %d (a predicate as 0 or 1) in the bodies' order. A body may use the words %s
+    and %t, the pointer %w, and the predicates %x and %y. %p points to the row, %q to the row's first result, and %i is
+    the row's number. `module` is placed before the kernel.
     """
     return mixed_rows_ptx([(bodies, operands, result)], 0, module)
 
 
 def mixed_rows_ptx(groups: Sequence[Group], row_count: int, module: str = "") -> str:
-    """As `rows_ptx`, for bodies of different types: each group has rows of its own, `row_count` of them.
+    """Return a module like that of `rows_ptx`, for bodies of different types.
 
-    The rows of a group follow those of the group before it; the results of all groups are together in each row.
+    Each group has `row_count` rows, which follow the rows of the group before it. A row's results contain those of all
+    groups.
     """
     first, parts = 0, []
     for number, (bodies, operands, result) in enumerate(groups):
@@ -96,5 +97,5 @@ def _kept(body: str, result: str, offset: int) -> str:
 
 
 def rows_bytes(rows: Sequence[Sequence[int]]) -> bytes:
-    """Rows as they lie in memory: four little-endian 8-byte fields each."""
+    """Return rows as bytes in memory: each has four little-endian fields of 8 bytes."""
     return b"".join(b"".join(value.to_bytes(8, "little") for value in (*row, 0, 0, 0, 0)[:4]) for row in rows)

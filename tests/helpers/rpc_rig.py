@@ -1,4 +1,4 @@
-"""An RpcServer in a thread of the test's process, and callers that break the protocol."""
+"""An RpcServer in a thread of the test's process, and callers that violate the protocol."""
 
 import asyncio
 import contextlib
@@ -15,16 +15,18 @@ from gpulease.client.serve.rpc.shared import MappedCall
 from gpulease.protocol.rpc import GREETING_BYTES, CallError, CallErrorCode
 
 ECHO, FAIL, NEVER, SLOW, HUGE, RAISE, TIME_LEFT, IN_TIME = 1, 2, 3, 4, 5, 6, 7, 8
-"""Methods of the rig's server."""
+"""Numbers of the methods of the rig's server."""
 
 SLOW_S: Final = 0.05
 
 
 class RpcRig:
-    """Attributes:
-    address: Where it listens.
-    server: The server; to be looked at only.
-    cancelled: How many calls were given up because their caller went away.
+    """A server with methods that succeed, fail, take long, or never end.
+
+    Attributes:
+        address: The address that it listens on.
+        server: The server. Its thread uses it, so tests may only read it.
+        cancelled: Number of calls that were cancelled because their caller disconnected.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +94,7 @@ class RpcRig:
 
 @contextlib.contextmanager
 def raw_caller(path: str) -> Iterator[tuple[socket.socket, MappedCall]]:
-    """A connection and its memory, to do with whatever a test likes."""
+    """Yield a connection and its shared memory, which the test may use in any way."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(path)
@@ -107,7 +109,7 @@ def raw_caller(path: str) -> Iterator[tuple[socket.socket, MappedCall]]:
 
 @contextlib.contextmanager
 def scripted_server(path: Path, *sends: tuple[bytes, list[int]]) -> Iterator[str]:
-    """A server that says these bytes, with these descriptors, to those who connect, one each, and no more."""
+    """Yield the address of a server that accepts one client for each of `sends`, and sends it these."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
         sock.listen()
@@ -117,7 +119,7 @@ def scripted_server(path: Path, *sends: tuple[bytes, list[int]]) -> Iterator[str
                 peer, _ = sock.accept()
                 with peer:
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-                    # A client that gave up while this host was busy has closed its end.
+                    # On a busy host a client may have timed out and closed the connection.
                     with contextlib.suppress(BrokenPipeError):
                         peer.sendmsg([data], rights)
                         peer.recv(1)

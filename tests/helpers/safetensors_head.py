@@ -6,11 +6,11 @@ from math import prod
 from typing import Final
 
 ITEM_BYTES: Final = {"F8_E4M3": 1, "F8_E5M2": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4}
-"""Bytes of a value, by the format's names of types."""
+"""Bytes of one value, by the format's name of its type."""
 
 
 def safetensors_head(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """Return the bytes before the values, which follow in the same order. `tensors` has their types and shapes."""
+    """Return the bytes before the values. Values follow in the order of `tensors`, which has types and shapes."""
     # transformers refuses a file without metadata.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

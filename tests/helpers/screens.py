@@ -1,4 +1,4 @@
-"""Looks at a page in a browser: its widths and colour schemes, what is cut, and what is too faint to read."""
+"""Checks a page in a browser at several widths and colour schemes: text that is cut off, or too faint to read."""
 
 from helpers.browser import Browser
 
@@ -18,7 +18,8 @@ return [...document.querySelectorAll(arguments[0])].filter(one => one.checkVisib
 }).map(one => one.className);
 """
 
-# Each text's contrast with what is behind it (WCAG 2.2, 1.4.3), colours of any space drawn to sRGB by a canvas.
+# The contrast of each text with its background (WCAG 2.2, 1.4.3). A canvas converts colours of any colour space to
+# sRGB.
 CONTRAST = """
 const brush = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
 const rgba = colour => {

@@ -1,7 +1,7 @@
 """A daemon that follows a test's script: one thread per connection plays first the broker, then the worker.
 
-It tests how a client reacts to what it receives. By default it behaves: it grants leases, keeps memory in bytearrays,
-"loads" any module as one with the kernels in `KERNELS`, and keeps the first failure of a quiet request.
+It tests how a client reacts to what it receives. By default it behaves like a daemon: it grants leases, keeps memory in
+bytearrays, accepts any module as one with the kernels in `KERNELS`, and keeps the first failure of a quiet request.
 """
 
 import contextlib
@@ -79,12 +79,12 @@ GRANULE = 2 << 20
 
 
 class HangUp(Exception):
-    """Raised by a handler: close the connection, in the middle of everything."""
+    """Raised by a handler: close the connection without a reply."""
 
 
 @dataclass
 class SayGoodbye(Exception):
-    """Raised by a handler: say why, in one piece with an answer if there is one, then close."""
+    """Raised by a handler: send a goodbye with a failure, together with a reply if there is one, and close."""
 
     failure: Failure
     behind: Body | None = None
@@ -99,7 +99,7 @@ class SendRaw(Exception):
 
 
 class Silence(Exception):
-    """Raised by a handler: no reply at all."""
+    """Raised by a handler: send no reply."""
 
 
 Handler = Callable[[Request], Body]
@@ -118,7 +118,7 @@ class Conversation:
 
 @dataclass
 class ScriptedPeer:
-    """The scripted daemon. Handlers in `script` precede the defaults; requests are appended to `heard`."""
+    """The scripted daemon. Handlers in `script` replace the defaults. Received requests are appended to `heard`."""
 
     path: Path
     script: dict[Opcode, Handler] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class ScriptedPeer:
         self._next_handle = 0x7000_0000_0000
         self._last_stream = 0
         self._regions = 0
-        self._open: set[socket.socket] = set()  # changed by several threads, one atomic operation at a time
+        self._open: set[socket.socket] = set()  # Several threads change it, by atomic operations.
         self._threads: list[threading.Thread] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.path))
@@ -148,7 +148,7 @@ class ScriptedPeer:
     # --- for tests ---
 
     def fail(self, op: Opcode, status: Status, message: str = "made up", **details: Any) -> None:
-        """Answer an operation with a failure from now on."""
+        """Reply to an operation with a failure from now on."""
 
         def refuse(_: Request) -> Body:
             raise Refusal(Failure(status, message, **details))
@@ -156,7 +156,7 @@ class ScriptedPeer:
         self.script[op] = refuse
 
     def on(self, op: Opcode, outcome: BaseException | Body) -> None:
-        """Answer an operation with a body, or do what an exception says."""
+        """Reply to an operation with a body, or do what an exception stands for, from now on."""
 
         def answer(_: Request) -> Body:
             if isinstance(outcome, BaseException):
@@ -175,10 +175,10 @@ class ScriptedPeer:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End all threads and close all sockets; raises what went wrong in a thread."""
+        """End all threads and close all sockets. Raises an error that occurred in a thread."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(60)  # no more connections behind this
+        self._threads[0].join(60)  # After this there are no new connections.
         self._listener.close()
         self.cut()
         for thread in self._threads:
@@ -221,7 +221,7 @@ class ScriptedPeer:
 
     def _step(self, talk: Conversation) -> bool:
         if talk.connection.state is State.GREETING:
-            # A test left HELLO unanswered; no daemon serves what stands behind it.
+            # The test left HELLO without a reply; a daemon serves no requests before that reply.
             return bool(talk.sock.recv(1 << 16))
         event = talk.connection.next_event()
         match event:
@@ -315,7 +315,7 @@ class ScriptedPeer:
         handler = self.script.get(request.op) or _DEFAULTS[request.op].__get__(self)
         return handler(request)
 
-    # --- what it does by default ---
+    # --- default handlers ---
 
     def _hello(self, _: Request) -> Body:
         return HelloReply(0, "made-up", self.max_payload_bytes, ())
@@ -438,7 +438,7 @@ class ScriptedPeer:
 
 @dataclass
 class Refusal(Exception):
-    """Raised by a handler: answer with this failure, or keep it if the request was quiet."""
+    """Raised by a handler: reply with this failure, or keep the failure if the request was quiet."""
 
     failure: Failure
 
@@ -486,7 +486,7 @@ _DEFAULTS: dict[Opcode, Any] = {
 
 @contextlib.contextmanager
 def scripted_peer(path: Path, **settings: Any) -> Iterator[ScriptedPeer]:
-    """A made-up daemon on a Unix socket, gone when the block is left."""
+    """Yield a scripted daemon on a Unix socket. It is closed after the block."""
     peer = ScriptedPeer(path, **settings)
     try:
         yield peer

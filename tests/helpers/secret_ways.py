@@ -1,4 +1,4 @@
-"""Ways in which a secret can get into a session's worker, and is searched for after the session."""
+"""Ways by which a secret can get into a session's worker. Tests search for it after the session."""
 
 import struct
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from gpulease.client import GpuLeaseError, GpuSession, KernelArgs, Module
 
-# Each thread puts four parameters into shared and local memory, and from there into global memory.
+# Each thread stores four parameters in shared and local memory, and copies them from there to global memory.
 SPREAD = """.version 7.0
 .target sm_75
 .address_size 64
@@ -30,7 +30,7 @@ CONSTANT
 """
 
 
-# So many threads put what four parameters and a fifth make into their places in global memory.
+# `count` threads combine four parameters with a fifth by XOR, and store the results in global memory.
 KEY = 0xA5C396F01E2D4B78
 MAKE = b""".version 7.0
 .target sm_75
@@ -98,12 +98,12 @@ def as_numbers_in_code(session: GpuSession, secret: bytes) -> bytes:
     session.launch(module, "spread", [1], [1], args)
     session.sync()
     assert bytes(session.mem_read(out, 0, 32)) == secret
-    # In code the words stand apart.
+    # In code the words are not adjacent, so search for the first one only.
     return secret[:8]
 
 
 def in_the_stacks_of_threads(session: GpuSession, secret: bytes) -> bytes:
-    """Only kernels have the secret: each thread joins it from two halves."""
+    """Give the secret to kernels only: each thread computes it from two halves."""
     module = session.module_load(MAKE)
     for count in (1, 3, 2047):
         out = session.mem_alloc(32 * count)
@@ -114,7 +114,7 @@ def in_the_stacks_of_threads(session: GpuSession, secret: bytes) -> bytes:
         session.launch(module, "make", [-(-count // 256)], [256], args)
         session.sync()
         assert bytes(session.mem_read(out, 32 * (count - 1), 32)) == secret
-    # In registers the words stand apart.
+    # In registers the words are not adjacent, so search for the first one only.
     return secret[:8]
 
 
@@ -145,4 +145,4 @@ WAYS: Final[dict[str, Callable[[GpuSession, bytes], bytes]]] = {
     "as a kernel's name": as_a_name,
     "in code that is wrong, and in what is said of it": in_code_that_is_wrong,
 }
-"""Each takes 32 bytes that nobody else has, and tells what is to be searched for."""
+"""Each function takes 32 random bytes, brings them into a worker, and returns the bytes to search for."""

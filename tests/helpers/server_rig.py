@@ -1,4 +1,4 @@
-"""A worker's loop in a thread, on any driver: the broker speaks through its channel, a tenant beside it."""
+"""A worker's loop in a thread, with any driver. The test is its broker, through the channel, and its tenant."""
 
 import mmap
 import os
@@ -92,7 +92,7 @@ class Tenant:
     last: int = 0
 
     def next_frame(self, op: Opcode, body: Body, *, quiet: bool = False) -> bytes:
-        """The frame of the next request, which the caller sends."""
+        """Return the frame of the next request, without sending it."""
         self.last += 1
         flags = Flag.QUIET if quiet else Flag(0)
         return build_frame(op, build_body(body), request_id=self.last, session_id=LEASE, flags=flags)
@@ -108,7 +108,7 @@ class Tenant:
             assert time.monotonic() < until, "the worker takes nothing"
 
     def has_reply(self, wait_s: float) -> bool:
-        """Whether something arrives within that time."""
+        """Return whether the worker sends something within that time."""
         until = time.monotonic() + wait_s
         while time.monotonic() < until:
             if self._receive(0.01):
@@ -178,11 +178,11 @@ class Tenant:
 
 @dataclass(kw_only=True)
 class Worker(Tenant):
-    """A worker's loop, as the broker sees it; and its first tenant.
+    """A worker's loop, as the broker sees it, and the first connection of its tenant.
 
     Attributes:
-        page: Its page.
-        context: Its context, which only its thread may use.
+        page: The worker's page.
+        context: The worker's context, which only the worker's thread may use.
     """
 
     channel: socket.socket
@@ -196,7 +196,7 @@ class Worker(Tenant):
         send_message(self.channel, message.to_map(), fds)
 
     def hear(self, kind: type[M]) -> M:
-        """The next message of that kind; those before it are kept in `heard`."""
+        """Return the next message of that kind. Messages before it are appended to `heard`."""
         while True:
             told, fds = receive_message(self.channel)
             assert not fds
@@ -207,7 +207,7 @@ class Worker(Tenant):
                 self.heard.append(message)
 
     def hears_nothing(self, kind: type[Message], wait_s: float) -> bool:
-        """Whether no message of that kind arrives within that time."""
+        """Return whether no message of that kind arrives within that time. Other messages are appended to `heard`."""
         until = time.monotonic() + wait_s
         while (left_s := until - time.monotonic()) > 0:
             if select.select([self.channel], [], [], left_s)[0]:
@@ -219,7 +219,7 @@ class Worker(Tenant):
         return True
 
     def attach(self, *, ring: bool = False) -> tuple[Tenant, AttachReply]:
-        """Another connection of the lease's tenant."""
+        """Open a further connection of the lease's tenant."""
         near, far = socket.socketpair()
         near.settimeout(LIMIT_S)
         self.say(AttachOrder(1, b"", ring=ring, arena_bytes=0), far.fileno())
@@ -245,13 +245,13 @@ class Worker(Tenant):
     # --- parking ---
 
     def give_memory(self, size_bytes: int) -> None:
-        """Give the session host memory of that size."""
+        """Give the session host memory of that size for parking."""
         fd = sealed_memory("park-for-test", size_bytes)
         self.say(ParkMemoryOrder(size_bytes), fd)
         os.close(fd)
 
     def park(self, number: int = 1, grace_s: float = 10.0) -> ParkedReport:
-        """Park the session, in the memory that it has."""
+        """Park the session in the host memory that it was given."""
         self.say(ParkOrder(number, time.monotonic_ns() + round(grace_s * 1e9)))
         report = self.hear(ParkedReport)
         assert report.number == number == self.page.counter(Counter.PARK_NUMBER)
@@ -288,7 +288,7 @@ def worker(
     is_open = threading.Event()
 
     def run() -> None:
-        # A context belongs to the thread that makes it.
+        # Create the context in this thread, because it belongs to the thread that creates it.
         try:
             made.context = context = chosen.open_context(card, slice_bytes)
             if is_parkable:

@@ -1,4 +1,4 @@
-"""A service manager for one daemon, as systemd: starts it, receives its notifications, keeps descriptors for it."""
+"""A service manager for one daemon, like systemd: starts it, receives its notifications, stores descriptors for it."""
 
 import array
 import contextlib
@@ -23,11 +23,11 @@ MAX_FDS: Final = 16
 
 
 class ServiceManager:
-    """Starts daemons one after the other in one folder.
+    """Starts daemons one after another in one folder.
 
     Attributes:
-        said: What the daemon that runs has said, an assignment each, in order.
-        kept: What daemons have left here, by name: descriptors.
+        said: The notifications of the running daemon, one assignment each, in order.
+        kept: The descriptors that daemons have stored here, by name.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ServiceManager:
         listens: bool = True,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """Start a daemon with the sockets of `units` and those that are kept; it need not be ready."""
+        """Start a daemon with the sockets of `units` and the stored descriptors. Does not wait until it is ready."""
         self.said = []
         given = [(sock.fileno(), name) for sock, name in units]
         given += [(fd, name) for name, fds in self.kept.items() for fd in fds]
@@ -84,7 +84,7 @@ class ServiceManager:
         (self.folder / "config.toml").write_text(config)
 
     def start_ready(self, *arguments: str, **options: object) -> None:
-        """Start it, and return once it reports that it is ready."""
+        """Start a daemon, and return once it reports that it is ready."""
         self.start(*arguments, **options)  # type: ignore[arg-type]
         self.wait_for("READY=1")
 
@@ -110,7 +110,7 @@ class ServiceManager:
                 os.close(fd)
 
     def wait_for(self, word: str, times: int = 1) -> None:
-        """Return once that was said. Fails with the log if the daemon ends instead."""
+        """Return once the daemon has sent that assignment `times` times. Fails with the log if the daemon ends."""
 
         def is_said() -> bool:
             self.hear()
@@ -130,7 +130,7 @@ class ServiceManager:
         return self.wait_for_exit()
 
     def wait_for_exit(self) -> int:
-        """Its exit status, once it has ended by itself."""
+        """Return the daemon's exit status, once it has ended."""
         assert self.process is not None
         status = self.process.wait(STOP_LIMIT_S)
         self.hear()

@@ -1,4 +1,4 @@
-"""A command of `gpulease serve` in a process of its own."""
+"""A command of `gpulease serve` in a separate process."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ START_LIMIT_S: Final = 120.0
 
 
 class ServingProcess:
-    """One server. Subclasses say which lines it prints with its URL, and when it has stopped."""
+    """One server. Subclasses define the lines that it prints with its URL, and when it has stopped."""
 
     listens: ClassVar[re.Pattern[str]]
     stopped: ClassVar[str]
@@ -42,7 +42,7 @@ class ServingProcess:
         return self._log_path.read_text(errors="replace")
 
     def stop(self) -> None:
-        """SIGTERM, and proof that it ended in good order."""
+        """Send SIGTERM, and check that the server ends cleanly."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0, self.log()

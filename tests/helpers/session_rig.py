@@ -1,4 +1,4 @@
-"""A session that records its launches, fed with frames, with or without native code."""
+"""A session that records its launches, which tests feed with frames. Native code or Python executes them."""
 
 import ctypes
 import re
@@ -38,7 +38,7 @@ from helpers.kernels import TRANSFORM
 LEASE = 0x77
 SIZES = (8, 4, 4)
 UNKNOWN_TO_NATIVE = 3
-"""Blocks of the launches that native code can't do."""
+"""A number of blocks with which native code can't record a launch here, so that Python must do it."""
 
 OF_THE_MOMENT = {
     Counter.LAST_POLL_NS,
@@ -48,7 +48,7 @@ OF_THE_MOMENT = {
     Counter.LAST_BUSY_FROM_NS,
     Counter.LAST_BUSY_UNTIL_NS,
 }
-"""Counters that are times."""
+"""Counters whose values are times or durations, so that they differ between runs."""
 
 MINUTE_NS = 60_000_000_000
 ALLOCATED_BYTES = 4096
@@ -65,7 +65,7 @@ REPLAY_GRAPH = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64
 
 
 class RecordedChain:
-    """A chain that has its record as its number; it uses nothing of a card."""
+    """A chain of launches, whose record in native code is its number. It uses nothing of a card."""
 
     device_bytes = 0
 
@@ -104,7 +104,7 @@ class RecordedGraph:
 
 @dataclass
 class Recording:
-    """The embedded driver's context; what it is asked to launch is written down, and refused on demand."""
+    """The embedded driver's context. It records launches, and rejects those that the test chooses."""
 
     context: CpuContext
     launches: list[tuple[str, Dim3, Dim3, bytes, int]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Recording:
     refuses_graphs: bool = False
 
     def native(self) -> NativeLaunch:
-        """Launches that come from native code are written down and done like the others."""
+        """Return functions with which native code launches. They record and execute launches like `launch`."""
         own = self.context.native()
         self.called = CALLED(self._from_native)
         address = ctypes.cast(self.called, ctypes.c_void_p).value or 0
@@ -199,7 +199,7 @@ GAPS = b"""
 
 @dataclass
 class MadeModule:
-    """A module whose kernels nothing launches."""
+    """A module with kernels that are never launched."""
 
     kernels: dict[str, DriverKernel] = field(default_factory=dict)
     device_bytes: int = 0
@@ -344,12 +344,12 @@ def stream_of(made: Rig, kinds: list[str]) -> bytes:
 
 
 def without_addresses(replies: bytes | bytearray) -> bytes:
-    """Replies, but for the addresses that failures name: each rig has its own."""
+    """Return replies without the addresses in failures, because each rig has other addresses."""
     return re.sub(rb"0x[0-9a-f]{8,}", b"0x", replies)
 
 
 def told(made: Rig) -> tuple[object, ...]:
-    """What a session did, but for addresses and when it last looked around."""
+    """Return a session's launches and counters, except addresses and times."""
     counters = {counter: made.page.counter(counter) for counter in set(Counter) - OF_THE_MOMENT}
     launches = [(*shape, params[8:], tag) for *shape, params, tag in made.context.launches]
     return launches, counters

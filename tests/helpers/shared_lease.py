@@ -1,4 +1,4 @@
-"""A lease that its owner, this process's user over the Unix socket, shares with another tenant, over TCP."""
+"""A lease whose owner, this process's user on the Unix socket, shares it with another tenant over TCP."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ TEXT = b"shared between tenants.."
 
 @dataclass
 class Shared:
-    """A lease with something in its memory, its owner's session, and who is to use it too."""
+    """A lease with data in its memory, its owner's session, and the audience of tokens for another tenant."""
 
     daemon: Daemon
     lease: GpuLease
@@ -32,9 +32,9 @@ class Shared:
         return self.lease.issue(permissions, self.audience, ttl_s).token
 
     def short_guest(self, set_up: Callable[[GpuSession], T]) -> tuple[GpuSession, T]:
-        """A guest with a token that ends within moments, and what `set_up` made in its session.
+        """Return a guest's session with a token that soon expires, and the result of `set_up` with it.
 
-        A busy host may take longer for that than the token lasts: then it is tried again with a longer token.
+        On a busy host the token may expire before that. Then a token with a longer life is tried.
         """
         for ttl_s in SHORT_LEASES_S:
             try:
@@ -71,5 +71,5 @@ def sharing(daemon: Daemon) -> Iterator[Shared]:
     with wish.acquire() as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(len(TEXT))
         session.mem_write(buffer, 0, TEXT)
-        session.sync()  # leaving the block has nothing to wait for, then, however the lease ends
+        session.sync()  # So the end of the block does not wait for the write, however the lease ends.
         yield Shared(daemon, lease, session, buffer.handle, my_audience(daemon.tcp_address))

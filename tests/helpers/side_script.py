@@ -1,7 +1,7 @@
-"""`python -m helpers.side_script CHANNEL_FD PARENT_PID WAY`: a helper process of the broker, honest or not.
+"""`python -m helpers.side_script CHANNEL_FD PARENT_PID WAY`: a helper process of the broker, correct or faulty.
 
-`serves` is the honest one: it reports that it is ready, and answers each liveness question; each of the others fails in
-one thing.
+With WAY `serves` it is correct: it reports that it is ready, and replies to each liveness check. With each other WAY it
+has one fault.
 """
 
 import socket
@@ -18,7 +18,7 @@ from gpulease.daemon.host.processes import die_with_parent
 
 @dataclass(frozen=True, slots=True)
 class Die(Message):
-    """Exit with that status."""
+    """To the script: exit with this status."""
 
     OP: ClassVar[str] = "die"
     status: Pid
@@ -35,7 +35,7 @@ class Progress(Message):
 
 @dataclass(frozen=True, slots=True)
 class Talk(Message):
-    """To the script: send messages that no honest helper sends."""
+    """To the script: send messages that no correct helper sends."""
 
     OP: ClassVar[str] = "talk"
 
@@ -47,13 +47,13 @@ FOREIGN: Final[tuple[dict[str, Any], ...]] = (
     {"op": ["say"], "number": 13},
     {"number": -1},
 )
-"""What Talk makes it send."""
+"""The messages that the script sends on Talk."""
 
 TO_SCRIPT = messages_of(LivenessPing | Die | Progress | Talk)
 
 
 def serve(channel: socket.socket) -> None:
-    """Serve until asked to exit, or until the broker is gone."""
+    """Serve until a message says to exit, or until the broker is gone."""
     while True:
         try:
             message = expect_message(TO_SCRIPT, receive_message(channel)[0])

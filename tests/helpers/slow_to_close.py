@@ -1,4 +1,4 @@
-"""Descriptors with a last close that takes as long as a test wants."""
+"""Descriptors whose last close takes as long as a test wants."""
 
 import contextlib
 import socket
@@ -13,11 +13,11 @@ _LINGER: Final = struct.Struct("2i")
 
 @contextlib.contextmanager
 def slow_to_close() -> Iterator[socket.socket]:
-    """A TCP connection with more to send than its peer takes: who closes it waits (socket(7), SO_LINGER)."""
+    """Yield a TCP connection with more unsent data than its peer accepts: close waits (SO_LINGER in socket(7))."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         sock = stack.enter_context(socket.create_connection(listener.getsockname()))
-        # The first to be closed: nothing is waited for behind it.
+        # The peer is closed first, so that the other end has nothing to wait for.
         stack.enter_context(listener.accept()[0])
         sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):

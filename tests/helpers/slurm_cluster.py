@@ -1,7 +1,7 @@
-"""One node's Slurm, from Debian's packages: munged, slurmctld and slurmd in a folder of a test.
+"""A Slurm cluster of one node, from Debian's packages: munged, slurmctld and slurmd, in a test's folder.
 
-With GPULEASE_SLURM_ROOT=FOLDER it is the Slurm of another root folder, such as a newer Debian's from debootstrap, which
-also has a python3 with the packages of the client.
+With GPULEASE_SLURM_ROOT=FOLDER, it uses the Slurm in another root folder, for example one of a newer Debian that
+debootstrap made. That root must also have a python3 with the client's packages.
 """
 
 import fcntl
@@ -36,10 +36,10 @@ def has(program: str) -> bool:
 
 
 def in_root(*command: str) -> list[str]:
-    """The command that runs another one with the programs of Slurm's root, and the host's folders of a test."""
+    """Return a command that runs another one with the programs in Slurm's root. It can see the test's folders."""
     if not ROOT:
         return list(command)
-    # What a test writes, the source tree, and what Slurm reads of the kernel.
+    # The folders that tests write, the source tree, and the kernel's folders that Slurm reads.
     folders = ["/proc", "/dev", "/sys", "/tmp", "/var/lib", str(Path(__file__).parents[2])]
     script = "".join(f'mkdir -p "$root{folder}" && mount --rbind {folder} "$root{folder}" && ' for folder in folders)
     enter = f'root={ROOT} && mount --make-rprivate / && {script} exec chroot "$root" "$@"'
@@ -47,7 +47,7 @@ def in_root(*command: str) -> list[str]:
 
 
 def missing() -> str:
-    """What keeps Slurm from running here; "" if nothing does."""
+    """Return the reason why Slurm can't run here; "" if it can."""
     lacking = [name for name in PROGRAMS if not has(name)]
     if lacking:
         return f"no {', '.join(lacking)}: apt-get install slurmctld slurmd slurm-client munge"
@@ -55,15 +55,15 @@ def missing() -> str:
 
 
 def missing_accounting() -> str:
-    """What keeps Slurm's accounting from running here; "" if nothing does."""
-    # The database is the host's: slurmdbd 24.11 does not start on MariaDB 11.8.
+    """Return the reason why Slurm's accounting can't run here; "" if it can."""
+    # The database always runs with the host's programs: slurmdbd 24.11 does not start on MariaDB 11.8.
     lacking = [name for name in ("mariadbd", "mariadb-install-db") if shutil.which(name) is None]
     lacking += [] if has("slurmdbd") else ["slurmdbd"]
     return missing() or (f"no {', '.join(lacking)}: apt-get install slurmdbd mariadb-server" if lacking else "")
 
 
 class SlurmCluster:
-    """Its daemons, with the scripts of the tree."""
+    """The cluster's daemons, configured with the scripts of this source tree."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=INFINITE State=UP OverSubscrib
         (self.folder / "gres.conf").write_text(counts)
 
     def _start_accounting(self) -> None:
-        """Start a database in the folder and slurmdbd on it, and make slurmctld use them."""
+        """Start a database in the folder, and slurmdbd on it, and make slurmctld use slurmdbd."""
         data, database = self.folder / "data", self.folder / "run" / "database.socket"
         made = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--user=root"]
         subprocess.run([*made, "--auth-root-authentication-method=normal"], capture_output=True, check=True)
@@ -175,7 +175,7 @@ PartitionName=main Nodes=gpu1 Default=YES MaxTime=INFINITE State=UP OverSubscrib
             ]
         )
         wait_until(database.exists, "the database listens", seen=self.logs)
-        # The client library of slurmdbd finds the database's socket by this variable.
+        # slurmdbd's client library finds the database's socket by this variable.
         self.environment |= {"MYSQL_UNIX_PORT": str(database)}
         port = free_port()
         configuration = self.folder / "slurmdbd.conf"
@@ -205,7 +205,7 @@ PidFile={self.folder}/run/slurmdbd.pid
         self.ask(*add, "user", "root", "account=site")
 
     def use_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let this process's requests of Slurm go to this cluster, by the programs of its own version."""
+        """Let this process's Slurm commands use this cluster, with the programs of its version."""
         monkeypatch.setenv("SLURM_CONF", str(self.folder / "slurm.conf"))
         if ROOT:
             commands = self.folder / "commands"
@@ -217,7 +217,7 @@ PidFile={self.folder}/run/slurmdbd.pid
 
     @contextmanager
     def stopped(self, name: str) -> Iterator[None]:
-        """Stop one of the programs by a signal, as if it hung, until the block ends."""
+        """Stop one of the programs with SIGSTOP during the block, as if it hung."""
         (found,) = [process for process in self._processes if name in process.args]  # type: ignore[operator]
         stop_process(found.pid)
         try:
@@ -226,13 +226,13 @@ PidFile={self.folder}/run/slurmdbd.pid
             found.send_signal(signal.SIGCONT)
 
     def start_service(self) -> None:
-        """Start the service that renews leases, and wait until prologs find it."""
+        """Start the service that renews leases, and wait until prologs can reach it."""
         lock = self.folder / "jobs" / "service"
         self._start([str(self._command), "service"])
         wait_until(lambda: lock.exists() and _is_locked(lock), "the service runs", seen=self.logs)
 
     def stop_service(self) -> None:
-        """Stop the service, which was started last."""
+        """Stop the service, which must be the process that was started last."""
         self._processes[-1].terminate()
         self._processes[-1].wait(PATIENCE_S)
 
@@ -254,7 +254,7 @@ PidFile={self.folder}/run/slurmdbd.pid
         return done.stdout + done.stderr
 
     def run_prolog(self, job: str, vram_mib: int = 64, restarts: int = 0) -> None:
-        """Run a running job's prolog once more, as root's job has it. Fails with what it says if it fails."""
+        """Run a running job's prolog again, as slurmd would. Fails with its output if it fails."""
         given = {"SLURM_JOB_ID": job, "SLURM_JOB_UID": "0", "SLURM_JOB_RESTART_COUNT": str(restarts)}
         given |= {"SLURMD_NODENAME": "gpu1", "SLURM_CLUSTER_NAME": "test"}
         given |= {"SLURM_JOB_COMMENT": f"mine [vram_mib={vram_mib}]"}
@@ -263,7 +263,7 @@ PidFile={self.folder}/run/slurmdbd.pid
         assert done.returncode == 0, done.stderr
 
     def submit(self, script: str, vram_mib: int, *options: str) -> str:
-        """Submit a job's script, and return its number; `vram_mib` 0 for a job whose options have a --gres."""
+        """Submit a job's script, and return the job's number. Set `vram_mib` to 0 if the options contain --gres."""
         path = self.folder / "job.sh"
         path.write_text(f"#!/bin/sh\n{script}\n")
         name = "%A_%a" if any(option.startswith("--array") for option in options) else "%j"

@@ -1,4 +1,4 @@
-"""A disk of some megabytes that is filled and emptied (tmpfs(5))."""
+"""A disk of some megabytes that a test can fill and empty (tmpfs(5))."""
 
 import contextlib
 import os
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Final
 
 SIZE_BYTES: Final = 64 << 20
-"""Room for a journal of an hour, which has a row for each lease that ended a while ago."""
+"""Enough for the journal of an hour, which keeps a row for each lease that ended lately."""
 
 PART_BYTES: Final = 4096
 
 
 class SmallDisk:
-    """A file system of its own, for who may mount one. Use it as a context: afterwards it is gone.
+    """A new file system. Mounting it needs root. Use it as a context manager: afterwards it is gone.
 
     Attributes:
-        folder: Where it is: a short path, as a Unix socket's has at most 107 bytes.
+        folder: Where it is mounted. The path is short, because a Unix socket's path has at most 107 bytes.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path) -> tuple[str, ...]:
-    """Every module a file imports, at its top or inside a function, by its full name."""
+    """Return the full name of every module that a file imports, at its top or inside a function."""
     return tuple(_imports_of(path))
 
 

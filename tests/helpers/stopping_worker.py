@@ -1,7 +1,7 @@
-"""A zygote whose workers stop at one step of parking, once each, as SIGSTOP would stop them there.
+"""A zygote whose workers stop themselves at one step of parking, once each, as if by SIGSTOP.
 
-As a program, with a zygote's arguments and then the path of a file: each worker stops at the step that the file names
-when the worker is forked; at none if it names none.
+As a program, it takes a zygote's arguments and the path of a file. Each worker stops at the step that the file names
+when the worker is forked; at none if the file names none.
 """
 
 import os
@@ -32,7 +32,7 @@ def stop() -> None:
 
 
 def stop_around(of: Any, name: str, *, before: bool) -> None:
-    """Have a function of a class or module stop its process at its first call, before or after it does its work."""
+    """Make a function of a class or module stop its process at its first call, before or after its work."""
     method: Callable[..., Any] = getattr(of, name)
 
     def stopping(*arguments: Any, **options: Any) -> Any:
@@ -48,7 +48,7 @@ def stop_around(of: Any, name: str, *, before: bool) -> None:
 
 
 def stop_in_copy(name: str) -> None:
-    """Stop in that method of the parked memory once half of its copies are made."""
+    """Make a method of the parked memory stop the process once half of its copies are done."""
     method, steps = getattr(ParkedMemory, name), parked_memory._steps
 
     def copying(*arguments: Any, **options: Any) -> Any:

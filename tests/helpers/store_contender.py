@@ -1,7 +1,7 @@
 """One of several processes that attempt the same operations: `python -P -m helpers.store_contender URL FOLDER`.
 
-Each effect is a line in the folder's file `effects`, written by one write(2); when every operation has ended, it ends
-with status 0. It may be killed at any point.
+Each effect is a line in the file `effects` of the folder, written by one write(2). When every operation has ended, the
+process exits with status 0. It may be killed at any time.
 """
 
 import os
@@ -21,7 +21,7 @@ CLAIM_TTL_S: Final = 0.4
 
 
 def main(url: str, folder: Path) -> None:
-    """Attempt whatever has not ended, until nothing is left."""
+    """Attempt every operation that has not ended, until none is left."""
     store = open_store(url)
     effects = os.open(folder / "effects", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     left = list(KEYS)
@@ -33,7 +33,7 @@ def main(url: str, folder: Path) -> None:
                     left.remove(key)
                 case Reservation() as held:
                     try:
-                        # One in eight is slow: its claim runs out before it begins.
+                        # One in eight is so slow that its claim expires before it begins.
                         time.sleep(random.choice([0, 0, 0, 0, 0.01, 0.01, 0.02, 1.5 * CLAIM_TTL_S]))
                         store.start(held)
                         line = f"{key} {held.epoch}\n".encode()

@@ -27,28 +27,28 @@ from helpers.processes import ProcessInfo
 from helpers.waiting import wait_until
 
 ROOM: Final = 1 << 20
-"""What leases of these tests keep for submits."""
+"""Bytes that leases in these tests reserve for submits."""
 
 WORKER: Final = "gpul-submit"
 
 SHORT_S: Final = (1.0, 5.0, 25.0, 125.0)
-"""Times of submits whose time is to be over soon."""
+"""Time limits, in the order in which they are tried, of submits that must soon time out."""
 
 LONG_S: Final = 600.0
-"""Time of a submit that something else is to end."""
+"""Time limit of a submit that is ended by something else."""
 
 POOL_S: Final = 120.0
-"""For a pool to be full again: on a card a context takes long, and after a loss the next one is made later."""
+"""How long a pool may take to be full again. A card makes contexts slowly, and waits before it replaces a lost one."""
 
 
 def scaling(lease: Any, n: int = 1000, factor: float = 2.0) -> Any:
-    """A submit that scales n numbers."""
+    """Return a submit that scales n numbers."""
     args = KernelArgs().push_u32(n).push_f32(factor)
     return lease.submit("scale", TRANSFORM).grid(grid_for(n)).block(BLOCK).inout(numbers(n)).args(args)
 
 
 def check_scaled(outputs: list[bytes], n: int = 1000, factor: float = 2.0) -> None:
-    """Fails unless every number is right, and there is nothing else."""
+    """Fail unless there is one output, with every number right."""
     (output,) = outputs
     np.testing.assert_array_equal(floats(output), numbers(n) * np.float32(factor))
 
@@ -58,7 +58,7 @@ def endless(lease: Any) -> Any:
 
 
 def stray(lease: Any) -> Any:
-    """A submit that stores far outside of everything, and has an output that was written before."""
+    """Return a submit that stores far outside of all memory. Its output has been written before the launch."""
     return lease.submit("stray_store", FAULTS).inout(b"abcd").arg(np.uint64(1 << 40))
 
 
@@ -66,8 +66,8 @@ class Running:
     """A submit in a thread.
 
     Attributes:
-        outputs: What it answered.
-        error: Why not.
+        outputs: The submit's outputs; None until it has succeeded.
+        error: The submit's error, if it failed.
     """
 
     def __init__(self, submission: Submission) -> None:
@@ -97,7 +97,7 @@ def workers_of(processes: Callable[[], list[ProcessInfo]]) -> list[int]:
 
 
 def wait_until_warm(daemon: Daemon, wanted: int = 1) -> list[int]:
-    """The process ids of contexts made ahead, once the first card has as many as it is to have."""
+    """Return the process ids of warm contexts, once the first card has `wanted` of them."""
 
     def is_full() -> bool:
         return int(daemon.inventory().details[0]["warm_contexts"]) == wanted
@@ -108,7 +108,7 @@ def wait_until_warm(daemon: Daemon, wanted: int = 1) -> list[int]:
 
 @contextmanager
 def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = None) -> Iterator[Running]:
-    """One that never ends, its kernel running; over, one way or another, behind the block."""
+    """Run a submit, by default one that never ends. Yields once its kernel runs; after the block, waits for its end."""
     found = Running(submission or endless(lease).timeout_secs(60))
     try:
         wait_until(lambda: found.is_over or is_launched(daemon, lease.lease_id), "its kernel is launched")
@@ -119,14 +119,15 @@ def running(daemon: Daemon, lease: GpuLease, submission: Submission | None = Non
 
 
 def timed_out(daemon: Daemon, lease: GpuLease, scene: Callable[[Running], bool]) -> None:
-    """Play a scene while a kernel of a submit runs, whose time is over soon after it.
+    """Run a scene while a submit's kernel runs that soon times out. Fails unless the submit times out.
 
-    A busy host may take longer for the scene than the submit has: then it is played again with a longer one.
+    On a busy host the submit may time out before the scene ends. Then the scene runs again with a longer time limit.
 
     Args:
-        daemon: The daemon, until the scene begins.
-        lease: A lease that keeps memory for submits.
-        scene: Returns whether the submit ran throughout; fails a test if it ran and something was wrong.
+        daemon: The daemon, which must run until the scene begins.
+        lease: A lease with memory for submits.
+        scene: Returns whether the submit ran during the whole scene. It fails the test if the submit ran and a check
+            failed.
     """
     for seconds in SHORT_S:
         work = Running(endless(lease).timeout_secs(seconds))
@@ -135,7 +136,7 @@ def timed_out(daemon: Daemon, lease: GpuLease, scene: Callable[[Running], bool])
             ran = not work.is_over and scene(work)
         finally:
             work.wait()
-        # A host that makes no context within ten seconds is the client's to give up.
+        # If a host makes no context within ten seconds, the client gives up. That is not a failure of the test.
         if isinstance(work.error, Disconnected) and "did not answer within" in str(work.error):
             wait_until(lambda: "submit" not in daemon.query(lease.lease_id), "what it began is gone")
             continue
@@ -146,7 +147,10 @@ def timed_out(daemon: Daemon, lease: GpuLease, scene: Callable[[Running], bool])
 
 
 def start_endless(daemon: Daemon) -> Callable[[GpuLease], Running]:
-    """How `Daemon.short_lease` starts a submit that ends with its lease. Raises what ended it before its kernel ran."""
+    """Return a function for `Daemon.short_lease` that starts an endless submit.
+
+    It raises the submit's error if the submit ends before its kernel runs.
+    """
 
     def start(lease: GpuLease) -> Running:
         work = Running(endless(lease).timeout_secs(LONG_S))
@@ -175,10 +179,10 @@ ENDS: Final[dict[str, tuple[Callable[[Daemon, GpuLease], None], type[GpuLeaseErr
     "freed": (free, LeaseFreed),
     "its session's worker killed": (lose_the_session, GpuSessionFailed),
 }
-"""What ends a lease, and the error of its submit."""
+"""Actions that end a lease, and the error that its submit then raises."""
 
 
 def is_launched(daemon: Daemon, lease_id: int) -> bool:
-    """Whether the kernel of a lease's submit has been launched."""
+    """Return whether the kernel of a lease's submit has been launched."""
     submit = daemon.query(lease_id).get("submit")
     return submit is not None and submit["state"] == "running" and submit["launches"] == 1

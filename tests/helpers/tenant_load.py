@@ -1,4 +1,4 @@
-"""Tenants and an operator who work against a daemon that is killed repeatedly, and the replies they got."""
+"""Tenants and an operator that use a daemon which is killed repeatedly, and a record of the replies that they got."""
 
 import itertools
 import random
@@ -28,20 +28,21 @@ from helpers.kernels import Neighbour, start_endless
 from helpers.submits import ROOM, check_scaled, endless, scaling
 
 LATE_S: Final = 8.0
-"""How long after its deadline an endless kernel may go on: a bound for a test on a loaded host, not the product's."""
+"""How long an endless kernel may run after its deadline: a limit for a test on a busy host, not the product's promise.
+"""
 
 MIB: Final = 1 << 20
 
 
 @dataclass
 class Told:
-    """One lease, as far as its tenant knows from replies.
+    """What a tenant knows about its lease from replies.
 
     Attributes:
-        surely_until: It lives until then at least, by the monotonic clock, unless somebody ended it.
-        perhaps_until: It may live until then: a renewal without a reply.
-        given_back: Its tenant has started to free it.
-        is_revoking: An operator has started to revoke it; `is_revoked`: and received a successful reply.
+        surely_until: The lease lives at least until then (monotonic clock), unless it was ended on purpose.
+        perhaps_until: The lease may live until then, because a renewal got no reply.
+        given_back: The tenant has begun to free it.
+        is_revoking: The operator has begun to revoke it. `is_revoked`: the revocation was confirmed.
     """
 
     lease_id: int
@@ -58,12 +59,12 @@ class Told:
 
 @dataclass
 class Load:
-    """All tenants and the operator.
+    """All tenants, and the operator.
 
     Attributes:
-        told: The leases that tenants know of, by id.
+        told: What tenants know about their leases, by lease id.
         counts: How often each action was done.
-        wrong: Sentences about what must not have happened.
+        wrong: Sentences about faults that were found.
     """
 
     address: str
@@ -84,7 +85,7 @@ class Load:
             thread.start()
 
     def stop(self) -> None:
-        """End; every tenant has given back what it has."""
+        """Stop all threads. Every tenant first frees its lease."""
         self.stopped.set()
         for thread in self._threads:
             thread.join(90)
@@ -126,7 +127,7 @@ class Load:
             self.count("expired")
             self._check_expired(told)
         except Disconnected:
-            # The broker was away so long that how the lease ended is unknown.
+            # The broker was away for so long that the reason for the lease's end is unknown.
             self.count("end: Disconnected")
             self._check_expired(told)
         except Revoked:
@@ -139,7 +140,7 @@ class Load:
         try:
             session = GpuSession(lease, shared_memory=dice.random() < 0.7)
         except (Disconnected, Busy) as error:
-            # The broker held the connection when it was killed or stopped.
+            # The broker had the connection when it was killed or stopped.
             self.count(f"attach: {type(error).__name__}")
             self._free(lease, told)
             return
@@ -187,7 +188,10 @@ class Load:
         self.count("renewed")
 
     def _submit(self, dice: random.Random, lease: GpuLease, told: Told) -> None:
-        """Run a job: an answered one is right, an endless one is not answered, and a lost one is reported as lost."""
+        """Run a job, and check the reply.
+
+        A correct job's result must be right, an endless job must not succeed, and a lost job must be reported as lost.
+        """
         is_endless, factor, surely_until = dice.random() < 0.2, dice.randint(2, 9), told.surely_until
         try:
             work = endless(lease).timeout_secs(0.3) if is_endless else scaling(lease, factor=factor)

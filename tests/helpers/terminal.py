@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 
 from helpers.waiting import PATIENCE_S, wait_until
 
-# The program runs as a job of a shell, as for a person, so that it can be stopped without stopping the terminal.
+# A shell runs the program as a job, as for a user, so that the program can be stopped while the terminal continues.
 _LOGIN: Final = "import os, sys; os.login_tty(0); os.execvp(sys.argv[1], sys.argv[1:])"
 _SHELL: Final = 'set -m; "$@"; s=$?; while [ $s = 148 ]; do echo STOPPED; read -r _; fg >/dev/null; s=$?; done; exit $s'
 
@@ -27,7 +27,7 @@ _SEQUENCE: Final = re.compile(r"\x1b\[([?>]?)([0-9;]*)([A-Za-z@`])|\x1b[()].|\x1
 
 
 class Screen:
-    """What is on a terminal that does what curses asks of one."""
+    """The contents of a terminal that executes the control sequences that curses uses."""
 
     def __init__(self, width: int, height: int) -> None:
         self.strange: set[str] = set()
@@ -44,7 +44,7 @@ class Screen:
         return ["".join(row).rstrip() for row in self._rows]
 
     def feed(self, text: str) -> str:
-        """Show it; what of it is only the begin of a sequence comes back."""
+        """Show the text. Returns an incomplete control sequence at its end."""
         at = 0
         while at < len(text):
             found = _SEQUENCE.match(text, at)
@@ -157,15 +157,15 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def signal_job(self, number: signal.Signals) -> None:
-        """To the program itself, which is what has the terminal."""
+        """Send a signal to the program itself, which is the terminal's foreground job."""
         os.killpg(self.job(), number)
 
     def job(self) -> int:
-        """The process group that has the terminal, which is the process id of its leader."""
+        """Return the id of the terminal's foreground process group, which is the process id of the group's leader."""
         return os.tcgetpgrp(self._fd)
 
     def hang_up(self) -> None:
-        """What happens when a connection breaks off."""
+        """Close the terminal, as when a connection breaks."""
         for fd in (self._fd, self._other):
             os.close(fd)
         self._fd = self._other = -1
@@ -187,7 +187,7 @@ class Terminal:
         return self.text()
 
     def wait_for_exit(self) -> int:
-        """The program's status, as a shell has it; what it writes last is still shown."""
+        """Return the program's exit status, as a shell reports it, once its last output is on the screen."""
         until = time.monotonic() + PATIENCE_S
         while self.process.poll() is None:
             self.text()

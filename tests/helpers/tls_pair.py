@@ -1,4 +1,4 @@
-"""Two ends of a TLS connection in one process, neither of which verifies the other."""
+"""Both ends of a TLS connection in one process. Neither verifies the other."""
 
 import contextlib
 import ssl
@@ -8,7 +8,7 @@ from gpulease.daemon.remote.pki.certificates import PkiAuthority
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The TLS contexts of a server and a client."""
+    """Return the TLS contexts of a server and of a client."""
     authority = PkiAuthority.create(folder)
     issued = authority.issue_server(["localhost"])
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -30,7 +30,7 @@ class End:
 
 
 def shaken(folder: Path) -> tuple[End, End]:
-    """A server's end and a client's, their handshake done."""
+    """Return a server's end and a client's end, after their handshake."""
     contexts_ = contexts(folder)
     server, client = End(contexts_[0], is_server=True), End(contexts_[1], is_server=False)
     for _ in range(3):

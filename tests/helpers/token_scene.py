@@ -1,4 +1,4 @@
-"""An authority with a clock, leases and randomness of its own."""
+"""A capability authority with simulated time, leases and random numbers."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ LEASE, OTHER = 0xA1, 0xB2
 
 
 class Scene:
-    """Ann has two leases of 1000 s; Bob is who tokens are for."""
+    """Ann has two leases of 1000 s. Tokens are for Bob."""
 
     def __init__(self) -> None:
         self.now_ns = 5000 * S
@@ -29,7 +29,7 @@ class Scene:
         self.bob = self.authority.audience_of("bob")
 
     def restarted(self) -> CapabilityAuthority:
-        """The same node's authority in a new process."""
+        """Return the authority of the same node in a new process."""
         return CapabilityAuthority(
             self.ring,
             self.leases.get,

@@ -20,12 +20,12 @@ class _Jump(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Runs timers in their order, at once. `time` begins at 0."""
+    """Runs timers in their order without waiting. Its `time` begins at 0."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
         super().__init__(self._jump)
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time in seconds."""
         return self._jump.now

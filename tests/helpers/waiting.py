@@ -1,4 +1,4 @@
-"""Waiting for something to become true, with a bound, instead of sleeping for as long as it usually takes."""
+"""Waits until a condition is true, with a limit, instead of sleeping for as long as something usually takes."""
 
 import time
 from collections.abc import Callable
@@ -7,25 +7,25 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 PATIENCE_S: Final = 120.0
-"""How long a test waits for what takes milliseconds on an idle host; past this the host, or the code, hangs."""
+"""How long a test waits for something that takes milliseconds on an idle host. After that, the test fails."""
 
 LOOK_S: Final = 0.005
-"""Shortest pause between two looks."""
+"""Shortest pause between two checks of the condition."""
 
 MAX_LOOK_S: Final = 0.05
-"""Longest pause for a look that takes next to no time."""
+"""Longest pause after a check that is fast."""
 
 _OF_THE_WAIT: Final = 1 / 16
-"""What has not come for long is looked at less often: a wait becomes longer by this share at most."""
+"""Pauses become longer during a wait, up to this part of the time waited, so a wait is late by at most this part."""
 
 _TIMES_A_LOOK: Final = 3
-"""Pauses are so many times as long as a look at least: other tests need the processor."""
+"""A pause is at least so many times as long as the check before it, because other tests need the processor."""
 
 
 def wait_until(
     condition: Callable[[], T], what: str, within_s: float = PATIENCE_S, *, seen: Callable[[], object] | None = None
 ) -> T:
-    """The first true value of `condition`. Fails the test, with `what` and what is `seen`, if there is none in time."""
+    """Return the first true value of `condition`. If there is none in time, fails with `what` and what is `seen`."""
     begun = looked = time.monotonic()
     while not (value := condition()):
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The web process in front of a broker that returns what the test sets: any tenants, states and texts."""
+"""The web process, with a simulated broker that returns what the test sets: any tenants, states and texts."""
 
 import asyncio
 import hashlib
@@ -32,7 +32,7 @@ CARD = "GPU-00000000-0000-0000-0000-000000000001"
 
 
 def card(**changes: Any) -> dict[str, Any]:
-    """A card's map, of 80 GiB and empty but for what is said."""
+    """Return a card's report: 80 GiB and empty, with the given changes."""
     return {
         "uuid": CARD,
         "index": 0,
@@ -54,7 +54,7 @@ def card(**changes: Any) -> dict[str, Any]:
 
 
 def lease(number: int, tenant: str, **changes: Any) -> dict[str, Any]:
-    """A lease's map, active but for what is said."""
+    """Return a lease's report: active, with the given changes."""
     return {
         "lease_id": f"{number:032x}",
         "tenant": tenant,
@@ -79,17 +79,18 @@ def lease(number: int, tenant: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass
 class Scene:
-    """What the broker answers.
+    """What the simulated broker replies, and the requests that it has received.
 
     Attributes:
-        is_silent: Whether it answers nothing.
-        asked: The requests that it received, in order.
-        outcome: The outcome of each revocation; None to leave it unanswered.
-        revoked: What was revoked, with the reasons.
-        drained: Each drain that was requested, in milliseconds, with the card if there is one; None for the end of one.
-        cleared: The cards with cleared fences.
-        refusals: The operations that were denied.
-        loads: What the broker recorded of the cards' last hour.
+        is_silent: Whether it sends no replies.
+        asked: The requests that it has received, in order.
+        outcome: The outcome of each revocation; None to leave it without a reply.
+        revoked: The leases that were revoked, with the reasons.
+        drained: Each drain that was requested: its time in milliseconds, and its card if it has one. None for a request
+            to end a drain.
+        cleared: The cards on which fences were cleared.
+        refusals: The operations that the web process has refused.
+        loads: The broker's record of the cards' load in the last hour.
     """
 
     cards: list[dict[str, Any]] = field(default_factory=lambda: [card()])
@@ -144,7 +145,7 @@ class Scene:
 
 
 class ScriptedBroker(asyncio.Protocol):
-    """The broker's end of one web process's connection."""
+    """The broker's end of the connection to a web process."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
@@ -177,11 +178,11 @@ class ScriptedBroker(asyncio.Protocol):
 
 
 class WebRig:
-    """A web process and its scripted broker, in a thread with a loop of its own.
+    """A web process with its simulated broker, both in a thread that has its own event loop.
 
     Attributes:
-        url: The page's.
-        process_id: The web process's.
+        url: The page's URL.
+        process_id: The web process's id.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class WebRig:
         self._in_loop(tell())
 
     def change_token(self, token: str) -> None:
-        """Make another token valid, as a reload does."""
+        """Make another token valid, as a reload of the settings does."""
 
         async def change() -> None:
             self._frontend.set_token(hashlib.sha256(token.encode()).digest())
@@ -231,7 +232,7 @@ class WebRig:
         self._in_loop(change())
 
     def notify_page(self, message: CardLoads | FleetMembership) -> None:
-        """A sample of a card is taken, or the node's membership of its fleet is another."""
+        """Send the web process a new sample of a card's load, or a new membership of the node in its fleet."""
 
         async def tell() -> None:
             self._frontend.send(message)

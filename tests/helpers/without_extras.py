@@ -1,4 +1,4 @@
-"""An environment in which gpulease is installed without any extra."""
+"""An environment in which gpulease is installed without extras."""
 
 import importlib.util
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from helpers.daemon import python_environment
 
 BASE = ("gpulease", "click", "construct", "msgpack", "numpy")
-"""What a bare `pip install .` installs, by the names of imports; `gpulease` may itself lie in site-packages."""
+"""The packages that a bare `pip install .` installs, by import name. `gpulease` may also be in site-packages."""
 
 _SITE = """
 import sys
@@ -16,7 +16,7 @@ sys.path[:] = [place for place in sys.path if "-packages" not in place] + [{link
 
 
 def environment_without_extras(folder: Path) -> dict[str, str]:
-    """The environment of a Python that finds gpulease and what it needs in any case. The folder must be empty."""
+    """Return an environment whose Python finds only gpulease and what it always needs. `folder` must be empty."""
     links = folder / "links"
     links.mkdir()
     for name in BASE:
@@ -24,7 +24,7 @@ def environment_without_extras(folder: Path) -> dict[str, str]:
         assert found is not None
         assert found.origin is not None
         package = Path(found.origin).parent
-        # Next to numpy are the libraries that its wheel brings.
+        # A wheel of numpy has its shared libraries in a folder next to the package.
         for part in (package, package.with_name(f"{name}.libs")):
             if part.exists():
                 (links / part.name).symlink_to(part)

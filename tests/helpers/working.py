@@ -1,4 +1,4 @@
-"""A session with a thread that computes continuously, and must not be affected by what happens concurrently."""
+"""A session with a thread that computes all the time, and that must not be affected by what the test does meanwhile."""
 
 import threading
 import time
@@ -10,14 +10,17 @@ from helpers.kernels import Neighbour
 from helpers.waiting import wait_until
 
 BETWEEN_ROUNDS_S = 0.02
-"""Short beside what affects a session, long beside a round: other tests need the processor."""
+"""Pause between rounds, so that other tests get the processor.
+
+It is short compared with anything that affects a session, and long compared with a round.
+"""
 
 PAUSE_S = 2.0
-"""Longer than any round on a loaded host, shorter than whatever would wait for a broker."""
+"""A time that is longer than any round on a busy host, and shorter than any wait for a broker."""
 
 
 class Working:
-    """A session that a thread works in, all the while."""
+    """A session in which a thread computes continuously."""
 
     def __init__(self, session: GpuSession) -> None:
         self.neighbour = Neighbour(session)
@@ -38,7 +41,7 @@ class Working:
             self.error = error
 
     def check_goes_on(self) -> None:
-        """Fails unless it does more rounds."""
+        """Fail unless the thread completes more rounds."""
         before = self.neighbour.rounds
         wait_until(lambda: self.neighbour.rounds > before or self.error, "it goes on")
         assert self.error is None

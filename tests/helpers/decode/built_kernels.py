@@ -1,9 +1,9 @@
-"""Whether the decode engine's packaged kernels are what their source compiles to, and for what that has been seen.
+"""Compares the decode engine's packaged kernels with what their source compiles to, and records that they are equal.
 
     PYTHONPATH=.dev:tests python -m helpers.decode.built_kernels
 
-compiles all kernels with Triton, which takes two minutes, compares them with the files, and notes the digest of what it
-has compared. As long as neither source nor files change, tests compile a few kernels instead of all.
+This compiles all kernels with Triton, which takes two minutes, and compares them with the packaged files. It then
+stores a digest of the source and the files. As long as neither changes, tests compile only some of the kernels.
 """
 
 import ast
@@ -23,24 +23,25 @@ COMPARED: Final = Path(__file__).parents[2] / "client" / "decode" / "kernels" / 
 SOURCES: Final = ("triton_source.py", "gluon_source.py")
 
 FEW: Final = 12
-"""One of so many kernels is compiled by each run: a change of how all of them are compiled shows in any."""
+"""Each test run compiles one in so many kernels. That is enough to notice a change in how kernels are compiled."""
 
 
 def builder() -> ModuleType:
-    """The module that compiles the kernels. Importing it imports Triton."""
+    """Return the module that compiles the kernels. The call imports Triton."""
     return importlib.import_module("gpulease.client.decode.kernels.build")
 
 
 def told() -> dict[str, Any]:
-    """The packaged manifest."""
+    """Return the packaged manifest."""
     found: dict[str, Any] = json.loads((FOLDER / "manifest.json").read_text())
     return found
 
 
 def digest(jobs: dict[str, Any]) -> str:
-    """A digest of all that makes the kernels, but for the code that passes it to Triton, and of the files.
+    """Return a digest of the packaged files, and of what they are compiled from: the source and each kernel's
+    parameters.
 
-    It is the same where comments and docstrings of the source change.
+    The code that calls Triton is not part of it. Comments and docstrings of the source do not change it.
     """
     parts = []
     for name in SOURCES:
@@ -57,7 +58,7 @@ def digest(jobs: dict[str, Any]) -> str:
 
 
 def differing(build: ModuleType, names: Iterable[str]) -> list[str]:
-    """Those of some kernels that are not what their source compiles to now."""
+    """Return the names of those kernels whose files differ from what their source compiles to now."""
     jobs, entries = build.jobs(), told()["kernels"]
     found = []
     for name in names:

@@ -1,4 +1,4 @@
-"""A decoder that generates while its engine's session moves between the cards of its daemon."""
+"""A decoder that generates while its engine's session moves from one card of its daemon to another."""
 
 import asyncio
 import statistics
@@ -21,14 +21,14 @@ MOVES = 3
 
 @dataclass(frozen=True)
 class EngineMoves:
-    """What the tenants got, and when.
+    """What the tenants received, and when.
 
     Attributes:
-        outputs: All tenants' outputs.
-        rebinds: How many sequences were replayed, and engines opened again.
-        took_s: The seconds of each move.
-        longest_s: The longest time between two tokens of the first request.
-        median_s: The median of these times.
+        outputs: The outputs of all tenants.
+        rebinds: Number of sequences that were replayed, plus the number of engines that were opened again.
+        took_s: Duration of each move in seconds.
+        longest_s: The longest time between two tokens of the first request, in seconds.
+        median_s: The median of these times, in seconds.
     """
 
     outputs: Outputs
@@ -39,7 +39,7 @@ class EngineMoves:
 
 
 async def outputs_alone(node: Daemon, tokens: int) -> Outputs:
-    """Each tenant's output of so many tokens, with no other request in progress and no move."""
+    """Return each tenant's output of so many tokens, generated without a move, one tenant after another."""
     async with _opened(node, Recorder()) as decoder:
         return await one_by_one(decoder, tokens)
 

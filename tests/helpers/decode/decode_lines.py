@@ -1,4 +1,4 @@
-"""The lines that a decoder logged, by their fields."""
+"""The lines that a decoder has logged, as fields."""
 
 import pytest
 

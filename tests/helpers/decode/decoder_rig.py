@@ -1,4 +1,4 @@
-"""A decoder of four tenants on a daemon, their prompts, and an observer that keeps all reports."""
+"""A decoder with four tenants on a daemon, their prompts, and an observer that keeps all reports."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -27,7 +27,7 @@ from helpers.waiting import PATIENCE_S
 
 SETTINGS = DecoderSettings(max_rows=16, prefill_rows=8, max_sequences=8)
 PROMPTS = {"a": range(5), "b": range(100, 120), "c": range(300, 309), "d": range(40, 73), "a too": range(7, 24)}
-"""By the name of a request, whose first letter is its tenant."""
+"""Prompts by the name of a request. The first letter of a name is the tenant's name."""
 
 TENANTS = [TenantConfig(name, 2, 12) for name in "abcd"]
 TOKENS = 20
@@ -37,12 +37,12 @@ Outputs = dict[str, list[Emitted]]
 
 @asynccontextmanager
 async def opened(at: Daemon | str, *observers: DecoderObserver) -> AsyncIterator[Decoder]:
-    """A decoder of four tenants at a daemon, or at an address; afterwards no task of it is left."""
+    """Open a decoder with four tenants at a daemon, or at an address. Afterwards none of its tasks must be left."""
     before = asyncio.all_tasks()
     model, address = RandomCheckpoint(TINY, 1), at if isinstance(at, str) else at.address
     async with Decoder.open(model, TENANTS, SETTINGS, address=address, observers=observers) as decoder:
         yield decoder
-    # An operation that was cancelled as the decoder closed gives back, in a task of its own, what it still obtains.
+    # If closing the decoder cancels an operation, another task frees what that operation still obtains. Wait for it.
     if left := asyncio.all_tasks() - before:
         _, left = await asyncio.wait(left, timeout=PATIENCE_S)
     assert not left, left
@@ -65,13 +65,13 @@ async def read(generation: Generation) -> list[Emitted]:
 
 
 async def together(decoder: Decoder) -> Outputs:
-    """Every tenant's output, computed at the same time as the others'."""
+    """Return every tenant's output, all generated at the same time."""
     generations = [submit(decoder, name) for name in PROMPTS]
     return dict(zip(PROMPTS, await asyncio.gather(*map(read, generations)), strict=True))
 
 
 async def one_by_one(decoder: Decoder, max_tokens: int = TOKENS) -> Outputs:
-    """Every tenant's output, computed with no other request in progress."""
+    """Return every tenant's output, generated one after another."""
     return {name: await read(submit(decoder, name, max_tokens)) for name in PROMPTS}
 
 
@@ -100,7 +100,7 @@ class Recorder(DecoderObserver):
 
 
 async def outputs_around(decoder: Decoder, event: Callable[[], Awaitable[None]], after: int = 4) -> Outputs:
-    """Everybody's outputs; the event happens behind so many tokens of the first."""
+    """Return all outputs. The event happens after `after` tokens of the first request."""
     generations = {name: submit(decoder, name) for name in PROMPTS}
     first, *others = generations.values()
     reads = asyncio.gather(*map(read, others))
@@ -115,7 +115,14 @@ async def outputs_around(decoder: Decoder, event: Callable[[], Awaitable[None]],
 
 
 class Gate:
-    """Lets the opening of engines wait, or fail: with `errors`, from the last on, or always at an address."""
+    """Replaces `ServingEngine.open`, so that it waits until the test permits it, or fails.
+
+    Attributes:
+        is_asked: Set once `open` was called.
+        may_open: While it is not set, `open` waits.
+        errors: Each call raises the last error and removes it.
+        refuses: Errors that calls with this address always raise.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, opens_before: bool = False) -> None:
         self._opens_before = opens_before

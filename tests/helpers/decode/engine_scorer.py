@@ -1,4 +1,6 @@
-"""The decode engine as a scorer, for its references: prefill in chunks, and sequences that are decoded together."""
+"""The decode engine as a scorer, to be compared with references: it computes prompts in chunks, and decodes several
+sequences together.
+"""
 
 from collections.abc import Sequence
 
@@ -10,13 +12,16 @@ from helpers.decode.engine_rig import BLOCKS, GREEDY, EngineRig, RunningRig, Sea
 
 
 class EngineScorer:
-    """An engine's model. Sequences lie in the first pool of its rig, in blocks of their own."""
+    """An engine's model. Each sequence uses its own blocks of the rig's first pool."""
 
     def __init__(self, running: RunningRig) -> None:
         self._running = running
 
     def logits(self, token_ids: list[int]) -> Logits:
-        """Logits [tokens, vocabulary] of every position, as many rows a step as the engine takes."""
+        """Return the logits [tokens, vocabulary] of every position.
+
+        Each step has as many rows as the engine accepts.
+        """
 
         async def part(rig: EngineRig) -> Logits:
             return np.concatenate(await _prefilled(rig, rig.seat(), token_ids))
@@ -24,7 +29,10 @@ class EngineScorer:
         return self._running.run(part)
 
     def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The `count` likeliest next tokens of each prompt; as many sequences at once as the pool has blocks for."""
+        """Return the `count` likeliest next tokens of each prompt.
+
+        Decodes as many sequences together as the pool has room for.
+        """
         limits = self._running.rig.engine.forward.limits
         blocks = -(-(max(map(len, prompts)) + count) // PAGE)
         lanes = min(limits.max_rows, limits.tables, BLOCKS // blocks)
@@ -46,7 +54,7 @@ def _rows(rig: EngineRig, places: Sequence[tuple[Seat, int, int]]) -> Rows:
 
 
 async def _prefilled(rig: EngineRig, seat: Seat, token_ids: list[int]) -> list[Logits]:
-    """Compute a prompt from its begin; logits of each step's rows."""
+    """Compute a prompt from its beginning. Returns the logits of each step's rows."""
     found: list[Logits] = []
     most = rig.engine.forward.limits.max_rows
     places = [(seat, position, token) for position, token in enumerate(token_ids)]
@@ -58,7 +66,7 @@ async def _prefilled(rig: EngineRig, seat: Seat, token_ids: list[int]) -> list[L
 
 
 async def _decoded(rig: EngineRig, seats: list[Seat], prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Prefill all but the last token of each prompt, then decode them together, a row each a step."""
+    """Compute all but each prompt's last token, then decode the prompts together, with a row for each in a step."""
     sequences = [list(prompt) for prompt in prompts]
     for seat, prompt in zip(seats, prompts, strict=False):
         await _prefilled(rig, seat, prompt[:-1])

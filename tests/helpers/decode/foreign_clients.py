@@ -1,7 +1,8 @@
-"""Scenarios of other projects' clients: `python -m helpers.decode.foreign_clients PACKAGE URL` plays a package's.
+"""Scenarios of other projects' clients: `python -m helpers.decode.foreign_clients PACKAGE URL` runs those of a package.
 
-Each client gets a process of its own: they keep connections and threads for as long as their process lives, and their
-imports take seconds and warn. Orders to the server's operator are lines on standard output, each answered by a line.
+Each package runs in a separate process: clients keep connections and threads until their process ends, and their
+imports take seconds and print warnings. The process writes requests to the server's operator, one line each, to stdout,
+and reads a line from stdin as the reply to each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LONG: Final = "hello " * 400
 WALK: Final = {
     "name": "walk",
     "description": "Walk.",
-    # Without additionalProperties, as clients make them of functions.
+    # Without additionalProperties, like the schemas that clients make from functions.
     "parameters": {"type": "object", "properties": {"go": {"type": "boolean"}}, "required": ["go"]},
 }
 TOOL: Final = {"type": "function", "function": WALK}
@@ -41,17 +42,17 @@ class Place(BaseModel):
 
 
 class Server:
-    """The server, as its callers see it, and orders to its operator.
+    """The server as its callers see it, and requests to its operator.
 
     Attributes:
-        url: Where it listens.
+        url: The server's URL.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def order(self, text: str) -> None:
-        """Have the test's process do something, and wait until it has."""
+        """Let the test's process do something, and wait until it has done it."""
         print(text, flush=True)
         sys.stdin.readline()
 
@@ -60,7 +61,7 @@ SCENARIOS: Final[dict[str, list[Callable[[Server], None]]]] = {}
 
 
 def scenario(package: str, *arguments: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add a function to a package's scenarios: once, or once with each argument."""
+    """Return a decorator that adds a function to a package's scenarios: once, or once for each argument."""
 
     def add(act: Callable[..., None]) -> Callable[..., None]:
         plays = SCENARIOS.setdefault(package, [])
@@ -144,7 +145,7 @@ def langchain_completes_and_embeds(server: Server) -> None:
     given = {"model": MODEL, "base_url": f"{server.url}/v1", "api_key": key_of("ann"), "max_retries": 0}
     done = module.OpenAI(**given, n=2, best_of=3, max_tokens=4).generate(["Changed in", "An"])
     assert [len(texts) for texts in done.generations] == [2, 2]
-    # By default it cuts texts by OpenAI's own tokenizer, which no other server has.
+    # By default the client splits texts with OpenAI's own tokenizer, which does not match this model.
     vectors = module.OpenAIEmbeddings(**given, check_embedding_ctx_length=False).embed_documents(["a", "b"])
     assert [len(vector) for vector in vectors] == [128, 128]
 
@@ -173,7 +174,7 @@ def langchain_tries_again_after_a_503_and_a_429(server: Server) -> None:
     server.order("suspend")
     server.order("resume soon")
     assert chat.invoke(TEXT).content
-    # Bob has a place for one request, and none to wait.
+    # Bob may have one request in progress and none waiting.
     assert all(answer.content for answer in langchain(server, "bob", max_retries=4, max_tokens=8).batch([TEXT, TEXT]))
 
 
@@ -214,7 +215,7 @@ def instructor_streams_asks_again_and_waits(server: Server) -> None:
         def model_validate_json(cls, *_: Any, **__: Any) -> Any:
             raise ValueError("never")
 
-    # It sends the answer that failed, and why; what it sends is taken each time.
+    # instructor sends the model's answer again, with the reason why it failed. Each of these requests must be accepted.
     with pytest.raises(Exception, match="never") as failed:
         completions.create(response_model=Never, max_retries=2, **INSTRUCTED)
     assert "InstructorRetryException" in type(failed.value).__name__
@@ -284,7 +285,7 @@ def litellm_s_other_apis(server: Server) -> None:
     assert text.choices[0].text.startswith("Changed in")
     assert len(litellm.embedding(model=f"openai/{MODEL}", input=["a", "b"], **where).data) == 2
     assert litellm.responses(model=f"openai/{MODEL}", input=TEXT, max_output_tokens=16, **where).output
-    # Anthropic's API, which it translates to responses.
+    # Anthropic's API, which litellm translates to the Responses API.
     asked = asked_of(server, max_tokens=20) | {"temperature": 1}
     del asked["max_retries"]
     assert asyncio.run(litellm.anthropic.messages.acreate(**asked))["content"][0]["text"]
@@ -314,7 +315,7 @@ def anthropic(server: Server, tenant: str = "ann", **options: Any) -> Any:
 
 def said_to(**options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": TEXT}]
-    # Its later versions have no parameter for the temperature.
+    # Later versions of the client have no parameter for the temperature.
     return {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}, "messages": messages} | options
 
 
@@ -337,7 +338,7 @@ def anthropic_s_messages_and_streams(server: Server) -> None:
         return await client.messages.create(**said_to(system="Be brief."))
 
     assert asyncio.run(other()).content == whole.content
-    # As in its API, turns of one role may follow each other.
+    # Several consecutive turns may have the same role, as in Anthropic's API.
     turns = [{"role": "user", "content": "And?"}, {"role": "user", "content": [{"type": "text", "text": TEXT}]}]
     assert client.messages.create(**said_to(messages=turns)).content
 
@@ -354,7 +355,7 @@ def anthropic_calls_tools_and_sends_their_results(server: Server) -> None:
         (streamed,) = stream.get_final_message().content
     assert (streamed.name, streamed.input) == (call.name, call.input)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
-    # What the client got is sent back as it is.
+    # The client sends the content that it has received back unchanged.
     talk = [*asked["messages"], {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
     assert client.messages.create(**said_to(messages=talk, tools=[tool])).content
 
@@ -450,7 +451,7 @@ def llama_index_s_errors_are_openai_s(server: Server) -> None:
 
 
 def play(package: str, url: str) -> None:
-    """Play a package's scenarios. What fails is on standard error."""
+    """Run a package's scenarios, and print failures to stderr."""
     server = Server(url)
     for act in SCENARIOS[package]:
         try:

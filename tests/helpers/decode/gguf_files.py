@@ -1,7 +1,7 @@
 """GGUF files of test models, in every quantisation that the decode engine reads.
 
-The layouts are GGML's (ggml-quants.c), as the gguf library reads them back. The library quantises blocks of 32; the
-superblocks of 256 are quantised here, simply: each group by its own least and largest value.
+The layouts are GGML's (ggml-quants.c), which the gguf library can read. The library quantises blocks of 32 values.
+Superblocks of 256 are quantised here in a simple way: each group by its own least and largest value.
 """
 
 import json
@@ -42,9 +42,10 @@ def _over(values: F32, divisors: F32) -> F32:
 
 
 def quantise_q4_k(values: F32) -> Bytes:
-    """Superblocks of 144 bytes, of rows that are a multiple of 256 long.
+    """Return superblocks of 144 bytes. The rows' length must be a multiple of 256.
 
-    Each has d and dmin (f16), eight 6-bit scales and minima, and 4-bit steps: a value is d scale step - dmin minimum.
+    Each superblock has d and dmin (f16), eight 6-bit scales and minima, and 4-bit steps. A value is d scale step - dmin
+    minimum.
     """
     groups = values.reshape(-1, 8, 32)
     least = np.minimum(groups.min(-1), 0)
@@ -68,9 +69,9 @@ def quantise_q4_k(values: F32) -> Bytes:
 
 
 def quantise_q6_k(values: F32) -> Bytes:
-    """Superblocks of 210 bytes, of rows that are a multiple of 256 long.
+    """Return superblocks of 210 bytes. The rows' length must be a multiple of 256.
 
-    Each has 6-bit steps around 32, sixteen signed scales and d (f16): a value is d scale (step - 32).
+    Each superblock has 6-bit steps around 32, sixteen signed scales, and d (f16). A value is d scale (step - 32).
     """
     groups = values.reshape(-1, 16, 16)
     furthest = np.take_along_axis(groups, np.abs(groups).argmax(-1, keepdims=True), -1)[..., 0]
@@ -78,7 +79,8 @@ def quantise_q6_k(values: F32) -> Bytes:
     d = (np.abs(scales).max(-1, keepdims=True) / 127).astype(np.float16)
     scale = _nearest(_over(scales, d.astype(np.float32)), -128, 127)
     steps = _nearest(_over(groups, (d.astype(np.float32) * scale)[..., None]), -32, 31) + 32
-    # Of each half: four runs of 32 steps. Low bits of runs 0 and 1, then high ones of 2 and 3; two bits of each run.
+    # Each half has four runs of 32 steps. The low four bits of runs 0 and 1 share bytes with those of runs 2 and 3; the
+    # high two bits of all four runs follow.
     runs = steps.reshape(-1, 2, 4, 32)
     packed = [
         (runs[:, :, :2] & 15 | (runs[:, :, 2:] & 15) << 4).reshape(-1, 128),
@@ -93,7 +95,7 @@ OWN: Mapping[Type, Callable[[F32], Bytes]] = {Type.Q4_K: quantise_q4_k, Type.Q6_
 
 
 def quantise(values: F32, kind: Type) -> npt.NDArray[np.generic]:
-    """`values` as a GGUF file keeps them: F32, F16, or bytes."""
+    """Return `values` as a GGUF file stores them: F32, F16, or bytes."""
     if kind is Type.F32:
         return values
     if kind in OWN:
@@ -103,13 +105,16 @@ def quantise(values: F32, kind: Type) -> npt.NDArray[np.generic]:
 
 
 def kept(values: F32, kind: Type) -> F32:
-    """What a reader gets back of a matrix that is kept as `kind`; f32."""
+    """Return what a reader gets for a matrix that is stored as `kind`, in f32."""
     values = np.ascontiguousarray(gguf.dequantize(quantise(values, kind), kind), np.float32)
     return values
 
 
 def kept_tensors(tensors: Mapping[str, F32], kind: Type) -> dict[str, F32]:
-    """A model's tensors as a reader gets them back from `write_gguf`: matrices of `kind`, the rest of f32."""
+    """Return a model's tensors as a reader gets them from a file of `write_gguf`.
+
+    Matrices have been stored as `kind`, the other tensors as f32.
+    """
     return {
         name: kept(tensor, kind) if tensor.ndim == 2 and not name.endswith("mlp.gate.weight") else tensor
         for name, tensor in tensors.items()
@@ -117,7 +122,10 @@ def kept_tensors(tensors: Mapping[str, F32], kind: Type) -> dict[str, F32]:
 
 
 def _paired(tensor: F32, heads: int) -> F32:
-    """Rows of a head's two halves in turn: the order in which llama.cpp turns neighbours of Llama's q and k."""
+    """Return the rows of each head with its two halves interleaved.
+
+    llama.cpp rotates neighbouring rows of Llama's q and k.
+    """
     halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, -1)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
 
@@ -129,14 +137,14 @@ def write_gguf(
     kind: Type = Type.F32,
     tokenizer: Path | None = None,
 ) -> None:
-    """Write a model's tensors of Hugging Face's names as llama.cpp's converter does, matrices as `kind`.
+    """Write a model's tensors as llama.cpp's converter does, with matrices stored as `kind`.
 
     Args:
         path: The file to write.
         config: The model's shape.
-        tensors: Its tensors.
-        kind: What matrices are kept as. Norms and biases stay f32.
-        tokenizer: Its tokenizer.json, a byte-level BPE; without one, tokens have made-up names.
+        tensors: The model's tensors, by their Hugging Face names.
+        kind: The type in which matrices are stored. Norms and biases are always f32.
+        tokenizer: The model's tokenizer.json, a byte-level BPE; without one, the file has made-up tokens.
     """
     architecture = ARCHITECTURES[config.family]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -151,10 +159,10 @@ def write_gguf(
         if config.family is Family.LLAMA and stem.endswith(("q_proj", "k_proj")):
             tensor = _paired(tensor, config.heads if stem.endswith("q_proj") else config.key_heads)
         if config.family is Family.GEMMA3 and stem.endswith("norm"):
-            # As the converter does (Gemma3Model.norm_shift).
+            # Add 1 as llama.cpp's converter does (Gemma3Model.norm_shift).
             tensor = tensor + np.float32(1)
         told = f"{names.get_name(stem)}.{ending}"
-        # llama.cpp's converter leaves the router in f32, as it does vectors.
+        # Like llama.cpp's converter, store the router in f32, and also vectors.
         if tensor.ndim > 1 and not stem.endswith("mlp.gate"):
             writer.add_tensor(told, quantise(tensor, kind), raw_dtype=kind)
         else:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers in f32 as a reference for the decode engine, where torch is installed."""
+"""Hugging Face transformers in f32, as a reference for the decode engine. Needs torch."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("torc
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    # A Llama with windows is a Mistral.
+    # Hugging Face's name for a Llama with windows is Mistral.
     is_mistral = config.family is Family.LLAMA and bool(config.windows)
     is_gemma = config.family is Family.GEMMA3
     told: dict[str, Any] = {
@@ -49,7 +49,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocabulary,
     }
     if config.family is Family.PHI3:
-        # Its class's default is another token, beyond these vocabularies.
+        # The class's default is a token id that these small vocabularies do not have.
         told["pad_token_id"] = config.end_tokens[0]
     if (experts := config.experts) is not None:
         told |= {
@@ -72,7 +72,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
         told["partial_rotary_factor"] = config.turned_width / config.head_width
     if config.windows:
         told["sliding_window"] = next(window for window in config.windows if window is not None)
-        # Qwen's classes alone read these two.
+        # Only Qwen's classes read these two.
         told["use_sliding_window"] = True
         told["max_window_layers"] = config.windows.count(None)
     if isinstance(scaling := config.rope_scaling, LinearScaling):
@@ -95,7 +95,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_context,
             "attention_factor": scaling.attention_factor,
         }
-        # Where Phi-3's class reads it.
+        # Phi-3's class reads it here.
         told["original_max_position_embeddings"] = scaling.original_context
     elif scaling is not None:
         told["rope_scaling"] = {
@@ -109,14 +109,14 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, config: ModelConfig, tensors: dict[str, F32]) -> None:
-    """Write config.json and model.safetensors; values are bf16's already, and kept so."""
+    """Write config.json and model.safetensors. The values must be exact in bf16, in which they are stored."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_json(config)))
     write_bf16_tensors(folder / "model.safetensors", fused(config, tensors))
 
 
 class Transformers:
-    """A model folder computed by transformers in f32, without TF32."""
+    """A model folder, computed by transformers in f32, without TF32."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -127,17 +127,17 @@ class Transformers:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         embedding = model.get_input_embeddings()
         if hasattr(embedding, "embed_scale"):
-            # Of a model in bf16, as the files are, transformers rounds it.
+            # transformers rounds this factor for a model in bf16, which the files contain.
             embedding.embed_scale.copy_(embedding.embed_scale.to(torch.bfloat16))
         self._model = model.to(self._device).eval()
 
     def logits(self, token_ids: list[int]) -> Logits:
-        """Logits [tokens, vocabulary] of every position."""
+        """Return the logits [tokens, vocabulary] of every position."""
         logits: Logits = self._computed([token_ids]).logits[0].cpu().numpy()
         return logits
 
     def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The `count` likeliest next tokens of each prompt; those of one length are computed together."""
+        """Return the `count` likeliest next tokens of each prompt. Prompts of the same length are computed together."""
         places = defaultdict(list)
         for place, prompt in enumerate(prompts):
             places[len(prompt)].append(place)

@@ -1,6 +1,7 @@
 """llama.cpp as a reference for the decode engine, through xllamacpp: one thread, an f32 cache, no flash attention.
 
-It returns log-probabilities, not logits: `agreement.log_probabilities` makes the other side's comparable.
+It returns log-probabilities, not logits. Convert the engine's logits with `agreement.log_probabilities` to compare
+them.
 """
 
 import importlib.util
@@ -15,7 +16,7 @@ from helpers.decode.recorded import record
 
 IS_INSTALLED = importlib.util.find_spec("xllamacpp") is not None
 CONTEXT = 256
-"""Positions that it has memory for."""
+"""Number of positions for which llama.cpp has memory."""
 
 
 class LlamaCpp:
@@ -36,7 +37,7 @@ class LlamaCpp:
         self._vocabulary = len(gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].contents())
 
     def logits(self, token_ids: list[int]) -> Logits:
-        """Log-probabilities [tokens, vocabulary] of every position: a request for each."""
+        """Return log-probabilities [tokens, vocabulary] of every position, with a request for each."""
         rows = np.full((len(token_ids), self._vocabulary), np.nan)
         for place in range(len(token_ids)):
             (told,) = self._asked(token_ids[: place + 1], 1, self._vocabulary)
@@ -45,11 +46,11 @@ class LlamaCpp:
         return rows
 
     def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The `count` likeliest next tokens of each prompt."""
+        """Return the `count` likeliest next tokens of each prompt."""
         return [[told["id"] for told in self._asked(prompt, count, 1)] for prompt in prompts]
 
     def _asked(self, token_ids: list[int], count: int, alternatives: int) -> list[dict[str, Any]]:
-        """llama.cpp's reply for `count` greedy tokens; an end token does not end them."""
+        """Return llama.cpp's reply for `count` greedy tokens. End tokens do not end the generation."""
         found: list[dict[str, Any]] = []
         while len(found) < count:
             request = {

@@ -29,13 +29,13 @@ F32 = npt.NDArray[np.float32]
 
 
 def rounded_to_bf16(values: F32) -> F32:
-    """The nearest bf16 of each value, ties to even, as f32. Values are finite."""
+    """Return the nearest bf16 of each value as f32; ties go to even. The values must be finite."""
     words = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((words + 0x7FFF + ((words >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def bf16_tensors(path: Path) -> dict[str, F32]:
-    """Tensors of a safetensors file that holds bf16 alone, as f32."""
+    """Return the tensors of a safetensors file that contains only bf16, as f32."""
     whole = path.read_bytes()
     begin = 8 + int.from_bytes(whole[:8], "little")
     tensors = {}
@@ -50,7 +50,7 @@ def bf16_tensors(path: Path) -> dict[str, F32]:
 
 
 def write_bf16_tensors(path: Path, tensors: Mapping[str, F32]) -> None:
-    """Write a safetensors file of values that are bf16's already."""
+    """Write a safetensors file in bf16. The values must be exact in bf16."""
     parts = [safetensors_head({name: ("BF16", tensor.shape) for name, tensor in tensors.items()})]
     for name, tensor in tensors.items():
         words = np.ascontiguousarray(tensor).view(np.uint32)
@@ -60,7 +60,7 @@ def write_bf16_tensors(path: Path, tensors: Mapping[str, F32]) -> None:
 
 
 def config_of(folder: Path) -> ModelConfig:
-    """The shape of a Llama without stretched embeddings, from its config.json."""
+    """Return the shape of a Llama without scaled rotary embeddings, from its config.json."""
     told = json.loads((folder / "config.json").read_text())
     return ModelConfig(
         family=Family.LLAMA,
@@ -81,7 +81,7 @@ def config_of(folder: Path) -> ModelConfig:
 
 
 def tiny_model() -> tuple[ModelConfig, dict[str, F32]]:
-    """The trained model that ships with the engine."""
+    """Return the shape and the tensors of the trained model that ships with the engine."""
     return config_of(TINY_FOLDER), bf16_tensors(TINY_FOLDER / "model.safetensors")
 
 
@@ -100,7 +100,7 @@ SMALL_LLAMA = ModelConfig(
     is_tied=True,
     end_tokens=(0,),
 )
-"""A Llama whose rows are whole superblocks of 256 values, as K-quants need them."""
+"""A Llama with rows that are whole superblocks of 256 values, as K-quants require."""
 
 SMALL_MODELS = {
     "llama": SMALL_LLAMA,
@@ -108,7 +108,7 @@ SMALL_MODELS = {
     "qwen2": replace(SMALL_LLAMA, family=Family.QWEN2, has_bias=True, norm_epsilon=1e-6),
     "qwen3": replace(SMALL_LLAMA, family=Family.QWEN3, has_head_norm=True, head_width=128, is_tied=False),
 }
-"""A small shape of every family, and of Llama 3's stretched embeddings."""
+"""A small shape of every family, and one with Llama 3's scaled rotary embeddings."""
 
 GGUF_MODELS = SMALL_MODELS | {
     "qwen3_moe": replace(
@@ -136,7 +136,7 @@ GGUF_MODELS = SMALL_MODELS | {
         local_rope_theta=20_000.0,
     ),
 }
-"""Shapes of every family that GGUF files may have."""
+"""Shapes of every family that GGUF files may contain."""
 
 SCALED_MODELS = {
     "linear": replace(SMALL_LLAMA, rope_scaling=LinearScaling(4.0)),
@@ -148,17 +148,22 @@ SCALED_MODELS = {
         ),
     ),
 }
-"""Shapes with scaled rotary embeddings, of safetensors alone; longrope's is long in engines of over 128 positions."""
+"""Shapes with scaled rotary embeddings that only safetensors may have. Longrope's uses its divisors for long sequences
+in engines with over 128 positions.
+"""
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, F32]:
-    """Random weights, rounded to bf16, that keep values between layers near one; norms and biases are not trivial."""
+    """Return random weights, rounded to bf16.
+
+    They keep values between layers near one. Norms and biases are not trivial.
+    """
     random = np.random.default_rng(seed)
     tensors = {}
     for name, shape in shapes_of(config).items():
         values = random.standard_normal(shape)
         if "norm" in name:
-            # Gemma's files have the weights' distance to 1.
+            # Gemma's files contain norm weights minus 1.
             values = values / 4 + (config.family is not Family.GEMMA3)
         elif name.endswith("bias"):
             values /= 2
@@ -242,4 +247,4 @@ FOLDER_MODELS = SMALL_MODELS | {
     ),
     "256 wide": replace(SMALL_LLAMA, layers=1, heads=2, key_heads=1, head_width=256),
 }
-"""Shapes of every family and kind of attention that folders may have; a Llama with windows is a Mistral."""
+"""Shapes of every family and kind of attention that folders may contain. A Llama with windows is a Mistral."""

@@ -1,4 +1,4 @@
-"""A server of several tiny models on a daemon that parks."""
+"""A server of several tiny models, on a daemon that parks leases."""
 
 import asyncio
 import json
@@ -31,14 +31,14 @@ overcommit = 16.0
 park_stay_ms = 0
 parks_per_minute = 10000
 """
-"""Settings of a daemon whose leases are parked as often as a test wants."""
+"""Settings of a daemon that parks leases as often as a test needs."""
 
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=4, positions=96, text_processes=1)
 ANN, BOB = TenantConfig("ann", 2, 12), TenantConfig("bob", 2, 12)
 
 
 def model_bytes(path: Path = TINY_MODEL, tenants: Sequence[TenantConfig] = (ANN, BOB)) -> int:
-    """Memory of a model's lease."""
+    """Return the bytes of a model's lease."""
     return engine_bytes(open_model(path), tenants, SETTINGS)
 
 
@@ -51,11 +51,11 @@ def key_of(tenant: str) -> str:
 
 
 class PoolRig:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: Where it listens.
-        pool: Its pool; only the server's loop may touch it.
+        url: The server's URL.
+        pool: Its pool. Only the server's event loop may access it.
     """
 
     def __init__(self, url: str, pool: ModelPool, models: ManyModels, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,7 +66,7 @@ class PoolRig:
         return httpx.Client(base_url=self.url, headers=headers, timeout=600, verify=False)
 
     def complete(self, model: str, tenant: str = "ann", **body: Any) -> dict[str, Any]:
-        """A completion's reply, which must be one."""
+        """Return a completion's reply. Fails if the request fails."""
         with self.http(tenant) as http:
             reply = http.post("/v1/completions", json=asked(model, **body))
             assert reply.status_code == 200, reply.text
@@ -82,7 +82,7 @@ class PoolRig:
         return self.wait_for(done())
 
     def wait_for(self, part: Coroutine[Any, Any, Any]) -> Any:
-        """Return what a coroutine gives in the server's loop."""
+        """Run a coroutine in the server's event loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(part, self._loop).result(60)
 
     def state(self, model: str) -> str:
@@ -138,7 +138,7 @@ def pool_rig(
 
 
 def events_of(lines: Iterator[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A stream's objects, and its comments."""
+    """Return a stream's objects, and its comments."""
     objects, comments = [], []
     for line in lines:
         if line.startswith(":"):

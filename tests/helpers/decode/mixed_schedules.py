@@ -1,4 +1,4 @@
-"""Schedules at random: lines join and leave, in any pool and any blocks, in chunks of any size, rows in any order."""
+"""Random schedules: lines join and leave, in any pool and any blocks, in chunks of any size, with rows in any order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from helpers.decode.engine_rig import BLOCKS, TENANTS, Line, MixedStep, Seat
 
 MAX_STEPS: Final = 5
 MAX_JOINS: Final = 3
-"""Lines that join before one step."""
+"""Maximum number of lines that join before one step."""
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class _Live:
 
 
 class _House:
-    """Seats and blocks, taken and free, of a schedule in progress."""
+    """The used and the free block tables and blocks during a schedule."""
 
     def __init__(self, tables: int, random: Random) -> None:
         self._random = random
@@ -48,7 +48,10 @@ class _House:
 
 @st.composite
 def schedules(draw: st.DrawFn, lines: Sequence[Line], tables: int, max_rows: int, max_chunk: int) -> list[MixedStep]:
-    """A schedule of up to MAX_STEPS steps of 1 to `max_rows` rows, at most `max_chunk` of a line in one step."""
+    """Draw a schedule of at most MAX_STEPS steps.
+
+    A step has at most `max_rows` rows, and at most `max_chunk` of a line.
+    """
     random = draw(st.randoms(use_true_random=False))
     house, steps = _House(tables, random), []
     for _ in range(draw(st.integers(1, MAX_STEPS))):

@@ -1,4 +1,4 @@
-"""A decode server on the tiny model, in a thread, called over a real socket by the official client."""
+"""A decode server with the tiny model, in a thread. Tests call it over a real socket, with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ CHAT_TOKENS: Final = 40
 
 
 class OpenAiRig:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: Where it listens.
-        decoder: Its decoder; only the server's loop may touch it.
+        url: The server's URL.
+        decoder: Its decoder. Only the server's event loop may access it.
     """
 
     def __init__(self, url: str, decoder: Decoder, loop: asyncio.AbstractEventLoop) -> None:
         self.url, self.decoder, self._loop = url, decoder, loop
 
     def client(self, tenant: str = "ann", **options: Any) -> openai.OpenAI:
-        """A tenant's official client, which asks once."""
-        # Here: every process of a run imports this file, and the client's import takes half a second.
+        """Return a tenant's OpenAI client, which does not retry failed requests."""
+        # Import it here: every test process imports this file, and the client's import takes half a second.
         import openai
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key_of(tenant), max_retries=0, timeout=60, **options)
@@ -60,7 +60,7 @@ class OpenAiRig:
         return self.wait_for(done())
 
     def wait_for(self, part: Coroutine[Any, Any, Any]) -> Any:
-        """Return what a coroutine gives in the server's loop."""
+        """Run a coroutine in the server's event loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(part, self._loop).result(60)
 
 
@@ -87,7 +87,7 @@ def openai_rig(
         keys = distinct_keys({tenant.id: key_digest(key_of(tenant.id)) for tenant in tenants})
         with listening("tcp:127.0.0.1:0") as (sock, url):
             async with Decoder.open(model, tenants, settings, address=daemon.address, observers=observers) as decoder:
-                # A front's own browsers' checks come before what it passes on.
+                # The checks for browsers come before the requests that a front passes on.
                 app = make_openai_application(
                     decoder,
                     keys,

@@ -1,4 +1,4 @@
-"""Prompts for decode tests: pieces of the standard library's help, which the tiny model was trained on."""
+"""Prompts for decode tests: pieces of the standard library's help, with which the tiny model was trained."""
 
 import pydoc_data.topics
 
@@ -6,14 +6,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 MAX_CHARACTERS = 240
-"""Of a piece: more than `MAX_TOKENS` tokens of any of the models' vocabularies take."""
+"""Maximum length of a piece. It has more than `MAX_TOKENS` tokens with any of the models' vocabularies."""
 
 MIN_TOKENS = 2
 MAX_TOKENS = 32
 
 
 def prompts(tokenizer: Tokenizer, count: int, seed: int = 0) -> list[list[int]]:
-    """Tokens of `count` different pieces, each from a random word on, of 2 to 32 tokens."""
+    """Return the tokens of `count` different pieces. Each begins at a random word, and has 2 to 32 tokens."""
     text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     random = np.random.default_rng(seed)
     pieces: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Shapes of models with random weights, each of which exercises another kernel or path of the engine."""
+"""Shapes of models with random weights. Each uses another kernel or path of the engine."""
 
 from dataclasses import replace
 from typing import Final
@@ -23,17 +23,17 @@ TINY: Final = ModelConfig(
 SHARED_KEYS: Final = replace(
     TINY, layers=1, width=192, heads=3, key_heads=1, head_width=64, inner_width=256, vocabulary=160
 )
-"""Three query heads a key head, 64 wide."""
+"""Three query heads for each key head, 64 wide."""
 
 WIDE: Final = replace(TINY, layers=1, width=1056, heads=2, key_heads=1, inner_width=1024, vocabulary=96)
-"""Every linear but the attention's output has sums that are cut, most of them into unequal parts."""
+"""The sums of every linear except the attention's output are split into parts, most of them unequal."""
 
 SMALL: Final = replace(TINY, layers=1, width=64, heads=2, key_heads=1, inner_width=96, vocabulary=64, is_tied=False)
 BIASED: Final = replace(SMALL, family=Family.QWEN2, has_bias=True)
 HEAD_NORMS: Final = replace(SMALL, family=Family.QWEN3, head_width=128, has_head_norm=True)
 
 WINDOWS: Final = replace(SMALL, layers=2, windows=(None, 5))
-"""A layer that sees all positions, and one that sees five."""
+"""One layer that sees all positions, and one that sees five."""
 
 GEMMA: Final = replace(
     SMALL,
@@ -51,10 +51,10 @@ GEMMA: Final = replace(
     score_divisor=168.0,
     local_rope_theta=500.0,
 )
-"""Gemma 3's layers; gate and up are one pass."""
+"""Gemma 3's layers. One kernel computes both gate and up."""
 
 GEMMA_IN_PARTS: Final = replace(GEMMA, layers=2, width=1056, inner_width=1024, head_width=32, windows=(21, None))
-"""The same with sums in parts, and norms of rows that some blocks do not hold."""
+"""Gemma 3's layers with sums that are split into parts, and with norms of rows that some thread blocks do not have."""
 
 EXPERTS: Final = replace(
     SMALL,
@@ -72,9 +72,9 @@ WINDOWED: Final = {
     f"heads {width} wide, a window": replace(SMALL, head_width=width, windows=(21,))
     for width in (32, 64, 80, 96, 128, 256)
 }
-"""Heads of every width that no other model here has; and of all widths with a window, which ends within a tile."""
+"""Heads of every width that no other model here has, and heads of all widths with a window that ends within a tile."""
 
 MIDDLING: Final = replace(
     TINY, layers=4, width=576, heads=9, key_heads=3, head_width=64, inner_width=1536, vocabulary=4096
 )
-"""Four layers of SmolLM2-135M's shape."""
+"""Four layers with the shape of those of SmolLM2-135M."""

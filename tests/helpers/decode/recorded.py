@@ -1,6 +1,6 @@
 """References of the decode engine that compute in separate processes, and write their results to a folder.
 
-So their threads, memory and warnings are gone before the engine takes the card, and they need not end in good order.
+So their threads, memory and warnings are gone before the engine uses the card, and a process need not end cleanly.
 """
 
 import argparse
@@ -16,11 +16,11 @@ import numpy as np
 from helpers.decode.agreement import Logits, Scorer
 
 MAX_SECONDS = 480.0
-"""For one process, its imports included."""
+"""Time limit in seconds for one process, imports included."""
 
 
 class Recorded:
-    """A scorer that returns what a reference computed for some prompts, and nothing else."""
+    """A scorer that returns only what a reference has computed for some prompts."""
 
     def __init__(self, folder: Path) -> None:
         found = json.loads((folder / "outputs.json").read_text())
@@ -30,26 +30,26 @@ class Recorded:
         }
 
     def greedy(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """The tokens found behind each prompt: as many as were asked for then."""
+        """Return the recorded tokens after each prompt. `count` is ignored: the recorded number is returned."""
         outputs = [self._outputs[tuple(prompt)] for prompt in prompts]
         assert {len(output) for output in outputs} == {count}
         return outputs
 
     def logits(self, token_ids: list[int]) -> Logits:
-        """Logits [tokens, vocabulary] of a prompt with all but the last of its tokens behind it."""
+        """Return the logits [tokens, vocabulary] of a prompt followed by all but the last of its recorded tokens."""
         logits: Logits = np.load(self._logits[tuple(token_ids)])
         return logits
 
 
 def recorded(reference: str, model: Path, prompts: list[list[int]], count: int, to: Path) -> Recorded:
-    """Compute `count` greedy tokens behind each prompt, and all logits of both.
+    """Compute `count` greedy tokens after each prompt, and the logits of the prompt and of these tokens.
 
     Args:
-        reference: The module of this folder that computes: `hugging_face` or `llama_cpp`.
-        model: The folder or file that it computes.
+        reference: The module in this folder that computes them: `hugging_face` or `llama_cpp`.
+        model: The model's folder or file.
         prompts: Tokens of each prompt.
-        count: Tokens to decode behind each.
-        to: A folder to make for what was found.
+        count: Number of tokens to decode after each prompt.
+        to: The folder for the results, which must not exist.
     """
     to.mkdir()
     (to / "prompts.json").write_text(json.dumps(prompts))
@@ -62,7 +62,7 @@ def recorded(reference: str, model: Path, prompts: list[list[int]], count: int, 
 
 
 def record(opened: Callable[[Path], Scorer]) -> None:
-    """Do what `recorded` asks for on the command line, and end the process at once."""
+    """Compute what the command line of `recorded` requests, and end the process at once."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
@@ -74,5 +74,5 @@ def record(opened: Callable[[Path], Scorer]) -> None:
     for place, (prompt, tokens) in enumerate(outputs):
         np.save(asked.folder / f"{place}.npy", scorer.logits([*prompt, *tokens[:-1]]))
     (asked.folder / "outputs.json").write_text(json.dumps(outputs))
-    # llama.cpp's server waits for ever for a thread of its own now and then.
+    # Sometimes llama.cpp's server would wait for one of its threads for ever, so skip all clean-up.
     os._exit(0)

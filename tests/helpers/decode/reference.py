@@ -1,6 +1,7 @@
-"""Forward passes of the decode engine's model families in numpy, written from the papers' formulas alone.
+"""Forward passes of the decode engine's model families in numpy, written only from the papers' formulas.
 
-Tensors have the names and layouts of Hugging Face's files. In f64 the same code measures the f32 reference's own error.
+Tensors have the names and layouts of Hugging Face's files. In f64, the same code measures the error of the f32
+reference.
 """
 
 import math
@@ -28,11 +29,13 @@ NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 MIN_CHOICE_MARGIN = 0.05
-"""Of a router's logits with a deviation of 1: about twice what bf16 between linears moves them by."""
+"""Smallest margin of a choice of experts that is not close, in a router's logits with a deviation of 1. It is about
+twice the error that values rounded to bf16 between linears cause.
+"""
 
 
 def linears_of(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """The linears of a layer, as [outputs, inputs]."""
+    """Return the shapes of a layer's linears, as [outputs, inputs]."""
     queries, keys = config.heads * config.head_width, config.key_heads * config.head_width
     parts, inner = ["mlp"], config.inner_width
     linears = {}
@@ -52,7 +55,7 @@ def linears_of(config: ModelConfig, layer: int) -> dict[str, tuple[int, int]]:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's tensors by their names."""
+    """Return the shapes of a model's tensors, by name."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocabulary, config.width), NORM: (config.width,)}
     if not config.is_tied:
         shapes[HEAD] = (config.vocabulary, config.width)
@@ -73,11 +76,11 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def frequencies(config: ModelConfig, *, is_long: bool = False) -> npt.NDArray[np.float64]:
-    """Angles a position of each pair of a head's values, in radians, stretching included.
+    """Return the angle per position of each pair of a head's values, in radians, with scaled rotary embeddings applied.
 
     Args:
         config: The model.
-        is_long: Whether LongRoPE's divisors for long sequences count.
+        is_long: Whether to use LongRoPE's divisors for long sequences.
     """
     width = config.turned_width or config.head_width
     plain: npt.NDArray[np.float64] = config.rope_theta ** (-np.arange(0, width, 2) / width)
@@ -112,7 +115,7 @@ def _normed(values: Array, weight: Array, epsilon: float) -> Array:
 
 
 def _gelu(values: Array) -> Array:
-    """GELU as its approximation by tanh has it."""
+    """Compute GELU with its tanh approximation."""
     root = values.dtype.type(math.sqrt(2 / math.pi))
     shares: Array = (1 + np.tanh(root * (values + values.dtype.type(0.044715) * values**3))) / 2
     return values * shares
@@ -126,18 +129,18 @@ def _turned(heads: Array, config: ModelConfig, *, is_long: bool, is_local: bool)
     scaling = config.rope_scaling
     factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongScaling) else 1.0
     cosines, sines = (factor * table(angles).astype(heads.dtype) for table in (np.cos, np.sin))
-    # Values behind the turned ones stay as they are.
+    # Values after the rotated ones are not changed.
     turned, kept = np.split(heads, [2 * angles.shape[-1]], -1)
     low, high = np.split(turned, 2, -1)
     return np.concatenate([low * cosines - high * sines, high * cosines + low * sines, kept], -1)
 
 
 class Reference:
-    """A model in numpy: `logits` and `greedy` of prompts. No cache, no blocks: each call computes every position.
+    """A model in numpy. It has no cache and no blocks: each call computes every position.
 
     Attributes:
-        kept: What becomes of values that an engine keeps in fewer bits: what goes into linears, q, k and v.
-        is_long: Whether sequences are computed with LongRoPE's divisors for long ones.
+        kept: Rounds values as an engine does that stores them with fewer bits: the inputs of linears, q, k and v.
+        is_long: Whether sequences are computed with LongRoPE's divisors for long sequences.
     """
 
     def __init__(
@@ -153,12 +156,12 @@ class Reference:
         self.is_long = is_long
         self._config = config
         self._tensors: dict[str, Array] = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
-        # Of the rows that were computed last, by layer: how far the router scored the last chosen expert above the
-        # next one.
+        # By layer, for each row that was computed last: the router's score of the last chosen expert minus the score of
+        # the next one.
         self._choice_margins: list[Array] = []
 
     def rows(self, token_ids: Sequence[int]) -> Array:
-        """The rows [tokens, width] behind the last norm, of every position."""
+        """Return the rows [tokens, width] after the last norm, for every position."""
         self._choice_margins = []
         values = self._tensors[EMBEDDING][np.asarray(token_ids)]
         if self._config.embedding_scale is not None:
@@ -169,13 +172,16 @@ class Reference:
         return self._normed(NORM, values)
 
     def logits(self, token_ids: Sequence[int]) -> Array:
-        """Logits [tokens, vocabulary] of every position."""
+        """Return the logits [tokens, vocabulary] of every position."""
         head = self._tensors[EMBEDDING if self._config.is_tied else HEAD]
         logits: Array = self.kept(self.rows(token_ids)) @ head.T
         return logits
 
     def are_close(self, token_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return for each position whether some layer's last chosen expert is less than `MIN_CHOICE_MARGIN` ahead."""
+        """Return for each position whether its choice of experts is close.
+
+        It is close if in some layer the last chosen expert's margin is less than `MIN_CHOICE_MARGIN`.
+        """
         self.rows(token_ids)
         close: npt.NDArray[np.bool_] = np.zeros(len(token_ids), bool)
         for margins in self._choice_margins:
@@ -183,7 +189,7 @@ class Reference:
         return close
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """The `count` likeliest next tokens of each prompt, one after another; end tokens end nothing."""
+        """Return the `count` likeliest next tokens of each prompt. End tokens do not end the decoding."""
         outputs = []
         for prompt in prompts:
             tokens = list(prompt)
@@ -203,7 +209,7 @@ class Reference:
 
     def _normed(self, name: str, values: Array) -> Array:
         weight = self._tensors[name]
-        # Gemma's files have the weights' distance to 1.
+        # Gemma's files contain norm weights minus 1.
         return _normed(
             values, 1 + weight if self._config.family is Family.GEMMA3 else weight, self._config.norm_epsilon
         )
@@ -238,7 +244,7 @@ class Reference:
         return projected if bias is None else projected + bias
 
     def _heads(self, layer: str, name: str, values: Array) -> Array:
-        """q, k or v as [positions, heads, head width], normalised where the family does."""
+        """Return q, k or v as [positions, heads, head width], normalised if the model has such a norm."""
         heads = self._linear(f"{layer}.self_attn.{name}_proj", values)
         heads = heads.reshape(len(values), -1, self._config.head_width)
         norm = f"{layer}.self_attn.{name}_norm.weight"

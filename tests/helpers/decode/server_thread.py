@@ -1,4 +1,4 @@
-"""A server in a thread of the test's process, with an event loop of its own."""
+"""A server in a thread of the test's process, with a separate event loop."""
 
 import asyncio
 import threading
@@ -15,7 +15,10 @@ START_LIMIT_S: Final = 600.0
 def served_in_thread(
     run: Callable[[Callable[[uvicorn.Server], None]], Coroutine[Any, Any, None]], *, stop_limit_s: float
 ) -> Iterator[None]:
-    """Serve until the block ends. `run` calls its argument with the server once that serves; its error is raised."""
+    """Serve until the block ends.
+
+    `run` must call its argument with the server once it serves. Raises the error of `run`.
+    """
     servers: list[uvicorn.Server] = []
     failures: list[BaseException] = []
     begun = threading.Event()

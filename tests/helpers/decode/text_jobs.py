@@ -1,4 +1,4 @@
-"""Jobs for processes that read texts, which exist only for tests."""
+"""Jobs for text processes, which exist only for tests."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def crash(_: Any) -> dict[str, Any]:
-    """End the process as a fault in a library does."""
+    """End the process as a crash of a library would."""
     os.kill(os.getpid(), signal.SIGSEGV)
     return {}
 

@@ -1,4 +1,4 @@
-"""The tiny model as other authors would publish it: with a template of tools, or with vectors of texts."""
+"""The tiny model as other authors would publish it: with a chat template for tools, or as an embedding model."""
 
 import json
 import shutil
@@ -16,13 +16,13 @@ HERMES_TEMPLATE = (
 
 
 def embedding_model(folder: Path, pooling: dict[str, Any], modules: Any = None) -> Path:
-    """The tiny model, as sentence-transformers would write it."""
+    """Write the tiny model as an embedding model of sentence-transformers."""
     shutil.copytree(TINY_MODEL, folder)
     return add_pooling(folder, pooling, modules)
 
 
 def add_pooling(folder: Path, pooling: dict[str, Any], modules: Any = None) -> Path:
-    """Let a model have vectors of texts."""
+    """Add the files that make a model an embedding model."""
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     kinds = ["Transformer", "Pooling", "Normalize"]

@@ -1,6 +1,6 @@
-"""Launches of approximate instructions, the true values of what they compute, and the ISA's bounds on their errors.
+"""Launches of approximate instructions, the exact results, and the bounds on errors in the PTX ISA.
 
-True values are computed in extended precision (64 bits of mantissa); their own error is below a thousandth of any
+Exact results are computed in extended precision (64 bits of mantissa). Their own error is less than a thousandth of any
 bound.
 """
 
@@ -26,11 +26,12 @@ class Approximation:
     """One instruction.
 
     Attributes:
-        text: Its spelling.
-        kind: Of operands and result: f32, f64, f16, bf16, or the pairs f16x2 and bf16x2.
-        function: The true value of operands.
-        bound: The greatest absolute error for operands and true value; infinite where the ISA promises nothing.
-        arity: How many operands it takes.
+        text: The instruction with its modifiers.
+        kind: The type of operands and result: f32, f64, f16, bf16, or the pairs f16x2 and bf16x2.
+        function: Returns the exact results for operands.
+        bound: Returns the greatest absolute errors for operands and exact results; infinite if the ISA promises
+            nothing.
+        arity: Number of operands.
     """
 
     text: str
@@ -49,7 +50,7 @@ class Approximation:
 
     @property
     def least(self) -> Array:
-        """The smallest number that is not zero; where denormal numbers count as zero, the smallest normal one."""
+        """The smallest positive number; the smallest normal one if the instruction flushes denormals to zero."""
         exponent = {"f4": -149, "f8": -1074, "f2": -24, "u2": -133}[self.numbers]
         if ".ftz" in self.text:
             exponent = {"f4": -126, "u2": -126, "f8": -1022}[self.numbers]
@@ -57,7 +58,10 @@ class Approximation:
 
 
 def _relative(error: float, least: float = 0.0) -> Bounds:
-    """Of the true value, and the type's least number, which a card may cut off where results are denormal."""
+    """Return a bound: `error` times the exact result, plus `least`.
+
+    `least` is the type's least number if a card may flush denormal results to zero.
+    """
     return lambda operands, true: error * np.abs(true) + least
 
 
@@ -66,11 +70,11 @@ def _absolute(error: float) -> Bounds:
 
 
 def _units(count: float) -> Bounds:
-    """Units in the last place of the f32 nearest to the true value, denormals among them."""
+    """Return a bound in units in the last place of the f32 nearest to the exact result, denormal numbers included."""
 
     def bound(operands: tuple[Array, ...], true: Array) -> Array:
         _, exponent = np.frexp(np.abs(true))
-        # Half a unit more: the ISA counts from the correctly rounded result.
+        # Add half a unit, because the ISA's bound is relative to the correctly rounded result.
         unit = np.exp2(np.maximum(exponent.astype("f8") - 24, -149))
         return np.asarray((count + 0.5) * unit, np.longdouble)
 
@@ -83,13 +87,18 @@ def _logarithm(operands: tuple[Array, ...], true: Array) -> Array:
 
 
 def _wave(operands: tuple[Array, ...], true: Array) -> Array:
-    """Stated to a tenth of a bit: 2^-20.5, of which an H100's cosine reaches 2^-20.46."""
+    """Return the bound of sine and cosine.
+
+    The ISA rounds it to a tenth of a bit: 2^-20.5. An H100's cosine reaches 2^-20.46.
+    """
     size = np.abs(operands[0])
     return np.where(size <= 2 * _PI, 2.0**-20.45, np.where(size <= 100 * _PI, 2.0**-14.7, np.inf))
 
 
 def _quotient(operands: tuple[Array, ...], true: Array) -> Array:
-    """Promised for divisors within 2^-126 and 2^126; beyond, the reciprocal is lost."""
+    """Return the bound of a quotient. The ISA promises one for divisors between 2^-126 and 2^126; beyond, the
+    reciprocal overflows or vanishes.
+    """
     size = np.abs(operands[1])
     return np.where((size >= 2.0**-126) & (size <= 2.0**126), _units(2)(operands, true), np.inf)
 
@@ -112,9 +121,10 @@ def _single() -> Iterator[Approximation]:
 
 
 def approximations() -> Iterator[Approximation]:
-    """All of them (PTX ISA sections 9.7.3 and 9.7.4)."""
+    """Yield all approximate instructions (PTX ISA sections 9.7.3 and 9.7.4)."""
     yield from _single()
-    # Operand and result have 20 bits behind the point: what is cut off the one, and a unit of the other.
+    # Operand and result have 20 bits after the point. The error is what is cut off the operand, plus a unit of the
+    # result.
     gross = _relative(2.0**-20 + 2.0**-20)
     yield Approximation("rcp.approx.ftz.f64", "f64", lambda x: 1 / x, gross)
     yield Approximation("rsqrt.approx.ftz.f64", "f64", lambda x: 1 / np.sqrt(x), gross)
@@ -152,12 +162,15 @@ PTX: Final = ".version 8.0\n.target sm_90\n.address_size 64\n" + "".join(map(_ke
 
 
 def approximation_cases() -> Iterator[Case]:
-    """One for each instruction, in their order."""
+    """Return a case for each instruction, in the order of APPROXIMATIONS."""
     return map(approximation_case, APPROXIMATIONS.values())
 
 
 def approximation_case(form: Approximation) -> Case:
-    """Special values, denormals, and numbers of all sizes about those where the function is interesting."""
+    """Return a case for an instruction.
+
+    Its operands are special values, denormal numbers, and numbers of all sizes around the function's interesting ones.
+    """
     operands = [_operand(f"{form.text} {n}", form) for n in range(form.arity)]
     result = Result(zeros(COUNT, kind=form.numbers), is_bf16=form.numbers == "u2")
     blocks = COUNT // _BLOCK // (2 if form.kind.endswith("x2") else 1)
@@ -177,7 +190,7 @@ def _operand(name: str, form: Approximation) -> Array:
 
 
 def _spread(d: Draw, kind: str) -> Array:
-    """A third each: small numbers, larger ones, and any bits (denormals and NaNs among them)."""
+    """Return numbers: a third is small, a third is larger, and a third has any bits, with denormal numbers and NaNs."""
     array = d.floats(COUNT, kind=kind, most=8)
     array[COUNT // 3 :] = d.floats(COUNT - COUNT // 3, kind=kind, most=320)
     array[2 * COUNT // 3 :] = d.bits(COUNT - 2 * COUNT // 3, kind=f"u{array.itemsize}").view(kind)
@@ -185,7 +198,7 @@ def _spread(d: Draw, kind: str) -> Array:
 
 
 def true_values(form: Approximation, case: Case) -> tuple[Array, Array]:
-    """The true values and the greatest absolute errors, both of extended precision."""
+    """Return the exact results and the greatest absolute errors, both in extended precision."""
     operands = tuple(wide(argument, form) for argument in case.arguments[:-1] if isinstance(argument, np.ndarray))
     with np.errstate(all="ignore"):
         operands = tuple(np.where(np.abs(operand) < form.least, 0 * operand, operand) for operand in operands)
@@ -194,19 +207,21 @@ def true_values(form: Approximation, case: Case) -> tuple[Array, Array]:
 
 
 def wide(array: Array, form: Approximation) -> Array:
-    """Numbers of a form's type in extended precision."""
+    """Return numbers of a form's type in extended precision."""
     held = (array.astype("u4") << 16).view("f4") if form.numbers == "u2" else array
     with np.errstate(all="ignore"):
         return held.astype(np.longdouble)
 
 
 def beyond(form: Approximation, got: Array, true: Array, bound: Array) -> Array:
-    """Where a result is not within its bound. What the type can't hold may be infinite, or one of its least numbers."""
+    """Return which results exceed their bound. A result that overflows may be infinite; one that underflows may be 0 or
+    the least number.
+    """
     value = wide(got, form)
     exponent = {"f4": 128, "f8": 1024, "f2": 16, "u2": 128}[form.numbers]
     with np.errstate(all="ignore"):
         near = np.abs(value - true) <= bound
-        # The sign of a zero or an infinity is part of the result.
+        # A zero or an infinity must have the right sign.
         alike = (np.isfinite(value) & (value != 0)) | (np.signbit(value) == np.signbit(true))
         overflown = (
             np.isinf(value) & (value * true > 0) & (np.abs(true) + bound >= np.ldexp(np.longdouble(1), exponent))

@@ -1,4 +1,4 @@
-"""Launches of single atomic operations: each on its own place, and all threads' on one (PTX ISA section 9.7.13)."""
+"""Launches of single atomic operations on a place for each thread, and on a shared place (PTX ISA 9.7.13)."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -34,14 +34,17 @@ def _held(kind: str) -> str:
 
 
 def _forms() -> Iterator[tuple[str, str, str]]:
-    """Of each: the kernel's name, its operation and its type."""
+    """Yield the kernel's name, the operation and the type of each form."""
     for operation, kinds in _ONE_OPERAND.items():
         for kind in kinds:
             yield f"{operation}_{kind.replace('.', '_')}", operation, kind
 
 
 def _apart(space: str, name: str, operation: str, kind: str) -> str:
-    """Each thread's own place; what `atom` gave and what `red` and it left."""
+    """Return a kernel with a place for each thread.
+
+    It stores what `atom` returned, and what `atom` and `red` left there.
+    """
     held = _held(kind)
     place = "%at" if space == "global" else "%inside"
     operands = "%x, %y" if operation == "cas" else "%x"
@@ -87,7 +90,7 @@ def _apart_vector(name: str, count: int, held: str) -> str:
 
 
 def _together(name: str, operation: str, kind: str) -> str:
-    """All threads of all blocks on one place of the block's, and one of the grid's."""
+    """Return a kernel in which all threads of all blocks use one place of their block, and one of the grid."""
     held = _held(kind)
     return f"""
 .visible .entry together_{name}(.param .u64 places, .param .u64 operands, .param .u64 results)
@@ -142,7 +145,10 @@ def _case(kernel: str, places: Result, operands: Array, results: Result, blocks:
 
 
 def _operands(name: str, operation: str, kind: str) -> tuple[Array, Array]:
-    """What is at each place, and each thread's two words; comparisons find what they look for by half."""
+    """Return the values of all places, and two operands for each thread.
+
+    Half of the `cas` operations find their value.
+    """
     size = int("".join(letter for letter in _held(kind) if letter.isdigit())) // 8
     places = zeros(_THREADS, 2, kind="u8")
     operands = zeros(_THREADS, 2, kind="u8")
@@ -159,7 +165,7 @@ def _operands(name: str, operation: str, kind: str) -> tuple[Array, Array]:
 
 
 def _values(name: str, number: str, kind: str, row_bytes: int) -> Array:
-    """Rows of one number or several: floats with special ones among them, any bits of other types."""
+    """Return rows of one number or several: floats with special values among them; any bits for other types."""
     d = Draw(name)
     count = row_bytes // np.dtype(number).itemsize
     if number[0] == "f":
@@ -172,12 +178,12 @@ def _values(name: str, number: str, kind: str, row_bytes: int) -> Array:
 
 
 def _start(name: str, kind: str) -> Array:
-    """The grid's place and what the blocks' begin with: sums of floats begin with nothing."""
+    """Return the start values of the grid's place and of the blocks' places. Sums of floats start with zero."""
     return zeros(2, kind="u8") if "f" in kind else Draw(f"{name} start").bits(2, kind="u8")
 
 
 def _whole(name: str, kind: str) -> Array:
-    """Operands with sums that are exact in any order."""
+    """Return operands whose sums are exact in any order."""
     d = Draw(name)
     size = _THREADS * _BLOCKS
     words = zeros(size, kind="u8")

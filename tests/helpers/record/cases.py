@@ -1,4 +1,4 @@
-"""Whole kernels to run alike on a real card and on the embedded driver, and how alike their results must be."""
+"""Whole kernels to run both on a real card and on the embedded driver, and how far their results may differ."""
 
 import base64
 import json
@@ -20,12 +20,12 @@ RECORD: Final = VECTORS / "parity" / "workloads.json"
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far two right results may lie apart, with the reason.
+    """How far two correct results may differ, with the reason.
 
     Attributes:
-        relative: Of the greater result, on top of `absolute`.
-        absolute: In the results' own unit.
-        because: What leaves room; "" if nothing does.
+        relative: A part of the greater result, in addition to `absolute`.
+        absolute: In the unit of the results.
+        because: What makes them differ; "" if nothing does.
     """
 
     relative: float = 0.0
@@ -34,12 +34,15 @@ class Bound:
 
 
 EXACT: Final = Bound()
-"""The same bits, but for the payload of a double's NaN, which PTX leaves open."""
+"""The same bits, except the payload of a double's NaN, which PTX leaves open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An array that is read back, and how near to the card's it must be. `is_bf16` says what 16-bit integers mean."""
+    """An array that is read back, and how far it may differ from the card's.
+
+    `is_bf16`: its 16-bit integers are bf16.
+    """
 
     before: Array
     bound: Bound = EXACT
@@ -48,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One launch. `kernel` is its name, or a part that no other of the image has."""
+    """One launch. `kernel` is its name, or a part of the name that no other kernel of the image contains."""
 
     name: str
     images: tuple[str, ...]
@@ -64,7 +67,7 @@ class Case:
 
     @property
     def fingerprint(self) -> int:
-        """A checksum of all that goes in: a record holds for these inputs alone."""
+        """A checksum of all inputs. A record is valid for these inputs only."""
         sum_ = zlib.crc32(repr((self.kernel, self.grid, self.block, self.shared)).encode())
         for argument in self.arguments:
             held = argument.before if isinstance(argument, Result) else argument
@@ -73,12 +76,12 @@ class Case:
 
 
 def image(name: str) -> bytes:
-    """The PTX of a name among the vectors, as its compiler wrote it."""
+    """Return a PTX file of the vectors, as its compiler wrote it."""
     return (VECTORS / f"{name}.ptx").read_bytes()
 
 
 def run(context: Context, module: DriverModule, case: Case) -> list[Array]:
-    """What a launch makes of the results' arrays."""
+    """Launch a kernel, and return the arrays of its results."""
     kernel = _kernel(module, case.kernel)
     params = bytearray(kernel.parameter_bytes)
     placed: list[tuple[int, Array | None]] = []
@@ -111,7 +114,7 @@ def _kernel(module: DriverModule, part: str) -> DriverKernel:
 
 
 def differences(result: Result, got: Array, wanted: Array) -> list[str]:
-    """Where two results lie too far apart, in words; at most five."""
+    """Describe where two results differ too much, for at most five places."""
     bound = result.bound
     left, right = (_numbers(array, result) for array in (got, wanted))
     if left.dtype.kind != "f":
@@ -133,7 +136,7 @@ def differences(result: Result, got: Array, wanted: Array) -> list[str]:
 def _numbers(array: Array, result: Result) -> Array:
     if result.is_bf16:
         return (array.astype("u4") << 16).view("f4").astype("f8")
-    with np.errstate(all="ignore"):  # a signalling NaN
+    with np.errstate(all="ignore"):  # For signalling NaNs.
         return array.astype("f8") if array.dtype.kind == "f" else array
 
 
@@ -141,7 +144,7 @@ def _bits(array: Array) -> Array:
     return array.view(f"u{array.dtype.itemsize}")
 
 
-# --- The record ------------------------------------------------------------------------------------------------
+# --- The card's record ------------------------------------------------------------------------------------------
 
 
 def packed(arrays: Iterable[Array]) -> list[str]:
@@ -156,6 +159,6 @@ def unpacked(case: Case, texts: list[str]) -> list[Array]:
 
 
 def read_record() -> dict[str, Any]:
-    """What the card gave for each case: {"fingerprint": ..., "results": {image: arrays' text}}."""
+    """Return the card's results of each case: {"fingerprint": ..., "results": {image: arrays as text}}."""
     record: dict[str, Any] = json.loads(RECORD.read_text())
     return record

@@ -1,4 +1,4 @@
-"""Launches that fail or print, on a card and on the embedded driver, and what each of the two reports."""
+"""Launches that fail or print, and what the card and the embedded driver report about each."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -21,12 +21,12 @@ TRAP: Final = """
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A launch and how it ends.
+    """A launch, and how it ends.
 
     Attributes:
-        case: What is launched.
-        card: Words of the card's error, "" if there is none.
-        ours: Words of the embedded driver's.
+        case: The launch.
+        card: Words of the card's error; "" if the launch succeeds.
+        ours: Words of the embedded driver's error.
     """
 
     case: Case
@@ -67,7 +67,7 @@ def ptx_of(name: str) -> bytes:
 
 
 def outcome(context: Context, end: End) -> str:
-    """The error that the launch ends with, or ""."""
+    """Return the error with which the launch ends; "" if it succeeds."""
     module = context.module_load(ptx_of(end.case.images[0]))
     try:
         run(context, module, end.case)

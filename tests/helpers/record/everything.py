@@ -1,4 +1,4 @@
-"""All that is run on a real card to be compared: the cases, and where their images come from."""
+"""All cases that run on a real card for comparison, and the PTX of their images."""
 
 from typing import Final
 
@@ -13,7 +13,7 @@ WRITTEN: Final = {
     "atomics": atomics.PTX,
     "approximations": approximations.PTX,
 }
-"""Images that are written for single instructions, by name."""
+"""PTX that is generated here for single instructions, by image name."""
 
 
 def all_cases() -> tuple[Case, ...]:
@@ -28,5 +28,5 @@ def all_cases() -> tuple[Case, ...]:
 
 
 def ptx_of(name: str) -> bytes:
-    """An image's text, in a version that drivers of CUDA 13.0 take: nothing in it is newer."""
+    """Return an image's PTX, with a version that drivers of CUDA 13.0 accept. It uses nothing newer."""
     return WRITTEN[name].encode() if name in WRITTEN else image(name).replace(b".version 9.5", b".version 9.0")

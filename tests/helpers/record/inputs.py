@@ -1,4 +1,4 @@
-"""Inputs of kernels from fixed seeds: the same on every host and with every NumPy."""
+"""Kernel inputs from fixed seeds, which are the same on every host and with every NumPy."""
 
 import zlib
 from typing import Final
@@ -22,31 +22,31 @@ _SPECIALS: Final = {
         (0x7FF8 << 48) + 1,
     ),
 }
-"""Zeros, denormals, the least normal and the greatest finite number, infinities, NaNs."""
+"""Zeros, denormal numbers, the least normal and the greatest finite number, infinities, NaNs."""
 _BF16_SPECIALS: Final = (0, 0x8000, 1, 0x807F, 0x80, 0x7F7F, 0xFF80, 0x7F80, 0x7FC1)
 
 
 class Draw:
-    """Numbers for one case. The legacy generator's streams are frozen (NEP 19), and no libm is asked."""
+    """Numbers for one case. NumPy's legacy generator never changes (NEP 19), and no function of libm is used."""
 
     def __init__(self, name: str) -> None:
         self._state = np.random.RandomState(zlib.crc32(name.encode()))
 
     def floats(self, *shape: int, kind: str = "f4", most: float = 4.0) -> Array:
-        """Between -most and most."""
+        """Return floats between -most and most."""
         return self._state.uniform(-most, most, shape).astype(kind)
 
     def integers(self, *shape: int, low: int = -50, high: int = 50, kind: str = "i4") -> Array:
-        """Integers from low to high - 1."""
+        """Return integers from low to high - 1."""
         return self._state.randint(low, high, shape).astype(kind)
 
     def bits(self, *shape: int, kind: str = "u4") -> Array:
-        """Any bit pattern of the type."""
+        """Return any bit patterns of the type."""
         size = np.dtype(kind).itemsize
         return np.frombuffer(self._state.bytes(size * int(np.prod(shape))), kind).reshape(shape).copy()
 
     def specials(self, *shape: int, kind: str = "f4", most: float = 4.0) -> Array:
-        """Like `floats`, but each special value is there, scattered."""
+        """Return numbers like `floats`, with each special value at some place."""
         array = self.floats(*shape, kind=kind, most=most)
         values = _SPECIALS[array.itemsize]
         flat = array.reshape(-1).view(f"u{array.itemsize}")

@@ -1,4 +1,4 @@
-"""The launches of nvcc's, numba's and NVRTC's kernels with results recorded on a real card."""
+"""The launches of kernels from nvcc, numba and NVRTC. Their results were recorded on a real card."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -18,7 +18,7 @@ CALLS: Final = ("calls.sm75", "calls.debug.sm75")
 TENSOR: Final = ("tensor.sm80",)
 
 EX2: Final = 2.0**-22
-"""The ISA's error of ex2.approx, relative: 2 units in the last place. Two sides may lie twice that apart."""
+"""The ISA's relative error of ex2.approx: 2 units in the last place. Two correct results may differ by twice that."""
 RSQRT: Final = 2.0**-22.9
 
 Argument = Array | Result | bytes | int | float
@@ -33,7 +33,7 @@ def case(
     shared: int = 0,
     name: str = "",
 ) -> Case:
-    """One launch; integers are `int`s of C, floats `float`s."""
+    """Return one launch. Integers are passed as C's `int`, floats as C's `float`."""
     return Case(
         name=f"{images[0].split('.')[0]}.{name or kernel}",
         images=images,
@@ -95,13 +95,13 @@ def _workloads() -> Iterator[Case]:
     m, n, k = 13, 11, 17
     c = Result(zeros(m, n, kind="f4"))
     yield case(WORKLOADS, "ragged_matmul", (2, 2), (8, 8), d.specials(m, k), d.floats(k, n), c, m, n, k)
-    # Each power within EX2 on either side; the sum and the quotient no more than double that.
+    # Each power may be off by EX2 in either result. Sum and quotient at most double that.
     y = Result(zeros(4, 77, kind="f4"), Bound(5 * EX2, 2.0**-125, "ex2.approx in expf"))
     x = np.concatenate([d.floats(3, 77, most=30), d.specials(1, 77)])
     yield case(WORKLOADS, "row_softmax", (4,), (32,), x, y, 77, shared=128)
     tokens = 19
     heads = (d.floats(2, tokens, 64) for _ in range(3))
-    # Each of a row's steps adds EX2 on either side to a mean of numbers below 4, and once more to its divisor.
+    # Each of a row's steps adds EX2 in either result to a mean of numbers below 4, and once more to its divisor.
     out = Result(zeros(2, tokens, 64, kind="f4"), Bound(0, 4 * 4 * tokens * EX2, "ex2.approx in __expf"))
     yield case(WORKLOADS, "attend", (tokens, 2), (64,), *heads, out, tokens, 0.125)
     counts = Result(zeros(37, kind="u4"))
@@ -114,12 +114,12 @@ def _workloads() -> Iterator[Case]:
     yield case(WORKLOADS, "blur", (2, 3), (16, 16), picture, blurred, 29, 33)
     yield case(WORKLOADS, "philox", (2,), (64,), Result(zeros(128, 4, kind="u4")), 0x1234567, -559038737)
     places = d.floats(50, 4)
-    # A pull is at most 4 / 0.01 from each of 50 bodies; the cube of rsqrt.approx errs threefold, on either side.
+    # Each of 50 bodies adds at most 4 / 0.01. The cube of rsqrt.approx has three times its error, in either result.
     pull = Result(zeros(50, 4, kind="f4"), Bound(0, 50 * 400 * 6 * RSQRT, "rsqrt.approx"))
     yield case(WORKLOADS, "bodies", (2,), (32,), places, pull, 50)
     x = d.specials(150, most=20)
     optimised = WORKLOADS[:1]
-    # CUDA's Programming Guide, "Mathematical Functions": at most 2 units in the last place (powf 4), on either side.
+    # CUDA's Programming Guide, "Mathematical Functions": at most 2 units in the last place (powf 4), in either result.
     near = Result(zeros(5, 150, kind="f4"), Bound(8 * 2.0**-23, 2.0**-125, "ex2.approx, lg2.approx and rcp.approx"))
     yield case(optimised, "functions", (2,), (128,), x, Result(zeros(4, 150, kind="f4")), near, 150)
     near = Result(zeros(5, 150, kind="f8"), Bound(2.0**-50, 0, "rcp.approx.ftz.f64 and rsqrt.approx.f64"))
@@ -130,11 +130,11 @@ def _workloads() -> Iterator[Case]:
 def _narrow() -> Iterator[Case]:
     d = Draw("narrow")
     x = d.specials(300, kind="f2")
-    # One unit of a half; near -4 the sum of 1 and tanh keeps only tanh's absolute error.
+    # One unit of a half. Near -4, the sum of 1 and tanh has only tanh's absolute error.
     y = Result(zeros(300, kind="f2"), Bound(2.0**-10, 2.0**-20, "ex2.approx and rcp.approx in tanhf"))
     yield case(NARROW, "gelu_half", (3,), (128,), x, y, 299)
     yield case(NARROW, "polynomial_half2", (2,), (128,), d.specials(300, kind="f2"), Result(zeros(300, kind="f2")), 150)
-    # One unit of a bf16; where two products cancel, the angle's error times numbers below 4.
+    # One unit of a bf16. If two products cancel, the angle's error times numbers below 4 remains.
     turned = Result(d.bf16(9, 32, with_specials=True), Bound(2.0**-7, 2.0**-15, "ex2.approx in powf"), is_bf16=True)
     yield case(NARROW, "rope_bf16", (2,), (96,), turned, 9, 32, 10000.0)
     weights, scales = d.bits(7, 192, kind="i1"), d.floats(7, 6, kind="f2")
@@ -145,7 +145,7 @@ def _narrow() -> Iterator[Case]:
 def _together() -> Iterator[Case]:
     d = Draw("together")
     x, gain, bias = d.floats(3, 100), d.floats(100), d.floats(100)
-    # Scaled numbers below 4 times gains below 4, with rsqrt.approx's error on either side.
+    # Scaled numbers below 4 times gains below 4, with the error of rsqrt.approx in either result.
     y = Result(zeros(3, 100, kind="f4"), Bound(2.0**-22, 32 * RSQRT, "rsqrt.approx"))
     yield case(TOGETHER, "layernorm", (3,), (96,), x, gain, bias, y, 100)
     y = Result(zeros(2, 77, kind="f2"), Bound(2.0**-10, 2.0**-24, "ex2.approx in __expf, then one unit of a half"))
@@ -190,7 +190,8 @@ def _tensor() -> Iterator[Case]:
     c = Result(d.integers(32, 16).astype("f4"))
     yield case(TENSOR, "half_product", (1, 2), (32,), *whole, c, 16, 48, name="half_product-exact")
     a, b = d.floats(32, 48, kind="f2"), d.floats(16, 48, kind="f2")
-    # Each of the 48 products, below 16, and each sum of them may lose a unit of the greatest sum's single precision.
+    # Each of the 48 products, below 16, and each of their sums may be off by a unit of the greatest sum's single
+    # precision.
     c = Result(d.floats(32, 16), Bound(0, 48 * 16 * 3 * 2.0**-22, because))
     yield case(TENSOR, "half_product", (1, 2), (32,), a, b, c, 16, 48)
     a, b = d.floats(32, 32, kind="f2", most=1), d.floats(32, 32, kind="f2", most=1)
@@ -205,7 +206,10 @@ def _tensor() -> Iterator[Case]:
 
 
 def _numba_array(array: Array | Result) -> tuple[Argument, ...]:
-    """As numba passes one dimension: no owner, no parent, length, size, data, shape, strides."""
+    """Return an array's arguments as numba passes one dimension.
+
+    They are no owner, no parent, length, size, data, shape, strides.
+    """
     held = array.before if isinstance(array, Result) else array
     length, size = (np.int64(number).tobytes() for number in (len(held), held.itemsize))
     return bytes(8), bytes(8), length, size, array, length, size

@@ -1,4 +1,4 @@
-"""Launches of single matrix instructions, a warp for each of several sets of fragments (PTX ISA section 9.7.15.5)."""
+"""Launches of single matrix instructions, with a warp for each of several sets of operands (PTX ISA 9.7.15.5)."""
 
 import itertools
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _LANES: Final = 32
 _SETS: Final = 4
 _SMALL: Final = 8
 
-# Of each type of element: bits, the register its fragments are held in, and that register's bits.
+# For each element type: its bits, the type of the registers that contain its fragments, and that register's bits.
 _ELEMENTS: Final = {
     "f16": (16, "b32", 32),
     "bf16": (16, "b32", 32),
@@ -28,10 +28,10 @@ _ELEMENTS: Final = {
     "s32": (32, "s32", 32),
 }
 
-# NumPy's type with the range of each type that has one.
+# NumPy's type with the range of each element type, if NumPy has one.
 _WIDE: Final = {"f16": "f2", "bf16": "f4", "tf32": "f4", "f64": "f8"}
 
-# The bits of 0 to 8 in floats of 8 bits; 0 stands where the format has no such number.
+# The bits of 0 to 8 as floats of 8 bits. If a format has no such number, this is 0.
 _BYTE_NUMBERS: Final = {
     "e4m3": np.array([0, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E, 0x50], "u1"),
     "e5m2": np.array([0, 0x3C, 0x40, 0x42, 0x44, 0, 0x46, 0, 0x48], "u1"),
@@ -61,7 +61,7 @@ class Product:
         return self.text.removeprefix("mma.sync.aligned.").replace(".", "_")
 
     def registers(self, which: str) -> tuple[str, int]:
-        """The register type of one of a, b, c and d, and how many of them a lane has."""
+        """Return the register type of one of a, b, c and d, and how many of these registers a lane has."""
         count = {"a": self.m * self.k, "b": self.k * self.n}.get(which, self.m * self.n)
         bits, held, held_bits = _ELEMENTS[getattr(self, which)]
         return held, count * bits // held_bits // _LANES
@@ -122,12 +122,12 @@ def _bytes(product: Product, which: str) -> int:
 
 
 def _moves() -> Iterator[tuple[str, str]]:
-    """Kernels' names, and what they do with registers of random bits and shared memory full of them."""
+    """Yield kernels' names, and their instructions on registers and shared memory that contain random bits."""
     for count, trans in itertools.product((1, 2, 4), ("", ".trans")):
         into = "{" + ", ".join(f"%d{n}" for n in range(count)) + "}"
         given = "{" + ", ".join(f"%a{n}" for n in range(count)) + "}"
         form = f"sync.aligned.m8n8.x{count}{trans}.shared.b16"
-        # Rows in another order than the lanes', 16 bytes each.
+        # The 16-byte rows are in another order than the lanes.
         where = "xor.b32 %at, %n, 13; shl.b32 %at, %at, 4; add.u32 %at, %at, %sh;"
         name = form.replace(".", "_")
         yield f"ldmatrix_{name}", f"{where} ldmatrix.{form} {into}, [%at];"
@@ -136,7 +136,7 @@ def _moves() -> Iterator[tuple[str, str]]:
 
 
 def _move_kernel(name: str, body: str) -> str:
-    """Each lane brings four words, and takes away what it was given and its part of shared memory."""
+    """Return a kernel in which each lane loads four words, and stores its result and its part of shared memory."""
     fill = " ".join(f"ld.global.b32 %a{n}, [%from+{4 * n}]; st.shared.b32 [%own+{4 * n}], %a{n};" for n in range(4))
     keep = " ".join(
         f"st.global.b32 [%to+{4 * n}], %d{n}; ld.shared.b32 %a{n}, [%own+{4 * n}];"
@@ -169,7 +169,7 @@ PTX: Final = ".version 8.7\n.target sm_90\n.address_size 64\n" + "".join(
 
 
 def matrix_cases() -> Iterator[Case]:
-    """Integers, which have exact sums in any order; fractions; special values; then what only moves data."""
+    """Yield cases with integers, whose sums are exact in any order; fractions; special values; and data moves."""
     for product in PRODUCTS:
         yield _case(product, "whole", Bound())
         if product.d != "s32":
@@ -183,7 +183,7 @@ def matrix_cases() -> Iterator[Case]:
 
 
 def _room(product: Product) -> Bound:
-    """The order of the sum and its inner precision are open, but no less than single (section 9.7.15.5.14)."""
+    """Return the bound: the ISA leaves a sum's order and its precision open, from single on (section 9.7.15.5.14)."""
     greatest = {"e4m3": 448.0, "e5m2": 448.0}.get(product.a, 4.0) * {"e4m3": 448.0, "e5m2": 448.0}.get(product.b, 4.0)
     precision = {"f16": 2.0**-10, "f64": 2.0**-51}.get(product.d, 2.0**-22)
     return Bound(2 * precision, product.k * greatest * precision, "the order and precision of sums are open")
@@ -201,7 +201,7 @@ def _case(product: Product, name: str, bound: Bound) -> Case:
 
 
 def _fragments(d: Draw, product: Product, which: str, name: str) -> Array:
-    """All lanes' bytes of one operand; special values are a's alone."""
+    """Return the bytes of one operand for all lanes. Only a has special values."""
     whole = name == "whole"
     kind = getattr(product, which)
     count = _bytes(product, which) * 8 // _ELEMENTS[kind][0]
@@ -210,21 +210,21 @@ def _fragments(d: Draw, product: Product, which: str, name: str) -> Array:
     if kind in ("s8", "u8", "s32"):
         values = d.bits(*shape, kind={"s8": "i1", "u8": "u1", "s32": "i4"}[kind])
     elif kind in _BYTE_NUMBERS:
-        # Any bits but those of infinities and NaNs.
+        # Any bits except those of infinities and NaNs.
         bits = d.bits(*shape, kind="u1") & np.uint8(0xBB if kind == "e5m2" else 0xF7)
         values = _BYTE_NUMBERS[kind][np.abs(numbers)] if whole else bits
     else:
         values = numbers.astype("f8") if whole else d.floats(*shape, kind="f8")
         if name == "special" and which == "a":
             values = d.specials(*shape, kind=_WIDE[kind])
-            # The greatest finite number: sums that overflow on their way depend on their order.
+            # Leave out the greatest finite number: whether a sum overflows on the way depends on its order.
             values[np.isfinite(values) & (np.abs(values) > 8)] = 1
         values = _as_floats(values, kind)
     return np.frombuffer(values.tobytes(), "u1").reshape(_SETS, _LANES, -1)
 
 
 def _as_floats(values: Array, kind: str) -> Array:
-    """Rounded to the type; what tf32 has no room for is cut off."""
+    """Return values rounded to the type. For tf32, surplus bits are cut off."""
     with np.errstate(all="ignore"):
         return _rounded(values, kind)
 

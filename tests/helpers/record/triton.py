@@ -1,4 +1,4 @@
-"""The launches of Triton's kernels, and the results by NumPy."""
+"""The launches of Triton's kernels, and their results computed by NumPy."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _EX2: Final = 2.0**-22
 
 
 def triton_cases() -> Iterator[tuple[Case, Array]]:
-    """Those that a card has run, each with its result in double precision."""
+    """Yield the launches that a card has run, each with its result in double precision."""
     d = Draw("triton")
     x, y = d.floats(1000), d.floats(1000)
     yield (
@@ -41,7 +41,7 @@ def triton_cases() -> Iterator[tuple[Case, Array]]:
 
 
 def unrecorded_cases() -> Iterator[tuple[Case, tuple[Array, ...]]]:
-    """Those that no card has run, each with its results."""
+    """Yield the launches that no card has run, each with its results."""
     d = Draw("unrecorded")
     a, b = (d.floats(48, 80).view("u4") >> 16).astype("u2"), (d.floats(80, 48).view("u4") >> 16).astype("u2")
     wide = [(array.astype("u4") << 16).view("f4").astype("f8") for array in (a, b)]
@@ -68,7 +68,7 @@ def _product(depth: int) -> Bound:
 def _case(name: str, grid: Dim3, *arguments: Array | Result | float) -> Case:
     call = _CALLS[name]
     kinds = call["signature"].values()
-    # Two pointers more than the kernel's own: scratch memory that these have no use for.
+    # Triton adds two pointers to scratch memory, which these kernels do not use.
     packed = (*(_packed(given, kind) for given, kind in zip(arguments, kinds, strict=True)), bytes(8), bytes(8))
     image = f"triton.{name}"
     return Case(image, (image,), call["kernel"], grid, (call["threads"], 1, 1), packed, call["shared"])

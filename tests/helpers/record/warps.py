@@ -1,4 +1,4 @@
-"""Launches of single warp operations on rows of operands, a warp for each row (PTX ISA sections 9.7.9 and 9.7.13)."""
+"""Launches of single warp operations on rows of operands, a warp for each row (PTX ISA 9.7.9 and 9.7.13)."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -13,7 +13,7 @@ _LANES: Final = 32
 _WORDS: Final = 4
 _PREDICATE: Final = "selp.u64 %s, 1, 0, %p;"
 
-# What gives a value to %d, and to %s for a predicate; of %a, and by some of %b, %c and the warp's %mask.
+# Instructions that set %d, and %s if they yield a predicate, from %a. Some also use %b, %c and the warp's %mask.
 _BODIES: Final = {
     **{
         f"shfl.{mode}": f"shfl.sync.{mode}.b32 %r|%p, %x, %b, %c, %mask; cvt.u64.u32 %d, %r; {_PREDICATE}"
@@ -50,7 +50,7 @@ def _ptx() -> str:
 
 
 def _kernel(name: str, body: str) -> str:
-    """Lanes that the mask lacks leave; each other has its own words of the rows."""
+    """Return a kernel in which lanes outside the mask exit. Each other lane has its own words of the rows."""
     return f"""
 .visible .entry {name}(.param .u64 rows, .param .u64 results)
 {{
@@ -85,7 +85,10 @@ def warp_cases() -> Iterator[Case]:
 
 
 def _shuffled(name: str) -> Array:
-    """All lanes: widths of powers of two with their clamps at first, then any bits of either operand."""
+    """Return rows for all lanes.
+
+    The first ones have all widths that are powers of two, with their clamps; the others have any bits.
+    """
     d = Draw(name)
     rows = zeros(_ROWS, _LANES, _WORDS, kind="u8")
     rows[..., 0] = np.arange(_ROWS * _LANES).reshape(_ROWS, _LANES) + 7
@@ -100,7 +103,7 @@ def _shuffled(name: str) -> Array:
 
 
 def _agreed(name: str) -> Array:
-    """Masks of all kinds; few values, so that lanes agree, or bits where they are reduced."""
+    """Return rows with masks of all kinds. Values are few, so that lanes agree; for reductions they are any bits."""
     d = Draw(name)
     rows = zeros(_ROWS, _LANES, _WORDS, kind="u8")
     if name.startswith("redux"):

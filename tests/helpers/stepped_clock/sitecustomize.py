@@ -1,8 +1,8 @@
-"""The wall clock as a file says: for every Python that is started with this folder on its PYTHONPATH.
+"""Changes the wall clock of every Python process that is started with this folder on its PYTHONPATH.
 
-GPULEASE_TEST_CLOCK names a file of 8 bytes, the nanoseconds by which the wall clock is off now. It stays mapped, so a
-worker that can open no file reads it too. The monotonic clock is the kernel's own and stays as it is, as it does when
-somebody sets a host's clock (clock_settime(2)).
+GPULEASE_TEST_CLOCK names a file of 8 bytes: the nanoseconds that are now added to the wall clock. The file stays
+mapped, so that a worker that can't open files reads it too. The monotonic clock is not changed, as when somebody sets a
+host's clock (clock_settime(2)).
 """
 
 import mmap
