@@ -52,7 +52,7 @@ def request(request_id: str, **others: Any) -> InferenceRequest:
 
 
 class Told:
-    """Wraps an object. Before each call of a method in `only`, calls the hook with `NAME.METHOD`."""
+    """Wraps an object. Before each call of a method in `only`, calls the hook with `name` and the method's name."""
 
     def __init__(self, inner: Any, name: str, hook: Hook, only: frozenset[str]) -> None:
         self._told = inner, name, hook, only
