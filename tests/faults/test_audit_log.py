@@ -1,4 +1,4 @@
-"""A disk that is full, slow or not there under the audit log: what the operator chose is what happens."""
+"""The audit log on a disk that is full, slow or missing: the daemon does what its settings demand."""
 
 import os
 import resource
@@ -20,13 +20,13 @@ from helpers.waiting import wait_until
 pytestmark = pytest.mark.exhaustive
 
 NO_FOLDER = Path("/sys/kernel/gpulease")
-"""sysfs(5): nobody can make a folder there, root neither."""
+"""A folder that nobody can create, not even root (sysfs(5))."""
 
 CAN_NOT_BE_WRITTEN = "the audit log can't be written"
 
 
 class Disk:
-    """A daemon's: full or not."""
+    """A daemon's disk, which a test fills by a limit on the size of files."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self._daemon = daemon
@@ -35,14 +35,14 @@ class Disk:
         _, self._hard = resource.prlimit(self._pid, resource.RLIMIT_FSIZE)
 
     def fill(self) -> None:
-        """No file grows beyond what the log has, and a few bytes: the next record is torn."""
+        """Let no file become larger than the log plus a few bytes, so that the next record is written incompletely."""
         size = log_files(self._folder)[-1].stat().st_size
         self._daemon.shorten_log()
         assert size > 2 * PAGE_BYTES, "the broker's other files, pages for workers, must still fit"
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (size + 100, self._hard))
 
     def empty(self) -> None:
-        """There is room again."""
+        """Remove the limit, so that there is room again."""
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, (self._hard, self._hard))
 
 
@@ -67,10 +67,11 @@ def test_a_full_disk_under_a_log_that_is_required(
     disk = Disk(daemon, folder)
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
-        # It is written behind the opening's reply; the grant below has to be the first record that finds the disk full.
+        # The attach's record is written after the session's reply. Wait for it, so that the grant's record below is the
+        # first one that finds the disk full.
         wait_until(lambda: "attach" in kinds(folder), "the attach is on record", seen=lambda: kinds(folder))
         disk.fill()
-        # The first acquire finds out, by a grant that is taken back; the next is refused at once.
+        # The first acquire detects the full disk, and its grant is undone. The next one is refused at once.
         for _ in range(2):
             with pytest.raises(Busy, match="audit log can't be written: File too large"):
                 daemon.builder().acquire()
@@ -94,7 +95,8 @@ def test_a_full_disk_under_a_log_that_is_not(start_daemon: Callable[..., Daemon]
     daemon = start_daemon(config=config(folder))
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
     use(daemon, 8)
-    # A record that came behind the look at the log's size would leave none of the few bytes.
+    # Wait until all records are written: one that is written after `fill` reads the log's size would use up the few
+    # bytes that are left.
     wait_until(lambda: kinds(folder).count("end") == 8, "no record is due")
     disk = Disk(daemon, folder)
     disk.fill()
@@ -105,7 +107,7 @@ def test_a_full_disk_under_a_log_that_is_not(start_daemon: Callable[..., Daemon]
     wait_until(lambda: "can be written again" in daemon.log(), "the log goes on", seen=daemon.log)
     stop(daemon)
     check_whole(folder)
-    # Nothing is missing: it had waited.
+    # No record is missing: they waited in the daemon.
     assert [kinds(folder).count(kind) for kind in ("grant", "over", "end")] == [9, 9, 9]
     (resume,) = [record["data"] for record in records(folder) if record["kind"] == "resume"]
     assert (resume["problem"], resume["torn"]["size_bytes"]) == ("File too large", 100)
@@ -118,7 +120,7 @@ def test_what_found_no_room_is_counted(start_daemon: Callable[..., Daemon], fold
     daemon = start_daemon(config=config(folder), faults=Faults(constants, hang_syncs_while=hang))
     hang.touch()
     use(daemon)
-    # The thread waits for the disk with the first record.
+    # Now the log's thread waits for the disk with the first record, and the queue fills.
     use(daemon, 10)
     hang.unlink()
     wait_until(lambda: "gap" in kinds(folder), "the gap is told")
@@ -150,7 +152,7 @@ def test_a_slow_disk_under_a_log_that_is_required(
         with pytest.raises(Busy, match="a write has lasted for more than"):
             daemon.builder().acquire()
         assert time.monotonic() - began > 0.5
-        # Nothing of the broker waits for the disk, and nothing of it holds anything back but grants.
+        # The broker does not wait for the disk, and only grants are held back.
         daemon.leases()
         neighbour.check()
         lease.renew(60)
@@ -161,7 +163,7 @@ def test_a_slow_disk_under_a_log_that_is_required(
         wait_until(lambda: can_be_had(daemon), "leases are granted again")
     stop(daemon)
     check_whole(folder)
-    # The second was refused before it was granted; the log says what became of both.
+    # The second one was refused before it was granted. The log contains the outcome of both.
     told = [record["data"] for record in records(folder)]
     assert sum("a write has lasted" in data.get("reason", "") for data in told) == 2
     assert sum(data.get("reason") == "refused" for data in told) >= 1

@@ -1,6 +1,6 @@
-"""Hosts whose NVIDIA driver is broken: the daemon says what is wrong and what to do, and how to go on by its status.
+"""Hosts with a broken NVIDIA driver: the daemon says what is wrong and what to do, and exits with a fitting status.
 
-The driver's libraries are made for each test; what they answer is what the real ones answer on such a host.
+The driver's libraries are made for each test. They return what the real ones return on such a host.
 """
 
 import os
@@ -19,7 +19,7 @@ pytest.importorskip("pynvml")
 
 
 def run(folder: Path, *command: str) -> "subprocess.Popen[str]":
-    """Start a Python that finds the libraries in a folder before the host's."""
+    """Start a Python that finds the libraries in a folder before those of the host."""
     with (folder / "said").open("wb") as said:
         return subprocess.Popen(
             [sys.executable, "-P", *command],
@@ -36,7 +36,7 @@ def daemon_arguments(folder: Path) -> tuple[str, ...]:
 
 
 def ended(process: "subprocess.Popen[str]", folder: Path) -> tuple[int, str]:
-    """Its exit status, and what it said last."""
+    """Wait until a process has ended. Returns its exit status and the last line that it printed."""
     with process:
         process.wait(60)
     said = (folder / "said").read_text()

@@ -1,6 +1,6 @@
-"""The broker is killed at any moment, hundreds of times if asked for: what anybody was told holds.
+"""The broker is killed at random moments. Everything that clients and operators were told must remain true.
 
-GPULEASE_KILLS says how often, GPULEASE_KILLS_SEED with which dice.
+GPULEASE_KILLS is the number of kills, GPULEASE_KILLS_SEED the seed of the random numbers.
 """
 
 import os
@@ -43,7 +43,7 @@ reclaim_timeout_s = 2
 
 @contextmanager
 def fenced_lease(lasting: LastingDaemon) -> Iterator[int]:
-    """A lease on the second card whose bytes could not be proved free; its id."""
+    """Yield the id of a fenced lease on the second card: its bytes could not be proved free."""
     flag = lasting.folder / "withhold"
     lasting.restart(Faults(withhold_proof_while=flag))
     lease = GpuBuilder(lasting.address).device(1).min_vram(FENCED_MIB * MIB).lease_secs(600).acquire()
@@ -55,17 +55,20 @@ def fenced_lease(lasting: LastingDaemon) -> Iterator[int]:
 
 
 def leased_workers(lasting: LastingDaemon) -> list[str]:
-    """Names of all workers that have a lease, twice if there are two; but for submits', which have no lease's name."""
+    """Return the names of all workers with a lease, one for each process.
+
+    Workers of submits are left out, because their names do not contain a lease.
+    """
     return [name for name in workers(lasting) if name not in ("gpul-zygote", "gpul-warm", WORKER)]
 
 
 def workers(lasting: LastingDaemon) -> list[str]:
-    """Of zygotes and all that they made."""
+    """Return the names of all zygotes and of the processes that they have forked."""
     return [info.name for info in lasting.processes() if info.name.startswith("gpul-") and not info.is_zombie]
 
 
 def check_from_outside(lasting: LastingDaemon, load: Load) -> None:
-    """No lease has two workers, and together they hold no more than there is."""
+    """Fail if a lease has two workers, or if all leases together hold more than the card has."""
     sizes = {f"gpul-{told.lease_id:032x}"[:15]: told.size_bytes for told in list(load.told.values())}
     names = Counter(leased_workers(lasting))
     assert max(names.values(), default=0) <= 1, names
@@ -73,7 +76,7 @@ def check_from_outside(lasting: LastingDaemon, load: Load) -> None:
 
 
 def check_told(daemon: Daemon, told: Told) -> None:
-    """What a tenant was told of one lease is what the daemon says."""
+    """Fail unless the daemon reports about a lease what its tenant was told."""
     before = time.monotonic()
     was_revoked, generation, surely_until = told.is_revoked, told.generation, told.surely_until
     try:
@@ -91,7 +94,7 @@ def check_told(daemon: Daemon, told: Told) -> None:
 
 
 def check_after_restart(lasting: LastingDaemon, load: Load, fenced_id: int) -> None:
-    """Everything that must hold once the next broker listens."""
+    """Check everything that must hold once the next broker listens."""
     check_from_outside(lasting, load)
     daemon = lasting.now
     for told in list(load.told.values())[-60:]:
@@ -103,14 +106,14 @@ def check_after_restart(lasting: LastingDaemon, load: Load, fenced_id: int) -> N
     known = {f"gpul-{lease['lease_id']}"[:15] for lease in daemon.leases()}
 
     def strangers() -> set[str]:
-        # One that is not in the first list may have come since.
+        # Ask again: a lease that is not in the first list may have been granted since.
         known.update(f"gpul-{lease['lease_id']}"[:15] for lease in daemon.leases())
         return set(leased_workers(lasting)) - known
 
     wait_until(lambda: not strangers(), "no worker runs that the broker does not know", seen=strangers)
 
     def has_known_submits() -> bool:
-        # Each look may fall between two submits.
+        # A check may fall between two submits, so it is repeated.
         found = workers(lasting).count(WORKER)
         return found <= sum("submit" in query(daemon, lease["lease_id"]) for lease in daemon.leases())
 
@@ -119,7 +122,7 @@ def check_after_restart(lasting: LastingDaemon, load: Load, fenced_id: int) -> N
 
 
 def query(daemon: Daemon, lease_id: str) -> dict[str, Any]:
-    """What is known of a lease; nothing of one that is forgotten."""
+    """Return the report about a lease; nothing if the daemon has forgotten the lease."""
     try:
         return daemon.query(int(lease_id, 16))
     except NotFound:
@@ -132,7 +135,7 @@ def check_nothing_was_wrong(load: Load) -> None:
 
 
 def kill_soon(lasting: LastingDaemon, dice: random.Random) -> None:
-    """Kill the broker while it serves, stops or starts; the next one listens when this returns."""
+    """Kill the broker while it serves, stops or starts. Returns once the next one listens."""
     time.sleep(dice.choice([0.0, 0.05, 0.3, 1.0, 2.0]) * dice.random())
     if dice.random() < 0.2:
         lasting.now.process.terminate()
@@ -169,13 +172,15 @@ def test_what_anybody_was_told_outlives_the_broker(start_lasting: Callable[..., 
 
 
 def check_nothing_leaks(lasting: LastingDaemon, zygote: int, files: int, load: Load) -> None:
-    """All is as before: leases, bytes, fences only where one was made, processes, descriptors, files."""
+    """Check that all is as before: no leases, all bytes free, no fence but the one made here, no further processes or
+    files.
+    """
     daemon = lasting.now
 
     def living() -> list[dict[str, Any]]:
         return [lease for lease in daemon.leases() if lease["state"] != "fenced"]
 
-    # A grant whose answer was lost lives to its end.
+    # A lease whose grant did not reach its tenant lives until it expires.
     wait_until(lambda: not living(), "no lease is left", 60, seen=living)
     assert ask(Opcode.FENCE_CLEAR, FenceClear("1"), lasting.address).count == 1
     wait_until(lambda: len(lasting.processes()) <= 4, "broker, zygote and two warm contexts", seen=lasting.processes)
@@ -183,7 +188,7 @@ def check_nothing_leaks(lasting: LastingDaemon, zygote: int, files: int, load: L
         assert card["held_bytes"] == card["fenced_bytes"] == 0, card
     assert lasting.zygotes() == [zygote]
     wait_until(
-        # Four for each warm context: its process, two pages and channel.
+        # Four descriptors for each warm context: its process, two pages and its channel.
         lambda: len(open_files(zygote)) <= files + 8,
         "the zygote's descriptors are closed",
         seen=lambda: open_files(zygote),

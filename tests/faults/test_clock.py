@@ -1,4 +1,4 @@
-"""Somebody sets the host's clock, by hours, while leases live: no lease, renewal, token or log depends on it."""
+"""The host's wall clock is set by hours while leases live. No lease, renewal, token or log may depend on it."""
 
 import os
 import re
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.exhaustive
 
 SHORT_S = (1.5, 8.0, 40.0)
 LATE_S = 60.0
-"""Far more than an end is ever late; far less than any step here."""
+"""Seconds. This is far more than an end is ever late, and far less than any step of the clock here."""
 
 
 class WallClock:
-    """That of the daemons started from now on, and of their zygotes and workers."""
+    """The wall clock of the daemons that are started from now on, and of their zygotes and workers."""
 
     def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class WallClock:
         patch.setenv("GPULEASE_TEST_CLOCK", str(path))
 
     def set(self, off: timedelta) -> None:
-        """From now on it is off by that much. One store: who reads sees the old or the new value."""
+        """Set the clock's error. It is one store, so a reader gets either the old or the new value."""
         with self._path.open("r+b" if self._path.exists() else "wb") as file:
             file.write(struct.pack("=q", int(off.total_seconds()) * 10**9))
 
@@ -68,7 +68,7 @@ def test_a_clock_that_is_set(
     with daemon.builder(seconds=600).exclusivity(GpuExclusivityClass.SHARED).acquire() as lease:
         session = GpuSession(lease)
         good = lease.issue(Permission.MEM_READ, guest, 300).token
-        # A busy host may take longer than a lease lasts that is to end soon.
+        # A lease must still live when the clock is set. On a busy host it may have expired, so a longer one is tried.
         for short_s in SHORT_S:
             short = lease.issue(Permission.MEM_READ, guest, short_s).token
             asked_s = time.monotonic()
@@ -82,11 +82,11 @@ def test_a_clock_that_is_set(
         clock.set(off)
         shown = lease.issue(Permission.MEM_READ, guest, 30).expires_at_unix_secs
         assert abs(shown - 30 - time.time() - off.total_seconds()) < LATE_S, "what is shown is the new clock's"
-        # Nothing ends early...
+        # Nothing ends early,
         GpuSession.attach(good, daemon.tcp_address).close()
         check_main_job(session)
         assert daemon.query(ends.lease_id)["state"] == "active" or time.monotonic() > asked_s + short_s
-        # ...and nothing lives on.
+        # and nothing ends late.
         with pytest.raises(LeaseExpired):
             ending.sync()
         assert 0 <= time.monotonic() - asked_s - short_s < LATE_S
@@ -100,7 +100,7 @@ def test_a_clock_that_is_set(
         del kept
     stop(daemon)
     check_audit_log(folder, off)
-    # The next daemon, when the clock is put right: the chain goes on, and what ended stays so.
+    # Set the clock right. The next daemon continues the log's chain, and leases that ended are still ended.
     clock.set(timedelta())
     again = start_daemon(config=settings)
     assert again.query(ends.lease_id)["state"] == "torndown"
@@ -111,7 +111,7 @@ def test_a_clock_that_is_set(
 
 
 def check_audit_log(folder: Path, off: timedelta) -> None:
-    """It is whole, tells the clock as it was, and counts seconds that passed."""
+    """Check that the log verifies, that it has the clock's times, and that it counts the seconds that passed."""
     check_whole(folder)
     told = [datetime.strptime(record["at"], "%Y-%m-%dT%H:%M:%S.%f%z") for record in records(folder)]
     now = datetime.now(UTC)
@@ -141,14 +141,17 @@ def test_a_clock_that_is_set_while_no_daemon_is_there(lasting: LastingDaemon, cl
 def test_a_clock_that_is_set_under_remote_sessions(
     start_daemon: Callable[..., Daemon], tmp_path: Path, clock: WallClock
 ) -> None:
-    """A connection keeps the time that its certificate had when it came; who comes later is judged by the new date."""
+    """A connection ends when its certificate would have expired by the clock at its start.
+
+    Later ones are judged by the new date.
+    """
     pki = Pki.make(tmp_path)
     daemon = start_daemon(tls=True, config=pki.settings())
     with pki.builder(daemon.tls_address, pki.ann).acquire() as lease, GpuSession(lease) as session:
         with ExitStack() as stack:
             for short_s in (2.0, 10.0, 50.0):
                 ends_s = time.monotonic() + short_s
-                # The same for a certificate.
+                # As with leases: if the certificate expires too soon, a longer one is tried.
                 with suppress(OSError, AssertionError):
                     eve = stack.enter_context(pki.peer(daemon.tls_address, pki.short_lived("eve", short_s)).hello())
                     break
@@ -158,7 +161,7 @@ def test_a_clock_that_is_set_under_remote_sessions(
             check_main_job(session)
             eve.sock.settimeout(LATE_S + short_s)
             assert isinstance(eve.next_event(), EndOfStream | Goodbye)
-        # Dates in certificates are of whole seconds.
+        # Dates in certificates have whole seconds.
         assert -1.1 < time.monotonic() - ends_s < LATE_S
         clock.set(timedelta(days=40))
         check_main_job(session)
@@ -172,7 +175,7 @@ READS_WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\b|\bdatetime\.(now|utcnow|tod
 
 
 def test_who_reads_the_wall_clock() -> None:
-    """For people, for records, for certificates."""
+    """Only code for people, for records and for certificates reads the wall clock."""
     sources = [path for part in ("daemon", "protocol") for path in (TESTS.parent / part).rglob("*.py")]
     readers = {
         path.relative_to(TESTS.parent).as_posix() for path in sources if READS_WALL_CLOCK.search(path.read_text())

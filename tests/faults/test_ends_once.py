@@ -1,4 +1,4 @@
-"""A lease ends once, whenever the broker is killed: one `end` in the audit log, and one answer to who asks again."""
+"""A lease ends once, whenever the broker is killed: the audit log has one `end`, and all replies say the same cause."""
 
 import contextlib
 import threading
@@ -28,7 +28,9 @@ def free(lasting: LastingDaemon, lease_id: int) -> None:
 
 
 def free_all_until_killed(lasting: LastingDaemon, lease_ids: Sequence[int]) -> None:
-    """All are freed at once; who is answered first kills the broker: other ends are durable, and the zygote untold."""
+    """Free all leases at once. The first thread to get a reply kills the broker: then other ends are durable, but the
+    zygote does not know them.
+    """
     start = threading.Barrier(len(lease_ids))
 
     def free_one(lease_id: int) -> None:
@@ -45,7 +47,7 @@ def free_all_until_killed(lasting: LastingDaemon, lease_ids: Sequence[int]) -> N
 
 
 def ends(audit: Path, lease_ids: Iterable[int]) -> dict[int, list[str]]:
-    """Why each lease ended, each time that the audit log says so."""
+    """Return the causes in the audit log's `end` records of each lease."""
     told = [one["data"] for one in audit_log.records(audit) if one["kind"] == "end"]
     return {number: [one["cause"] for one in told if int(one["lease"], 16) == number] for number in lease_ids}
 
@@ -62,7 +64,7 @@ def test_a_lease_that_was_freed_stays_freed(start_lasting: Callable[..., Lasting
         free_all_until_killed(lasting, lease_ids)
         lasting.start()
         for lease_id in lease_ids:
-            # One that nobody was told of may go on, and is freed now.
+            # A lease may live on if no reply has reported its end. Free it now.
             with contextlib.suppress(LeaseFreed):
                 free(lasting, lease_id)
     lasting.check_idle()
@@ -76,7 +78,7 @@ def test_a_lease_that_was_freed_stays_freed(start_lasting: Callable[..., Lasting
 def test_an_end_that_was_not_recorded_is_made_up_for(
     start_lasting: Callable[..., LastingDaemon], tmp_path: Path, is_long_ago: bool
 ) -> None:
-    """The audit log's disk hangs, so that a lease ends in the journal alone, and the broker is killed."""
+    """The audit log's disk hangs, so that a lease's end is only in the journal. Then the broker is killed."""
     flag = tmp_path / "hangs"
     lasting = start_lasting(config=audit_log.config(tmp_path / "audit"), faults=Faults(hang_syncs_while=flag))
     lease = lasting.now.builder().acquire()
@@ -92,7 +94,8 @@ def test_an_end_that_was_not_recorded_is_made_up_for(
     assert ends(tmp_path / "audit", [lease_id]) == {lease_id: []}
     faults = None
     if is_long_ago:
-        # The next broker reads the end of a log alone: here what is behind the lease's own records.
+        # The next broker reads only the end of a log. Here that contains nothing but what follows the lease's own
+        # records.
         written = b"".join(path.read_bytes() for path in log_files(tmp_path / "audit"))
         tail_bytes = len(written) - written.rindex(lease_text(lease_id).encode())
         faults = Faults(constants={"gpulease.daemon.record.audit.files:TAIL_BYTES": tail_bytes})

@@ -1,4 +1,4 @@
-"""Processes that have run out of descriptors refuse in words, leak nothing, and work again when they have some."""
+"""Processes without free descriptors refuse requests with a reason, leak nothing, and later work again."""
 
 import resource
 import time
@@ -20,15 +20,17 @@ from helpers.waiting import wait_until
 pytestmark = pytest.mark.exhaustive
 
 LATEST_S = 2.0
-"""Far more than an expiry is ever late."""
+"""Seconds. Far more than an expiry is ever late."""
 
 SAME_USER = 'sandbox_without = ["user"]'
-"""Else the workers' limits are nobody's to change without CAP_SYS_RESOURCE (prlimit(2))."""
+"""Settings with which workers run as the same user: else only CAP_SYS_RESOURCE permits to change their limits
+(prlimit(2)).
+"""
 
 
 @contextmanager
 def descriptors_left(pid: int, room: int) -> Iterator[None]:
-    """A process may open `room` more, and no others."""
+    """Let a process open `room` more descriptors during the block, and no others."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     files = open_files(pid)
     free = [number for number in range(len(files) + room + 1) if number not in files]
@@ -79,7 +81,7 @@ def test_no_descriptor_is_left_for_a_connection(start_daemon: Callable[..., Daem
         soon, other = daemon.builder(seconds=0.6).acquire(), daemon.builder().acquire()
         with descriptors_left(broker, 0):
             waiting = [RawPeer(daemon.address) for _ in range(20)]
-            # Who is inside already is served, and what is due is done.
+            # Connections that were open before are served, and leases end in time.
             lease.renew(30)
             revoked = operator.request(Opcode.LEASE_REVOKE, LeaseRevoke(other.lease_id, "maintenance"))
             assert revoked.outcome == RevokeOutcome.TORN_DOWN
@@ -99,7 +101,7 @@ def test_no_descriptor_is_left_for_a_connection(start_daemon: Callable[..., Daem
 
 
 def test_no_descriptor_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]) -> None:
-    """It can't even take those that a request for a worker brings."""
+    """The zygote can't even receive the descriptors that come with a request for a worker."""
     daemon = start_daemon()
     zygote = daemon.zygote_pid()
     with daemon.builder().acquire() as lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
@@ -118,14 +120,14 @@ def test_no_descriptor_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]
 
 
 def test_no_descriptor_is_left_to_a_worker(start_daemon: Callable[..., Daemon]) -> None:
-    """A connection more is closed where its socket can't be taken; where only shared memory can't, it does without."""
+    """A new connection is closed if its socket can't be received. If only shared memory can't, it works without."""
     daemon = start_daemon(config=SAME_USER)
     with daemon.builder().exclusivity(GpuExclusivityClass.SHARED).acquire() as lease, GpuSession(lease) as session:
         worker = daemon.worker_pid(lease.lease_id)
         neighbour = Neighbour(session)
         files = len(open_files(worker))
         with descriptors_left(worker, 0):
-            # What was lost on its way is not for ever taken for what is still coming.
+            # Hand-overs that failed must not count for ever as hand-overs that are still under way.
             for _ in range(MAX_HAND_OVERS + 1):
                 check_attach_is_closed(daemon, lease.lease_id)
             neighbour.check()

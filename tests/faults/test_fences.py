@@ -1,4 +1,4 @@
-"""Memory that is not proved free is granted to nobody, until an operator says so."""
+"""Memory that is not proved free is not granted until an operator clears its fence."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,13 +26,13 @@ GIB = 1 << 30
 
 @pytest.fixture
 def withheld(tmp_path: Path) -> Path:
-    """While this file exists, no card shows a dead worker's bytes back."""
+    """Return a path. While this file exists, no card shows that a dead worker's bytes are free."""
     return tmp_path / "withheld"
 
 
 @pytest.fixture
 def fencing(start_daemon: Callable[..., Daemon], withheld: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """A daemon with two cards that fences after a second, or after the seconds that are a test's parameter."""
+    """Yield a daemon with two cards. It fences after one second, or after the test's parameter in seconds."""
     daemon = start_daemon(
         vram=("2GiB", "2GiB"),
         tcp=True,
@@ -56,10 +56,10 @@ def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> Non
     withheld.touch()
     assert fencing.revoke(lease.lease_id) == RevokeOutcome.FENCED
     assert not fencing.has_worker(lease.lease_id)
-    # Its tenant learns what happened to it.
+    # The tenant's session reports how the lease ended.
     with pytest.raises((Fenced, Revoked)):
         session.sync()
-    # Whoever asks now learns that it is fenced.
+    # Later requests are refused, because the lease is fenced.
     with RawPeer(fencing.address).hello() as peer:
         for op, body in (
             (Opcode.LEASE_RENEW, LeaseRenew(lease.lease_id, 1000)),
@@ -72,7 +72,7 @@ def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> Non
     report = fencing.query(lease.lease_id)
     assert (report["state"], report["cause"]) == ("fenced", "revoked")
 
-    # The card shows it, and gives no byte of it to anybody.
+    # The inventory shows the fence, and its bytes are not available.
     entry, other = fencing.inventory().entries
     assert entry.flags == InventoryFlag.FENCED
     assert entry.available_bytes == GIB
@@ -82,13 +82,13 @@ def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> Non
     with pytest.raises(CapacityExceeded):
         fencing.builder(GIB + 1).device(0).acquire()
 
-    # The rest of the card works on, once new proofs come.
+    # The rest of the card can be leased again, once its memory is proved free.
     withheld.unlink()
     with fencing.builder(GIB).device(0).acquire() as rest, GpuSession(rest) as working:
         check_main_job(working)
     assert fencing.query(lease.lease_id)["state"] == "fenced"
 
-    # An operator's word frees it.
+    # An operator clears the fence, which frees the bytes.
     assert clear(fencing) == 1
     assert fencing.available_bytes() == 2 * GIB
     assert fencing.inventory().entries[0].flags == 0
@@ -99,7 +99,7 @@ def test_a_revoke_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> Non
 
 @pytest.mark.exhaustive
 def test_an_expiry_that_can_not_be_proved(fencing: Daemon, withheld: Path) -> None:
-    # Before the proof is withheld, a lease that ends too soon for a busy host gives its bytes back.
+    # While proofs are possible, the bytes of a lease that expires before its session is set up are freed.
     *_, longest_s = SHORT_LEASES_S
     for seconds in SHORT_LEASES_S:
         lease = fencing.builder(GIB, seconds=seconds).device(1).acquire()
@@ -192,7 +192,7 @@ def test_a_fence_that_was_cleared_is_told_of_by_the_next_daemon_too(
 
 @pytest.mark.exhaustive
 def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withheld: Path, tmp_path: Path) -> None:
-    """Nobody gets the bytes but by an operator's word; the id is good for nothing ever after; the log has it all."""
+    """Only an operator frees the bytes; the id can never be used again; and the log records all of it."""
     folder = tmp_path / "log"
     daemon = start_daemon(
         vram=("2GiB",),
@@ -215,7 +215,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
             failure = peer.attach(lease.lease_id)
             assert isinstance(failure, Failure)
             assert found | {failure.status} == statuses
-            # Its events end with what ended it.
+            # A subscriber gets the event that ended the lease.
             peer.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
             told = peer.next_event()
             assert isinstance(told, Notification)
@@ -225,7 +225,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
     is_good_for_nothing(statuses={Status.FENCED})
     with pytest.raises(CapacityExceeded):
         daemon.builder(1).acquire()
-    # Proofs that come later do not lift it, nor does a drain, which tells of it.
+    # A later proof does not clear the fence. A drain does not either, and it reports the fenced lease.
     withheld.unlink()
     drained = gpulease(["drain", "--within", "0", "--wait"])
     assert (drained.exit_code, lease.lease_id_text in drained.output) == (1, True)
@@ -249,7 +249,7 @@ def test_the_whole_story_of_a_fence(start_daemon: Callable[..., Daemon], withhel
 
 def _check_log(folder: Path, lease_id: str) -> None:
     of_it = [record for record in records(folder) if record["data"].get("lease") == lease_id]
-    # Of what was asked in vain, before and after: renew, free, attach, thrice.
+    # Requests that were denied, before and after the fence was cleared: renew, free and attach, three times each.
     kinds = [record["kind"] for record in of_it if record["kind"] != "deny"]
     assert kinds == ["grant", "over", "operator", "fence", "operator", "clear", "operator"]
     assert sum(record["kind"] == "deny" for record in of_it) == 9

@@ -1,4 +1,4 @@
-"""More connections than the daemon takes: each one too many is told so, and those inside are served."""
+"""More connections than the daemon accepts: each further one gets a reason, and those that are open are served."""
 
 import resource
 import socket
@@ -28,7 +28,7 @@ SMALL = f"max_connections = {LIMIT}\nmax_connections_per_tenant = {LIMIT}\n"
 
 @pytest.fixture
 def files_enough() -> Iterator[None]:
-    """Raise this process's soft limit of descriptors to the hard one; narrowly skip if even that is too low."""
+    """Raise this process's soft limit of open files. Skips the test if the hard limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = TEN_THOUSAND + 1000
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -39,7 +39,7 @@ def files_enough() -> Iterator[None]:
 
 
 def goodbye_on(sock: socket.socket) -> Goodbye:
-    """What the daemon says before it closes; it must do both."""
+    """Return the goodbye that the daemon sends before it closes the connection. Fails unless it does both."""
     connection = Connection(Role.CLIENT, max_payload_bytes=MAX_PAYLOAD_BYTES)
     while data := sock.recv(1 << 16):
         connection.receive_data(data)
@@ -61,7 +61,7 @@ def test_one_too_many(start_daemon: Callable[..., Daemon]) -> None:
             ask(Opcode.PING, Ping(1), daemon.tcp_address)
         for peer in inside:
             assert peer.request(Opcode.PING, Ping(2)) == Ping(2)
-        # An operator still gets in, to look and to revoke.
+        # An operator can still connect, to get reports and to revoke leases.
         assert daemon.available_bytes() == 6 << 30
         inside.pop().sock.close()
         wait_until(lambda: _is_served(daemon), "a place is free for the next")
@@ -100,7 +100,7 @@ def test_a_flood_past_the_limit(start_daemon: Callable[..., Daemon]) -> None:
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         with ExitStack() as stack:
-            # One place is the tenant's, for its lease.
+            # One place is used by the tenant of the lease.
             for _ in range(LIMIT - 1):
                 stack.enter_context(RawPeer(daemon.tcp_address)).hello()
             for number in range(MANY):
@@ -108,7 +108,7 @@ def test_a_flood_past_the_limit(start_daemon: Callable[..., Daemon]) -> None:
                     assert goodbye_on(sock).failure.status is Status.BUSY
                 if number % 100 == 0:
                     neighbour.check()
-        # Those who were inside still have their lease's connection and their session.
+        # Connections that were open still work: the lease's own, and its session's.
         lease.renew(60)
         neighbour.check()
     daemon.check_idle(files)
@@ -120,7 +120,7 @@ def test_ten_thousand_idle_connections_at_once(start_daemon: Callable[..., Daemo
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         with ExitStack() as stack:
-            # Those inside have said hello: none is sent off while the others come, however long that takes.
+            # These have completed HELLO, so none of them is closed while the others connect, however long that takes.
             inside = [stack.enter_context(RawPeer(daemon.tcp_address)).hello() for _ in range(LIMIT - 1)]
             socks = []
             for number in range(TEN_THOUSAND):
@@ -129,8 +129,8 @@ def test_ten_thousand_idle_connections_at_once(start_daemon: Callable[..., Daemo
                     neighbour.check()
             assert {goodbye_on(sock).failure.status for sock in socks} == {Status.BUSY}
             neighbour.check()
-            # A lease takes six: its worker's channel, process and two pages, and its session's words, which have a
-            # mapping and a read-only descriptor. Its connection is one of those inside.
+            # A lease takes six descriptors: its worker's channel, its process, two pages, and two for the session's
+            # region words: a mapping and a read-only descriptor. Its connection is one of those that were open.
             assert len(daemon.open_files()) <= files + LIMIT + 6
             inside.pop().sock.close()
             wait_until(lambda: _is_served(daemon), "a place is free for the next")

@@ -1,4 +1,4 @@
-"""Bytes no honest peer sends: each gets a clear error or a closed connection, and everybody else is served."""
+"""Bytes that no correct peer sends: each gets a clear error or a closed connection, and all others are served."""
 
 import random
 import struct
@@ -25,7 +25,7 @@ from helpers.daemon import Daemon
 from helpers.kernels import Neighbour
 from helpers.raw_peer import RawPeer, connect, frame_of, lease_alloc
 
-# Somebody must be served all the while.
+# A neighbour must be served during every test.
 pytestmark = pytest.mark.usefixtures("neighbour")
 
 HELLO = frame_of(Opcode.HELLO, Hello(0, "hostile", ()), 1)
@@ -44,7 +44,7 @@ def header(
     request_id: int = 9,
     session_id: int = 0,
 ) -> bytes:
-    """A header, right but for what is named."""
+    """Return a header that is valid, except the named fields."""
     ident = session_id.to_bytes(16, "big")
     return _HEADER.pack(magic, version, flags, op, status, reserved, length, request_id, ident)
 
@@ -57,7 +57,7 @@ def control(daemon: Daemon) -> Iterator[RawPeer]:
 
 @pytest.fixture
 def session(daemon: Daemon) -> Iterator[RawPeer]:
-    """A connection that is a session; `session_id` is its id."""
+    """Yield a connection that is attached to a session. Its `session_id` is the session's id."""
     with daemon.builder().acquire() as lease, RawPeer(daemon.address).hello() as peer:
         assert not isinstance(peer.attach(lease.lease_id), Failure)
         yield peer
@@ -122,7 +122,7 @@ def test_unknown_operations(control: RawPeer, session: RawPeer, op: int) -> None
 
 
 def _next_frame(peer: RawPeer) -> tuple[int, int, int, bytes]:
-    """(op, status, request id, payload) of the next frame, whatever the state table says to it."""
+    """Return (op, status, request id, payload) of the next frame. Skips the protocol's state machine."""
     data = bytearray()
     while len(data) < HEADER_BYTES or len(data) < HEADER_BYTES + int.from_bytes(data[12:16], "big"):
         received = peer.sock.recv(1)
@@ -141,7 +141,7 @@ def test_before_hello(daemon: Daemon, body: tuple[Opcode, Body]) -> None:
         sock.sendall(frame_of(op, message, 1))
         peer.sock.sendall(frame_of(op, message, 1))
         assert _next_frame(peer)[:3] == (op, Status.INVALID_REQUEST, 1)
-        # It may still introduce itself.
+        # The peer may still send HELLO.
         peer.hello()
         assert peer.request(Opcode.PING, Ping(2)) == Ping(2)
 

@@ -1,4 +1,6 @@
-"""A tenant that owns the other half of its ring: nothing it puts there is believed, and nobody else notices."""
+"""A tenant writes any values into the other half of its ring. The worker trusts none of them, and nobody else is
+affected.
+"""
 
 import contextlib
 import os
@@ -32,7 +34,7 @@ def owner(daemon: Daemon) -> Iterator[RawPeer]:
 
 @pytest.fixture
 def attach(daemon: Daemon, owner: RawPeer) -> Iterator[Callable[[], RingPeer]]:
-    """Attaches to one lease's session, again and again."""
+    """Yield a function that attaches a new connection to one lease's session."""
     lease_id = owner.acquire().lease_id
     peers: list[RingPeer] = []
 
@@ -44,7 +46,7 @@ def attach(daemon: Daemon, owner: RawPeer) -> Iterator[Callable[[], RingPeer]]:
     yield open_one
     for peer in peers:
         peer.__exit__()
-    with contextlib.suppress(AssertionError):  # some are revoked
+    with contextlib.suppress(AssertionError):  # Some leases are revoked.
         owner.free(lease_id)
 
 
@@ -65,7 +67,7 @@ def test_a_tail_that_jumps(attach: Callable[[], RingPeer], neighbour: Neighbour,
 
 @pytest.mark.parametrize("head", [1, 2**64 - 1])
 def test_a_head_that_jumps(attach: Callable[[], RingPeer], neighbour: Neighbour, head: int) -> None:
-    """Seen once the worker needs the room that it claims."""
+    """The worker detects it once it needs the room that the head claims to be free."""
     peer = attach()
     handle = peer.ask_in_ring(Opcode.MEM_ALLOC, MemAlloc(1 << 20))
     assert isinstance(handle, Handle)
@@ -88,7 +90,7 @@ def test_whatever_the_other_words_say(attach: Callable[[], RingPeer]) -> None:
 
 
 def test_a_worker_that_sleeps_looks_when_it_is_rung_at(attach: Callable[[], RingPeer]) -> None:
-    """A client that clears the word that would make it ring waits for itself."""
+    """If a client clears the word that says that the worker sleeps, only this client waits."""
     peer = attach()
     wait_until(lambda: peer.words[READER_SLEEPS], "the worker sleeps")
     peer.words[READER_SLEEPS] = 0
@@ -123,7 +125,10 @@ def test_a_frame_that_never_ends(attach: Callable[[], RingPeer], neighbour: Neig
 
 
 def test_replies_that_nobody_reads(daemon: Daemon, attach: Callable[[], RingPeer], neighbour: Neighbour) -> None:
-    """The worker waits for room until the lease is over, bells or no bells; revoking it takes no longer than ever."""
+    """The worker waits for room until the lease ends, with or without wake-ups.
+
+    To revoke the lease takes no longer than usual.
+    """
     peer = attach()
     handle = peer.ask_in_ring(Opcode.MEM_ALLOC, MemAlloc(1 << 20))
     assert isinstance(handle, Handle)
@@ -143,7 +148,7 @@ def test_the_memory_can_be_cut_short_by_nobody(attach: Callable[[], RingPeer]) -
     for size in (0, 4096, peer.layout.total_bytes - 1, peer.layout.total_bytes + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(peer.fd, size)
-    # What can be done is to lose its pages; they read as zeros then, and the counters make no sense.
+    # The client can discard the memory's pages. They then read as zeros, which are invalid counters.
     assert peer.ask_in_ring(Opcode.PING, Ping(1)) == Ping(1)
 
 
@@ -172,7 +177,10 @@ def test_a_quiet_flood_is_served_and_starves_nobody(
 def test_what_is_served_is_scribbled_over_meanwhile(
     attach: Callable[[], RingPeer], neighbour: Neighbour, words: tuple[int, ...]
 ) -> None:
-    """Launches and syncs whose bytes and counters change while they are taken; the worker may end the connection."""
+    """Bytes and counters of launches and syncs change while the worker reads them.
+
+    The worker may close the connection.
+    """
     peer = attach()
     loaded = peer.ask_in_ring(Opcode.MODULE_LOAD, ModuleLoad(TRANSFORM))
     assert isinstance(loaded, ModuleLoaded)
@@ -194,7 +202,7 @@ def test_what_is_served_is_scribbled_over_meanwhile(
     peer.sock.close()
     neighbour.check()
     again = attach()
-    # One of the launches may have been another than was sent: its fault is told once.
+    # A launch may have been read with changed bytes. Its fault is reported once.
     for number in (1, 2):
         _, frame = again.connection.send_request(Opcode.PING, Ping(number), session_id=again.session_id)
         again.put(frame)
@@ -205,7 +213,7 @@ def test_what_is_served_is_scribbled_over_meanwhile(
 def _scribble(peer: RingPeer, words: tuple[int, ...], stop: threading.Event) -> None:
     rng = random.Random(5)
     while not stop.is_set():
-        # Argument bytes, most of the time: a frame that is none ends the connection.
+        # Mostly change argument bytes, because a frame that is invalid ends the connection.
         peer.memory[DATA_AT + rng.randrange(1 << 14)] = rng.randrange(256)
         for word in words:
             peer.words[word] = peer.words[word] + rng.choice((-1, 0, 0, 1, 90)) & 2**64 - 1

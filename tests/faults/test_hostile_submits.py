@@ -1,4 +1,4 @@
-"""Submits from peers that say what no well-behaved client would, and from those that bear tokens."""
+"""Submits with requests that no correct client sends, and submits with tokens."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def gpu(daemon: Daemon) -> Iterator[GpuLease]:
 
 @contextlib.contextmanager
 def submit(daemon: Daemon, lease_id: int, *options: Tlv) -> Iterator[RawPeer]:
-    """A raw connection whose submit is ready."""
+    """Yield a raw connection whose submit is ready to run."""
     with RawPeer(daemon.address).hello() as peer:
         reply = peer.request(Opcode.GPU_SUBMIT, GpuSubmit(100_000, options), lease_id)
         assert isinstance(reply, AttachReply)
@@ -122,7 +122,10 @@ def test_a_session_takes_no_run(daemon: Daemon, gpu: GpuLease) -> None:
 
 
 def test_a_quiet_run_is_not_done(daemon: Daemon, gpu: GpuLease) -> None:
-    """Its failure is kept, as any quiet request's, and told to the next one that has a reply."""
+    """A quiet SUBMIT_RUN is refused.
+
+    Its failure is kept, like that of any quiet request, and reported with the next reply.
+    """
     with submit(daemon, gpu.lease_id) as peer:
         peer.quiet(Opcode.SUBMIT_RUN, RUN, gpu.lease_id)
         told = peer.refused(Opcode.SUBMIT_RUN, RUN, gpu.lease_id)
@@ -150,7 +153,7 @@ def test_half_a_frame_and_a_peer_that_leaves_cost_nothing(daemon: Daemon, gpu: G
         with submit(daemon, gpu.lease_id) as peer:
             peer.sock.sendall(frame_of(Opcode.SUBMIT_RUN, RUN, 9, gpu.lease_id)[:cut])
     with RawPeer(daemon.address).hello() as peer:
-        # Gone before its context is there.
+        # The client disconnects before its context exists.
         peer.sock.sendall(frame_of(Opcode.GPU_SUBMIT, GpuSubmit(1000, ()), 9, gpu.lease_id))
     check_scaled(scaling(gpu).launch())
 
@@ -167,7 +170,7 @@ def test_who_may_ask(daemon: Daemon, gpu: GpuLease) -> None:
         assert peer.refused(Opcode.GPU_SUBMIT, GpuSubmit(0, ()), gpu.lease_id).status is Status.INVALID_REQUEST
         two = (Tlv(AttachOption.TOKEN, b"a"), Tlv(AttachOption.TOKEN, b"b"))
         assert peer.refused(Opcode.GPU_SUBMIT, GpuSubmit(1000, two), gpu.lease_id).status is Status.INVALID_REQUEST
-        # It is a control connection still.
+        # The connection is still a control connection.
         assert peer.request(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(gpu.lease_id)) == Empty()
     with RawPeer(daemon.tcp_address).hello() as stranger:
         assert stranger.refused(Opcode.GPU_SUBMIT, GpuSubmit(1000, ()), gpu.lease_id).status is Status.NOT_FOUND
@@ -212,7 +215,7 @@ def test_what_ends_a_token_ends_its_submit(
 
 
 class Guest:
-    """Somebody else's lease, as a token shows it."""
+    """A tenant that uses another tenant's lease with a token."""
 
     def __init__(self, token: bytes, address: str) -> None:
         self._token, self._address = token, address
@@ -222,7 +225,10 @@ class Guest:
 
 
 def floods_in_vain(daemon: Daemon, gpu: GpuLease) -> bool:
-    """Whether nobody reads what comes behind one that waits. What is refused, one before it not gone yet, is read."""
+    """Whether the daemon reads nothing after a submit that waits.
+
+    If the submit is refused, because an earlier one has not ended yet, it reads.
+    """
     with RawPeer(daemon.address).hello() as flood:
         flood.sock.settimeout(0.3)
         flood.sock.sendall(frame_of(Opcode.GPU_SUBMIT, GpuSubmit(1000, ()), 9, gpu.lease_id))

@@ -1,4 +1,4 @@
-"""The TLS port under peers that mean harm, and relays that die: nobody else notices, and nothing is left."""
+"""Hostile peers at the TLS port, and relays that die: nobody else is affected, and nothing is left behind."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def remote_daemon(pki: Pki) -> Iterator[Daemon]:
 
 @pytest.fixture
 def daemon(remote_daemon: Daemon, pki: Pki) -> Iterator[Daemon]:
-    """It, with a neighbour who works on all the while; afterwards nothing is left of what a test did."""
+    """Yield the daemon, with a neighbour's session that must work afterwards. Then nothing of the test may be left."""
     files = len(remote_daemon.open_files())
     with pki.builder(remote_daemon.tls_address, pki.bob).acquire() as lease, GpuSession(lease) as session:
         yield remote_daemon
@@ -53,7 +53,7 @@ def daemon(remote_daemon: Daemon, pki: Pki) -> Iterator[Daemon]:
 
 
 def first_words(pki: Pki) -> bytes:
-    """A ClientHello."""
+    """Return a ClientHello."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = pki.context(pki.ann).wrap_bio(incoming, outgoing, server_hostname="localhost")
     with pytest.raises(ssl.SSLWantReadError):
@@ -94,7 +94,7 @@ def test_a_thousand_half_open_connections_cost_no_process_and_hold_up_nobody(dae
     with ExitStack() as stack:
         half = [stack.enter_context(connect(daemon.tls_address)) for _ in range(HALF_OPEN)]
         for sock in half[::2]:
-            # Reset already, where it was cut for those behind it.
+            # The gate may have cut this connection off already, to make room for later ones.
             with suppress(OSError):
                 sock.sendall(begin)
         check_ann_is_served(daemon, pki)
@@ -111,7 +111,7 @@ def test_peers_that_stall_in_the_handshake_are_bounded_and_hold_up_nobody(daemon
             sock.sendall(hello)
         check_ann_is_served(daemon, pki)
         assert len(relays(daemon)) <= before + MAX_HANDSHAKES + 3
-        # They are cut without anybody waiting for their place; and so is who says nothing at all.
+        # They are cut off after their time, even if nobody needs their places, and so is a peer that sends nothing.
         silent = stack.enter_context(connect(daemon.tls_address))
         wait_until(lambda: len(relays(daemon)) <= before, "they are gone", seen=lambda: relays(daemon))
         assert silent.recv(1) == b""
@@ -145,7 +145,7 @@ def test_a_byte_at_a_time_is_a_handshake_and_a_session_too(daemon: Daemon, pki: 
 
 
 def test_a_flood_from_one_address_crowds_out_itself(pki: Pki, daemon: Daemon) -> None:
-    """All the while handshakes are begun from there, by the hundred a second, and left alone."""
+    """During the whole test, hundreds of handshakes a second are begun from one address and not continued."""
     files = gate_files(daemon)
     hello, address, port = first_words(pki), "127.0.0.1", int(daemon.tls_address.rpartition(":")[2])
     is_over = threading.Event()
@@ -216,7 +216,7 @@ def test_connections_outlive_a_gate_that_hangs_and_another_comes(pki: Pki, start
         stop_process(gate)
         check_main_job(session)
         lease.renew(30)
-        # Who comes meanwhile waits for the next one.
+        # A tenant that connects now waits for the next gate.
         check_ann_is_served(daemon, pki)
         assert not is_running(gate)
         check_main_job(session)
@@ -233,7 +233,7 @@ def test_relays_in_their_handshake_are_reaped_without_a_gate(pki: Pki, start_dae
             stack.enter_context(connect(daemon.tls_address)).sendall(first_words(pki))
         wait_until(lambda: len(relays(daemon)) == 3, "handshakes are under way", seen=lambda: relays(daemon))
         begun = children_of(gate)
-        # Else the last one may have been forked and not told of.
+        # Wait for a complete connection: else the last relay may have been forked but not yet reported.
         with pki.peer(daemon.tls_address, pki.ann) as ann:
             ann.hello()
         os.kill(gate, signal.SIGKILL)
@@ -246,12 +246,15 @@ def children_of(pid: int) -> set[int]:
 
 
 def children(daemon: Daemon) -> set[int]:
-    """The broker's own, those that have just been forked too."""
+    """Return the broker's children, including those that were just forked."""
     return {info.pid for info in daemon.processes() if info.parent == daemon.process.pid}
 
 
 def test_a_gate_whose_files_are_gone_for_a_while(tmp_path: Path, start_daemon: Callable[..., Daemon]) -> None:
-    """One after the other is tried, until one is there: never two, whatever they said before they ended."""
+    """Gates are started one after another until one works.
+
+    There are never two, whatever they sent before they ended.
+    """
     pki = Pki.make(tmp_path)
     patience = Faults({f"{SIDE_PROCESS}:MAX_RESTART_DELAY_S": 1.0})
     daemon = start_daemon(tls=True, config=pki.settings(), faults=patience)
@@ -259,10 +262,10 @@ def test_a_gate_whose_files_are_gone_for_a_while(tmp_path: Path, start_daemon: C
     hidden = pki.server.key.with_suffix(".hidden")
     pki.server.key.rename(hidden)
     spares(daemon)
-    # Relays that are forked ahead are the broker's children for a moment, once their gate is gone.
+    # If a gate ends, its spare relays are the broker's children for a moment.
     known = children(daemon) | children_of(gate_pid(daemon))
     os.kill(gate_pid(daemon), signal.SIGKILL)
-    # What the next one says, and that it has ended, reach a broker that was away at once.
+    # Stop the broker, so that it receives the next gate's message and its end at the same time.
     (tried,) = wait_until(lambda: children(daemon) - known, "another one is tried")
     stop_process(daemon.process.pid)
     wait_until(lambda: not is_running(tried), "it has ended")
@@ -290,7 +293,7 @@ def test_a_revocation_reaches_relays_of_a_gate_that_died(tmp_path: Path, start_d
 
 
 def test_a_session_does_not_need_the_broker(pki: Pki, start_daemon: Callable[..., Daemon]) -> None:
-    """Its relay goes on for as long as there is a worker, and ends with it."""
+    """The session's relay runs as long as the worker, and ends with it."""
     daemon = start_daemon(tls=True, config=pki.settings())
     with pki.peer(daemon.tls_address, pki.ann).hello() as control:
         lease_id = control.acquire().lease_id
@@ -302,7 +305,7 @@ def test_a_session_does_not_need_the_broker(pki: Pki, start_daemon: Callable[...
             stop_process(worker)
             daemon.kill()
             time.sleep(0.1)
-            # The worker dies with its broker; stopped or not, its socket closes then.
+            # The worker dies with its broker. Even if the worker is stopped, its socket is closed then.
             wait_until(lambda: not is_running(worker), "the worker is gone")
             assert session.sock.recv(1) == b""
         wait_until(lambda: not is_running(relay), "its relay is gone")
@@ -321,7 +324,7 @@ def test_a_tenant_that_dies_inside_a_frame_is_forgotten(daemon: Daemon, pki: Pki
                 )
                 peer.sock.sendall(frame[:cut])
                 peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            # The session has room for one connection.
+            # The session permits one connection, so wait until the old one is closed.
             wait_until(lambda: not lease.query()["connections"], "the worker drops the connection")
         with GpuSession(lease) as session:
             check_main_job(session)
@@ -331,13 +334,13 @@ def test_bytes_changed_on_the_way_end_the_connection(daemon: Daemon, pki: Pki) -
     with pki.peer(daemon.tls_address, pki.ann).hello() as peer, socket.socket(fileno=os.dup(peer.sock.fileno())) as raw:
         raw.settimeout(60)
         raw.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
-        # An alert, and the end.
+        # The server sends an alert, and closes the connection.
         while raw.recv(1 << 16):
             pass
 
 
 def rests(pid: int) -> bool:
-    """Whether a process uses next to nothing of a core for a while."""
+    """Whether a process uses hardly any processor time for 0.3 s."""
     spent = cpu_seconds(pid)
     time.sleep(0.3)
     return cpu_seconds(pid) - spent < 0.1
@@ -354,7 +357,7 @@ def test_a_tenant_that_does_not_read_holds_up_itself_alone(daemon: Daemon, pki: 
             with pytest.raises(TimeoutError):
                 peer.sock.sendall(ping * (64 << 20 >> 5))
             check_ann_is_served_by_the_broker(daemon, pki)
-            # Once what was on its way has come to rest.
+            # Wait until the data under way has been processed.
             wait_until(lambda: rests(relay), "the relay rests")
             memory = Path(f"/proc/{relay}/status").read_text()
             (resident,) = [line.split()[1] for line in memory.splitlines() if line.startswith("RssAnon")]
@@ -381,7 +384,7 @@ def test_connections_of_one_tenant_are_bounded(daemon: Daemon, pki: Pki) -> None
             stack.enter_context(pki.peer(daemon.tls_address, pki.ann)).hello()
         with pki.peer(daemon.tls_address, pki.ann) as peer:
             assert peer.goodbye().status is Status.BUSY
-        # Who comes again and again, and does not go when told, gets no relay any more.
+        # A tenant that connects repeatedly, and stays connected after a refusal, gets no further relay.
         for _ in range(2 * MAX_REFUSED_RELAYS):
             with suppress(OSError):
                 stack.enter_context(pki.peer(daemon.tls_address, pki.ann))

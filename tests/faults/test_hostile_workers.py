@@ -1,4 +1,4 @@
-"""A real daemon, killed beside a worker that was taken over: the lease ends at its deadline all the same."""
+"""A daemon is killed while an attacker controls a worker: the lease still ends at its deadline."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def lasting(start_lasting: Callable[..., LastingDaemon]) -> LastingDaemon:
 @pytest.mark.exhaustive
 def test_without_a_daemon_a_hostile_worker_ends_when_its_lease_does(lasting: LastingDaemon) -> None:
     begun_at = time.monotonic()
-    # Kept: a lease that nobody has is given back.
+    # Keep the object: a lease object that is garbage collected frees its lease.
     lease = lasting.now.builder(HOSTILE_BYTES, seconds=LEASE_S).acquire()
     lease_id = lease.lease_id
     assert lasting.has_worker(lease_id)

@@ -1,4 +1,7 @@
-"""The disk under the journal: full, or with something on it that is no journal. Also what a restart remembers."""
+"""The journal's disk is full, or contains something that is no journal.
+
+Also what a daemon still knows after a restart.
+"""
 
 import os
 import resource
@@ -45,7 +48,7 @@ CAN_NOT_BE_WRITTEN = "the journal can't be written"
 
 
 class Disk:
-    """A daemon's: full or not. Two pages fit, each of a worker's is one; no commit does."""
+    """A daemon's disk, which a test fills by a limit on the size of files. A worker's pages fit, a commit does not."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -104,7 +107,7 @@ def test_a_full_disk_stops_grants_and_not_leases(
         disk.fill()
         with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
             daemon.builder().acquire()
-        # The daemon writes its log a few ms later.
+        # The daemon writes its log some milliseconds later.
         wait_until(lambda: CAN_NOT_BE_WRITTEN in daemon.log(), "the log says it")
         with pytest.raises(Busy, match=CAN_NOT_BE_WRITTEN):
             daemon.builder().acquire()
@@ -125,7 +128,7 @@ def test_a_full_disk_stops_grants_and_not_leases(
 
 @pytest.mark.exhaustive
 def test_operators_are_told_of_a_full_disk(daemon: Daemon) -> None:
-    """What they ask for is done all the same, and answered at once."""
+    """Operators' requests are executed nevertheless, and get a reply at once."""
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
     disk = Disk(daemon)
     with daemon.builder().acquire() as lease:
@@ -192,7 +195,7 @@ class Guest:
         self._token = lease.issue(Permission.MEM_READ, my_audience(daemon.tcp_address), 60).token
 
     def attach(self) -> Status:
-        """How that went."""
+        """Attach to the session, and return the status."""
         with RawPeer(self._address).hello() as peer:
             peer.session_id = self._lease_id
             answer = peer.ask(Opcode.ATTACH, Attach((Tlv(AttachOption.TOKEN, self._token),)), self._lease_id)
@@ -254,11 +257,11 @@ def test_a_journal_that_can_not_be_used(folder: Path, tmp_path: Path, name: str,
 
 @pytest.mark.exhaustive
 def test_a_journal_is_spoilt_under_sessions(lasting: LastingDaemon, tmp_path: Path) -> None:
-    """The daemon that finds it does not start, and sessions go on to their deadlines, or until one forgets."""
+    """The next daemon finds the damage and does not start; sessions continue. A daemon without a journal ends them."""
     lease = lasting.now.builder().acquire()
     with working(lease) as work:
         lasting.kill()
-        # It was not closed in good order: what was told last is in the file beside it.
+        # The journal was not closed cleanly, so the latest changes are in the write-ahead log next to it.
         path = lasting.state / WAL_NAME
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :])

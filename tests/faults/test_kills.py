@@ -1,4 +1,4 @@
-"""Processes that die or stop at the wrong moment: none outlives what it was for, and the rest goes on."""
+"""Processes die or stop at a bad moment: none outlives its purpose, and all others continue."""
 
 import os
 import signal
@@ -86,7 +86,7 @@ def test_the_zygote_is_killed(start_daemon: Callable[..., Daemon]) -> None:
     for session in sessions:
         with pytest.raises(GpuSessionFailed, match="zygote"):
             session.sync()
-    # The broker starts another; leases are refused in words or work, and in the end work.
+    # The broker starts another zygote. Until then leases may be refused with a reason; in the end they work.
     failures: list[GpuLeaseError] = []
 
     def works() -> bool:
@@ -141,7 +141,7 @@ def test_the_zygote_is_killed_while_it_makes_a_worker(lasting: LastingDaemon) ->
     daemon.wait_for_end(lease.lease_id)
     assert daemon.query(lease.lease_id)["cause"] == "worker_died"
     wait_for_log(daemon, "the zygote runs again", 1)
-    # What ended stays so for the next daemon, whose leases work.
+    # The next daemon still knows that the lease ended, and its own leases work.
     again = lasting.restart()
     assert again.query(lease.lease_id)["cause"] == "worker_died"
     with again.builder().acquire() as lease, GpuSession(lease) as session:
@@ -198,7 +198,7 @@ def sync_until(end: float, session: GpuSession) -> None:
 
 @pytest.mark.exhaustive
 def test_a_stopped_broker_holds_no_expiry_up(start_daemon: Callable[..., Daemon]) -> None:
-    """The worker reads the deadline itself: a broker that hangs can't give a tenant more time."""
+    """The worker reads the deadline itself, so a broker that hangs gives a tenant no more time."""
     daemon = start_daemon()
 
     def stopped(lease: GpuLease) -> GpuSession:
@@ -210,7 +210,7 @@ def test_a_stopped_broker_holds_no_expiry_up(start_daemon: Callable[..., Daemon]
     stop_process(daemon.process.pid)
     try:
         wait_until(lambda: lease.remaining_s == 0, "its time is over")
-        # The client counts from the grant's arrival, so its clock runs out a moment after the worker's, or before.
+        # The client counts from the arrival of the grant, so its deadline is a little before or after the worker's.
         with pytest.raises(LeaseExpired):
             sync_until(time.monotonic() + PATIENCE_S, session)
     finally:

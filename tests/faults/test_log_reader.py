@@ -1,4 +1,4 @@
-"""Whoever reads the daemon's log stops reading: the daemon goes on, and tells how much was dropped once it is read."""
+"""The reader of the daemon's log stops reading: the daemon continues, and later reports how many records it dropped."""
 
 import fcntl
 import json
@@ -19,7 +19,7 @@ from helpers.waiting import wait_until
 PIPE_BYTES = 4096
 WAITING_BYTES = 8192
 LEASES = 12
-"""Of 2 KiB of log each: more than the pipe and what waits for it hold."""
+"""Each lease leads to 2 KiB of log, so that together they exceed the pipe and the daemon's queue."""
 
 
 @pytest.mark.exhaustive

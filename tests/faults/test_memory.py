@@ -1,4 +1,4 @@
-"""No memory is left, for one process by a limit on it: new work is refused in words, leases go on and end in time."""
+"""A process may allocate no more memory: new work is refused with a reason; leases continue, and end in time."""
 
 import os
 import resource
@@ -28,7 +28,7 @@ LIMITS = {"addresses": (resource.RLIMIT_AS, "VmSize"), "data": (resource.RLIMIT_
 
 @contextmanager
 def memory_left(pid: int, room_bytes: int, of: str = "addresses") -> Iterator[None]:
-    """A process may have so many bytes more than it has, and no others."""
+    """Let a process allocate only so many bytes more during the block."""
     number, name = LIMITS[of]
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (has_kib,) = [int(line.split()[1]) for line in lines if line.startswith(f"{name}:")]
@@ -37,7 +37,7 @@ def memory_left(pid: int, room_bytes: int, of: str = "addresses") -> Iterator[No
     try:
         yield
     finally:
-        # Unless it has ended of it.
+        # The process may have ended because of the limit.
         with suppress(ProcessLookupError):
             resource.prlimit(pid, number, (hard, hard))
 
@@ -61,7 +61,7 @@ def test_no_memory_is_left_to_the_broker(start_daemon: Callable[..., Daemon], tm
                 assert OUT_OF_MEMORY in refused.message
                 with pytest.raises(Busy, match=OUT_OF_MEMORY):
                     daemon.builder().acquire()
-                # A tenant that is not in yet is turned away at the door.
+                # A tenant that is not connected yet gets a goodbye.
                 with RawPeer(daemon.tcp_address) as stranger:
                     assert stranger.goodbye().status is Status.BUSY
                 told = operator.refused(Opcode.LEASE_SUBSCRIBE, LeaseSubscribe(lease.lease_id))
@@ -88,7 +88,7 @@ def test_no_memory_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]) ->
     with daemon.builder().acquire() as lease, GpuSession(lease) as session, RawPeer(daemon.address).hello() as peer:
         neighbour = Neighbour(session)
         for of in LIMITS:
-            # Its workers have its limits.
+            # Workers inherit the zygote's limits.
             with memory_left(zygote, 1 << 20, of):
                 result = peer.ask(Opcode.LEASE_ALLOC, lease_alloc(256 << 20))
             assert isinstance(result, Failure)
@@ -100,9 +100,12 @@ def test_no_memory_is_left_to_the_zygote(start_daemon: Callable[..., Daemon]) ->
 
 
 def test_no_memory_is_left_to_a_worker(start_daemon: Callable[..., Daemon]) -> None:
-    """Whether Python finds none or a compiler does: the lease ends, its tenant is told how, and nobody else notices."""
+    """Python or a compiler in the worker runs out of memory.
+
+    Either way the lease ends, its tenant gets the reason, and nobody else is affected.
+    """
     daemon = start_daemon(config=SAME_USER)
-    # It may find none where it tells of that, or lets things go.
+    # The worker may also run out of memory while it reports this, or while it cleans up.
     daemon.allowed_trouble += ["Traceback", "Exception ignored"]
     with daemon.builder().acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
@@ -117,7 +120,7 @@ def test_no_memory_is_left_to_a_worker(start_daemon: Callable[..., Daemon]) -> N
 
 
 def test_the_kernel_ends_workers_first(daemon: Daemon) -> None:
-    """What the kernel does to whom it chooses is SIGKILL (tests/faults/test_kills.py)."""
+    """To check the scores is enough: the kernel kills with SIGKILL, which tests/faults/test_kills.py tests."""
 
     def score(pid: int) -> int:
         return int(Path(f"/proc/{pid}/oom_score_adj").read_text())

@@ -1,4 +1,7 @@
-"""A local peer that sends the broker descriptors: whoever is the last to have one is held up by closing it."""
+"""A local peer sends descriptors to the broker.
+
+The last process that closes a descriptor may have to wait for the close.
+"""
 
 import contextlib
 import socket
@@ -14,7 +17,7 @@ from helpers.slow_to_close import slow_to_close
 pytestmark = pytest.mark.exhaustive
 
 BEFORE_LINUX_6_16 = {"gpulease.daemon.host.unsolicited_fds:SO_PASSRIGHTS": 0xFFFF}
-"""No kernel has an option of that number."""
+"""With a number that no kernel has, the option SO_PASSRIGHTS is missing, as before Linux 6.16."""
 
 REQUESTS_BEFORE = 500
 
@@ -26,11 +29,12 @@ def test_one_that_takes_long_to_close_holds_nobody_up(constants: dict[str, int])
         daemon.wait_until_it_answers()
         with RawPeer(daemon.address).hello() as other, RawPeer(daemon.address).hello() as peer, slow_to_close() as slow:
             ping = frame_of(Opcode.PING, Ping(1), 2)
-            # Busy with these, it comes to the descriptor once this process has closed its own.
+            # While the broker serves these, this process closes its own descriptor, before the broker receives its
+            # copy.
             peer.sock.sendall(REQUESTS_BEFORE * ping)
             with contextlib.suppress(PermissionError):
                 socket.send_fds(peer.sock, [ping], [slow.fileno()])
-                # The last one is the daemon's.
+                # Now the daemon has the last one.
                 slow.close()
             assert other.request(Opcode.PING, Ping(2)) == Ping(2)
     finally:

@@ -1,4 +1,4 @@
-"""What a program that watches the daemon is told when something under it breaks, and when it is mended."""
+"""What the daemon reports to monitoring programs when something that it needs breaks, and when it works again."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 def failing(daemon: Daemon) -> dict[str, str]:
-    """The checks that do not hold, and why. `ready` and the metrics must say the same."""
+    """Return the details of the checks that fail. Fails unless `ready` in the report agrees."""
     report = ask(Opcode.HEALTH, Empty(), daemon.address).report
     found = {check["check"]: check["detail"] for check in report["checks"] if not check["ok"]}
     assert report["ready"] is not bool(found)
@@ -33,7 +33,7 @@ def metrics(daemon: Daemon) -> list[str]:
 
 
 def test_the_zygote_is_killed_and_comes_back(start_daemon: Callable[..., Daemon]) -> None:
-    # Long enough to be seen on a busy host.
+    # Long enough that the test sees the check fail, even on a busy host.
     daemon = start_daemon(faults=Faults({"gpulease.daemon.workers.zygote_client:RESTART_DELAY_S": 2.0}))
     daemon.allowed_trouble.append("the zygote died")
     assert failing(daemon) == {}
@@ -53,7 +53,7 @@ def test_an_audit_log_that_is_demanded_and_can_not_be_written(
         daemon.builder().acquire().free()
     assert {"gpulease_audit_writable 1.0", "gpulease_audit_records_dropped_total 0.0"} <= set(metrics(daemon))
     room = resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
-    # No file grows beyond what the log has: the disk is full.
+    # The disk is full: no file may become larger than the log.
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (log_files(folder)[-1].stat().st_size + 100, room[1]))
     with pytest.raises(Busy, match="audit log can't be written"):
         daemon.builder().acquire()

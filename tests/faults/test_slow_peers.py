@@ -1,4 +1,4 @@
-"""Peers that are slow, silent, or never read: bounded in time and memory, and nobody else waits for them."""
+"""Peers that are slow, send nothing, or never read: they are limited in time and memory, and nobody waits for them."""
 
 import contextlib
 import socket
@@ -49,12 +49,15 @@ def impatient_daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def impatient(impatient_daemon: Daemon) -> Iterator[Daemon]:
-    """A daemon that waits for 0.4 s instead of 10."""
+    """Yield a daemon whose limits for slow peers are 0.4 s instead of 10 s."""
     yield from lent(impatient_daemon)
 
 
 def greeted(daemon: Daemon) -> RawPeer:
-    """A peer that has said hello. One that a busy host keeps from it for 0.4 s is cut off, and another one tries."""
+    """Return a peer that has completed HELLO.
+
+    If a busy host makes it too late, and it is cut off, another one tries.
+    """
     for _ in range(100):
         peer = RawPeer(daemon.address)
         if isinstance(peer.ask_or_goodbye(Opcode.HELLO, Hello(0, "raw", ())), HelloReply):
@@ -64,7 +67,7 @@ def greeted(daemon: Daemon) -> RawPeer:
 
 
 def send_slowly(sock: socket.socket, data: bytes) -> None:
-    """One byte a segment; unlike a pause between them, that needs no time."""
+    """Send one byte per segment. That takes less time than pauses between the bytes."""
     for at in range(len(data)):
         sock.sendall(data[at : at + 1])
 
@@ -144,7 +147,7 @@ def test_a_peer_that_asks_and_never_reads(impatient: Daemon) -> None:
 
 @pytest.mark.exhaustive
 def test_a_subscriber_that_never_reads(daemon: Daemon, neighbour: Neighbour) -> None:
-    """It loses events and is told how many; the daemon keeps the latest, and waits for nobody."""
+    """The subscriber loses events, and is told how many. The daemon keeps the latest ones, and does not wait."""
     rounds = 600
     with contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -265,7 +268,7 @@ def test_bytes_behind_an_attach_reach_the_worker(daemon: Daemon) -> None:
 
 
 def _reply_numbers(sock: socket.socket, last: int) -> list[int]:
-    """The request ids of the replies, in the order they came, up to `last`."""
+    """Return the request ids of the replies up to `last`, in the order in which they arrived."""
     reader = FrameReader(MAX_PAYLOAD_BYTES)
     numbers: list[int] = []
     while last not in numbers:
@@ -279,7 +282,7 @@ def _reply_numbers(sock: socket.socket, last: int) -> list[int]:
 
 
 def test_attach_a_session_split_at_every_byte(daemon: Daemon) -> None:
-    """The hand-over of the socket loses no byte, wherever the stream is cut."""
+    """The hand-over of the socket to the worker loses no byte, wherever the stream is cut into two segments."""
     with RawPeer(daemon.address).hello() as owner:
         ident = owner.acquire(lease_alloc(exclusivity=0)).lease_id
         stream = b"".join(
@@ -294,7 +297,7 @@ def test_attach_a_session_split_at_every_byte(daemon: Daemon) -> None:
                 sock.sendall(stream[:at])
                 sock.sendall(stream[at:])
                 assert _reply_numbers(sock, 3) == [1, 2, 3]
-                # Its worker has let go of it before the next one comes.
+                # Close it, so that the worker has room for the next connection.
                 sock.shutdown(socket.SHUT_WR)
                 assert not sock.recv(1)
         owner.request(Opcode.LEASE_FREE, LeaseRef(ident))

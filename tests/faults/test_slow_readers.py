@@ -1,4 +1,4 @@
-"""A connection of a shared session that does not read: its session's others, and the broker, never wait for it."""
+"""A connection of a shared session does not read: neither the session's other connections nor the broker wait."""
 
 import contextlib
 import select
@@ -22,7 +22,8 @@ from helpers.waiting import wait_until
 pytestmark = pytest.mark.exhaustive
 
 HELD_UP_S = UNSENT_TIMEOUT_S / 2
-"""A round of the neighbour's takes milliseconds; one that waited for the hostile peer would wait until that is cut off.
+"""Seconds. A round of the neighbour takes milliseconds; if it waited for the hostile peer, it would take
+UNSENT_TIMEOUT_S.
 """
 
 
@@ -35,7 +36,7 @@ def shared(daemon: Daemon) -> Iterator[GpuLease]:
 
 
 def hostile(daemon: Daemon, lease: GpuLease, over: str) -> RawPeer:
-    """A peer of the session's that has asked for 16 MiB, again and again, and reads none of it."""
+    """Return a peer of the session that repeatedly requests 16 MiB and reads nothing."""
     peer = RingPeer(daemon.address) if over == "ring" else RawPeer(daemon.address)
     peer.hello()
     if isinstance(peer, RingPeer):
@@ -62,7 +63,7 @@ def test_the_others_go_on(daemon: Daemon, shared: GpuLease, over: str) -> None:
             began = time.monotonic()
             for _ in range(20):
                 assert all(neighbour.check() for neighbour in neighbours)
-            # The broker's channel is served too: a new connection is let in.
+            # The worker still serves the broker's channel: a new connection is accepted.
             with GpuSession(shared) as late:
                 late.sync()
             assert time.monotonic() - began < HELD_UP_S
@@ -70,7 +71,7 @@ def test_the_others_go_on(daemon: Daemon, shared: GpuLease, over: str) -> None:
 
 @pytest.mark.parametrize("over", ["unix", "ring"])
 def test_it_may_read_on(daemon: Daemon, shared: GpuLease, over: str) -> None:
-    """What it is owed is whole and in order, and what it asked meanwhile is done."""
+    """If the peer reads later, it gets complete replies in order, and its requests were executed."""
     with GpuSession(shared) as session, hostile(daemon, shared, over) as peer:
         neighbour = Neighbour(session)
         assert neighbour.check()
@@ -115,7 +116,7 @@ def test_its_lease_ends_all_the_same(daemon: Daemon, over: str) -> None:
 
 @pytest.mark.parametrize("over", ["unix", "ring"])
 def test_one_that_leaves(daemon: Daemon, shared: GpuLease, over: str) -> None:
-    """Its place in the session is free again."""
+    """After a peer has left, its place in the session is free."""
     with contextlib.ExitStack() as peers:
         for _ in range(15):
             with hostile(daemon, shared, over):

@@ -1,4 +1,7 @@
-"""A daemon that can't start says why in one sentence, with an exit status a supervisor understands."""
+"""A daemon that can't start reports the reason in one sentence.
+
+Its exit status tells a service manager whether to retry.
+"""
 
 import os
 import re
@@ -16,7 +19,7 @@ from helpers.kernels import check_main_job
 
 
 def start_in_vain(*arguments: str) -> tuple[int, str]:
-    """(exit status, what it said)."""
+    """Start a daemon that must fail. Returns its exit status and its error output."""
     command = [sys.executable, "-P", "-m", "gpulease.daemon", *arguments]
     ended = subprocess.run(command, env=python_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in ended.stderr
@@ -101,7 +104,7 @@ def test_tenants_whose_cards_are_not_there(tmp_path: Path) -> None:
 def test_one_that_can_not_start_leaves_nobody_waiting(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"
     settings.write_text(f'state = "{tmp_path}/state"\n')
-    # It returns once nobody has its standard error open any more.
+    # The call returns only once no process has the standard error open.
     status, said = start_in_vain("--listen", "tcp:192.0.2.1:0", "--driver", "cpu", "--config", str(settings))
     assert status == os.EX_CONFIG
     check_sentence(said, "only for loopback")
@@ -130,7 +133,7 @@ def test_cuda_without_a_driver(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_bad_settings(tmp_path: Path) -> None:
-    """What else there is, tests of the settings show without a process each."""
+    """One case is enough here. The settings' own tests show the others without a process for each."""
     path = tmp_path / "bad.toml"
     path.write_text("[limits]\nmax_tl_s = 5")
     status, output = start_in_vain("--config", str(path))

@@ -1,4 +1,4 @@
-"""A broker that hangs, here stopped by a signal: its leases end all the same, and as what they are when it goes on."""
+"""A broker hangs, here because of SIGSTOP: its leases end nevertheless, and it then reports the right causes."""
 
 import os
 import signal
@@ -17,10 +17,10 @@ from helpers.processes import is_running, process_info, stop_process
 from helpers.waiting import wait_until
 
 LONG_S = 60.0
-"""For an end that is due in some seconds: the host may be slow."""
+"""Limit in seconds for an end that is due in some seconds, because the host may be slow."""
 
 GRACE_S = 4
-"""For the broker to be stopped in: it is over when the broker would have killed the worker."""
+"""Seconds from the revocation to the end of the worker. The broker is stopped within this time."""
 
 
 @pytest.mark.exhaustive
@@ -28,7 +28,7 @@ GRACE_S = 4
 def test_endless_kernels_end_while_the_broker_is_stopped(
     start_daemon: Callable[..., Daemon], tmp_path: Path, keeps: bool
 ) -> None:
-    """One at its lease's deadline, the other at its own."""
+    """One kernel ends at its lease's deadline, the other at its own time limit."""
     state = f'state = "{tmp_path / "state"}"\n' if keeps else ""
     daemon = start_daemon(config=state + audit_log.config(tmp_path / "audit"))
     free_bytes = daemon.available_bytes()

@@ -1,4 +1,4 @@
-"""The broker is killed amid a submit: what becomes of it, and what is told, with a state folder and without."""
+"""The broker is killed during a submit: the submit's outcome and its report, with and without a state folder."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ StartLasting = Callable[..., LastingDaemon]
 
 
 def is_running_known(daemon: Daemon, lease: GpuLease) -> bool:
-    """Whether a daemon knows that a kernel of a lease's submit runs."""
+    """Whether a daemon reports that a kernel of the lease's submit is running."""
     submit = daemon.query(lease.lease_id).get("submit", {})
     return bool(submit.get("state") == "running")
 
@@ -78,13 +78,13 @@ def test_its_lease_ends_though_there_is_no_broker(start_lasting: StartLasting) -
 
 
 def test_who_is_killed_without_a_broker_is_told_by_its_lease(start_lasting: StartLasting) -> None:
-    # The log is the one of the daemon that started the zygote.
+    # A new daemon, because the error is in the log of the daemon that started the zygote.
     lasting = start_lasting()
 
     def stopped(lease: GpuLease) -> tuple[Running, int]:
         work = start_endless(lasting.now)(lease)
         pid = lasting.workers()[WORKER]
-        # One that hangs does not end by itself.
+        # A stopped worker can't end by itself.
         stop_process(pid)
         return work, pid
 
@@ -148,7 +148,7 @@ def test_memory_that_can_not_be_proved_free_costs_its_lease_the_next_submits(
 
         flag.unlink()
         lasting.restart()
-        # The next broker looks again: now the bytes are back.
+        # The next broker checks the bytes again, and they are free now.
         wait_until(lambda: "submit" not in lease.query(), "it is gone")
         check_scaled(scaling(lease).launch())
         lease.free()
@@ -204,7 +204,7 @@ def test_one_whose_broker_dies_as_it_takes_a_context_was_not_run(start_lasting: 
         work.wait()
         assert isinstance(work.error, Disconnected)
         assert "Nothing was run" in str(work.error)
-        # Its zygote or the next broker ends it: nobody was told of it.
+        # The zygote or the next broker ends the context, because no client was told of it.
         wait_until(lambda: not is_running(made), "the context is gone")
         wait_until(lambda: "submit" not in lease.query(), "and so is what it was to be", seen=lease.query)
         check_scaled(scaling(lease).launch())

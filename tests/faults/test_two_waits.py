@@ -1,4 +1,4 @@
-"""Peers that owe two things at a time, or keep what is not theirs: each has a bound of its own."""
+"""Peers that owe two things at the same time, or that hold what belongs to others. Each has its own limit."""
 
 import contextlib
 import select
@@ -24,7 +24,7 @@ IMPATIENT = {"gpulease.daemon.broker.control_connection:STALL_TIMEOUT_S": STALL_
 
 
 def ask_and_do_not_read(peer: RawPeer, last: bytes) -> None:
-    """So many requests that their replies fill every buffer, and one thing more."""
+    """Send requests whose replies fill every buffer, and `last`. Does not read the replies."""
     requests = b"".join(frame_of(Opcode.GET_INVENTORY, Empty(), number + 2) for number in range(UNREAD))
     peer.sock.settimeout(0.5)
     with contextlib.suppress(TimeoutError):
@@ -32,7 +32,7 @@ def ask_and_do_not_read(peer: RawPeer, last: bytes) -> None:
 
 
 def wait_until_closed(peer: RawPeer) -> None:
-    """Read whatever comes, to the end of the stream."""
+    """Read everything until the end of the stream."""
     peer.sock.settimeout(60)
     with contextlib.suppress(ConnectionResetError):
         while peer.sock.recv(1 << 20):
@@ -76,14 +76,14 @@ def test_half_sent_frames_have_one_budget(daemon: Daemon) -> None:
 
 
 def ask_to_attach(peer: RawPeer, lease_id: int) -> RawPeer:
-    """Send the request, and do not wait for what comes of it: one answer or none."""
+    """Send an ATTACH without waiting for a reply, because there may be none."""
     _, frame = peer.connection.send_request(Opcode.ATTACH, Attach(()), session_id=lease_id)
     peer.sock.sendall(frame)
     return peer
 
 
 def with_answers(peers: Sequence[RawPeer], within_s: float = 0.0) -> list[RawPeer]:
-    """Those to which something has come."""
+    """Return the peers that have received something."""
     came, _, _ = select.select([peer.sock for peer in peers], [], [], within_s)
     return [peer for peer in peers if peer.sock in came]
 
@@ -102,7 +102,7 @@ def test_sockets_on_their_way_to_a_busy_worker_are_counted(daemon: Daemon) -> No
             return ask_to_attach(stack.enter_context(RawPeer(daemon.address).hello()), lease.lease_id)
 
         wait_until(lambda: not with_answers([knock()], 0.2), "the worker waits for its kernel and answers nobody")
-        # All at once: the kernel takes a processor for as long as this lasts.
+        # Send all at once: while the kernel runs, it occupies a processor.
         peers = [knock() for _ in range(40)]
         wait_until(lambda: len(with_answers(peers)) >= 20, "most are answered", seen=lambda: with_answers(peers))
         answers = [peer.next_event() for peer in with_answers(peers)]

@@ -1,4 +1,4 @@
-"""A daemon on the real cards. Skipped only if there is no NVIDIA driver: a broken one fails."""
+"""A daemon on the real cards. The tests are skipped only if there is no NVIDIA driver; with a broken one they fail."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def _nvidia_driver() -> None:
 
 @pytest.fixture(scope="session")
 def cards(_nvidia_driver: None) -> Iterator[Cards]:
-    """The cards as NVML shows them to this process."""
+    """The cards that NVML reports to this process."""
     pynvml.nvmlInit()
     yield Cards()
     pynvml.nvmlShutdown()
@@ -27,14 +27,14 @@ def cards(_nvidia_driver: None) -> Iterator[Cards]:
 
 @pytest.fixture(scope="session")
 def cuda_daemon(_nvidia_driver: None) -> Iterator[Daemon]:
-    """One daemon for all tests here; it leases 6 GiB of each card at most."""
+    """One daemon for all tests here. It leases at most 6 GiB of each card."""
     with running(Daemon(driver="cuda", vram=("6GiB",), tcp=True)) as daemon:
         yield daemon
 
 
 @pytest.fixture
 def daemon(cards: Cards, cuda_daemon: Daemon) -> Iterator[Daemon]:
-    """The daemon; afterwards it must be idle again, and NVML must show the cards' memory back."""
+    """The daemon. After the test it must be idle again, and NVML must show that the cards' memory is free."""
     files = len(cuda_daemon.open_files())
     used = cards.used_bytes()
     yield cuda_daemon

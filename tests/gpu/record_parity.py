@@ -1,4 +1,4 @@
-"""Runs every supported instruction on a real card and keeps what it gave: the embedded driver is held against it.
+"""Runs every supported instruction on a real card and stores the results, with which the embedded driver is compared.
 
 On a GPU host, from the repository's root, with a daemon that leases the card:
 
@@ -19,7 +19,7 @@ from helpers.rows import RESULT_BYTES, ROW_BYTES, rows_bytes
 
 
 def record() -> dict[str, Any]:
-    """What each instruction gave on this host's first card."""
+    """Return the results of each instruction on this host's first card."""
     card = ask(Opcode.GET_INVENTORY, Empty()).details[0]
     if card["driver"] != "cuda":
         raise SystemExit("this daemon computes on the host: start one with --driver cuda")

@@ -1,4 +1,4 @@
-"""Runs whole kernels and single operations on a real card and records the results, for the embedded driver to match.
+"""Runs whole kernels and single operations on a real card and stores the results, which the embedded driver must match.
 
 On a GPU host without other users, from the repository's root:
 
@@ -25,7 +25,7 @@ _MARK: Final = "the launch ended with: "
 
 
 def record() -> dict[str, Any]:
-    """What each case gave on this host's first card, and how each end came."""
+    """Return the results of each case on this host's first card, and how each launch that fails or prints ended."""
     context = CudaContext.open()
     modules: dict[str, Any] = {}
     cases: dict[str, Any] = {}
@@ -47,17 +47,17 @@ def _card() -> str:
 
 
 def _end_apart(name: str) -> dict[str, str]:
-    """In a process of its own: a fault is the end of its context."""
+    """Launch it in a separate process, because a fault ends the process's context."""
     command = [sys.executable, "-m", "tests.gpu.record_workloads", "--end", name]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return {"printed": ran.stdout, "error": ran.stderr.partition(_MARK)[2].split("\n")[0]}
 
 
 def _leave() -> None:
-    """End the process as a worker does: pycuda aborts one that ends with its context still there."""
+    """End the process like a worker, without a clean-up: pycuda aborts a process that ends with a context."""
     sys.stdout.flush()
     sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # what kernels printed
+    ctypes.CDLL(None).fflush(None)  # Write what kernels have printed.
     os._exit(0)
 
 

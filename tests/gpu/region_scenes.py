@@ -1,6 +1,6 @@
-"""Scenes with regions in a context of this process, which ends with it: `python -m tests.gpu.region_scenes NAME`.
+"""Scenes with regions in a context of this process: `python -m tests.gpu.region_scenes NAME`.
 
-Each prints what it saw, as JSON; tests/gpu/test_regions.py says what must be seen.
+Each scene prints its observations as JSON. tests/gpu/test_regions.py checks them.
 """
 
 import json
@@ -18,7 +18,7 @@ from gpulease.daemon.drivers.interface import Context, DriverError, KernelFault,
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 SIZES: Final = (2 * MIB, 64 * MIB, GIB, 126 * MIB)
-"""The last one is not a multiple of its scratch."""
+"""The last size is not a multiple of its scratch."""
 ROUNDS: Final = 20
 
 KERNELS: Final = b"""
@@ -73,11 +73,11 @@ class Stage:
         self._out = context.mem_alloc(4)
 
     def fill(self, address: int, size: int, value: int) -> None:
-        """Store the value in every word, in order with all else in the stream."""
+        """Store the value in every word, in the order of the stream's other operations."""
         self._launch("fill", size, struct.pack("<QII", address, size // 4, value))
 
     def others(self, address: int, size: int, value: int) -> int:
-        """Number of words that differ from the value."""
+        """Return the number of words that differ from the value."""
         self.context.mem_write(self._out, memoryview(bytes(4)))
         self._launch("count_others", size, struct.pack("<QIIQ", address, size // 4, value, self._out))
         seen = bytearray(4)
@@ -85,12 +85,12 @@ class Stage:
         return int.from_bytes(seen, "little")
 
     def hammer(self, address: int, threads: int, rounds: int) -> None:
-        """Count each of the first words up, round after round."""
+        """Add one to each of the first `threads` words, `rounds` times."""
         params = struct.pack("<QII", address, threads, rounds)
         self.context.launch(self._kernels["hammer"], (-(-threads // 256), 1, 1), (256, 1, 1), 0, params, 1)
 
     def rounds_for(self, address: int, threads: int, seconds: float) -> int:
-        """Rounds of `hammer` that take so long; the words are zero afterwards."""
+        """Return the number of rounds for which `hammer` takes so many seconds. Afterwards the words are zero."""
         rounds = 2000
         self.hammer(address, threads, 1)
         self.context.sync()
@@ -108,7 +108,7 @@ class Stage:
 
 
 def quiet(stage: Stage) -> dict[str, Any]:
-    """Microseconds of each call, and what it took of the card's free bytes, on an idle card."""
+    """On an idle card: the microseconds of each call, and the free bytes of the card that it used."""
     context, seen = stage.context, dict[str, Any]()
     for size in SIZES:
         kept, taken = context.region_kept_bytes(size), set[tuple[int, int, int]]()
@@ -142,7 +142,10 @@ class timed:
 
 
 def zeroed(stage: Stage) -> dict[str, Any]:
-    """Words that are not zero: of regions after other regions and allocations, and of regions that have ended."""
+    """Count words that are not zero, in new regions and in ended ones.
+
+    The new regions are opened after other regions and allocations.
+    """
     context, fresh, stale = stage.context, [], []
     for size in (*SIZES, *SIZES[:2] * 5):
         address = open_zeroed(context, size)
@@ -159,7 +162,7 @@ def zeroed(stage: Stage) -> dict[str, Any]:
 
 
 def isolated(stage: Stage) -> dict[str, Any]:
-    """What a stale writer's words reach: its own ended region, and no other, earlier or later."""
+    """A stale kernel writes to its own ended region. Count what it changed in any other region, earlier or later."""
     context, size = stage.context, 64 * MIB
     one, other = open_zeroed(context, size), open_zeroed(context, size)
     stage.fill(one, size, 1)
@@ -183,7 +186,7 @@ def isolated(stage: Stage) -> dict[str, Any]:
 
 
 def beside(stage: Stage) -> dict[str, Any]:
-    """Regions that open and end while a kernel works on another one, with few threads and with all a card has."""
+    """Open and end regions while a kernel works in another one, with few threads and with as many as the card has."""
     context, seen = stage.context, dict[str, Any]()
     work = open_zeroed(context, 64 * MIB)
     stream = context.stream_create()
@@ -212,7 +215,7 @@ def beside(stage: Stage) -> dict[str, Any]:
 
 
 def addresses(stage: Stage) -> dict[str, Any]:
-    """The address ranges of 100 regions, each opened when the one before was released."""
+    """Return the address ranges of 100 regions. Each is opened when the one before has been released."""
     context, ranges = stage.context, []
     for number in range(100):
         size = (2 + 2 * (number % 7)) * MIB
@@ -226,7 +229,7 @@ def addresses(stage: Stage) -> dict[str, Any]:
 
 
 def marked(stage: Stage) -> dict[str, Any]:
-    """Whether marks are done while a kernel runs, and when it has ended."""
+    """Return whether marks are done while a kernel runs, and once it has ended."""
     context = stage.context
     work = open_zeroed(context, 2 * MIB)
     busy, idle = context.stream_create(), context.stream_create()
@@ -239,7 +242,7 @@ def marked(stage: Stage) -> dict[str, Any]:
 
 
 def too_large(stage: Stage) -> dict[str, Any]:
-    """A region for which the card has no room, and what that took."""
+    """Open a region for which the card has no room. Returns the error, and what the attempt used."""
     context = stage.context
     context.region_end(open_zeroed(context, 2 * MIB))
     before = context.free_bytes()
@@ -257,7 +260,7 @@ def too_large(stage: Stage) -> dict[str, Any]:
 
 
 def misused(stage: Stage) -> dict[str, Any]:
-    """The errors for what may not be done with a context that had a region."""
+    """Return the errors of calls that a context with regions must refuse."""
     context: Any = stage.context
     address = open_zeroed(context, 2 * MIB)
     said = []
@@ -278,10 +281,10 @@ def misused(stage: Stage) -> dict[str, Any]:
 
 
 def ended_too_early(stage: Stage) -> dict[str, Any]:
-    """A region that ends under a kernel which uses it: the context is lost, or the kernel meets the scratch."""
+    """End a region that a kernel uses: the context is lost, or the kernel accesses the scratch."""
     context, size = stage.context, 64 * MIB
     address = open_zeroed(context, size)
-    # Words of the rest: the scratch stays mapped.
+    # Use words outside the scratch, which stays mapped.
     words = address + context.region_kept_bytes(size)
     stream = context.stream_create()
     context.stream_select(stream)
@@ -291,7 +294,7 @@ def ended_too_early(stage: Stage) -> dict[str, Any]:
 
 
 def used_after_release(stage: Stage) -> dict[str, Any]:
-    """A stale access after the release: the context is lost."""
+    """Access a region after its release: the context is lost."""
     context = stage.context
     address = open_zeroed(context, 2 * MIB)
     context.region_end(address)
@@ -301,7 +304,7 @@ def used_after_release(stage: Stage) -> dict[str, Any]:
 
 
 def open_zeroed(context: Context, size_bytes: int) -> int:
-    """Open a region and wait until it can be used."""
+    """Open a region, and wait until it is zeroed."""
     address = context.region_open(size_bytes)
     while not context.region_is_zeroed():
         pass
@@ -335,7 +338,7 @@ SCENES: Final = {
 
 
 def main() -> Iterator[dict[str, Any]]:
-    """Open the context and play the scenes that were named."""
+    """Open the context and run the scenes that the command line names."""
     from gpulease.daemon.drivers.cuda.context import CudaContext
 
     stage = Stage(CudaContext.open())
@@ -346,5 +349,5 @@ def main() -> Iterator[dict[str, Any]]:
 if __name__ == "__main__":
     for result in main():
         print(json.dumps(result), flush=True)
-    # As a worker ends: pycuda aborts a process that leaves its context behind.
+    # End like a worker, without a clean-up: pycuda aborts a process whose context still exists at its end.
     os._exit(0)

@@ -1,4 +1,6 @@
-"""A broker killed beside real contexts: they go on, what they hold is counted right, and what expired is back."""
+"""The broker of real contexts is killed: they continue, their memory is counted correctly, and expired leases are
+freed.
+"""
 
 import os
 import signal
@@ -20,7 +22,7 @@ RESTARTS = 5
 
 
 def rounds_until(neighbour: Neighbour, is_over: Callable[[], bool]) -> float:
-    """Work until something is true; the longest round in seconds."""
+    """Work until something is true. Returns the longest round in seconds."""
     longest_s = 0.0
     while not is_over():
         started = time.perf_counter()
@@ -66,7 +68,7 @@ def test_a_session_goes_on_and_what_expired_meanwhile_is_back(
     neighbour.check()
     lease.renew(100)
     assert session.mem_read(buffer, 3 * GIB - 4, 4) == b"last"
-    # All that is said to be free can be had, beside the session that goes on.
+    # All bytes that are reported as available can be leased, next to the session that continues.
     size = lasting.now.available_bytes()
     assert size > card["capacity_bytes"] - held - 2 * GIB
     with lasting.now.builder(size).device(0).acquire() as rest, GpuSession(rest) as more:
@@ -102,7 +104,7 @@ def test_many_restarts_shrink_nothing(lasting: LastingDaemon) -> None:
     with lasting.now.builder(GIB, seconds=120).device(0).acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         for _ in range(RESTARTS):
-            # One that dies in the middle: its bytes go while the next broker starts.
+            # A worker that dies now: its bytes become free while the next broker starts.
             dying = lasting.now.builder(2 * GIB, seconds=120).device(0).acquire()
             os.kill(lasting.worker_pid(dying.lease_id), signal.SIGKILL)
             lasting.restart()

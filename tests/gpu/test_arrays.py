@@ -1,4 +1,4 @@
-"""Arrays on a real card: the kernel that copies and fills, by every width of its units and many loops."""
+"""Arrays on a real card: the kernel that copies and fills, with every width of its units and many nested loops."""
 
 import numpy as np
 import pytest

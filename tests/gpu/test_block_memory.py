@@ -1,4 +1,6 @@
-"""Shared memory of a block up to the card's opt-in limit, in every way to launch; more is refused, typed."""
+"""Shared memory of a thread block up to the card's opt-in limit, with every way to launch. More is refused with an
+error.
+"""
 
 from collections.abc import Iterator
 
@@ -14,7 +16,10 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 TURNS = 2000
 OFFERED = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-"""KiB by compute capability (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+"""KiB per block by compute capability.
+
+Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+"""
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def lease(daemon: Daemon) -> Iterator[GpuLease]:
 
 @pytest.fixture(scope="module")
 def most_bytes() -> int:
-    """Most that a block can have on the first card."""
+    """The most bytes that a block may have on the first card."""
     import pynvml
 
     found = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
@@ -40,7 +45,7 @@ def test_a_block_gets_what_the_card_has_and_no_byte_more(
     assert way(lease, kernel, most_bytes - own_bytes) == FOUND
     with pytest.raises(LaunchFailed, match=f"exceed the {most_bytes} "):
         way(lease, kernel, most_bytes - own_bytes + 1)
-    # The default is for both kinds of shared memory together: beside a variable so much needs an opt-in, too.
+    # The default limit is for static and dynamic shared memory together. With a static variable, this needs an opt-in.
     assert way(lease, kernel, DEFAULT_BYTES) == FOUND
 
 

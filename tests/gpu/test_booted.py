@@ -1,4 +1,4 @@
-"""The units under a systemd that runs them, on real cards: CUDA can live with all that they take."""
+"""The units run by systemd on real cards: CUDA works with all their restrictions."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def host(cards: Cards) -> Iterator[BootedHost]:
 
 
 def can_be_opened(host: BootedHost, *properties: str) -> bool:
-    """Whether a unit with these properties can open the driver's first device."""
+    """Return whether a unit with these properties can open the driver's first device."""
     unit = "\n".join(["[Service]", "Type=oneshot", "ExecStart=/bin/sh -c ': </dev/nvidiactl'", *properties, ""])
     host.do("sh", "-c", 'printf %s "$1" >/run/systemd/system/opening.service', "sh", unit)
     host.do("systemctl", "daemon-reload")

@@ -1,4 +1,4 @@
-"""How busy a real card is, as the web page's last hour shows it."""
+"""The load of a real card, as the web page shows it for the last hour."""
 
 import pytest
 

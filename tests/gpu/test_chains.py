@@ -1,4 +1,6 @@
-"""Bursts on a card, which native code queues as chains: each launch with its arguments, in order, and revocable."""
+"""Bursts of launches on a card, which native code queues as chains. Each has its arguments, they are in order, and they
+can be revoked.
+"""
 
 from collections.abc import Iterator
 
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 N = 32
 BURST = 6000
-"""Launches: more than it takes before chains are made."""
+"""Number of launches, more than are needed until chains are made."""
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def test_each_launch_of_a_burst_has_its_own_arguments_and_place(session: GpuSess
         launch(session, module, buffers[which], number % 5)
     for buffer, total in zip(buffers, sums, strict=True):
         assert (floats(session.mem_read(buffer, 0, 4 * N)) == total).all()
-    # What does not commute shows the order.
+    # Operations that do not commute show whether their order is right.
     value, other = np.float32(0), buffers[0]
     session.mem_write(other, 0, bytes(4 * N))
     for number in range(BURST):

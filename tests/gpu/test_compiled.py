@@ -1,4 +1,4 @@
-"""What a context that is used again keeps of PTX that it compiled: the same code, for its tenant alone."""
+"""A context that is used again keeps code that it compiled from PTX: the same code, only for its tenant."""
 
 import hashlib
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def recycling(cards: Cards) -> Iterator[Daemon]:
 
 @contextmanager
 def leased(daemon: Daemon, size_bytes: int = 64 * MIB) -> Iterator[tuple[GpuLease, GpuSession, int]]:
-    """A lease on a context that waits, its session, and the process."""
+    """Yield a lease on a context that was waiting for one, its session, and its process id."""
     counts = ("warm_contexts", "recycled_contexts")
     wait_until(lambda: any(daemon.inventory().details[0][count] for count in counts), "a context waits", 60)
     shared = daemon.builder(size_bytes).device(0).exclusivity(Exclusivity.SHARED)
@@ -46,7 +46,7 @@ def is_kept(pid: int, ptx: bytes) -> bool:
 
 
 def storing(number: int) -> bytes:
-    """A kernel that stores it."""
+    """Return a kernel that stores the number."""
     return spread(end=f"mov.u64 %r6, {number}; st.global.u64 [%r1], %r6; ret;")
 
 

@@ -1,6 +1,6 @@
-"""The decode engine's bits: a card's are the embedded driver's, and a batch's are each row's own.
+"""The decode engine's results, bit for bit: a card's equal the embedded driver's, and a batch's equal each row's alone.
 
-`pytest -s` shows a table of what was compared with what.
+`pytest -s` prints a table of the comparisons.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ SAMPLINGS: Final = (
 
 
 class BitsTable:
-    """What was compared with what, and how many values differ."""
+    """The comparisons, and how many values differ in each."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[str, str, Tally]] = []
@@ -72,14 +72,14 @@ def table() -> Iterator[BitsTable]:
     print(f"\n\n{table}\n")
 
 
-# --- A card beside the embedded driver. ---
+# --- A card compared with the embedded driver. ---
 
 
 @dataclass(frozen=True)
 class Script:
-    """Prompts that are computed together, so many rows of each a step, and as many tokens behind each.
+    """Prompts that are computed together, with `chunk` rows of each in a step, and `emitted` tokens after each.
 
-    Tokens behind a prompt are taken from the step before, on the card.
+    Each token after a prompt is taken from the step before, on the card.
     """
 
     lengths: tuple[int, ...]
@@ -87,7 +87,7 @@ class Script:
     emitted: int = EMITTED
 
     def steps(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Rows of each step: the line, the position, the source."""
+        """Yield the rows of each step as (line, position, source row)."""
         next_, rows = [0] * len(self.lengths), list[tuple[int, int, int]]()
         while any(at < length + self.emitted for at, length in zip(next_, self.lengths, strict=True)):
             before = {(line, at): row for row, (line, at, _) in enumerate(rows)}
@@ -100,7 +100,7 @@ class Script:
             yield rows
 
     def rows(self, rig: EngineRig, step: list[tuple[int, int, int]]) -> Rows:
-        """A step's records for a rig."""
+        """Return a step's records for a rig."""
         vocabulary = rig.engine.forward.weights.config.vocabulary
         found = []
         for line, at, source in step:
@@ -112,7 +112,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a script that are computed on a card and by the embedded driver."""
+    """A model and a script, which are computed on a card and by the embedded driver."""
 
     open: Callable[[], Checkpoint]
     script: Script
@@ -130,8 +130,8 @@ RANDOM_MODELS: Final = {
     "experts": EXPERTS,
 }
 
-# The tiny model's longest line has attention over two splits; other attention is of sequences in one part, and of one
-# in two parts.
+# The tiny model's longest line has attention in two splits. The others have attention over sequences in one part, or in
+# one and two parts.
 CASES: Final = {
     "the tiny model": Case(partial(open_model, TINY_MODEL), Script((140, 19, 2), 5)),
     **{
@@ -145,14 +145,14 @@ CASES: Final = {
     },
 }
 
-# Where values were found, and the values: results and logits of each step, then keys and values of each tenant.
+# Values with their places: results and logits of each step, then keys and values of each tenant.
 Values = list[tuple[str, NDArray[Any]]]
 
 
 async def compute(
     address: str, checkpoint: Checkpoint, script: Script, size_bytes: int = 512 << 20, rows: int = 16
 ) -> Values:
-    """Compute a script on one daemon: every step's logits and results, and at the end all keys and values."""
+    """Compute a script on one daemon. Returns every step's logits and results, and at the end all keys and values."""
     limits = StepLimits(rows, len(script.lengths), max(script.lengths) + script.emitted)
     found: Values = []
     async with opened(address, checkpoint, limits, size_bytes=size_bytes) as rig:
@@ -176,7 +176,7 @@ def compare(found: Values, expected: Values) -> Tally:
 def compare_drivers(
     card: Daemon, embedded: Daemon, checkpoint: Checkpoint, script: Script, size_bytes: int = 512 << 20, rows: int = 16
 ) -> Tally:
-    """Compute a script on both at the same time, and compare all values."""
+    """Compute a script on both daemons at the same time, and compare all values."""
 
     async def both() -> list[Values]:
         sides = (compute(side.address, checkpoint, script, size_bytes, rows) for side in (card, embedded))
@@ -187,9 +187,10 @@ def compare_drivers(
 
 @pytest.fixture(scope="module")
 def embedded() -> dict[str, Values | BaseException]:
-    """What the embedded driver computes of each case, or why it could not.
+    """Return what the embedded driver computes in each case, or the error.
 
-    It compiles a model's kernels for half a minute, so all cases are computed at the same time, each by its own worker.
+    It compiles a model's kernels for half a minute. Therefore all cases are computed at the same time, each in its own
+    worker.
     """
     cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
@@ -200,7 +201,7 @@ def embedded() -> dict[str, Values | BaseException]:
     async def every(address: str) -> list[Values | BaseException]:
         return await asyncio.gather(*(one(address, case) for case in CASES.values()), return_exceptions=True)
 
-    # A card with room for all of them.
+    # The card has room for all cases.
     with running(Daemon(vram=("16GiB",))) as daemon:
         return dict(zip(CASES, asyncio.run(every(daemon.address)), strict=True))
 
@@ -228,7 +229,7 @@ def test_smollm2_s_bits_are_the_embedded_driver_s(daemon: Daemon, shared_daemon:
 def test_packed_weights_have_the_embedded_driver_s_bits_in_every_tile(
     daemon: Daemon, shared_daemon: Daemon, table: BitsTable, tmp_path: Path, method: str
 ) -> None:
-    """Steps of 100, 31 and 2 rows, with sums in parts."""
+    """Compute steps of 100, 31 and 2 rows, with sums that are split into parts."""
     config = replace(LLAMA, width=1024, inner_width=1152)
     folder = write_packed_folder(tmp_path, config, packed_entries(config, method)[0], PACKINGS[method])
     tally = compare_drivers(daemon, shared_daemon, open_model(folder), Script((100, 30), 70), rows=128)
@@ -239,12 +240,12 @@ def test_packed_weights_have_the_embedded_driver_s_bits_in_every_tile(
 
 
 def shapes(count: int) -> list[tuple[int, int, SamplingParameters]]:
-    """Lines of 1 to 24 tokens, so that a batch's rows are at many positions."""
+    """Return shapes of lines of 1 to 24 tokens, so that a batch's rows have many positions."""
     return [(1 + 7 * line % 24, EMITTED, SAMPLINGS[line % len(SAMPLINGS)]) for line in range(count)]
 
 
 def batch_of(lines: Sequence[Line], count: int, seed: int) -> list[MixedStep]:
-    """The prompts of so many lines in large chunks, then all of the lines together, a row each, in any order."""
+    """Return steps that compute `count` prompts in large chunks, and then a row of each line, in any order."""
     random = np.random.default_rng(seed)
     tables = random.permutation(BATCHES[-1])
     blocks = [random.permutation(BATCHES[-1]).reshape(-1, 2) for _ in range(2)]
@@ -269,7 +270,7 @@ def batch_of(lines: Sequence[Line], count: int, seed: int) -> list[MixedStep]:
 def test_a_batch_s_bits_are_each_row_s_own(
     daemon: Daemon, table: BitsTable, name: str, config: ModelConfig | None
 ) -> None:
-    """Through graphs, two steps under way, and launch by launch."""
+    """Compute with graphs, with two steps in progress, and with separate launches."""
     checkpoint = open_model(TINY_MODEL) if config is None else RandomCheckpoint(config, 1)
     limits = StepLimits(BATCHES[-1], BATCHES[-1], 2 * PAGE)
     found: dict[tuple[int, str], Tally] = {}

@@ -1,4 +1,6 @@
-"""Linears whose programs take turns at tiles, on a card: their bits are those of the smallest tile."""
+"""Linears on a card whose programs each compute several tiles: their results equal those of the smallest tile, bit for
+bit.
+"""
 
 import asyncio
 
@@ -16,8 +18,9 @@ pytestmark = pytest.mark.gpu
 SMALLEST = "linear_bf16_16"
 
 SHAPES = [(100, 3072, 2048), (256, 3072, 2048), (513, 2048, 4096), (257, 9216, 1040), (1, 512, 528)]
-"""Rows, and the weight's rows and columns: fewer tiles than programs and more, and tiles with rows that are not there,
-one and several parts, and a last part that is no multiple of a tile's depth."""
+"""Rows, and the weight's rows and columns. There are fewer tiles than programs and more; tiles with missing rows; one
+part and several; and a last part that is no multiple of a tile's depth.
+"""
 
 
 @pytest.mark.parametrize(("rows", "outputs", "columns"), SHAPES)
@@ -25,7 +28,7 @@ def test_programs_that_take_turns_give_the_smallest_tile_s_bits(
     daemon: Daemon, rows: int, outputs: int, columns: int
 ) -> None:
     rng = np.random.default_rng(rows)
-    # The upper halves of f32 numbers of many sizes.
+    # Random f32 numbers of many magnitudes, of which the upper halves are used.
     x, w = (
         (rng.normal(0, 1, shape) * 2.0 ** rng.integers(-3, 4, (shape[0], 1))).astype(np.float32)
         for shape in ((rows, columns), (outputs, columns))
@@ -48,7 +51,7 @@ def test_programs_that_take_turns_give_the_smallest_tile_s_bits(
             found = {}
             for name in (SMALLEST, *tiles_of("linear_bf16" + IN_TURNS, SM_90A)):
                 await library.load(name)
-                # NaNs, so that what a kernel leaves out shows.
+                # Fill the result with NaNs, so that a value which a kernel does not write is detected.
                 await session.mem_write(parts, 0, np.full(size, 0xFF, np.uint8))
                 grid = linear_grid(name, rows, outputs, splits)
                 values = {"parts": parts, "x": buffers[0], "w": buffers[1]}

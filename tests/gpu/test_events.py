@@ -1,4 +1,4 @@
-"""Events with times on a real card."""
+"""Events and their times on a real card."""
 
 import time
 from collections.abc import Iterator

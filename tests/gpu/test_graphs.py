@@ -1,4 +1,4 @@
-"""Launch graphs on a real card: what they do, what they take of it, and what ends them."""
+"""Launch graphs on a real card: their results, their memory, and what ends them."""
 
 import time
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_copies_launches_and_constants_over_several_segments(session: GpuSession
         expected = (numbers(N) + MANY * factor) * 3
         expected[1:3] = (3000, 6000)
         np.testing.assert_array_equal(back, expected)
-    # Two that wait one behind the other keep their own values.
+    # Two replays that wait one after the other keep their own arguments.
     graph.launch(x=other, factor=5)
     graph.launch(x=other, factor=7)
     graph.close()
@@ -233,13 +233,13 @@ def test_a_kernel_that_waits_by_itself_starts_before_the_one_before_it_ends(sess
         graph.launch()
         session.sync()
         end, start, seen = (int(value) for value in times.numpy())
-        # It started during the first kernel's 20 ms, and waited for what that kernel wrote at its end.
+        # The kernel started during the 20 ms of the first one, and waited for what that one wrote at its end.
         assert end - 20_000_000 < start < end
         assert seen == end
 
 
 def test_an_early_kernel_sees_what_came_before_the_kernel_that_it_waits_for(session: GpuSession) -> None:
-    """`between` lets the next kernel start while `slow` runs, but ends only after it."""
+    """`between` lets the next kernel start while `slow` runs, but ends only after `slow`."""
     if session.compute_capability < 90:
         pytest.skip("griddepcontrol is for compute capability 9.0 and later")
     module, buffers = session.module_load(EARLY), [session.mem_alloc(24) for _ in range(2)]
@@ -248,7 +248,7 @@ def test_an_early_kernel_sees_what_came_before_the_kernel_that_it_waits_for(sess
         for _ in range(3):
             session.launch(module, "between", [1], [1], [])
         session.launch(module, "next", [1], [1], KernelArgs().push_parameter("next", "buffer", buffers[0]))
-    # Parameters change from replay to replay.
+    # Each replay has other parameters.
     for buffer in (buffers[0], buffers[1], buffers[1], buffers[0]):
         session.mem_write(buffer, 0, bytes(24))
         graph.launch(slow=buffer, next=buffer)

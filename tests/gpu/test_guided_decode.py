@@ -1,4 +1,4 @@
-"""Guided steps: a card's tokens, scores and likeliest tokens are the embedded driver's, to the bit."""
+"""Guided decoding: a card's tokens, scores and likeliest tokens equal the embedded driver's, bit for bit."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ SAMPLINGS = (
 
 
 async def outputs(address: str, checkpoint: Checkpoint) -> list[list[Emitted]]:
-    """What each sampling gives, together: the scores of the prompt, then the emitted tokens."""
+    """Return the outputs of all samplings, computed together: the scores of the prompt, then the emitted tokens."""
     async with Decoder.open(checkpoint, settings=SETTINGS, address=address) as decoder:
         generations = [
             decoder.submit(range(3, 20 + number), max_tokens=16, sampling=sampling, ranks=20, scores_prompt=True)

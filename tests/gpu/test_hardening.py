@@ -1,4 +1,6 @@
-"""CUDA can live with the unit's hardening: its devices are there, it needs no network and few of root's rights."""
+"""CUDA works with the unit's restrictions: the devices are there, and neither a network nor most of root's rights are
+needed.
+"""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Cooperative launches and clusters on a card: they run, what does not fit is told, and the lease's end ends them."""
+"""Cooperative launches and clusters on a card: they run, too large ones get an error, and the lease's end ends them."""
 
 from pathlib import Path
 

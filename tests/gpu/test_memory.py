@@ -1,4 +1,6 @@
-"""Memory that is given again: zero, the session's alone, and never more of the card than was admitted."""
+"""Memory that is allocated again: it is zero, only the session can access it, and the card never shows more than was
+admitted.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ MIB = 1 << 20
 
 
 def fresh_bytes(session: GpuSession, size: int) -> tuple[int, bool]:
-    """(address, whether it was zero) of an allocation that is then filled and freed."""
+    """Allocate memory, fill it and free it. Returns its address, and whether it was zero at first."""
     buffer = session.mem_alloc(size)
     is_zero = not np.frombuffer(session.mem_read(buffer, 0, size), np.uint8).any()
     session.mem_write(buffer, 0, b"\xff" * size)

@@ -1,4 +1,6 @@
-"""Metrics of real cards: labels that join with others' of the same card, counts, and nothing leaked by any end."""
+"""Metrics of real cards: their labels match those of other exporters, counts are right, and no end of a lease leaks
+anything.
+"""
 
 import os
 import signal
@@ -24,13 +26,13 @@ GIB = 1 << 30
 
 @pytest.fixture
 def whole(cards: Cards) -> Iterator[Daemon]:
-    """A daemon that leases all of each card."""
+    """Yield a daemon that leases all memory of each card."""
     with daemon_on(cards, vram=()) as daemon:
         yield daemon
 
 
 def told(daemon: Daemon) -> dict[str, dict[str, float]]:
-    """By name and card, all tenants together."""
+    """Return the metrics by name and card, as sums over all tenants."""
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(ask(Opcode.METRICS, Empty(), daemon.address).exposition):
         for sample in family.samples:

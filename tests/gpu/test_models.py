@@ -1,4 +1,4 @@
-"""Models on a real card: right scores, and back on a new lease after a fault and after a kernel that never ends."""
+"""Models on a real card: the scores are right, and after a fault or an endless kernel a model works on a new lease."""
 
 import asyncio
 

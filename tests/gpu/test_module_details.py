@@ -1,4 +1,4 @@
-"""Modules' variables and kernels' figures on a real card."""
+"""Reports about modules' variables and kernels on a real card."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Sessions that move between two real cards, also at work: nothing is lost, and how long their tenants wait."""
+"""Sessions move between two real cards, also during work: nothing is lost. Measures how long their tenants wait."""
 
 import asyncio
 import contextlib
@@ -36,10 +36,10 @@ overcommit = 4.0
 park_stay_ms = 0
 """
 PREPARED_S: Final = 6.0
-"""Idle time in which a worker prepares the host memory of 16 GiB."""
+"""Seconds of idle time in which a worker prepares the host memory for 16 GiB."""
 
 STEP_BYTES: Final = 49 * MIB + 4096
-"""Distance of the nodes in a buffer: more than one in each step of a copy would show the same."""
+"""Distance between nodes in a buffer. Several nodes in each step of a copy would show no more faults."""
 
 PASSING = ("has sent a request", "returning", "is being opened or ended")
 
@@ -75,14 +75,14 @@ def move(node: Daemon, lease: GpuLease, device: str) -> MovedSession:
 
 
 class Tenant:
-    """A program at work in its session, until the block's end: kernels follow a ring of addresses and count.
+    """A program that works in its session until the end of the block: kernels follow a ring of addresses, and count.
 
     Attributes:
-        longest_s: The longest of its operations.
-        rounds: How many rounds of work it did.
+        longest_s: Duration of its longest operation in seconds.
+        rounds: Number of rounds of work.
 
     Args:
-        places: The buffers or regions that the ring goes through.
+        places: The buffers or regions with the ring's nodes.
     """
 
     def __init__(self, session: GpuSession, places: Sequence[Buffer | Region]) -> None:
@@ -160,7 +160,7 @@ def test_a_session_at_work_moves_back_and_forth(cards: Cards, gib: int, warm_con
                 time.sleep(0.5)
                 last_move = node.query(lease.lease_id)["park"]["last_move"]
                 way = "directly" if last_move["is_direct"] else f"through the host, as {last_move['reason']}"
-                # Only the cards say whether they are peers.
+                # Whether a direct move is possible depends on the cards.
                 assert (
                     last_move["is_direct"] == is_direct
                     or last_move["reason"] == "the cards can't access each other's memory"
@@ -218,7 +218,7 @@ def test_a_drained_card_is_emptied_while_its_programs_work(cards: Cards) -> None
             )
             took_s = time.monotonic() - began
             assert done.exit_code == 0, done.output
-            # Whichever of the other cards each has gone to.
+            # Each session has moved to one of the other cards.
             assert cards.uuids()[0] not in {one["card_uuid"] for one in json.loads(done.output)}
             time.sleep(0.3)
         longest = [f"{tenant.longest_s:.3f}" for tenant in tenants]

@@ -1,4 +1,6 @@
-"""Leases with a name on a real card: an endless kernel ends at the fleet's horizon, and the name lives on elsewhere."""
+"""Leases with a name on a real card: an endless kernel ends at the fleet's horizon; then another node can serve the
+name.
+"""
 
 import os
 import signal
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 AHEAD_S = 3.0
-"""How far ahead the horizon lies: longer than a busy host lets a beat wait."""
+"""Seconds from now to the horizon. This is longer than a busy host delays a beat."""
 
 
 @pytest.mark.parametrize("broker", ["runs", "stopped", "killed"])
@@ -64,13 +66,13 @@ def test_an_endless_kernel_of_a_named_lease_ends_at_the_horizon(
 
 
 def kill_daemon(node: FleetNode) -> Callable[[], object]:
-    """Kill it. Returns what starts another in its place."""
+    """Kill the daemon. Returns a function that starts another one."""
     node.kill()
     return node.start
 
 
 def stop_daemon(node: FleetNode) -> Callable[[], object]:
-    """Stop it. Returns what has it go on."""
+    """Stop the daemon with SIGSTOP. Returns a function that continues it."""
     stop_process(node.now.process.pid)
     return lambda: os.kill(node.now.process.pid, signal.SIGCONT)
 

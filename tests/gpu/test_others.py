@@ -1,4 +1,4 @@
-"""Programs outside gpulease use a real card, too: nobody's slice is fenced for what they leave there."""
+"""Programs outside gpulease use a real card as well. No slice may be fenced because of memory that they leave used."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def wait_for_outside_bytes(daemon: Daemon, held: int) -> None:
 
 
 def test_programs_with_managed_memory_come_and_go_beside_leases(cards: Cards) -> None:
-    """The driver keeps memory for them until the card's last context ends, and the pool's contexts are there."""
+    """The driver keeps their memory until the card's last context ends, and the pool's contexts do not end."""
     with daemon_on(cards, vram=(), config=f"warm_contexts = {WARM}\n[limits]\nreclaim_timeout_s = 10\n") as daemon:
         wait_until_full(daemon)
         capacity = daemon.inventory().details[0]["capacity_bytes"]

@@ -1,4 +1,6 @@
-"""Parked sessions on a card: its bytes are free meanwhile, everything is where it was, and how long both ways take."""
+"""Parked sessions on a card: meanwhile their bytes are free; later everything is where it was. Measures both
+directions.
+"""
 
 import contextlib
 import os
@@ -62,7 +64,7 @@ def lease_of(node: Daemon, size_bytes: int) -> GpuLease:
 
 
 def places(size_bytes: int) -> range:
-    """Where a buffer has the pattern: more than one in each step of a copy would show the same."""
+    """Return the offsets of the pattern in a buffer. More of them in each step of a copy would show no more faults."""
     return range(0, size_bytes - MIB, 49 * MIB + 4096)
 
 
@@ -97,7 +99,7 @@ def test_the_bytes_are_free_meanwhile_and_come_back(node: Daemon, cards: Cards, 
             assert is_whole(session, buffer, size)
         for parked_s, back_s in figures:
             print(f"{gib} GiB: park {parked_s:.3f} s, first operation {back_s:.3f} s")
-        # The first park may have met host memory that was not prepared.
+        # The first park may have found host memory that was not prepared.
         assert min(parked_s for parked_s, _ in figures[1:]) < 0.1 + 0.05 * gib
         assert min(back_s for _, back_s in figures) < 0.1 + 0.05 * gib
 
@@ -119,7 +121,7 @@ def test_kernels_that_chase_pointers_in_their_data_go_on(node: Daemon) -> None:
             session.sync()
             counts = [struct.unpack("<Q", session.mem_read(one, 8, 8))[0] for one in nodes]
             assert counts == [turn * 4 * (2 + (at < 10)) for at in range(20)]
-            # A variable of the module, which stays on the card.
+            # A variable of the module, which stays loaded on the card.
             assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (5 + turn,)
 
 
@@ -143,7 +145,7 @@ def test_graphs_and_streams_go_on(node: Daemon) -> None:
             np.testing.assert_array_equal(back, expected)
             lease.park()
             back[:] = 0
-            # The graph itself brings the session back.
+            # The launch of the graph itself makes the session return.
             graph.launch()
             session.sync()
             np.testing.assert_array_equal(back, expected)
@@ -154,7 +156,7 @@ def test_graphs_and_streams_go_on(node: Daemon) -> None:
 
 
 def test_another_lease_uses_the_bytes_meanwhile(node: Daemon, cards: Cards) -> None:
-    """Two sessions that the card has room for once each, in turn: neither sees the other's bytes."""
+    """The card has room for one of two sessions at a time. They work in turn, and neither sees the other's bytes."""
     size = 22 * GIB
     with lease_of(node, size) as first, GpuSession(first) as session:
         buffer = fill(session, size - 64 * MIB)
@@ -188,7 +190,7 @@ COLD_MIB = 1024
 
 
 def leave(node: Daemon, lease: GpuLease, device: str | None = None) -> MovedSession:
-    """Have a session leave its worker, once its client and the broker have nothing under way."""
+    """Let a session leave its worker, once its client and the broker have no operation in progress."""
     until = time.monotonic() + 20
     while True:
         try:
@@ -202,7 +204,9 @@ def leave(node: Daemon, lease: GpuLease, device: str | None = None) -> MovedSess
 
 
 def check_everything(session: GpuSession, turns: Iterable[Callable[[], None]]) -> None:
-    """Have a session with pointers, variables, a graph, streams and memory do work, and leave before each turn."""
+    """Work in a session with pointers, variables, a graph, streams and memory. The session leaves its worker before
+    each turn.
+    """
     size = COLD_MIB * MIB
     module = session.module_load(POINTERS)
     nodes = [session.mem_alloc(16) for _ in range(7)]
@@ -296,7 +300,7 @@ def test_events_keep_their_times_in_another_worker(node: Daemon) -> None:
             leave(node, lease)
             found_ms = [events[0].elapsed_ms(event) for event in events]
             print(f"turn {turn}: {times_ms} and then {found_ms} ms")
-            # Exact for those of one process: the driver rounds the distance to a later one's.
+            # Distances between events of one process are exact; the driver rounds those to events of a later process.
             assert found_ms[:4] == pytest.approx(times_ms[:4], abs=2e-3)
             assert found_ms == pytest.approx(times_ms, rel=1e-4, abs=2e-3)
             events.append(stream.event())
@@ -316,10 +320,10 @@ def test_regions_and_events_leave_their_worker_with_their_session(node: Daemon, 
     with lease_of(node, 2 * GIB) as lease, GpuSession(lease) as session:
         first, counted = session.module_load(POINTERS), session.mem_alloc(8)
         large, small = lease.region(GIB, ttl_secs=200), lease.region(2 * MIB)
-        # Its variables are where they were although the regions were there first.
+        # Load the module after the regions: its variables must nevertheless keep their addresses.
         second = session.module_load(POINTERS)
         fill_region(session, large)
-        # A ring of nodes in both regions and in a buffer: each has the address of the next.
+        # A ring of nodes in both regions and in a buffer. Each node contains the address of the next one.
         ring = [(large, 30 * MIB), (session.mem_alloc(16), 0), (small, 64), (large, 400 * MIB)]
         for (here, at), (there, then) in zip(ring, ring[1:] + ring[:1], strict=True):
             session.mem_write(here, at, struct.pack("<QQ", there.handle + then, 0))
@@ -354,7 +358,7 @@ def test_regions_and_events_leave_their_worker_with_their_session(node: Daemon, 
             session.launch(second, "count", [1], [1], count_args(counted), stream=stream)
             stream.sync()
             assert struct.unpack("<Q", session.mem_read(counted, 0, 8)) == (5 + turn,)
-            # Events keep their distances, and later ones may be asked for together with them.
+            # Events keep their distances, and can be compared with later events.
             found_ms = [start.elapsed_ms(end) for start, end in pairwise(events)]
             print(f"events: {times_ms} and then {found_ms} ms")
             assert found_ms[:1] == pytest.approx(times_ms[:1], abs=1e-3)
@@ -395,12 +399,12 @@ def test_a_region_that_ends_while_its_session_has_no_worker(node: Daemon, end: s
         with pytest.raises(InvalidHandle):
             finish(session, graph.launch)
         graph.close()
-        # Its bytes are the slice's again, but for the scratch, and nothing of them is there.
+        # The region's bytes, except the scratch, are the slice's again, and contain nothing of the region.
         with lease.region(128 * MIB) as another:
             assert another.handle not in range(gone.handle, gone.handle + 128 * MIB)
             for at in (0, 120 * MIB):
                 assert bytes(session.mem_read(another, at, 6)) == bytes(6)
-            # The ended region's address stays the session's on its next way, too.
+            # The address of the ended region stays reserved for the session when it leaves its worker again.
             session.sync()
             leave(node, lease)
             session.mem_write(another, 0, b"mine")
@@ -428,7 +432,7 @@ def test_a_region_is_revoked_while_its_session_leaves_or_returns(node: Daemon) -
             with pytest.raises((RegionRevoked, RegionFenced)):
                 session.mem_read(region, 0, 1)
             region.close()
-        # Every byte of the slice can be a region's again.
+        # Every byte of the slice can be used for a region again.
         session.sync()
         with lease.region(200 * MIB) as region:
             assert bytes(session.mem_read(region, 0, 100)) == bytes(100)
@@ -462,7 +466,7 @@ def test_a_worker_of_the_next_version_has_regions_and_events(cards: Cards, has_v
             between_ms, worker = events[0].elapsed_ms(events[1]), node.worker_pid(lease.lease_id)
             node.restart(Faults(constants={"gpulease.daemon.workers.zygote_client:VERSION": "99.0"}))
             assert node.now.query(lease.lease_id)["earlier_version"]
-            # A worker of this version may have addresses elsewhere: the worker that the session has must be kept.
+            # A worker of this version may use other addresses, so a plain move must be refused.
             with pytest.raises(Busy, match="upgrade-workers"):
                 leave(node.now, lease)
             reason, until = "", time.monotonic() + 20
@@ -473,7 +477,7 @@ def test_a_worker_of_the_next_version_has_regions_and_events(cards: Cards, has_v
                     assert time.monotonic() < until
                     time.sleep(0.1)
                 except Unsupported as error:
-                    # It continues in its earlier worker.
+                    # The session continues in its earlier worker.
                     reason = str(error)
             print(f"upgraded: {not reason} {reason}")
             assert not reason or "would begin at" in reason or (has_variables and "variable" in reason)

@@ -1,4 +1,4 @@
-"""The main job and the failures of a session, on a real card."""
+"""The main job, and the failures of a session, on a real card."""
 
 from collections.abc import Iterator
 
@@ -95,7 +95,7 @@ def test_one_upload_serves_many_pipelined_launches(lease: GpuLease, session: Gpu
         session.launch(module, "scale", grid_for(n), BLOCK, minus)
         session.launch(module, "bias", grid_for(n), BLOCK, plus)
     session.sync()
-    # Twice x -> 1 - x is x again.
+    # x -> 1 - x applied twice is x again.
     np.testing.assert_array_equal(floats(session.mem_read(buffer, 0, 4 * n)), numbers(n))
     assert lease.query()["launches"] == 2 * rounds
 
@@ -191,7 +191,8 @@ class TestFailures:
             assert caught.value.failure.failed_request_id in (number, None)
             assert caught.value.kernel in ("stray_store", "")
             neighbour.check()
-            # CUDA's errors are sticky: every later operation says so, until the tenant gives the lease back.
+            # CUDA's errors are sticky: every later operation fails with the same error, until the tenant frees the
+            # lease.
             for operation in (session.sync, lambda: session.mem_alloc(4), lambda: session.mem_read(buffer, 0, 4)):
                 with pytest.raises(SyncFailed, match="the context is lost"):
                     operation()
@@ -206,7 +207,7 @@ class TestFailures:
                 check_main_job(working)
 
     def test_a_launch_that_came_as_expected_and_faults_is_named(self, daemon: Daemon) -> None:
-        """Repeated launches are made by native code; what it counts is what the report is made of."""
+        """Native code makes repeated launches, and its counters determine which launch the report names."""
         with daemon.builder(SLICE).acquire() as lease, GpuSession(lease) as session:
             module = session.module_load(FAULTS)
             buffer = session.mem_alloc(64)
@@ -227,7 +228,7 @@ class TestFailures:
         with GpuSession(lease) as intruder:
             module = intruder.module_load(FAULTS)
             own = intruder.mem_alloc(16)
-            # Each process has addresses of its own; the same number may be the intruder's own memory, or nobody's.
+            # Each process has its own addresses. This address may be the intruder's own memory, or not mapped at all.
             intruder.launch(module, "fill_u32", [1], [4], KernelArgs().push_u64(mine.handle).push_u32(4).push_u32(7))
             try:
                 intruder.sync()
@@ -270,7 +271,7 @@ class TestCards:
 
 
 def check_main_job_in_place(session: GpuSession) -> None:
-    """A kernel that needs no memory beyond what is there."""
+    """Run a kernel that needs no further memory."""
     module = session.module_load(FAULTS)
     session.launch(module, "fill_u32", [1], [1], KernelArgs().push_u64(0).push_u32(0).push_u32(0))
     session.sync()

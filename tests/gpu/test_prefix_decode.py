@@ -1,4 +1,6 @@
-"""Prompts that begin with computed blocks: a card has the tokens of the embedded driver without reuse, to the bit."""
+"""Prompts that begin with computed blocks: a card's tokens equal those of the embedded driver without reuse, bit for
+bit.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -25,7 +27,9 @@ TEXT = [3 + 7 * number % 400 for number in range(80)]
 
 
 async def outputs(address: str, settings: DecoderSettings) -> tuple[list[list[Emitted]], int]:
-    """The outputs of prompts that share prefixes of several lengths, some at once, and the tokens that were reused."""
+    """Return the outputs of prompts that share prefixes of several lengths, some at the same time, and the number of
+    reused tokens.
+    """
     async with Decoder.open(open_model(TINY_MODEL), TENANTS, settings, address=address) as decoder:
 
         async def read(length: int, own: int) -> list[Emitted]:
@@ -34,7 +38,7 @@ async def outputs(address: str, settings: DecoderSettings) -> tuple[list[list[Em
             return [one async for one in decoder.submit(prompt, max_tokens=20, tenant_id="a", sampling=sampling)]
 
         found = [await read(80, 1), await read(80, 2), await read(37, 3)]
-        # More than the region has room for without sharing.
+        # Without sharing, these would need more blocks than the region has.
         found += await asyncio.gather(*(read(80, own) for own in range(4, 12)))
         return found, decoder.scheduler.tenants["a"].reused_tokens
 
@@ -48,7 +52,7 @@ def test_reused_prefixes_give_the_embedded_driver_s_tokens(daemon: Daemon, share
 
 
 async def shared_outputs(address: str, settings: DecoderSettings, *prefixes: SharedPrefix) -> list[list[Emitted]]:
-    """The outputs of two tenants' prompts, before and while the region of their shared prefix is revoked."""
+    """Return the outputs of two tenants' prompts, before and while the region of their shared prefix is revoked."""
     async with Decoder.open(open_model(TINY_MODEL), TENANTS, settings, address=address, prefixes=prefixes) as decoder:
 
         async def read(tenant: str, length: int, own: int, *, revokes: bool = False) -> list[Emitted]:
@@ -60,7 +64,7 @@ async def shared_outputs(address: str, settings: DecoderSettings, *prefixes: Sha
                 if revokes and len(found) == 3:
                     for _, pool in list(decoder.regions.prefixes.values()):
                         await pool.region.revoke("because")
-            # Both tenants' first blocks are the shared ones, without a sequence of theirs before.
+            # Both tenants use the shared blocks, although neither has computed a sequence before.
             assert not prefixes or generation.reused_tokens >= length // 16 * 16
             return found
 
@@ -72,8 +76,8 @@ async def shared_outputs(address: str, settings: DecoderSettings, *prefixes: Sha
 
 
 def test_a_prefix_that_tenants_share_gives_the_embedded_driver_s_tokens(daemon: Daemon, shared_daemon: Daemon) -> None:
-    """Before its region ends, while it does, and without it."""
-    # Few rows, because the embedded driver compiles their kernels sooner.
+    """Compare before the prefix's region ends, while it ends, and without it."""
+    # With few rows, the embedded driver compiles the kernels faster.
     prefix, settings = SharedPrefix("text", tuple(TEXT)), replace(SETTINGS, max_rows=16, prefill_rows=12)
     plain = asyncio.run(shared_outputs(shared_daemon.address, replace(settings, reuses_prefixes=False)))
     assert asyncio.run(shared_outputs(daemon.address, settings, prefix)) == plain

@@ -1,4 +1,4 @@
-"""Kernels' output on a real card: the driver writes it to the worker's standard output."""
+"""Output of kernels on a real card: the driver writes it to the worker's standard output."""
 
 import pytest
 

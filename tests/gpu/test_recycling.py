@@ -1,4 +1,4 @@
-"""Contexts that serve their tenant's next lease on a real card: to the byte, and with nothing left behind."""
+"""Contexts that serve their tenant's next lease on a real card: they use no more bytes, and nothing is left in them."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -36,7 +36,10 @@ def card(daemon: Daemon) -> dict[str, int]:
 
 
 def plain_kernels() -> bytes:
-    """Those of `rule_breakers` that call nothing of the driver's: what that keeps can't be given back."""
+    """Return the kernels of `rule_breakers` that call no driver function.
+
+    The driver keeps memory for such calls, which can't be freed.
+    """
     text = rule_breakers().decode()
     head = text[text.index(".version") : text.index(".extern")]
     return (head + text[text.index(".visible .entry fill(") : text.index(".visible .entry stray(")]).encode()
@@ -67,7 +70,7 @@ def test_nothing_is_left_and_the_card_shows_it(recycling: Daemon, cards: Cards) 
 def test_whichever_way_a_secret_came(recycling: Daemon) -> None:
     left = {}
     for way, leave in WAYS.items():
-        # One that was not made ahead serves nobody again.
+        # A context that was not made ahead is not used again, so wait for one that was.
         wait_until(lambda: any(card(recycling)[f"{kind}_contexts"] for kind in ("warm", "recycled")), "one waits", 60)
         with recycling.builder(64 * MIB).device(0).acquire() as lease, GpuSession(lease) as session:
             pid = recycling.worker_pid(lease.lease_id)
@@ -77,7 +80,7 @@ def test_whichever_way_a_secret_came(recycling: Daemon) -> None:
 
 
 def staged(pid: int, secret: bytes) -> list[int]:
-    """Where a process has it in memory that the driver shares with the card (proc_pid_maps(5)), page by page."""
+    """Return the addresses of the pages that contain a secret, in memory shared with the card (proc_pid_maps(5))."""
     found = []
     with Path(f"/proc/{pid}/mem").open("rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
@@ -92,7 +95,7 @@ def staged(pid: int, secret: bytes) -> list[int]:
 
 
 def count_at(session: GpuSession, address: int) -> int:
-    """How many of the words of a page of the host's memory are not 0, as a kernel sees them."""
+    """Return how many words of a page of host memory are not 0, as a kernel sees them."""
     module, count = session.module_load(plain_kernels()), session.mem_alloc(4)
     args = KernelArgs().push_u64(address).push_u64(PAGE_BYTES // 4).push_buffer(count)
     session.launch(module, "count_set", [4], [256], args)

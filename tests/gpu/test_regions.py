@@ -1,4 +1,4 @@
-"""Regions on a card: zero, apart from one another, exact to the byte, and gone when they have ended."""
+"""Regions on a card: they are zero, separate from one another, exact to the byte, and gone once they have ended."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def scene(name: str) -> dict[str, Any]:
-    """What a scene of region_scenes.py saw, in a process of its own."""
+    """Return the observations of a scene of region_scenes.py, which runs in a separate process."""
     command = [sys.executable, "-m", "tests.gpu.region_scenes", name]
     done = subprocess.run(command, cwd=ROOT, env=python_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -75,6 +75,6 @@ def test_an_access_where_nothing_is_mapped_costs_the_context() -> None:
 
 
 def test_a_region_that_ends_under_its_kernel_costs_the_context_or_meets_the_scratch() -> None:
-    # Which of the two differs from run to run on an H200; an H100 lost the context each time.
+    # On an H200 either may happen. An H100 lost the context each time.
     seen = scene("ended_too_early")
     assert "illegal" in seen["said"].lower() if seen["lost"] else seen["wrong"] == 0, seen

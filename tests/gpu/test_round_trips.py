@@ -1,4 +1,4 @@
-"""Round trips on a card, beside every caller of the CUDA driver that this host has; each checks its results."""
+"""Round trips on a card, compared with every caller of the CUDA driver on this host. Each checks its results."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 def test_every_caller_gives_every_figure(daemon: Daemon) -> None:
     report = measure_with_peers(daemon.address, first_card(daemon.address), 1, 2_000, 100, print)
     print(round_trip_table(report))
-    # The driver itself needs these two; a compiler may be missing.
+    # Every host with the driver has these two callers. A C compiler may be missing.
     assert not {BINDINGS, PYCUDA} & set(report["absent"])
     for name in CALLERS:
         if name in report["absent"]:

@@ -1,4 +1,4 @@
-"""A real card's workers in the sandbox: it is on, and the driver does all it has to do in it."""
+"""The workers of a real card run in the sandbox, and the driver can do everything in it that it needs."""
 
 import os
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_the_drivers_compiler_works_in_it(daemon: Daemon, image: str) -> None:
 
 
 def test_nothing_is_kept_of_what_was_compiled(daemon: Daemon) -> None:
-    """What one worker wrote there, the next would run."""
+    """The driver's cache must not be written: what one worker wrote there, the next one would execute."""
     cache = Path.home() / ".nv" / "ComputeCache"
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     with daemon.builder(64 << 20).acquire() as lease, GpuSession(lease) as session:

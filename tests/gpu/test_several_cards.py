@@ -1,4 +1,4 @@
-"""Several real cards: each its own, to the daemon and to every worker; skipped where there are fewer than two."""
+"""Several real cards: the daemon and every worker distinguish them. Skipped if there are fewer than two."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
 
-# What a worker's process sees of the host's cards, once it has opened its context.
+# Prints which of the host's cards a worker's process can see, once it has opened its context.
 WHAT_IS_SEEN = """
 import json, os, sys
 from gpulease.daemon.drivers.cuda.driver import CudaDriver
@@ -52,7 +52,7 @@ def test_the_fuller_card_is_passed_by(daemon: Daemon, cards: Cards) -> None:
             if index == 0:
                 with daemon.builder(GIB).acquire() as lease:
                     assert lease.card_uuid != first
-        # Each has at most 5 GiB left: two leases of 2.5 and what comes with them do not share one.
+        # Each card has at most 5 GiB left, so two leases of 2.5 GiB with their overhead do not fit on one card.
         others = [stack.enter_context(daemon.builder(5 * GIB // 2).acquire()) for _ in cards.uuids()]
         assert len({lease.card_uuid for lease in others}) >= 2
 

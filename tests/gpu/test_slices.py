@@ -1,4 +1,4 @@
-"""A slice is a hard cap: whatever a session does, the card's own figure for it is never more than was admitted."""
+"""A slice is a hard limit: whatever a session does, the card never reports more memory for it than was admitted."""
 
 import random
 from importlib.resources import files
@@ -22,7 +22,7 @@ KERNELS = PTX.joinpath("kernels.ptx").read_bytes()
 
 
 def with_variable(size_bytes: int) -> bytes:
-    """A module with one variable of that size, which its kernel touches."""
+    """Return a module with one variable of that size, which its kernel accesses."""
     return f"""
 .version 7.0
 .target sm_75
@@ -66,7 +66,7 @@ def test_variables_are_taken_from_the_slice_and_given_back(daemon: Daemon, cards
 
 @pytest.mark.parametrize("reason", ["main job", "assertion", "heap"])
 def test_a_full_slice_still_runs_kernels(daemon: Daemon, cards: Cards, reason: str) -> None:
-    """The allowance pays for what every tenant needs."""
+    """The allowance covers the memory that every tenant needs besides its slice."""
     with watched(daemon, cards, 64 * MIB) as seen:
         buffer = seen.session.mem_alloc(64 * MIB - 4096)
         out = seen.session.mem_alloc(8)
@@ -141,7 +141,10 @@ def test_deep_recursion_takes_nothing(daemon: Daemon, cards: Cards) -> None:
 
 
 def test_any_allocations_stay_below_what_was_admitted(daemon: Daemon, cards: Cards) -> None:
-    """Sizes that waste the most pages, and holes: nearly all of the slice can be had, and never more."""
+    """Allocate sizes that waste the most pages, and leave holes.
+
+    Nearly all of the slice can be allocated, and never more.
+    """
     rng = random.Random(4)
     with watched(daemon, cards, 512 * MIB) as seen:
         held: list[Buffer] = []
@@ -171,7 +174,7 @@ def test_many_modules_stay_below_what_was_admitted(daemon: Daemon, cards: Cards)
         assert len(modules) > 300
         for module in modules[::2]:
             seen.session.module_unload(module)
-        # Each module that is left keeps a page for itself.
+        # Each remaining module keeps a page that nothing else can use.
         with pytest.raises(AllocFailed):
             seen.session.mem_alloc(64 * MIB)
         for module in modules[1::2]:

@@ -1,4 +1,4 @@
-"""Streams on a real card: they run beside one another, and every bound holds on each of them."""
+"""Streams on a real card: they run concurrently, and every limit is enforced in each of them."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ def test_copies_overlap_with_kernels(daemon: Daemon) -> None:
 
 
 def test_no_stream_waits_for_another_unasked(session: GpuSession) -> None:
-    """A kernel in one stream waits for what a copy in another writes: it ends only if they run side by side."""
+    """A kernel in one stream waits for what a copy in another one writes. It ends only if both run concurrently."""
     streams = [session.default_stream, session.stream(), session.stream()]
     kept = []
     one = session.empty(1, np.uint32)
@@ -44,11 +44,12 @@ def test_no_stream_waits_for_another_unasked(session: GpuSession) -> None:
             if writing.handle == waiting.handle:
                 continue
             module, flag = start_endless(session, waiting)
-            # What was dropped would be freed by the next operation, which waits for all streams.
+            # Keep the module and the buffer: else the next operation would free them, and for that wait for all
+            # streams.
             kept.append((module, flag))
             session.mem_write(flag, 0, one, stream=writing)
             waiting.sync()
-            # A copy from other memory waits for its own stream alone.
+            # A copy from other memory waits only for its own stream.
             session.mem_write(flag, 0, bytes(4), stream=writing)
             session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag), stream=waiting)
             session.mem_write(flag, 0, one.tobytes(), stream=writing)
@@ -64,7 +65,7 @@ def test_wait_for_orders_streams(session: GpuSession) -> None:
     back = [session.empty(n, np.uint32) for _ in range(8)]
     for turn in range(8):
         stream, other = (one, two)[turn % 2], (two, one)[turn % 2]
-        # Some 20 ms, so that what does not wait for it comes first.
+        # This takes about 20 ms, so that an operation that does not wait for it would be first.
         session.launch(module, "slow", [1], [1], KernelArgs().push_buffer(busy).push_u32(1_000_000), stream=stream)
         args = KernelArgs().push_buffer(buffer).push_u32(n).push_u32(turn + 1)
         session.launch(module, "fill_u32", [n // 256], [256], args, stream=stream)
@@ -118,7 +119,7 @@ def test_all_streams_together_stay_within_what_was_admitted(daemon: Daemon, card
             session.launch(module, "fill_u32", [1], [1], args, stream=stream)
             session.mem_read(buffer, 0, MIB, into=data, stream=stream)
         session.sync()
-        # In a process without a card's driver the module that has the rule can't be imported.
+        # Import it here, because the module can't be imported in a process without a card's driver.
         from gpulease.daemon.drivers.cuda.streams import streams_bytes
 
         assert cards.used_bytes()[0] - before[0] <= streams_bytes(MAX_STREAMS)
@@ -182,7 +183,7 @@ def test_a_kernel_that_runs_on_is_found_in_any_stream(daemon: Daemon) -> None:
     keep_the_others_busy(0.1)
     kept = start_endless(session, streams[2])
     started = time.monotonic()
-    # The worker's refusal may come before the reason does.
+    # The worker's refusal may arrive before the reason for the lease's end.
     with pytest.raises(GpuSessionFailed, match=r"a kernel ran for|the session has failed"):
         keep_the_others_busy(10)
     assert BOUND_S <= time.monotonic() - started < 3 * BOUND_S
@@ -222,7 +223,7 @@ def test_a_fault_in_one_stream_is_told_by_another(daemon: Daemon) -> None:
 
 
 def test_closing_beside_a_wait(session: GpuSession) -> None:
-    """A stream that holds work may be let go of by another thread; the work still ends."""
+    """Another thread may close a stream that has unfinished work. The work is still completed."""
     stream = session.stream()
     module, out = session.module_load(FAULTS), session.mem_alloc(4)
     session.launch(module, "slow", [1], [1], KernelArgs().push_buffer(out).push_u32(3_000_000), stream=stream)

@@ -1,4 +1,4 @@
-"""One-shot submits on a real card: beside a session on the same lease, each with a context of its own."""
+"""One-shot submits on a real card, each in its own context, next to a session on the same lease."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ TEN = 10
 
 @pytest.fixture
 def neighbour(daemon: Daemon) -> Iterator[Neighbour]:
-    """Another tenant's session, whose results must be right all the while."""
+    """Yield another tenant's session. Its results must be correct during the whole test."""
     with daemon.builder(64 * MIB).device(0).acquire() as lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
         neighbour.check()
@@ -61,7 +61,7 @@ def test_all_that_is_kept_for_it_can_be_had_and_comes_back(
     fill = gpu.submit("fill_u32", FAULTS).grid([words // 256]).block([256])
     work = Running(fill.out(4 * words).arg(np.uint32(words)).arg(np.uint32(7)).arg(np.uint32(0)))
     work.wait()
-    # One argument more than the kernel has.
+    # The launch has one argument more than the kernel.
     assert isinstance(work.error, LaunchFailed)
     fill = gpu.submit("fill_u32", FAULTS).grid([words // 256]).block([256])
     (output,) = fill.out(4 * words).arg(np.uint32(words)).arg(np.uint32(7)).launch()
@@ -72,13 +72,13 @@ def test_all_that_is_kept_for_it_can_be_had_and_comes_back(
 
 
 def faults_counted(daemon: Daemon) -> float:
-    """Of all tenants."""
+    """Return the number of faults of all tenants."""
     text = str(ask(Opcode.METRICS, Empty(), daemon.address).exposition)
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("gpu_session_fault_total{"))
 
 
 def test_a_fault_stays_in_its_own_context(daemon: Daemon, gpu: GpuLease, neighbour: Neighbour) -> None:
-    """On a card a fault costs the context: the session's, or the submit's, never the other's."""
+    """On a card a fault destroys the context: that of the session, or that of the submit, but never the other one."""
     with GpuSession(gpu) as session:
         own, counted = Neighbour(session), faults_counted(daemon)
         own.check()

@@ -1,4 +1,4 @@
-"""What would hurt a card's other tenants, or cost the context, is refused: the session goes on."""
+"""Operations that would harm a card's other tenants, or destroy the context, are refused. The session continues."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def run(session: GpuSession, module: Module, kernel: str, args: KernelArgs) -> N
 
 @pytest.mark.parametrize("name", ["launches.sm75.ptx", "launches.sm90.cubin"])
 def test_kernels_that_synchronise_their_grid_are_refused_and_others_run(daemon: Daemon, name: str) -> None:
-    """The cubin is a Hopper card's."""
+    """The cubin is for a Hopper card."""
     with daemon.builder(64 * MIB).acquire() as lease, GpuSession(lease) as session:
         module = session.module_load((IMAGES / name).read_bytes())
         buffer = session.mem_alloc(4096)

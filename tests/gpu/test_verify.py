@@ -1,4 +1,4 @@
-"""`gpulease verify` on a real card: two rows, a claim, and the exit status."""
+"""`gpulease verify` on a real card: its output has two rows and a claim, and its exit status is right."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Contexts made ahead on a real card: what they hold, that leases take them, and that they give way."""
+"""Contexts made ahead on a real card: their memory, leases on them, and that they make room for other leases."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def pool(cards: Cards) -> Iterator[Daemon]:
 
 
 def wait_until_full(daemon: Daemon) -> list[int]:
-    """The process ids of card 0's pool, oldest first."""
+    """Wait until the pool is full. Returns the process ids of card 0's contexts, oldest first."""
     wait_until(
         lambda: all(card["warm_contexts"] == WANTED for card in daemon.inventory().details), "the pool is full", 60
     )
@@ -37,7 +37,10 @@ def wait_until_full(daemon: Daemon) -> list[int]:
 
 
 def test_a_warm_context_is_like_any_other(pool: Daemon, cards: Cards) -> None:
-    """To the page: what was rehearsed in it is gone; and a lease on it gets its slice and no more."""
+    """It uses the same memory, to the page.
+
+    Nothing of its rehearsal is left, and a lease on it gets exactly its slice.
+    """
     pids = wait_until_full(pool)
     shown = {cards.process_bytes(0, pid) for pid in pids} - {0}
     leases = [pool.builder().device(0).acquire() for _ in range(WANTED + 1)]
@@ -88,5 +91,5 @@ def test_a_killed_one_is_replaced_and_leases_are_fast(
             session.sync()
             taken_ms.append((time.perf_counter() - started) * 1e3)
     record_property("acquire_ms", taken_ms)
-    # Making a context takes 100 ms at least; this only shows that none was made.
+    # To make a context takes at least 100 ms, so this only shows that none was made.
     assert statistics.median(taken_ms) < 50

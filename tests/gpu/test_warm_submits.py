@@ -1,4 +1,4 @@
-"""Submits on contexts that were made ahead, on a real card: as fast as that allows, and like any other otherwise."""
+"""Submits on contexts that were made ahead, on a real card: faster, and otherwise like any other submit."""
 
 import os
 import signal
@@ -98,7 +98,7 @@ def test_a_context_that_hangs_as_it_is_taken_is_replaced(pool: Daemon, gpu: GpuL
 def test_one_is_faster_than_one_that_makes_its_context(
     daemon: Daemon, pool: Daemon, gpu: GpuLease, record_property: Callable[[str, object], None]
 ) -> None:
-    """Making a context takes 100 ms at least; this only shows that none was made."""
+    """To make a context takes at least 100 ms, so this only shows that none was made."""
 
     def taken_ms(lease: GpuLease, before: Callable[[], object]) -> list[float]:
         found = []

@@ -1,4 +1,6 @@
-"""A bound on kernels' time on a real card: exact for one that runs on, blind to how many there are."""
+"""A time limit for kernels on a real card: one long kernel exceeds it; many short kernels do not, even if they take
+long.
+"""
 
 import time
 
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 BOUND_S = 0.5
 LATEST_S = 1.5
-"""The bound, a look's delay, the end of the process, and its proof."""
+"""Seconds beyond the limit: the next check, the end of the process, and the proof that its memory is free."""
 
 
 @pytest.mark.parametrize("then", ["idle", "sync", "launches"])
@@ -45,7 +47,7 @@ def test_many_short_kernels_may_run_for_longer(daemon: Daemon) -> None:
         module = session.module_load(FAULTS)
         out = session.mem_alloc(4)
         started = time.monotonic()
-        # Some 20 ms each: all of them take seconds, and none of them half of one.
+        # Each takes about 20 ms. Together they take seconds, but none takes half a second.
         for _ in range(100):
             session.launch(module, "slow", [1], [1], KernelArgs().push_buffer(out).push_u32(1_000_000))
         session.sync()

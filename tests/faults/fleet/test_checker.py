@@ -1,4 +1,4 @@
-"""The checker of a fleet's history finds each kind of error, and none where there is none."""
+"""The checker of a fleet's history finds every kind of violation, and none in a correct history."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from helpers.fleet_checker import Act, Claim, History, HorizonSet, Served, check
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""A busy host draws slowly."""
+"""Disables hypothesis' time limits, because data generation is slow on a busy host."""
 
 HORIZONS = tuple(HorizonSet(node, at, at + 30) for node in ("a", "b") for at in range(0, 100, 5))
 

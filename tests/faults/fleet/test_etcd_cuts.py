@@ -1,4 +1,4 @@
-"""The client of etcd over a network that is cut in every way, with three members in namespaces of their own."""
+"""The client of etcd on a network that is cut in every way. Each of the three members has its own namespace."""
 
 import json
 import subprocess
@@ -19,11 +19,11 @@ from helpers.waiting import wait_until
 MEMBERS: Final = ("m0", "m1", "m2")
 NODES: Final = ("d0", "d1", "d2")
 PROGRESS: Final = 5
-"""Outcomes of a writer during a fault."""
+"""Outcomes that each writer must have during a fault."""
 
 
 class Contest:
-    """Writers on hosts of their own, and the lines they wrote."""
+    """Writers on separate hosts, and the lines that they have written."""
 
     def __init__(self, network: Network, cluster: EtcdCluster, folder: Path) -> None:
         self.network, self.cluster, self._folder = network, cluster, folder
@@ -40,13 +40,13 @@ class Contest:
             writer.wait(60)
 
     def outcomes(self, node: str) -> list[dict[str, Any]]:
-        """What a writer was told so far; a line that it is just writing is left out."""
+        """Return the outcomes that a writer has recorded. The last line is left out if it is incomplete."""
         path = self._folder / node
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def history(self) -> list[dict[str, Any]]:
-        """All writes of the store in their order."""
+        """Return all writes to the store, in their order."""
         reader = self._start(NODES[0], "history")
         try:
             assert reader.wait(60) == 0
@@ -56,7 +56,7 @@ class Contest:
         return self.outcomes("history")
 
     def wait_for_progress(self, nodes: tuple[str, ...], outcome: str = "") -> None:
-        """Wait until each of these writers has some more outcomes, or some of one kind."""
+        """Wait until each of these writers has PROGRESS more outcomes, or more of one kind."""
 
         def counts() -> dict[str, int]:
             return {
@@ -150,7 +150,7 @@ def test_no_outcome_is_wrong_and_no_write_done_twice(contest: Contest) -> None:
     for fault in FAULTS:
         fault(contest)
         contest.network.heal()
-        # A write that got its answer: all are back.
+        # Wait until writes of all writers succeed again.
         contest.wait_for_progress(NODES, "TransactionAnswer")
     told = [outcome for node in NODES for outcome in contest.outcomes(node)]
     history = contest.history()
@@ -167,7 +167,7 @@ def test_no_outcome_is_wrong_and_no_write_done_twice(contest: Contest) -> None:
 
 
 def check_order(told: list[dict[str, Any]]) -> None:
-    """A write that was sent after another's answer has a higher revision."""
+    """Fail unless a write that was sent after another one's reply has a higher revision."""
     written = [each for each in told if each.get("succeeded")]
     by_done = sorted(written, key=lambda each: each["done_ns"])
     newest, position = 0, 0

@@ -1,4 +1,4 @@
-"""A fleet after a cut: who is back and when, and what became of claims that nobody was told of."""
+"""A fleet after a network cut: when the nodes are back, and what happens to claims whose reply was lost."""
 
 from pathlib import Path
 from typing import Final
@@ -11,7 +11,7 @@ from helpers.waiting import wait_until
 
 PAIR: Final = ("d0", "d1")
 HORIZON_S: Final = 12
-"""Beats are so far apart that what a beat finds is deleted before the next one, however busy the host is."""
+"""So long that what a beat finds is deleted before the next beat, even on a busy host."""
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""The history of etcd's keys, by which a fleet is judged, is whole."""
+"""The recorded history of etcd's keys, from which tests judge a fleet, is complete."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from helpers.daemon import python_environment
 from helpers.etcd_cluster import EtcdCluster, need_etcd
 
 CHANGES = 2_400
-"""More than etcd sends at a time."""
+"""More changes than etcd sends in one batch."""
 
 
 async def write_and_delete(cluster: EtcdCluster) -> None:

@@ -1,4 +1,4 @@
-"""No name is served twice, whatever is cut, stopped and killed: real daemons, real etcd, a network in namespaces."""
+"""No name is served twice, whatever is cut off, stopped or killed: real daemons, real etcd, hosts in namespaces."""
 
 import os
 import random
@@ -17,29 +17,30 @@ from helpers.fleet_rig import FLEET_PROCESS
 from helpers.waiting import wait_until
 
 NEMESIS_S: Final = float(os.environ.get("GPULEASE_NEMESIS_S", "45"))
-"""Seconds of faults."""
+"""Seconds during which faults are caused."""
 
 WRONG_PPM: Final = 100_000
-"""Far beyond the bound: a rate is measured the sooner the more it is wrong."""
+"""Millionths by which a clock is wrong. This is far beyond the permitted rate, so that it is detected soon."""
 
 PAIR: Final = ("d0", "d1")
 FOR_EVER_S: Final = 1 << 20
 
 LONG_HORIZON_S: Final = 20
-"""Time for another tenant to come while a node that is cut off still serves."""
+"""A horizon so long that another tenant gets the name while a node that is cut off still serves it."""
 
 ETCD_LEASE_S: Final = 6
 LEADER_STOPPED_S: Final = 8.0
-"""To the leader that was stopped, all leases are over."""
+"""Long enough that all of etcd's leases have expired from the stopped leader's view."""
 
 LEADER_ALONE_S: Final = 1.0
-"""To the look at its leases, which it takes twice a second."""
+"""Long enough that the leader checks its leases, which it does twice a second."""
 
 REVOKED_AFTER_S: Final = 5.0
-"""A write that is lost times out after 7 s (etcd, ServerConfig.ReqTimeout)."""
+"""How long revocations may take. A write that is lost times out after 7 s (etcd, ServerConfig.ReqTimeout)."""
 
 REVOKED_AT_ONCE: Final = 18
-"""A leader revokes 16 at once (etcd, maxPendingRevokes)."""
+"""Number of etcd leases that expire together: more than the 16 that a leader revokes at once (etcd, maxPendingRevokes).
+"""
 
 LEADERS_STOPPED: Final = 3
 
@@ -77,7 +78,7 @@ def test_a_node_whose_clock_is_wrong_says_so_and_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.exhaustive
 def test_a_name_whose_claim_somebody_deleted_is_found(tmp_path: Path) -> None:
-    """A fleet whose claims do not stay serves a name twice, and the checker sees it."""
+    """If claims disappear from etcd, the fleet serves a name twice, and the checker finds that."""
     with FleetScene(tmp_path, LONG_HORIZON_S, PAIR) as scene:
         want_for_ever(scene, "d0")
         with scene.cut(["d0"], MEMBERS):
@@ -91,7 +92,10 @@ def test_a_name_whose_claim_somebody_deleted_is_found(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("design", [Design.TRUST, Design.NOCAP])
 def test_a_node_that_serves_on_without_etcd_is_found(tmp_path: Path, design: Design) -> None:
-    """Its name comes free by etcd's lease, or by another node's fence, and is served twice."""
+    """The name becomes free when etcd's lease expires, or when another node fences this one.
+
+    Then it is served twice.
+    """
     with FleetScene(tmp_path, nodes=PAIR, design=design) as scene:
         want_for_ever(scene, "d0")
         with scene.cut(["d0"], MEMBERS):
@@ -103,7 +107,7 @@ def test_a_node_that_serves_on_without_etcd_is_found(tmp_path: Path, design: Des
 
 @pytest.mark.exhaustive
 def test_leases_of_etcd_that_an_old_leader_revokes_are_found(tmp_path: Path) -> None:
-    """A leader that was stopped takes the leases for over that another one has kept alive (etcd, #15247)."""
+    """A stopped leader considers leases expired that another leader has kept alive (etcd, #15247)."""
     with FleetScene(tmp_path, ETCD_LEASE_S, PAIR, Design.LEASE) as scene:
         want_for_ever(scene, "d0")
         scene.start_tenant(1, ["alpha"], ["d1"], hold_s=FOR_EVER_S)
@@ -113,7 +117,7 @@ def test_leases_of_etcd_that_an_old_leader_revokes_are_found(tmp_path: Path) -> 
             stop_leader(scene)
             time.sleep(REVOKED_AFTER_S)
             serving = wait_until(lambda: [node for node, names in scene.live().items() if names], "a node serves")
-            # Its names end within the lease of etcd's, if that stays.
+            # If etcd's lease is still there, its names end when that lease expires.
             with scene.cut(serving[:1], MEMBERS):
                 time.sleep(ETCD_LEASE_S)
             verdict = check(scene.history())
@@ -122,10 +126,11 @@ def test_leases_of_etcd_that_an_old_leader_revokes_are_found(tmp_path: Path) -> 
 
 
 def stop_leader(scene: FleetScene) -> None:
-    """Stop etcd's leader until all leases are over to it, and let it begin to revoke them before it hears of another.
+    """Stop etcd's leader until all leases have expired for it. Let it begin to revoke them before it learns of a new
+    leader.
 
-    What it writes at first is lost. With more leases than it revokes at once, it revokes the others when that has timed
-    out: by then it follows another leader, and hands its writes on.
+    Its first revocations are lost. It revokes at most 16 leases at once, and the others when these writes have timed
+    out. By then it follows another leader, to which it forwards the revocations.
     """
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: scene.cluster.control("lease", "grant", str(ETCD_LEASE_S - 1)), range(REVOKED_AT_ONCE)))
@@ -138,11 +143,11 @@ def stop_leader(scene: FleetScene) -> None:
 
 
 def want_for_ever(scene: FleetScene, node: str) -> None:
-    """Have a tenant want the name from that node, until it computes there."""
+    """Start a tenant that requests the name from that node, and wait until it computes there."""
     scene.start_tenant(PAIR.index(node), ["alpha"], [node], hold_s=FOR_EVER_S)
     wait_until(lambda: any(act.node == node for act in scene.acts()), f"{node} serves the name", seen=scene.logs)
 
 
 def summary(verdict: Verdict) -> str:
-    """The counts alone."""
+    """Return the line with the counts."""
     return str(verdict).partition("\n")[0]
