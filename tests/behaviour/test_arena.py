@@ -1,4 +1,4 @@
-"""Copies from and to arrays that a session shares with its worker, by tenants who mean well and by others."""
+"""Copies from and to arrays that a session shares with its worker, by well-behaved tenants and by hostile ones."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ from helpers.ring_peer import RingPeer
 U64 = 2**64 - 1
 ARENA = 8 << 20
 WAITED_BYTES = 128 << 10
-"""Of a write that is not only handed over."""
+"""Size of a write that the client waits for, instead of only queueing it."""
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_an_array_outlives_its_session(daemon: Daemon) -> None:
         assert array.sum() == 3000
         with GpuSession(lease) as again:
             buffer = again.mem_alloc(1000)
-            again.mem_write(buffer, 0, array)  # not of this session's mapping: an ordinary array
+            again.mem_write(buffer, 0, array)  # An array of the earlier session's mapping is here an ordinary array.
             own = again.empty(1000, np.uint8)
             assert (again.mem_read(buffer, 0, 1000, into=own) == 3).all()
 

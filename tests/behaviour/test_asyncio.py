@@ -1,4 +1,4 @@
-"""The asyncio face does the same work through the same core, and waits without holding up its loop."""
+"""The asyncio API does the same work with the same core, and never blocks its event loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -19,7 +19,7 @@ Main = Callable[[Daemon], Coroutine[Any, Any, None]]
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def run(daemon: Daemon, request: pytest.FixtureRequest) -> Callable[[Main], None]:
-    """Runs a coroutine function on each kind of loop."""
+    """Return a function that runs a coroutine function on each kind of event loop."""
 
     def run_it(main: Main) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
@@ -77,7 +77,7 @@ def test_several_sessions_at_once(run: Callable[[Main], None]) -> None:
 def test_the_loop_runs_while_a_kernel_does(run: Callable[[Main], None]) -> None:
     async def main(daemon: Daemon) -> None:
         async with builder(daemon).acquire() as other, aio.GpuSession(other) as neighbour:
-            # Its kernels are compiled then.
+            # Compile the kernels before the test begins.
             await check_main_job(neighbour)
             lease = await builder(daemon).acquire()
             async with aio.GpuSession(lease) as session:
@@ -114,7 +114,7 @@ def test_failures_are_typed(run: Callable[[Main], None]) -> None:
 
 @pytest.mark.exhaustive
 def test_renew_and_keep_alive(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Early enough for a busy host.
+    # Renew so early that a busy host is not too late.
     monkeypatch.setattr(leases, "RENEW_AT", 0.1)
 
     async def main(daemon: Daemon) -> None:
@@ -153,6 +153,6 @@ def test_a_cancelled_wait_for_room_leaves_the_line(run: Callable[[Main], None]) 
                 async with asyncio.timeout(0.3):
                     await builder(daemon).timeout(60).acquire()
             await lease.free()
-        # Nobody got what was freed: the `daemon` fixture checks that all of the card is free.
+        # All bytes must be free, which the `daemon` fixture checks.
 
     run(main)

@@ -1,4 +1,4 @@
-"""The audit log of a real daemon: what it tells, and what is left of it when the daemon is killed."""
+"""The audit log of a real daemon: its records, and what is on disk after the daemon was killed."""
 
 import json
 import os
@@ -118,7 +118,8 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
     assert gpulease_audit("show", "--json", folder).stdout.encode() == b"".join(lines)
     assert gpulease_audit("show", "--tenant", "uid:77", folder).stdout == ""
     assert WHO in gpulease_audit("usage", folder).stdout
-    # A cut shows by the head that was written apart, and by one that was kept elsewhere.
+    # Missing records at the end are detected with the head that the daemon writes to a file, or with a head that was
+    # stored elsewhere.
     file.write_bytes(b"".join(lines[:-1]))
     summed = gpulease_audit("usage", "--head-file", head_file, folder)
     assert (summed.exit_code, WHO in summed.stdout, "NOT whole" in summed.stderr) == (1, True, True)
@@ -127,7 +128,7 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
         assert done.exit_code == 1
         assert "it ends with record 4, but its head is 5: records at the end were removed" in done.stdout
     assert "no head is known" in gpulease_audit("verify", file).stdout
-    # An edit shows with its place.
+    # An edited record is reported with its place.
     file.write_bytes(b"".join(lines).replace(b'"size_bytes":1048576', b'"size_bytes":1048577', 1))
     done = gpulease_audit("verify", "--head", head, file)
     assert f"byte {len(lines[0] + lines[1])}, record 3: it does not have the hash of record 2" in done.stdout
@@ -140,7 +141,10 @@ def test_what_an_auditor_types(start_daemon: Callable[..., Daemon], tmp_path: Pa
 
 @dataclass
 class Had:
-    """What a tenant knows of one lease: it had it at least from `told` to `left`, at most from `asked` to `gone`."""
+    """A tenant's knowledge of one lease.
+
+    The lease existed at least from `told` to `left`, and at most from `asked` to `gone`.
+    """
 
     asked: float
     told: float
@@ -149,7 +153,7 @@ class Had:
 
 
 class Tenant(threading.Thread):
-    """Takes and gives back leases until its daemon dies."""
+    """Acquires and frees leases until its daemon dies."""
 
     def __init__(self, daemon: Daemon, seed: int) -> None:
         super().__init__()
@@ -203,13 +207,14 @@ def test_no_grant_that_was_told_is_lost_to_a_kill(start_daemon: Callable[..., Da
     assert kinds(folder).count("start") == KILLS + 1
     granted = {record["data"]["lease"] for record in records(folder) if record["kind"] == "grant"}
     assert had.keys() <= granted
-    # Who was killed while it waited for an answer was granted what it never heard of: at most one a tenant and kill.
+    # A tenant whose daemon is killed before the reply may have a lease that it does not know: at most one per tenant
+    # and kill.
     assert len(granted - had.keys()) <= 3 * KILLS
     everything = list(find_log([folder]).records())
     used_us = {lease: used_by(everything, lease) for lease in granted}
     over = {record.data["lease"] for record in everything if record.kind == RecordKind.OVER}
     for lease, one in had.items():
-        # An end that was not on the disk yet when the kill came is known to the last record or beat before it.
+        # If the record of an end was not on disk at the kill, the lease counts until the last record or beat before it.
         unknown_s = 0 if lease in over else BEAT_S + 0.5
         assert one.left - one.told - unknown_s < used_us[lease] / US_PER_S < one.gone - one.asked
     (used,) = usage(folder).values()
@@ -219,7 +224,7 @@ def test_no_grant_that_was_told_is_lost_to_a_kill(start_daemon: Callable[..., Da
 
 
 def used_by(everything: list[AuditRecord], lease: str) -> int:
-    """Microseconds of one lease: the rest of the log tells when its daemon lived, and no more."""
+    """Return the microseconds of one lease. Other records count only as proof that its daemon was running."""
     total = UsageSum()
     for record in everything:
         is_told = record.data.get("lease") == lease or record.kind == RecordKind.START

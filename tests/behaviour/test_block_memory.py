@@ -1,4 +1,7 @@
-"""Shared memory of a block up to the most that a 9.0 card has, in every way to launch; more is refused, typed."""
+"""Shared memory of a thread block up to the most of a 9.0 card, with every way to launch.
+
+More is refused with an error.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""A card gives what it has and no byte more; who asks for more is refused at once, or waits if that was asked for."""
+"""A card's whole capacity can be leased, and not a byte more.
+
+Further requests are refused at once, or wait if they ask to.
+"""
 
 import threading
 import time
@@ -20,7 +23,7 @@ SOON_S = 60.0
 
 @pytest.fixture
 def six(daemon: Daemon) -> Iterator[list[GpuLease]]:
-    """Six leases of 1 GiB: the whole card."""
+    """Yield six leases of 1 GiB each, which use the whole card."""
     with ExitStack() as stack:
         yield [stack.enter_context(daemon.builder(GIB).acquire()) for _ in range(6)]
 
@@ -84,7 +87,7 @@ def test_those_who_wait_are_served_in_order(daemon: Daemon, six: list[GpuLease])
         for peer in peers:
             _, frame = peer.connection.send_request(Opcode.LEASE_ALLOC, lease_alloc(GIB, wait_ms=30_000))
             peer.sock.sendall(frame)
-            # On another connection, so it is answered although the first one waits.
+            # This request has its own connection, so it gets a reply although the first one waits.
             daemon.available_bytes()
         for lease, peer in zip(six, peers, strict=False):
             lease.free()

@@ -1,4 +1,4 @@
-"""Several cards: each with its own account, picked by index or UUID, or by the daemon."""
+"""Several cards: each is accounted for separately, and is chosen by index, by UUID, or by the daemon."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ def two_cards() -> Iterator[Daemon]:
 
 @pytest.fixture
 def cards(two_cards: Daemon) -> Iterator[Daemon]:
-    """A daemon with a card of 2 GiB and one of 1 GiB."""
+    """Yield a daemon with a card of 2 GiB and one of 1 GiB."""
     yield from lent(two_cards)
 
 
@@ -53,7 +53,7 @@ def test_by_index_and_by_uuid(cards: Daemon, index: int) -> None:
 def test_a_card_that_is_not_there(cards: Daemon, device: str) -> None:
     with pytest.raises(InvalidRequest, match="No card matches") as caught:
         cards.builder().device(device).acquire()
-    # It says which there are.
+    # The error lists the cards that exist.
     for uuid in uuids(cards):
         assert uuid in str(caught.value)
 
@@ -84,7 +84,10 @@ def test_a_whole_card_leaves_the_other_to_everybody(cards: Daemon) -> None:
 
 @pytest.fixture
 def packed_cards(start_daemon: Callable[..., Daemon]) -> Daemon:
-    """A daemon with three cards of 1 GiB, a warm context on each, that gives leases the fullest one that fits."""
+    """Return a daemon with three cards of 1 GiB and a warm context on each.
+
+    It places a lease on the fullest card that has room.
+    """
     return start_daemon(vram=("1GiB",) * 3, config='placement = "pack"\nwarm_contexts = 1\n')
 
 

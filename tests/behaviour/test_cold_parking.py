@@ -1,4 +1,4 @@
-"""Sessions that leave their worker: another one continues them, on the same card or another, with all they have."""
+"""Sessions leave their worker, and another continues them, on the same card or another, with all that they had."""
 
 import asyncio
 import contextlib
@@ -89,8 +89,8 @@ def depth(address: str, lease: GpuLease) -> str:
 
 
 def chill(address: str, lease: GpuLease) -> None:
-    """Have a session leave its worker."""
-    # What its client still had to send, such as frees, brings it back once.
+    """Make a session leave its worker."""
+    # Requests that its client still has to send, such as frees, may make it return once.
     for _ in range(5):
         move(address, lease, None)
         time.sleep(0.02)
@@ -100,11 +100,11 @@ def chill(address: str, lease: GpuLease) -> None:
 
 
 PASSING = ("has sent a request", "returning", "is being opened or ended")
-"""What keeps a session from being moved for a moment."""
+"""Parts of refusals that say that a session can't be moved at this moment."""
 
 
 def move(address: str, lease: GpuLease, device: str | None) -> Any:
-    """Move a session, once its clients and the broker have nothing under way."""
+    """Move a session, once its clients and the broker have no operation in progress."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -175,7 +175,7 @@ def test_pointers_variables_graphs_streams_and_kept_buffers(node: Daemon, lease:
 
 def test_regions_move_with_their_session(node: Daemon, lease: GpuLease, session: GpuSession) -> None:
     module, region, other = session.module_load(POINTERS), lease.region(4 * MIB, ttl_secs=60), lease.region(2 * MIB)
-    # A ring of nodes in both regions and in a buffer: each has the address of the next.
+    # A ring of nodes in both regions and in a buffer. Each node contains the address of the next one.
     places = [(region, 0), (session.mem_alloc(16), 0), (other, 64), (region, 3 * MIB)]
     for (here, at), (there, then) in zip(places, places[1:] + places[:1], strict=True):
         session.mem_write(here, at, struct.pack("<QQ", there.handle + then, 0))
@@ -195,7 +195,7 @@ def test_regions_move_with_their_session(node: Daemon, lease: GpuLease, session:
         session.mem_write(other, 128, b"-----")
         graph.launch()
         assert bytes(session.mem_read(other, 128, 5)) == b"graph"
-    # What the broker writes while no worker has the session counts for its launches.
+    # Launches must obey region words that the broker writes while no worker has the session.
     chill(node.address, lease)
     region.cancel()
     with pytest.raises(RegionCancelled):
@@ -252,7 +252,7 @@ def test_a_region_that_ends_while_its_session_is_cold(
     elif end == "freed":
         gone.free()
     wait_until(region_has_ended(node.address, gone), "the region has ended")
-    # It is the slice's again before the session is back, and nothing of it comes back.
+    # The region's bytes belong to the slice again before the session returns, and the region does not return.
     assert depth(node.address, lease) == "cold"
     chase(session, module, kept, of_kept)
     refusal = {"revoked": RegionRevoked, "expired": RegionExpired, "freed": RegionFreed}[end]
@@ -265,7 +265,7 @@ def test_a_region_that_ends_while_its_session_is_cold(
     graph.close()
     with lease.region(48 * MIB) as another:
         assert bytes(session.mem_read(another, 0, 6)) == bytes(6)
-        # The ended region's address stays the session's on its next way, too.
+        # The address of the ended region stays reserved for the session when it leaves its worker again.
         chill(node.address, lease)
         session.mem_write(another, 0, b"mine")
         with pytest.raises(RegionFenced):
@@ -284,7 +284,7 @@ def test_a_token_reaches_a_region_after_its_session_has_moved(
     move(node.address, lease, "1")
     with GpuSession.attach(grant, node.address) as guest:
         assert bytes(guest.mem_read(region, 0, 7)) == b"weights"
-        # Its holder's connection can't be passed on.
+        # A connection that was opened with a token can't be passed to another worker.
         with pytest.raises(Unsupported, match="with a token"):
             move(node.address, lease, "0")
 
@@ -306,13 +306,13 @@ def test_regions_that_end_during_moves_end_once(node: Daemon, lease: GpuLease, s
         with pytest.raises((RegionRevoked, RegionFenced)):
             session.mem_read(region, 0, 1)
         region.close()
-    # Every byte of the slice can be a region's again.
+    # Every byte of the slice can be used for a region again.
     with lease.region(60 * MIB):
         pass
 
 
 def test_many_returns_while_the_worker_before_still_ends(node: Daemon) -> None:
-    # The next worker of a lease is often requested before the last one is reaped.
+    # A lease's next worker is often requested before the last one is reaped.
     builder = GpuBuilder(node.address).min_vram(SLICE).parkable().device("1")
     with builder.acquire() as lease, GpuSession(lease) as session:
         module, counted, stream = session.module_load(POINTERS), session.mem_alloc(8), session.stream()
@@ -333,7 +333,7 @@ def test_events_keep_their_times(node: Daemon, lease: GpuLease, session: GpuSess
     for turn in range(2):
         chill(node.address, lease)
         assert first.elapsed_ms(second) == between_ms
-        # Later ones are of the same clock, and may be asked for together with them.
+        # Later events use the same clock, and can be compared with earlier ones.
         third = stream.event()
         assert second.elapsed_ms(third) > 0
         move(node.address, lease, "1" if turn == 0 else "0")
@@ -380,7 +380,7 @@ def test_a_move_says_how_the_bytes_went_and_loses_none(is_direct: bool) -> None:
             assert bytes(session.mem_read(buffer, 0, len(data))) == data
             assert bytes(session.mem_read(small, 0, 8)) == b"smallest"
             assert bytes(session.mem_read(region, 4096, 6)) == b"region"
-        # The former worker is gone, with all that it held.
+        # The former worker has ended, and all its memory is free.
         wait_until(lambda: cards(node.address)[1]["available_bytes"] == 512 * MIB, "the other card's bytes are back")
         metrics = ask(Opcode.METRICS, Empty(), node.address).exposition.splitlines()
         series = f'gpu_lease_moved_directly_total{{UUID="{cards(node.address)[0]["uuid"]}"}} '
@@ -538,7 +538,7 @@ def test_a_move_without_room_leaves_the_session_in_the_host(node: Daemon, lease:
         with pytest.raises(Busy):
             move(node.address, lease, "1")
         assert depth(node.address, lease) == "cold"
-    # The next operation brings it to the card that it was to move to.
+    # With the next operation, the session returns on the card to which it was moved.
     assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
     assert row(node.address, lease)["card_uuid"] == cards(node.address)[1]["uuid"]
 
@@ -584,7 +584,7 @@ def test_a_cold_sessions_card_is_free_to_the_byte(node: Daemon) -> None:
 
 @pytest.mark.parametrize("end", ["revoked", "expired", "freed", "client gone"])
 def test_the_end_of_a_cold_lease(node: Daemon, end: str) -> None:
-    # A busy host may take longer than a lease lasts that is to end by itself.
+    # The lease must not expire before the test lets it. On a busy host a longer one is tried.
     for seconds in (4, 20, 100) if end == "expired" else (120,):
         lease = parkable(node.address, seconds=seconds)
         with contextlib.suppress(LeaseExpired):
@@ -658,7 +658,7 @@ def test_a_killed_broker_accounts_for_every_byte(lasting: LastingDaemon, step: s
         session.close()
         lease.free()
     elif row(lasting.address, lease)["state"] == "active":
-        # It had not left its worker yet.
+        # The session had not left its worker yet.
         assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
         assert bytes(session.mem_read(region, 0, 5)) == b"layer"
         lease.free()

@@ -1,4 +1,4 @@
-"""Draining a host: who is let in, what tenants hear and when, and what an operator types."""
+"""Draining a host: which requests are still granted, what tenants are told and when, and the operator's commands."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def drained(daemon: Daemon) -> Iterator[Callable[[float], DrainStatus]]:
-    """Drains the daemon; afterwards it lets tenants in again."""
+    """Yield a function that drains the daemon. After the test, the drain is cancelled."""
 
     def begin(within_s: float) -> DrainStatus:
         status = ask(Opcode.DRAIN, Drain(int(within_s * 1000)), daemon.address)
@@ -144,7 +144,7 @@ def test_a_renewal_reaches_to_the_deadline(daemon: Daemon, drained: Callable[[fl
 def test_keep_alive_stops_and_says_why(
     daemon: Daemon, drained: Callable[[float], DrainStatus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Renewed long before it ends, however slow the host is.
+    # Renew long before the lease ends, so that a slow host is not too late.
     monkeypatch.setattr(leases, "RENEW_AT", 0.01)
     lost = threading.Event()
     losses: list[GpuLeaseError] = []
@@ -210,7 +210,7 @@ def test_a_lease_that_is_renewed_is_warned_of_no_more(daemon: Daemon) -> None:
             events = stack.enter_context(lease.events())
             assert next(events).phase is Phase.ACTIVE
             second = next(events)
-            # Raises LeaseExpired on a host that was too slow to be warned in time.
+            # This raises LeaseExpired if the host was too slow to send the warning in time.
             lease.renew(600)
             assert second.phase is Phase.WARNING
             stack.pop_all()
@@ -273,7 +273,7 @@ def test_a_drain_outlives_the_daemon_until_it_is_cancelled(start_lasting: Callab
     assert lease.remaining_s <= 60, "no longer than the drain"
     assert "gpulease drain --cancel" in lasting.now.log()
 
-    # A card's own drain outlives it, too, whatever becomes of the node's.
+    # A card's drain also survives the daemon, even if the drain of the node is cancelled.
     ask(Opcode.CARD_DRAIN, CardDrain("0", 50_000), lasting.address)
     ask(Opcode.DRAIN_CANCEL, Empty(), lasting.address)
     lasting.restart()
@@ -298,7 +298,7 @@ def test_a_drain_outlives_the_daemon_until_it_is_cancelled(start_lasting: Callab
 
 @contextmanager
 def waiting_for_it(address: str, within: str) -> Iterator["subprocess.Popen[str]"]:
-    """`gpulease drain --wait`, once it waits."""
+    """Yield a process of `gpulease drain --wait`, once it waits."""
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", "drain", "--within", within, "--wait"]
     with subprocess.Popen(
         command,
@@ -354,7 +354,7 @@ def test_what_an_operator_types(
     assert (told["draining"], told["leases"]) == (True, 1)
     assert 3590 < told["left_s"] <= 3600
     shown = gpulease("info")
-    # Within half a minute it is an hour, then 59 minutes.
+    # During the first half minute the output says an hour, then 59 minutes.
     assert re.search(
         r"The node is drained: it grants no leases, and the remaining leases end in (1 h 00|59) min", shown.stdout
     )

@@ -1,4 +1,7 @@
-"""What programs leave in a lease that goes on, through a daemon: nothing, but what they keep by name."""
+"""What programs leave behind in a lease that outlives them: nothing, except what they keep by name.
+
+With a real daemon.
+"""
 
 import asyncio
 import json
@@ -29,7 +32,7 @@ from helpers.waiting import wait_until
 
 SLICE = 64 << 20
 MOST = 40 << 20
-"""Of the slice, so that two of them have no room in it."""
+"""More than half of the slice, so that two buffers of this size do not fit."""
 
 PROGRAM = """
 import os, signal, sys
@@ -62,14 +65,14 @@ def test_a_program_in_a_crash_loop_finds_the_memory_free(
     image.write_bytes(TRANSFORM)
     with lease_of(daemon, is_shared=is_shared) as lease:
         names = {"GPULEASE_ADDRESS": daemon.address, "GPULEASE_LEASE_ID": str(lease.lease_id)}
-        # Each finds the slice as the one before has left it.
+        # Each program finds the slice as the program before has left it.
         for end in (*ends, ends[0]):
             command = [sys.executable, "-c", PROGRAM, end, str(image)]
             ran = subprocess.run(command, env=python_environment() | names, capture_output=True, text=True, check=False)
             assert ran.stdout == "allocated\n", ran.stderr
         wait_until(lambda: not lease.query()["connections"], "the worker has seen their ends")
         report = lease.query()
-        # What any of them had left would still be there.
+        # The lease would still contain anything that a program has left.
         assert (report["allocated_bytes"], report["unheld_bytes"], report["kept_memory_bytes"]) == (0, 0, 0)
 
 
@@ -136,7 +139,7 @@ def test_programs_hand_a_buffer_on_by_name(daemon: Daemon) -> None:
             first.mem_write(made, 0, b"of the first")
             first.keep(made, "steps")
             assert first.mem_read(made, 0, 12) == b"of the first"
-            # Dropping it frees nothing.
+            # Without a reference the kept buffer stays.
             del made
             first.sync()
         with GpuSession(lease) as second:
@@ -154,7 +157,7 @@ def test_programs_hand_a_buffer_on_by_name(daemon: Daemon) -> None:
             fourth.keep(again, "steps")
             with pytest.raises(InvalidRequest, match="already kept by the name 'steps'"):
                 fourth.keep(fourth.mem_alloc(16), "steps")
-            # A kept buffer that is freed is not held for the next of its size.
+            # A kept buffer that is freed is not held by the client for the next allocation of its size.
             fourth.mem_free(again)
             other = fourth.mem_alloc(MOST)
             assert fourth.kept_names() == {}

@@ -1,4 +1,4 @@
-"""Events with times, on both APIs, by a real daemon."""
+"""Events and their times, with both APIs and a real daemon."""
 
 import asyncio
 from collections.abc import Iterator

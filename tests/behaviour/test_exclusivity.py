@@ -1,4 +1,4 @@
-"""The exclusivity classes: who else may be in the session, and who else on the card."""
+"""The exclusivity classes: who else may use the session, and who else may use the card."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,4 +1,7 @@
-"""A lease ends on time without its client: asleep, killed, spinning a kernel for ever. Its neighbour never notices."""
+"""A lease ends on time without its client, which sleeps, is killed, or runs an endless kernel.
+
+Its neighbour is not affected.
+"""
 
 import contextlib
 import os
@@ -18,7 +21,7 @@ from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 LATEST_S = 60.0
-"""Far more than an expiry is ever late: this shows that it comes at all, on a host that does other things too."""
+"""Seconds. Far more than an expiry is ever late: this only shows that the lease ends, even on a busy host."""
 
 SIZE = 1 << 30
 
@@ -38,9 +41,10 @@ sys.stdin.read()
 def ends_on_time(
     daemon: Daemon, neighbour: Neighbour, record_property: Callable[[str, object], None]
 ) -> Callable[[int, int], None]:
-    """Waits for a lease's end while the neighbour works on, and checks that nothing of it is left.
+    """Return a function that waits for a lease's end while the neighbour works, and checks that nothing of the lease is
+    left.
 
-    It takes the lease's id and its worker's process id; the lease is the only one beside the neighbour's.
+    It takes the lease's id and its worker's process id. There must be no other lease besides the neighbour's.
     """
     free_before = daemon.available_bytes()
 
@@ -62,7 +66,7 @@ def ends_on_time(
 
 @contextlib.contextmanager
 def tenant_process(daemon: Daemon, seconds: float, what: str) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
-    """A tenant in a process of its own: (lease id, process)."""
+    """Yield the lease id and the process of a tenant in a separate process."""
     command = [sys.executable, "-P", "-c", CHILD, daemon.address, str(seconds), what]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=python_environment()
@@ -163,7 +167,7 @@ def test_expired_lease_can_not_be_used_renewed_or_freed(daemon: Daemon) -> None:
         assert caught.value.host_code == -2
         assert caught.value.hint
     assert not lease.is_alive
-    # Leaving a `with` block of an expired lease is no error.
+    # Leaving the `with` block of an expired lease raises no error.
     with lease:
         pass
 

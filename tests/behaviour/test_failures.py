@@ -1,4 +1,4 @@
-"""The six failures of a session's operations, provoked: each has its own type, says why, and harms nothing else."""
+"""The six failures of session operations: each has its own error type, gives the reason, and affects nothing else."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ def lease(daemon: Daemon) -> Iterator[GpuLease]:
 
 @pytest.fixture
 def session(lease: GpuLease) -> Iterator[GpuSession]:
-    """A session that must work as well after its failures as before."""
+    """Yield a session that must still work after its failures."""
     with GpuSession(lease) as session:
         yield session
         check_main_job(session)
@@ -127,7 +127,7 @@ class TestInvalidHandle:
             peer.request(Opcode.MODULE_UNLOAD, Handle(module), ident)
             assert peer.refused(Opcode.LAUNCH, launch, ident).status is Status.INVALID_HANDLE
             assert peer.refused(Opcode.MODULE_UNLOAD, Handle(module), ident).status is Status.INVALID_HANDLE
-            # A number is never given out twice.
+            # A handle is never used for a second object.
             assert peer.request(Opcode.MODULE_LOAD, ModuleLoad(TRANSFORM), ident).module > module
 
 

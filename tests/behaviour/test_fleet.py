@@ -1,4 +1,4 @@
-"""A fleet of real daemons on a real etcd: a name is served once, whatever is killed, stopped or cut off."""
+"""A fleet of real daemons on a real etcd: only one node serves a name, whatever is killed, stopped or cut off."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ Fleet = tuple[EtcdCluster, tuple[FleetNode, FleetNode]]
 
 
 class LastingFleet:
-    """Two nodes for all tests that leave them as they found them; others follow a test that failed."""
+    """Two nodes for all tests that leave them as they found them. After a failed test, new nodes are started."""
 
     def __init__(self, folder: Path) -> None:
         with ExitStack() as stack:
@@ -45,8 +45,8 @@ class LastingFleet:
             node.now.allowed_trouble.append(FENCED)
 
     def rest(self) -> None:
-        """Be as a test finds it: both nodes have joined, nothing went wrong, and no lease and no claim is left."""
-        # Errors that a test caught keep their frames, and so leases and connections, in cycles.
+        """Prepare the nodes for the next test. Both must join, and have no lease, no claim and no logged error."""
+        # Caught exceptions keep frames, and so leases and connections, alive in reference cycles.
         gc.collect()
         for node in self.nodes:
             assert not node.now.trouble(), node.logs()
@@ -116,7 +116,7 @@ def stop_daemon(node: FleetNode) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", [kill_daemon, stop_daemon])
 def test_a_dead_nodes_name_lives_on_elsewhere(tmp_path: Path, fault: Callable[[FleetNode], None]) -> None:
-    """With the daemon killed or stopped no claimed lease runs past its horizon, and no name lives twice."""
+    """If the daemon is killed or stopped, no claimed lease runs past its horizon, and no name is served twice."""
     with fleet(tmp_path) as (_, (first, second)):
         lease = first.acquire(NAME)
         before = Worker(lease)
@@ -205,7 +205,7 @@ def test_a_fleet_process_that_dies_costs_no_lease(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_restarted_daemon_goes_on_with_its_names(tmp_path: Path) -> None:
-    """The horizon is far: a busy host takes seconds to start a daemon."""
+    """The horizon is long, because a busy host takes seconds to start a daemon."""
     with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
         lease = node.acquire(NAME)
         work = Worker(lease)
@@ -227,7 +227,7 @@ def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: 
     with fleet(tmp_path) as (cluster, (first, second)):
         names = [f"model-{number}" for number in range(3)]
         leases = [first.builder(name).acquire() for name in names]
-        # An operator at the terminal: sessions end.
+        # Stop as if by Ctrl-C, which ends sessions.
         first.now.process.send_signal(signal.SIGINT)
         assert first.now.wait_for_exit() == 0
         assert claims(cluster) == {}
@@ -245,7 +245,7 @@ def test_a_node_that_is_stopped_gives_its_names_to_the_others_at_once(tmp_path: 
 
 @pytest.mark.exhaustive
 def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> None:
-    """The horizon is far: a busy host takes seconds to start a daemon."""
+    """The horizon is long, because a busy host takes seconds to start a daemon."""
     with fleet(tmp_path, nodes=1, horizon_s=120) as (cluster, (node,)):
         node.config = f'on_stop = "keep"\n{node.config}'
         node.restart()
@@ -264,7 +264,10 @@ def test_leases_that_go_on_without_their_daemon_stay_claimed(tmp_path: Path) -> 
 
 @pytest.mark.exhaustive
 def test_a_node_that_is_cut_off_knows_its_request_ids(tmp_path: Path) -> None:
-    """Also when it was just started, and has not joined: whoever takes its refusal as final places a second lease."""
+    """A node that was just started, and has not joined, must also know them.
+
+    Else a client that believes its refusal would get a second lease elsewhere.
+    """
     with fleet(tmp_path, nodes=1) as (cluster, (node,)):
         request_id = LeaseParameter(REQUEST_ID.tag, secrets.token_bytes(16))
         wanted = LeaseAlloc(GPU_RESOURCE_TYPE, 1 << 20, 600_000, 0, None, (request_id,))
@@ -337,7 +340,7 @@ def test_a_node_that_lost_its_journal_serves_no_name_that_may_live(tmp_path: Pat
         before = Worker(node.acquire(NAME))
         before.wait_until_working()
         node.kill()
-        # The host of before is out of sight, with its worker; another takes its id.
+        # The earlier daemon is killed, but its worker still runs, and another host takes the node's id.
         heir = FleetNode(cluster, node.node_id)
         heir.start().allowed_trouble.append("fleet")
         try:

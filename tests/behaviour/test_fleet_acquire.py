@@ -1,4 +1,4 @@
-"""Acquires in a fleet: real daemons, real directories, a real etcd; the test writes the nodes' records."""
+"""Leases from a fleet: real daemons, real directories and a real etcd. The test writes the nodes' records."""
 
 import asyncio
 import os
@@ -41,7 +41,7 @@ def fleet_builder(*directories: Directory, size_bytes: int = MIB) -> GpuBuilder:
 
 
 def nodes_known(directory: Directory, count: int) -> None:
-    """Wait until a directory sees so many nodes."""
+    """Wait until a directory knows this number of nodes."""
     from gpulease.client.core.fleet_acquire import ask_directories
     from gpulease.client.core.lease_request import fleet_of
     from gpulease.client.sync.driver import drive
@@ -79,7 +79,7 @@ def test_the_asyncio_face_acquires_and_reacquires_in_a_fleet(
         async with builder.acquire() as lease:
             assert lease.address == daemon.address
             await lease.free()
-            # From the fleet again, not from the node that it was on.
+            # The next lease must come from the fleet again, not from the node of the last one.
             put_node(cluster, "n1", record_of(free_bytes=4 << 30))
             await asyncio.to_thread(wait_until, lambda: "n1" not in str(_placeable(directory)), "the node is nowhere")
             with pytest.raises(CapacityExceeded, match="1 without an address"):
@@ -107,7 +107,7 @@ def test_a_node_that_is_full_drains_or_is_gone_is_not_the_end(
     with full.builder(full.available_bytes()).acquire():
         status: DrainStatus = ask(Opcode.DRAIN, Drain(600_000), draining.address)
         assert status.left_ms is not None
-        # The records are old: in them all have room, and the only good one is the last to be asked.
+        # The records are old: according to them every node has room. The only suitable node is tried last.
         for node_id, addresses, room in (
             ("full", (full.address,), 1),
             ("draining", (draining.address,), 2),
@@ -151,7 +151,7 @@ def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
     monkeypatch.setattr(exchange, "PING_AFTER_S", 0.05)
     stopped, other = (start_daemon(vram=["1GiB"]) for _ in range(2))
     size_bytes = min(daemon.available_bytes() for daemon in (stopped, other))
-    # The fullest that fits is asked first, and waited at.
+    # The fullest node that has room is tried first. It does not reply, so the client waits there.
     for room, daemon in enumerate((stopped, other), 1):
         put_node(cluster, f"n{room}", record_of(daemon.address, free_bytes=room << 30))
     nodes_known(directory, 2)
@@ -166,7 +166,7 @@ def test_who_waits_at_a_daemon_that_is_stopped_goes_on_at_another(
                 assert lease.address == other.address
         finally:
             os.kill(stopped.process.pid, signal.SIGCONT)
-    # It has no lease of the request that it read so late.
+    # The stopped daemon must not keep a lease for the request that it reads so late.
     assert stopped.leases() == []
 
 
@@ -179,7 +179,8 @@ def test_a_dead_directory_is_passed_over_and_the_last_one_s_death_is_told(
         nodes_known(directory, 1)
         other.kill()
         for _ in range(6):
-            # In random order: with six tries the dead one was first in some, but for one run in 64.
+            # The nodes are tried in random order. With six tries, the dead node is first at least once, except in one
+            # of 64 runs.
             with fleet_builder(directory, other).acquire() as lease:
                 assert lease.address == daemon.address
     directory.kill()

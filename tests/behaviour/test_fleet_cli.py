@@ -1,4 +1,4 @@
-"""`gpulease fleet` and `gpulease serve directory` as an operator types them: real processes and a real etcd."""
+"""`gpulease fleet` and `gpulease serve directory` as an operator uses them, with real processes and a real etcd."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def directory(cluster: EtcdCluster, tmp_path: Path) -> Iterator[Directory]:
 
 
 def gpulease(*words: str, at: str = "", typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; `at` is its GPULEASE_ADDRESS, `typed` what it reads."""
+    """Run a command to its end. `at` is its GPULEASE_ADDRESS, `typed` its standard input."""
     command = [sys.executable, "-P", "-m", "gpulease.client.cli", *words]
     variables = python_environment() | {"GPULEASE_ADDRESS": at, "COLUMNS": "200"} | environment
     return subprocess.run(command, capture_output=True, text=True, input=typed, check=False, env=variables, timeout=60)
@@ -73,7 +73,7 @@ def test_nodes_and_names_are_listed(cluster: EtcdCluster, directory: Directory, 
     assert table[0].split()[:3] == ["node", "state", "address"]
     assert table[1].split()[:3] == ["n1", "ready", daemon.address]
     assert "model-a" in gpulease("fleet", "names", at=address).stdout
-    # The node itself is asked.
+    # This command asks the node itself.
     done = gpulease("fleet", "drain", "n1", "--within", "10m", at=address)
     assert (done.returncode, "Node n1 grants no more leases" in done.stdout) == (0, True)
     assert "Node n1 is not drained" in gpulease("fleet", "drain", "n1", "--cancel", at=address).stdout
@@ -108,7 +108,7 @@ def test_a_name_is_acquired_used_by_another_process_and_freed_at_a_fleet_s_addre
             program, capture_output=True, text=True, check=False, env=python_environment() | environment, timeout=60
         )
         assert used.stdout.split()[:2] == ["model-a", str(lease["epoch"])], used.stderr
-        # Neither command knows the node: the directory does, by the lease's name.
+        # Neither command knows the node. The directory finds it by the lease's name.
         words = (str(lease["lease_id"]), "--json")
         wait_until(lambda: gpulease("renew", *words, at=at).returncode == 0, "the directory knows the name")
         assert gpulease("free", *words, at=at).returncode == 0
@@ -129,7 +129,7 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
     for node_id, name in (("n1", "model-a"), ("n1", "model-b"), ("n2", "model-c")):
         cluster.control("put", held_key(node_id, name).decode(), "nonce")
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster))
-    # A short horizon, so that the test does not take long.
+    # Use a short horizon, so that the test does not take long.
     cluster.control("put", HORIZON.decode(), "2")
     done = gpulease(*words)
     assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ def test_a_fence_by_hand_frees_the_names_of_that_membership_alone(cluster: EtcdC
 def test_an_operator_who_pulled_the_plug_says_so_twice_and_does_not_wait(cluster: EtcdCluster) -> None:
     put_node(cluster, "n1", record_of("tls:gpu.example:7443"))
     put_claim(cluster, "model-a", "n1", create_revision(cluster, node_key("n1")))
-    # The test would not wait for this one.
+    # The horizon is so long that the test would fail if the command waited for it.
     cluster.control("put", HORIZON.decode(), "600")
     words = ("fleet", "fence", "n1", "--etcd", etcd_of(cluster), "--pulled-the-plug")
     for typed in ("", "n\n"):

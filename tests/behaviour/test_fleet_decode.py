@@ -1,4 +1,4 @@
-"""A decoder on a fleet's address: whatever becomes of its node, everybody gets the same tokens from another one."""
+"""A decoder with a fleet's address: if its node is lost, all tenants get the same tokens from another node."""
 
 import asyncio
 import json
@@ -40,16 +40,16 @@ from helpers.processes import stop_process
 from helpers.remote import Pki
 from helpers.waiting import wait_until
 
-# What engines of two nodes would compile at the same time.
+# Compile the kernels once beforehand: else the engines of two nodes would compile them at the same time.
 pytestmark = pytest.mark.usefixtures("_decode_kernels")
 
 KEY = "replace-this-key"
-"""The key of the example's first tenant."""
+"""The key of the first tenant in the example settings."""
 
 
 @contextmanager
 def nodes_at(folder: Path, tenants: str = "") -> Iterator[tuple[str, EtcdCluster, list[FleetNode]]]:
-    """A fleet of two nodes: its address, its etcd and the nodes."""
+    """Yield a fleet of two nodes: its address, its etcd and the nodes."""
     with (
         fleet(folder, tenants=tenants) as (cluster, nodes),
         Directory(cluster, folder / "d", horizon_s=str(HORIZON_S)) as directory,
@@ -59,13 +59,13 @@ def nodes_at(folder: Path, tenants: str = "") -> Iterator[tuple[str, EtcdCluster
 
 
 def place_of(address: str, nodes: list[FleetNode]) -> tuple[FleetNode, FleetNode]:
-    """The node that has this address, and another one."""
+    """Return the node with this address, and the other node."""
     here = next(node for node in nodes if node.address == address)
     return here, next(node for node in nodes if node is not here)
 
 
 def kill_node(node: FleetNode) -> None:
-    """Kill all of a node's processes at once, as a host that loses its power."""
+    """Kill all of a node's processes at once, as if its host lost power."""
     node.now.allowed_trouble += ["worker", "zygote", "fleet"]
     for info in node.processes():
         os.kill(info.pid, signal.SIGKILL)
@@ -104,18 +104,18 @@ def test_a_drained_node_is_left_for_another_before_its_leases_end(
 
 
 def stop_node(node: FleetNode) -> None:
-    """Stop all of a node's processes: connections stay open, and nothing answers."""
+    """Stop all of a node's processes: connections stay open, but nothing replies."""
     for info in node.processes():
         stop_process(info.pid)
 
 
 def kill_daemon(node: FleetNode) -> None:
-    """Kill the daemon alone: the engine's session goes on without it."""
+    """Kill only the daemon: the engine's session continues without it."""
     node.kill()
 
 
 async def abandoned(decoder: Decoder, node: FleetNode) -> None:
-    """Start a node that was lost, and return when nothing tries any more to end the engine there."""
+    """Start a lost node again. Returns once no task tries to end the engine there any more."""
     for info in node.processes():
         os.kill(info.pid, signal.SIGKILL)
     await asyncio.to_thread(node.now.process.wait)
@@ -178,7 +178,7 @@ def test_a_node_whose_daemon_stays_away_is_left_while_its_session_goes_on(
 
 @pytest.mark.exhaustive
 def test_a_killed_node_s_share_of_a_quota_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for one engine in the quota, the next one is refused until the fleet has given the node up."""
+    """The quota has room for one engine. The next one is refused until the fleet has declared the node dead."""
     heard, counted = Recorder(), "[tenants.default]\nfleet_quota = true\n"
     monkeypatch.setattr(serving_engine, "WATCH_PAUSE_S", 0.1)
     monkeypatch.setattr(serving_engine, "DAEMON_RESTART_S", 0.2)
@@ -236,12 +236,12 @@ def test_nodes_that_share_no_memory_with_the_decoder_give_the_same_tokens(
     assert [report.is_planned for report in heard.rebuilt] == [True]
 
 
-# --- As a user types it. ---
+# --- As a user would run it ---
 
 
 @contextmanager
 def server_at(address: str, folder: Path) -> Iterator[httpx.Client]:
-    """`gpulease serve decode` on the fleet's address, with the settings of the example."""
+    """Yield a client of `gpulease serve decode`, which uses the fleet's address and the example's settings."""
     config, sock, log = folder / "decode.toml", folder / "server.sock", folder / "server.log"
     config.write_text(
         EXAMPLE.read_text().replace("../../tiny", str(TINY_MODEL)).replace("max_rows = 64", "max_rows = 32")
@@ -267,7 +267,7 @@ def server_at(address: str, folder: Path) -> Iterator[httpx.Client]:
 
 
 def text_around(client: httpx.Client, event: Callable[[], None]) -> str:
-    """The text that a streamed completion brings; the event happens behind its first pieces."""
+    """Return the text of a streamed completion. The event happens after its first pieces."""
     asked = {"prompt": "Changed in version", "max_tokens": 100, "temperature": 0, "stream": True}
     text, pieces = "", 0
     with client.stream("POST", "/v1/completions", json=asked) as reply:

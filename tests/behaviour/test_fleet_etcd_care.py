@@ -1,4 +1,4 @@
-"""What the manual has operators do to a fleet's etcd, word for word, on a real one."""
+"""The manual's commands for maintaining a fleet's etcd, executed exactly as written, with a real etcd."""
 
 import os
 import re
@@ -17,14 +17,14 @@ FLAGS: Final = "etcd --quota-backend-bytes"
 
 
 def commands(beginning: str) -> list[str]:
-    """The lines of the manual's block that begins so."""
+    """Return the lines of the manual's code block that begins with `beginning`."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", MANUAL.read_text(), flags=re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if block.startswith(beginning)]
     return str(block).splitlines()
 
 
 def run(cluster: EtcdCluster, command: str) -> str:
-    """Run a command of the manual's, whose members are these."""
+    """Run a command of the manual, with the endpoints of this cluster's members."""
     for number, endpoint in enumerate(cluster.endpoints, 1):
         command = command.replace(f"h{number}:2379", endpoint)
     environment = os.environ | {"ETCDCTL_API": "3"}

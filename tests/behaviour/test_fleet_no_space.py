@@ -1,4 +1,4 @@
-"""A fleet whose etcd has no space left: names end within the horizon, and the rest goes on."""
+"""A fleet whose etcd has no space left: leases with names end within the horizon, and all else continues."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +14,7 @@ NAME = "model-a"
 
 
 def fill(cluster: EtcdCluster) -> None:
-    """Write until etcd says that no space is left."""
+    """Write until etcd reports that it has no space left."""
 
     def is_full() -> bool:
         for number in range(8):
@@ -25,7 +25,7 @@ def fill(cluster: EtcdCluster) -> None:
 
 
 def make_room(cluster: EtcdCluster) -> None:
-    """Take old values away, as an operator does."""
+    """Remove old values, as an operator would."""
     status = cluster.control("endpoint", "status", "--write-out=json")
     cluster.compact(max(int(part.split(",")[0].strip("}")) for part in status.split('"revision":')[1:]))
     cluster.control("defrag")
@@ -46,7 +46,7 @@ def test_without_space_in_etcd_names_end_and_the_rest_goes_on(tmp_path: Path) ->
             buffer = session.mem_alloc(4096)
             session.mem_write(buffer, 0, bytes(range(16)))
             fill(cluster)
-            # No beat is written: within the horizon the name's lease ends.
+            # The node can't write its beats, so the lease with a name ends within the horizon.
             named.wait_for_end()
             node.wait_until_isolated()
             told = "refuses this node's record: etcd has no space left: compact and defragment it"

@@ -1,4 +1,4 @@
-"""The web page of a real node of a fleet: its membership, and the names that it serves."""
+"""The web page of a real node in a fleet: its membership, and the names that it serves."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A tenant's quota over all nodes: real daemons on a real etcd, killed and cut off."""
+"""A tenant's quota across all nodes: real daemons on a real etcd, which are killed and cut off."""
 
 import os
 import signal
@@ -18,14 +18,14 @@ COUNTED = "[tenants.default]\nfleet_quota = true\n"
 
 
 def refused(node: FleetNode, name: str = "") -> Denied:
-    """The error of a lease that is one too many."""
+    """Return the error of a lease that exceeds the quota."""
     with pytest.raises(Denied) as error:
         node.builder(name).acquire()
     return error.value
 
 
 def fill(*nodes: FleetNode) -> list[GpuLease]:
-    """A lease of 1 MiB at each."""
+    """Acquire a lease of 1 MiB at each node."""
     return [node.builder().acquire() for node in nodes]
 
 
@@ -62,7 +62,10 @@ def test_a_quota_holds_over_two_nodes_and_comes_back_with_the_lease(tmp_path: Pa
 
 @pytest.mark.exhaustive
 def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
-    """A process that goes on waits for a horizon before it gives back what it does not know; daemons start sooner."""
+    """A restarted fleet process of a running daemon waits for a horizon before it frees bytes that it does not know.
+
+    Daemons start sooner.
+    """
     with fleet(tmp_path, nodes=1, horizon_s=30, tenants=COUNTED) as (cluster, (node,)):
         node.now.allowed_trouble.append("fleet process died")
         quota(cluster, "default", "3MiB")
@@ -70,7 +73,7 @@ def test_restarts_lose_no_bytes_and_count_none_twice(tmp_path: Path) -> None:
         work = Worker(leases[0])
         work.wait_until_working()
         stop_process(node.fleet_pid())
-        # The fleet process does not hear of this end, and the next one finds it.
+        # The stopped fleet process is not told of this lease's end. The next one must find it.
         leases.pop().free()
         killed = node.fleet_pid()
         os.kill(killed, signal.SIGKILL)
@@ -107,7 +110,7 @@ def test_a_dead_nodes_bytes_come_back_when_its_leases_have_ended(tmp_path: Path)
 
 
 def test_a_node_that_is_cut_off_ends_counted_leases_and_grants_none(tmp_path: Path) -> None:
-    """Also where an operator has it serve the others meanwhile."""
+    """This also holds if the setting lets the node serve other leases while it is cut off."""
     with fleet(tmp_path, nodes=1, isolated="serve", tenants=COUNTED) as (cluster, (node,)):
         quota(cluster, "default", "2MiB")
         work = Worker(fill(node)[0])
@@ -129,7 +132,7 @@ def test_a_name_that_was_claimed_before_a_fence_is_not_served_once_bytes_come_fr
     with fleet(tmp_path, nodes=1, tenants=COUNTED) as (cluster, (node,)):
         node.now.allowed_trouble.append("the fleet has declared this node dead")
         quota(cluster, "default", "1MiB")
-        # Kept: a lease that nobody has is given back.
+        # Keep the object: a lease object that is garbage collected frees its lease.
         (held,) = fill(node)
         errors: list[GpuLeaseError] = []
 

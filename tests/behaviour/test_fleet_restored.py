@@ -1,4 +1,4 @@
-"""etcd is restored from a backup, by the words of the manual: no name is served twice, and its epochs rise."""
+"""etcd is restored from a backup with the manual's commands: no name is served twice, and its epochs increase."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ NAME = "model-a"
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tool", ["etcdctl", "etcdutl"])
 def test_etcd_is_restored_by_the_words_of_the_manual(tmp_path: Path, tool: str) -> None:
-    """The backup is older than the claim, and etcd is back before the claim's lease has ended."""
+    """The backup is older than the claim, and etcd is restored before the claim's lease has ended."""
     restore, renew = restore_commands(tool)
     with fleet(tmp_path, members=3) as (cluster, (first, second)):
         for node in (first, second):

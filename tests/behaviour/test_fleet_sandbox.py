@@ -1,4 +1,7 @@
-"""A real daemon's fleet process: shut in, and a member all the same, by certificates that it can't open."""
+"""A real daemon's fleet process runs in a sandbox.
+
+It is a member nevertheless, although it can't open the certificate files.
+"""
 
 import os
 import shutil
@@ -37,12 +40,12 @@ def test_the_fleet_process_is_shut_in_with_all_its_threads(tmp_path: Path) -> No
 
 
 def write_pki(folder: Path, authority: PkiAuthority) -> dict[str, Any]:
-    """Certificates in a folder that only its owner can look into."""
+    """Write certificates into a folder that only its owner can read."""
     folder.mkdir(mode=0o700, exist_ok=True)
     issued = issued_tenant(authority, "node")
     sources = {"ca": authority.certificate_path, "certificate": issued.certificate, "key": issued.key}
     for name, source in sources.items():
-        # As tools renew them: under another name, then in the old one's place.
+        # Like tools that renew certificates: write a new file, then rename it to the old name.
         shutil.copy(source, folder / "new")
         (folder / "new").chmod(0o600)
         (folder / "new").rename(folder / name)
@@ -99,10 +102,10 @@ def test_a_fleet_process_that_is_started_anew_is_shut_in_too(tmp_path: Path) -> 
         node.wait_until_joined()
 
         def is_shut_in() -> bool:
-            # The process that was killed may still be listed as this looks, and be gone when its status is read.
+            # The killed process may still be listed, and be gone when its status is read.
             with suppress(FileNotFoundError, ProcessLookupError):
                 return status_of(node.fleet_pid())["NoNewPrivs"] == "1"
             return False
 
-        # The node may still be a member by the process that was killed.
+        # The node may still be a member because of the killed process, so check the new one.
         wait_until(is_shut_in, "the new one is shut in")

@@ -1,4 +1,4 @@
-"""Values in etcd that no daemon wrote: a real fleet goes on, and says what it can't read."""
+"""Values in etcd that no daemon wrote: a real fleet continues, and reports what it can't read."""
 
 import json
 import os
@@ -32,7 +32,7 @@ FOREIGN = {
 
 
 def unreadable_count(node: FleetNode) -> int:
-    """How many such values the node's metrics tell of."""
+    """Return the number of unreadable values in the node's metrics."""
     text = ask(Opcode.METRICS, Empty(), node.address).exposition
     found = re.search(r"^gpu_fleet_unreadable_values_total (\d+)", text, re.MULTILINE)
     assert found is not None, text
@@ -40,17 +40,17 @@ def unreadable_count(node: FleetNode) -> int:
 
 
 def refusal(node: FleetNode) -> str:
-    """Why the node refuses to claim the name whose claim can't be read."""
+    """Return the node's reason for refusing the name whose claim can't be read."""
     with pytest.raises(GpuLeaseError) as refused:
         node.builder("model-b").acquire()
     return str(refused.value)
 
 
 def says_so_and_goes_on(node: FleetNode) -> None:
-    """Check a member: a node that is cut off says that, too."""
+    """Check a node that is a member. One that is cut off reports that as well."""
     wait_until(lambda: "in etcd can't be read" in node.fleet_check()["detail"], "it says so", seen=node.logs)
     wait_until(lambda: "cut off" not in node.fleet_check()["detail"], "it has joined", seen=node.logs)
-    # A node that joined while the record of epochs was spoiled refuses all names until a member has written it again.
+    # A node that joins while the record of epochs is unreadable refuses all names until a member has written it again.
     unreadable = "claim of model-b can't be read; an operator must delete it"
     wait_until(lambda: unreadable in refusal(node), "the claim is reported", seen=node.logs)
     assert unreadable_count(node) >= 2

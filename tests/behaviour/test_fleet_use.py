@@ -1,4 +1,4 @@
-"""What runs on leases runs on a fleet's address as on a host's: regions, submits, tokens, gateway, models, decoding."""
+"""Everything that uses leases also works with a fleet's address: regions, submits, tokens, servers, decoding."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def fleet(tmp_path: Path, daemon: Daemon) -> Iterator[str]:
-    """The address of a fleet of one node."""
+    """Yield the address of a fleet with one node."""
     with EtcdCluster(tmp_path / "etcd") as cluster:
         put_daemon(cluster, "n1", daemon)
         with Directory(cluster, tmp_path / "d") as directory:

@@ -1,4 +1,4 @@
-"""Requests served on leases of their own: their results, and every failure beside them."""
+"""Requests of the gateway, each with its own lease: their results, and every failure."""
 
 import socket
 import threading
@@ -74,7 +74,7 @@ def test_another_request_by_the_same_id(gateway: Gateway) -> None:
     for change in ({"model_id": "other"}, {"input": b"other"}, {"output_len": 8}):
         with pytest.raises(OperationConflict):
             gateway.serve(request("one", **change))
-    # What is not part of the operation may change.
+    # Parameters that are not part of the operation may differ in a repeated request.
     assert gateway.serve(request("one", lease_ttl_secs=7, min_vram=2 << 20)).is_replayed
     assert gateway.launches == 1
 
@@ -168,7 +168,10 @@ def test_a_duplicate_joins_the_one_in_flight(gateway: Gateway, monkeypatch: pyte
 def test_a_gateway_that_was_taken_for_dead_and_comes_back(
     gateway: Gateway, tmp_path: Path, paused_at: str, launches: int, later: type
 ) -> None:
-    """The gateway stops before a step for longer than its claim; another attempt comes; then the first learns of it."""
+    """The gateway stops before a step for longer than its claim lasts.
+
+    Another attempt runs. Then the first one continues, and learns of it.
+    """
     arrived, go_on = threading.Event(), threading.Event()
     steps: list[str] = []
     ends: list[object] = []
@@ -247,7 +250,7 @@ def test_a_lease_that_is_revoked_under_the_launch(gateway: Gateway) -> None:
 
 @pytest.mark.exhaustive
 def test_any_step_may_fail(gateway: Gateway) -> None:
-    """An error in each step's place: nothing is left behind, and the kernel never runs twice."""
+    """Each step fails once with an error: nothing is left behind, and the kernel never runs twice."""
     whole: list[str] = []
     serve_told(gateway.store, gateway.daemon.address, request("whole"), whole.append)
     assert len(whole) > 15
@@ -295,10 +298,10 @@ def test_requests_on_one_control_connection_and_after_its_end(daemon: Daemon, st
     second = serve("second")
     assert kept() == connection
     assert first.lease_id != second.lease_id
-    # The daemon sees the end of the connection, as the client does after a restart of the daemon.
+    # End a kept connection as a restart of the daemon would.
     spare._spare[0][0].sock.shutdown(socket.SHUT_WR)
     assert serve("third").output == OUTPUT
-    # And one that ends only when it is used again.
+    # Replace one by a connection that fails only when it is used again.
     near, far = socket.socketpair()
     near.setblocking(False)
     spare._spare[0][0].sock.close()

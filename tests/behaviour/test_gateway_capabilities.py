@@ -1,4 +1,4 @@
-"""The grant that submits a request: exactly two permissions, validated before any work."""
+"""The grant with which the gateway submits a request has exactly two permissions, and is checked before any work."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def gateway(daemon: Daemon, store: SqliteStore) -> Gateway:
 
 
 class Bad(NodeAuthority):
-    """Issues something else than it should."""
+    """Issues a grant that differs from what was requested."""
 
     def __init__(self, change: Callable[[GpuLease, Grant], Grant]) -> None:
         self._change = change
@@ -91,7 +91,7 @@ def test_a_capability_that_will_not_do_is_refused_before_any_work(gateway: Gatew
         with pytest.raises(CapabilityRefused, match=said):
             gateway.serve(request("refused"), Bad(change))
     assert not {"open", "attach"} & set(gateway.steps)
-    # Nothing was done, so it may be tried again.
+    # Nothing was executed, so the request may be repeated.
     assert gateway.serve(request("refused")).output == OUTPUT
 
 
@@ -135,7 +135,7 @@ def test_the_worker_itself_refuses_what_the_grant_does_not_permit(daemon: Daemon
 def test_a_daemon_that_demands_tokens_of_whoever_attaches(
     start_daemon: Callable[..., Daemon], store: SqliteStore
 ) -> None:
-    """The owner's own sessions too; each token opens one, and permits no launches."""
+    """The owner's sessions need a token as well. Each token opens one session, and permits no launches."""
     daemon = start_daemon(tcp=True, config='require_token = ["attach"]\n')
     image, authority = AFFINE.read_bytes(), NodeAuthority()
     plain = DaemonEffects(store, daemon.tcp_address)
@@ -143,7 +143,7 @@ def test_a_daemon_that_demands_tokens_of_whoever_attaches(
         serve_inference_request(plain, authority, request("once"), image, KERNEL)
     effects = DaemonEffects(store, daemon.tcp_address, by_token=True)
     assert serve_inference_request(effects, authority, request("once"), image, KERNEL).output == OUTPUT
-    # So large that it goes in pieces.
+    # An input so large that it is copied in pieces.
     many = np.ones(2 << 20, np.float32)
     large = request("large", input=many.tobytes(), output_len=many.nbytes, min_vram=32 << 20)
     served = serve_inference_request(effects, authority, large, image, KERNEL)
@@ -169,7 +169,7 @@ def test_a_kept_buffer_outlives_its_connection_and_can_be_borrowed(daemon: Daemo
             first.keep(kept, "it")
         with GpuSession(lease) as second:
             assert second.mem_read(second.buffer(handle, 5), 0, 5) == b"still"
-            # The last reference to the loan went; the memory did not.
+            # The last reference to the borrowed buffer was dropped, but the memory is still there.
             borrowed = second.buffer(handle, 5)
             assert second.mem_read(borrowed, 0, 5) == b"still"
             second.mem_free(borrowed)

@@ -1,4 +1,4 @@
-"""The gateway over HTTP: a real process, a real socket, a real daemon."""
+"""The gateway over HTTP: a real process, a real socket and a real daemon."""
 
 import base64
 import json
@@ -42,7 +42,7 @@ def gateway(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> 
         "models.example",
     )
     found = GatewayProcess(shared_daemon, folder, "--models", str(MODELS), *bounds)
-    # It keeps its control connections for later requests, one for each in flight.
+    # The gateway keeps control connections for later requests: one for each request in flight.
     shared_daemon.kept_connections = IN_FLIGHT
     try:
         yield found
@@ -81,7 +81,7 @@ def test_a_request_in_bytes_and_its_duplicate(client: httpx.Client, daemon: Daem
     lease_id = first.headers["Gpulease-Lease-Id"]
     assert daemon.query(int(lease_id, 16))["cause"] == "freed"
     assert 0 < int(first.headers["Gpulease-Token-Expires-At"]) - time.time() <= 11
-    # The key with quotes and without them is the same.
+    # A key with quotes is the same as without them.
     again = infer(client, "bytes 1", INPUT.tobytes(), SIZE)
     assert (again.status_code, again.content) == (200, OUTPUT)
     assert (again.headers["Idempotency-Replayed"], again.headers["Gpulease-Lease-Id"]) == ("true", lease_id)
@@ -98,7 +98,7 @@ def test_a_request_in_json(client: httpx.Client) -> None:
     assert len(told.pop("lease_id")) == 32
     assert told.pop("token_expires_at_unix_secs") > time.time()
     assert told == {}
-    # The same request in another form is the same request.
+    # The same request in another encoding is the same request.
     other = infer(client, "json 1", INPUT.tobytes(), SIZE, Accept="application/json")
     assert other.json() == first.json() | {"is_replayed": True}
 
@@ -125,7 +125,7 @@ def test_a_foreign_page_in_a_browser_of_this_host_gets_nothing(client: httpx.Cli
 
 
 def test_the_operator_names_the_proxy_that_browsers_know(client: httpx.Client) -> None:
-    # The proxy's name in Host, or in Origin alone, as proxies that write their own Host send it.
+    # The proxy's name is in Host, or only in Origin if the proxy writes its own Host.
     assert client.get("/healthz", headers={"Host": "models.example"}).status_code == 200
     page = {"Origin": "https://models.example", "Sec-Fetch-Site": "same-origin"}
     assert infer(client, "by proxy", INPUT.tobytes(), SIZE, **page).content == OUTPUT
@@ -195,7 +195,7 @@ def test_a_body_that_is_too_large(client: httpx.Client, is_chunked: bool) -> Non
     try:
         answer = infer(client, "too large", content, 4)
     except httpx.TransportError:
-        return  # it was refused, and the connection closed, before all of it was sent
+        return  # The request was refused, and the connection closed, before all of it was sent.
     assert (answer.status_code, code_of(answer)) == (413, "too_large")
 
 
@@ -229,7 +229,7 @@ def test_no_room_on_the_card(client: httpx.Client, daemon: Daemon) -> None:
 
 @pytest.mark.exhaustive
 def test_a_full_queue_a_wait_that_is_too_long_and_one_in_flight(gateway: GatewayProcess, client: httpx.Client) -> None:
-    """Two kernels that run until their leases end take both slots; the next waits, one more finds no place."""
+    """Two kernels that run until their leases end use both slots. The next request waits, and one more is refused."""
     answers: dict[str, httpx.Response] = {}
 
     def ask(key: str, model: str) -> None:
@@ -253,7 +253,7 @@ def test_a_full_queue_a_wait_that_is_too_long_and_one_in_flight(gateway: Gateway
     for thread in busy:
         thread.join()
     assert {answers[key].json()["kind"] for key in ("busy 1", "busy 2")} == {"LeaseExpired"}
-    # What waited or was refused had not begun.
+    # A request that waited, or was refused, had not begun.
     assert infer(client, "waits", INPUT.tobytes(), SIZE).content == OUTPUT
 
 
@@ -268,7 +268,7 @@ def test_a_duplicate_of_one_in_flight(gateway: GatewayProcess, client: httpx.Cli
     first.start()
     wait_until(lambda: client.get("/healthz").json()["in_flight"] == 1, "it is served")
     other.start()
-    # It waits without a slot, so that others are served meanwhile.
+    # The request waits without using a slot, so that others are served meanwhile.
     wait_until(lambda: client.get("/healthz").json() == {"status": "ok", "in_flight": 1, "queued": 1}, "it waits")
     other.join()
     assert (answers[0].status_code, code_of(answers[0])) == (409, "in_progress")
@@ -348,7 +348,7 @@ def test_a_kernel_of_another_signature(daemon: Daemon, tmp_path: Path) -> None:
     gateway = GatewayProcess(daemon, tmp_path, "--models", str(tmp_path / "models.toml"))
     try:
         with gateway.client() as client:
-            # An output as long as its input, a shorter one, and a longer one: behind the input all is zero.
+            # The output is as long as the input, or shorter, or longer. Memory after the input is zero.
             for output_len, wanted in ((4, b"\xfe\xfd\xfc\xfb"), (2, b"\xfe\xfd"), (6, b"\xfe\xfd\xfc\xfb\xff\xff")):
                 answer = infer(client, f"{output_len}", b"\1\2\3\4", output_len, model="invert")
                 assert (answer.status_code, answer.content) == (200, wanted), answer.text
@@ -370,7 +370,8 @@ def test_a_unix_socket_a_slow_body_and_a_graceful_stop(daemon: Daemon, tmp_path:
     try:
         with gateway.client() as client:
             assert infer(client, "by unix", INPUT.tobytes(), SIZE).content == OUTPUT
-            # No browser connects to a Unix socket, so any name will do, but a proxy tells whose page asks.
+            # Browsers can't connect to a Unix socket, so any Host is accepted. But a proxy passes on the Origin of a
+            # page.
             assert infer(client, "foreign", b"x", 4, Origin="http://evil.example").status_code == 403
             slow = infer(client, "slow", one_piece_and_a_pause(), SIZE)
             assert (slow.status_code, code_of(slow)) == (408, "body_too_slow")
@@ -384,7 +385,7 @@ def test_a_unix_socket_a_slow_body_and_a_graceful_stop(daemon: Daemon, tmp_path:
             wait_until(lambda: client.get("/healthz").json()["in_flight"] == 1, "it is served")
         gateway.process.send_signal(signal.SIGTERM)
         last.join()
-        # What was begun was ended and told before the end.
+        # The request that had begun got its outcome before the gateway ended.
         assert json.loads(answers[0].text)["kind"] == "LeaseExpired"
         gateway.stop()
     finally:

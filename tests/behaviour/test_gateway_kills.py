@@ -1,6 +1,6 @@
-"""SIGKILL of a gateway before each of its steps, then the request once more: one effect, or an unknown outcome.
+"""SIGKILL of a gateway before each of its steps, then the same request again: one effect, or an unknown outcome.
 
-The effects are counted from outside: the launches that the daemon has seen in any lease.
+Effects are counted from outside: they are the launches that the daemon reports for any lease.
 """
 
 import json
@@ -19,7 +19,7 @@ from helpers.gateway_steps import OUTPUT
 from helpers.waiting import wait_until
 
 LATER_S = 1000.0
-"""By the second attempt's clock the first one's claim has run out."""
+"""Seconds by which the second attempt's clock is ahead, so that the first attempt's claim has expired."""
 
 STEPS = [
     *("store.reserve", "acquire", "issue", "check"),
@@ -33,7 +33,7 @@ COMPLETED = STEPS.index("lease.free")
 
 
 class Gateways:
-    """Gateways that serve one request each, step by step, and what the daemon saw of them."""
+    """Gateways that serve one request each, step by step, and the launches that the daemon has reported for them."""
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self._daemon, self._folder = daemon, folder
@@ -45,7 +45,7 @@ class Gateways:
     def serve(
         self, request_id: str, *, later_s: float = 0, kill_before: int | None = None, lease_s: float = 20
     ) -> tuple[list[str], Any]:
-        """The steps it told, and its answer; None if it was killed before step number `kill_before`."""
+        """Return the steps that were reported, and the reply; None if it was killed before step `kill_before`."""
         job = {"store": str(self._folder / "store"), "address": self._daemon.address, "request_id": request_id}
         self._say(json.dumps(job | {"later_s": later_s, "lease_s": lease_s}))
         pid, steps, answer = int(self._hear().removeprefix("pid ")), [], None
@@ -62,7 +62,7 @@ class Gateways:
         return steps, answer
 
     def end_leases(self) -> None:
-        """Revoke what a killed gateway has left, and see it gone."""
+        """Revoke the leases that a killed gateway has left, and wait until they have ended."""
         for lease in self._daemon.leases():
             self._daemon.revoke(int(lease["lease_id"], 16))
         self.await_no_lease()
@@ -71,7 +71,7 @@ class Gateways:
         wait_until(lambda: not self._look(), "nothing is left of the gateway's lease")
 
     def effects(self) -> int:
-        """Launches seen so far, in all leases; and forget them."""
+        """Return the number of launches so far, in all leases, and reset it."""
         seen, self._launches = sum(self._launches.values()), {}
         return seen
 

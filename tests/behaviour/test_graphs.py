@@ -1,4 +1,4 @@
-"""Launch graphs through a daemon: recorded once, launched with other values, void when what they need is gone."""
+"""Launch graphs through a daemon: recorded once, launched with other values, invalid once a needed object is gone."""
 
 import asyncio
 import gc
@@ -150,7 +150,8 @@ def test_what_a_graph_needs_is_gone(session: GpuSession, gone: str) -> None:
         graph.launch()
         session.sync()
         return
-    # What the worker says to a client that does not look. An allocation of another size frees what the client holds.
+    # Now the worker's own check, for a client that does not check. An allocation of another size makes the client free
+    # what it holds.
     session.mem_alloc(4)
     object.__setattr__(graph._record, "handles", ())
     number = graph.launch(x=other)

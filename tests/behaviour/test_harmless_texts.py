@@ -1,4 +1,4 @@
-"""What somebody else wrote does nothing to whoever reads it, wherever it is shown."""
+"""Texts from other users are harmless to a reader, wherever they are shown."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from helpers.daemon import Daemon, python_environment
 from helpers.waiting import wait_until
 
 HOSTILE = "BEGIN\x1b[2J\x1b]0;title\x07\r\n\0\x7f\x9b31m\u202e\u2066\u200b\u2028\U000e0041END"
-"""Clears a screen, sets its title, forges a line, turns a line's direction, hides."""
+"""Would clear a screen, set its title, forge a line, reverse a line's direction, and hide characters."""
 
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 CLI = [sys.executable, "-P", "-c", "from gpulease.client.cli.start import run; run()"]
@@ -31,7 +31,7 @@ def said_by(daemon: Daemon, *words: str) -> str:
 
 
 def check_harmless(text: str) -> None:
-    """Fails on a character that a terminal obeys, or that is not seen."""
+    """Fail if a text has a character that a terminal executes, or that is invisible."""
     obeyed = [mark for mark in text if mark != "\n" and unicodedata.category(mark)[0] in "CZ" and mark != " "]
     assert not obeyed, ascii(text)
     assert "BEGIN" in text, text
@@ -39,7 +39,7 @@ def check_harmless(text: str) -> None:
 
 
 def page_reason(daemon: Daemon) -> str:
-    """Of the last event that has one, as the page is told."""
+    """Return the reason of the latest event that has one, from the data of the web page."""
     found = re.search(r"serves its web page at (http[^\s\"]+)", daemon.log())
     assert found, daemon.log()
     where, headers = f"{found[1]}api/v1/state", {"Authorization": f"Bearer {TOKEN}"}
@@ -107,7 +107,7 @@ def test_a_blank_reason_is_not_taken_from_a_terminal(daemon: Daemon) -> None:
 
 
 def test_json_is_ascii(daemon: Daemon) -> None:
-    """So that no terminal obeys a document, either."""
+    """JSON output is ASCII, so that a terminal executes nothing in it either."""
     with daemon.builder().acquire():
         text = said_by(daemon, "leases", "--json")
     assert text.isascii()

@@ -1,4 +1,4 @@
-"""Ctrl-C and cancelled awaits: what an interrupted call has made goes back, and the session lives."""
+"""Ctrl-C and cancelled awaits: what an interrupted call has made is freed, and the session continues."""
 
 import asyncio
 import threading
@@ -26,16 +26,16 @@ from helpers.waiting import PATIENCE_S, wait_until
 SLICE_BYTES = 64 << 20
 REGION_BYTES = 2 << 20
 MOST_WAITS = 200
-"""More waits than any of the operations has: the walk must come to its end."""
+"""More waits than any operation has, so that the walk ends."""
 
 
-# Python discards an interrupt that comes while it closes a generator, and says so. The sockets of calls that were
-# interrupted twice are closed with their last reference.
+# Python discards an interrupt that occurs while it closes a generator, and warns about it. The sockets of calls that
+# were interrupted twice are closed only with their last reference, which leads to a warning as well.
 discards_interrupts = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 class Scene:
-    """A lease with a session of either face, and what the operations take."""
+    """A lease with a session of either API, and the arguments of the operations."""
 
     lease: Any
     session: Any
@@ -93,7 +93,7 @@ def region_s_block(scene: Scene) -> None:
 
 
 def ended(made: Any) -> None:
-    """End what its last reference does not end."""
+    """End an object that does not end with its last reference."""
     if isinstance(made, Region):
         made.close()
 
@@ -109,7 +109,7 @@ MAKING: dict[str, Callable[[Scene], Any]] = {
     "event": lambda scene: scene.session.default_stream.event(),
     "region_set": lambda scene: scene.session.region_set([scene.region]),
 }
-"""Operations of both APIs whose result goes back with its last reference."""
+"""Operations of both APIs whose result is freed with its last reference."""
 
 SYNC = MAKING | {
     "record": recorded,
@@ -129,25 +129,25 @@ ASYNC = MAKING | {
 
 
 CLEANED_UP = ("region", "region's block", "acquire")
-"""What goes on in a task of its own when its caller is cancelled, and may be cancelled once more."""
+"""Operations whose clean-up runs in a separate task if the caller is cancelled. That task may be cancelled, too."""
 
 
 PARTS = ("stream", "region")
-"""Operations with which a stream that is closed and a region's block begin: these come to all their points."""
+"""Operations that are part of `stream closed` and of `region's block`, which reach all their points."""
 
 TWICE = ("mem_alloc", "mem_alloc again", "stream closed")
-"""Operations that are interrupted a second time at every point: a way to make, to reuse and to free."""
+"""Operations that are also interrupted a second time at every point: they make, reuse, and free."""
 
 
 def test_every_operation_that_makes_something_is_here() -> None:
-    """Adds the session's and lease's methods that nobody has thought of here."""
+    """A new method of a session or a lease must be added here."""
     made = {name.split()[0] for name in SYNC}
     others = (
         {"attach", "compile", "kernel", "elementwise", "default_stream", "buffer", "empty"}
         | {"mem_free", "mem_read", "mem_write", "module_unload", "launch", "sync", "printed", "on_printed", "close"}
         | {"cuda_version", "compute_capability", "driver", "card_uuid", "session_id", "slice_bytes", "shares_memory"}
         | {"region_granule_bytes", "is_alive", "disown"}
-        # None of these makes a buffer: what is kept belongs to the lease, and what is taken ends with its session.
+        # These make no buffer: a kept buffer belongs to the lease, and one that is taken ends with its session.
         | {"keep", "kept", "kept_names", "take", "reset", "owns_memory"}
     )
     methods = {name for name in dir(GpuSession) if not name.startswith("_")}
@@ -164,7 +164,7 @@ def remote_daemon(pki: Pki) -> Iterator[Daemon]:
 def blocking(
     daemon: Daemon, waiting: GpuWaiting, *, shared_memory: bool, builder: GpuBuilder | None = None
 ) -> Iterator[Scene]:
-    """Args: builder: Asks for the lease; None: `daemon` over its Unix socket."""
+    """Yield a scene with the blocking API. `builder` requests the lease; by default it is `daemon`'s Unix socket."""
     scene = Scene()
     asking = (builder or daemon.builder()).min_vram(SLICE_BYTES).lease_secs(600).waiting(waiting)
     with (
@@ -174,7 +174,7 @@ def blocking(
         scene.session = session
         scene.module, scene.buffer = session.module_load(TRANSFORM), session.mem_alloc(4096)
         scene.array = session.array(np.ones(16, np.float32))
-        # What a first use keeps for later ones is there before anything is compared.
+        # The first use keeps memory for later ones. Do it now, before anything is compared.
         scene.array.copy()
         scene.region = scene.lease.region(REGION_BYTES)
         session.launch(scene.module, "scale", [1], [32], scale_args(scene.buffer, 0, 1.0))
@@ -184,7 +184,7 @@ def blocking(
 
 
 def what_is_left(lease: GpuLease, session: GpuSession) -> tuple[int, int]:
-    """(bytes, regions) that the lease's session has. What was noted to be freed is freed first."""
+    """Return (bytes, regions) of the lease's session, after everything that the client still had to free is freed."""
     session.sync()
     lease.used()
     report = lease.query()
@@ -192,18 +192,18 @@ def what_is_left(lease: GpuLease, session: GpuSession) -> tuple[int, int]:
 
 
 class Interrupt:
-    """Interrupts the blocking face at some of its waits: before these, or behind them."""
+    """Interrupts the blocking API at some of its waits, before or after the wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.targets: dict[int, bool] = {}
-        """Whether it is behind the wait, by the wait's number."""
+        """For a wait's number, whether to interrupt after it."""
         self.count = 0
         for step, wait in list(sync_driver._WAIT_BY_STEP.items()):
             monkeypatch.setitem(sync_driver._WAIT_BY_STEP, step, self._interrupted(wait))
 
     def _interrupted(self, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def waiting(step: Any) -> Any:
-            # Ctrl-C reaches the main thread only.
+            # Ctrl-C interrupts only the main thread.
             if threading.current_thread() is not threading.main_thread():
                 return wait(step)
             number, self.count = self.count, self.count + 1
@@ -217,10 +217,10 @@ class Interrupt:
         return waiting
 
     def walk(self, operation: Callable[[], Any]) -> Iterator[None]:
-        """Interrupt the operation at each of its waits; yields behind each interrupt.
+        """Interrupt the operation at each of its waits. Yields after each interrupt.
 
         Args:
-            operation: Returns what it has made.
+            operation: Returns the object that it has made.
         """
         count = 0
         for at in range(MOST_WAITS):
@@ -233,7 +233,7 @@ class Interrupt:
         raise AssertionError("it waits and waits")
 
     def _reaches(self, operation: Callable[[], Any], targets: dict[int, bool]) -> bool:
-        """Run it, interrupted at these waits; whether it came to the last of them."""
+        """Run the operation with interrupts at these waits. Returns whether it reached the last of them."""
         self.targets, self.count = targets, 0
         made = None
         with suppress(KeyboardInterrupt):
@@ -244,9 +244,10 @@ class Interrupt:
 
 
 class Cancel:
-    """Cancels a task at some of the waits of the asyncio face's operations: as a wait begins, or once it has ended.
+    """Cancels a task at some waits of the asyncio API's operations, when a wait begins or after it has ended.
 
-    The second time, and from then on, whatever goes on without the task is cancelled as well: a loop's end does that.
+    At the second cancellation, tasks that continue without the caller are cancelled as well, as at the end of an event
+    loop.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_behind: bool = False) -> None:
@@ -276,7 +277,7 @@ class Cancel:
             task.cancel()
 
     async def reaches(self, making: Any, *waits: int) -> bool:
-        """Run the operation in a task that is cancelled at these waits; whether it came to the last of them."""
+        """Run the operation in a task that is cancelled at these waits. Returns whether it reached the last of them."""
         self.count, self.waits, self.task = 0, waits, asyncio.ensure_future(making)
         await asyncio.wait((self.task,))
         while self.times > 1 and aio_driver._tasks_in_progress:
@@ -285,11 +286,11 @@ class Cancel:
         return self.count > waits[-1]
 
     async def walk(self, make: Callable[[], Any], times: int = 1) -> AsyncIterator[None]:
-        """Cancel the operation at each of its waits; yields behind each run.
+        """Cancel the operation at each of its waits. Yields after each run.
 
         Args:
-            make: Makes a coroutine of the operation.
-            times: How often it is cancelled. The second time is at each wait of what goes on behind the first.
+            make: Returns a new coroutine of the operation.
+            times: Number of cancellations. The second one is at each wait that follows the first.
         """
         self.times, count = times, 0
         async for _ in self._walk(make, (), times):
@@ -311,12 +312,12 @@ class Cancel:
 
 
 def some_by_default(names: Iterable[str], chosen: Container[str]) -> list[Any]:
-    """Parameters of which those that are not chosen are exhaustive."""
+    """Return parameters. Those that are not chosen are marked `exhaustive`."""
     return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in names]
 
 
 def check_interrupts(scene: Scene, name: str, interrupt: Interrupt) -> None:
-    """Interrupt an operation at each of its waits: nothing is left, and the session goes on."""
+    """Interrupt an operation at each of its waits. Fails if anything is left, or if the session does not continue."""
     before = what_is_left(scene.lease, scene.session)
     for _ in interrupt.walk(lambda: SYNC[name](scene)):
         wait_until(lambda: what_is_left(scene.lease, scene.session) == before, "all is given back")
@@ -375,7 +376,7 @@ def test_an_interrupt_at_any_wait_of_an_acquire_over_tls_leaves_no_lease(
 
 @pytest.fixture
 def fleet_of_one(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bool]]]:
-    """The address of a fleet of one node, and whether this has neither leases nor claims of names."""
+    """Yield the address of a fleet with one node, and a function: whether that node has no leases and no claims."""
     with fleet(tmp_path / "etcd", nodes=1) as (cluster, (node,)), Directory(cluster, tmp_path / "d") as directory:
         directory.wait_for("view of its fleet is current")
         yield f"fleet:{directory.address}", lambda: not node.now.leases() and not claims(cluster)
@@ -391,7 +392,7 @@ def test_an_interrupt_at_any_wait_of_an_acquire_in_a_fleet_leaves_no_lease(
     numbers = count()
 
     def named() -> None:
-        # A name of its own: the node may still be taking the earlier one back.
+        # Use a new name, because the node may still be releasing the earlier one.
         acquired(builder.name(f"n{next(numbers)}"))
 
     for making in (partial(acquired_for_a_block, builder), partial(reacquired, builder), named):
@@ -444,7 +445,10 @@ def test_an_interrupt_at_any_wait_of_a_submit_leaves_the_lease_to_the_next(
 
 
 def cancelled_awaits() -> Iterator[Any]:
-    """(name, is_behind, times) of cancelled awaits: by default one sort of each operation, and both clean-ups twice."""
+    """Yield (name, is_behind, times) of cancelled awaits.
+
+    By default only one variant of each operation runs, and both variants of clean-ups.
+    """
     for name, is_behind, times in product([*ASYNC, "region", "region's block", "acquire"], (False, True), (1, 2)):
         if times > 1 and name not in CLEANED_UP:
             continue
@@ -503,13 +507,13 @@ def test_a_cancelled_await_at_any_wait_leaves_nothing(
     ("name", "waiting", "shared_memory"),
     [
         *product([name for name in SYNC if name not in PARTS], [GpuWaiting.BLOCK], [True]),
-        # Over a socket these come to every point that all come to.
+        # Over a socket, these operations reach every point that all operations reach.
         *product(
             ["mem_alloc again", "stream closed", "array", "copy", "event", "module_load", "region's block"],
             [GpuWaiting.BLOCK],
             [False],
         ),
-        # Spinning has points of its own in its waits alone.
+        # Spinning has separate points only in its waits.
         ("array", GpuWaiting.SPIN, True),
         ("mem_alloc again", GpuWaiting.SPIN, False),
     ],
@@ -528,7 +532,7 @@ def test_an_interrupt_at_any_point_leaves_nothing(
 
 @pytest.fixture
 def quick_clean_ups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that an interrupt kept from being sent has no reply: it is not awaited for long."""
+    """Shorten the wait for a reply that never comes, because an interrupt prevented its request from being sent."""
     monkeypatch.setattr("gpulease.client.core.lease.CLEAN_UP_S", 0.2)
 
 
@@ -558,7 +562,7 @@ def test_a_second_interrupt_at_any_point_leaves_nothing(
     [
         ("its block", 20),
         pytest.param("its block", 1, marks=pytest.mark.exhaustive),
-        # The acquire is the block's; a free by hand is another way than the end of a block.
+        # The block's acquire is tested above; a free by a call differs from the end of a block.
         pytest.param("acquire", 5, marks=pytest.mark.exhaustive),
     ],
 )
@@ -598,7 +602,7 @@ def test_an_interrupt_at_any_point_of_an_attach_leaves_the_lease_to_the_next(dae
 def test_a_lease_s_block_leaves_no_task_of_a_cancelled_await(
     name: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a cancelled caller has asked for is answered, and given back, before the block is left."""
+    """What a cancelled caller has requested is awaited and freed before the block ends."""
     cancel = Cancel(monkeypatch)
 
     async def interrupted(at: int) -> bool:
@@ -622,7 +626,7 @@ def test_a_lease_s_block_leaves_no_task_of_a_cancelled_await(
 
 @pytest.mark.parametrize("how", ["dropped", "freed", "of an interrupted call"])
 def test_an_idle_session_frees_what_nobody_has(how: str, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    # An answer may lie in a ring before anybody waits for it; over a socket every request waits.
+    # In a ring, a reply may be there before anybody waits for it. Over a socket, every request waits.
     shares = how != "of an interrupted call"
     builder = daemon.builder(SLICE_BYTES).waiting(GpuWaiting.BLOCK)
     with builder.acquire() as lease, GpuSession(lease, shared_memory=shares) as session:

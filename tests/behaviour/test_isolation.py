@@ -35,7 +35,7 @@ UNKNOWN_LEASE = 0x1234
 
 
 class Victim:
-    """A session with something to hide."""
+    """A session with secret data in its memory."""
 
     def __init__(self, session: GpuSession) -> None:
         self.session = session
@@ -58,7 +58,7 @@ def victim(daemon: Daemon) -> Iterator[Victim]:
 
 @pytest.fixture
 def intruder(daemon: Daemon, victim: Victim) -> Iterator[RawPeer]:
-    """A raw connection attached to a session of its own."""
+    """Yield a raw connection that is attached to another session."""
     with daemon.builder().acquire() as lease, RawPeer(daemon.address).hello() as peer:
         assert not isinstance(peer.attach(lease.lease_id), Failure)
         yield peer
@@ -104,7 +104,10 @@ def test_a_foreign_number_means_nothing_to_a_worker(daemon: Daemon, victim: Vict
 
 
 def names_buffer(op: Opcode) -> bool:
-    """Whether an operation that an intruder without an arena may ask has an allocation's number in its body."""
+    """Return whether an operation's body contains an allocation's handle.
+
+    Arena copies are excluded, because the intruder has no arena.
+    """
     request = SPECS[op].request
     return request is not ArenaCopy and "handle" in {field.name for field in fields(request)}
 
@@ -125,7 +128,7 @@ def test_the_victims_session_id_on_the_intruders_connection(daemon: Daemon, vict
         failure = intruder.refused(op, body, victim.session.session_id)
         assert failure.status is Status.INVALID_REQUEST
         assert f"{victim.session.session_id:032x}" in failure.message
-    # A quiet one too: reported by the next operation with a reply.
+    # A quiet request fails as well; the next operation with a reply reports it.
     number = intruder.quiet(Opcode.MEM_FREE, Handle(victim.buffer.handle), victim.session.session_id)
     failure = intruder.refused(Opcode.SYNC, Empty(), own_id(daemon, victim))
     assert (failure.status, failure.failed_request_id) == (Status.INVALID_REQUEST, number)
@@ -146,7 +149,7 @@ def test_attach_to_a_lease_nobody_has(daemon: Daemon) -> None:
         failure = peer.attach(UNKNOWN_LEASE)
         assert isinstance(failure, Failure)
         assert failure.status is Status.NOT_FOUND
-        # The connection is a control connection still.
+        # The connection is still a control connection.
         assert peer.request(Opcode.PING, Ping(2)) == Ping(2)
 
 
@@ -198,7 +201,7 @@ def test_denied_is_an_error_of_its_own(daemon: Daemon) -> None:
 
 def test_memory_of_one_session_never_shows_in_another(daemon: Daemon, victim: Victim, intruder: RawPeer) -> None:
     session_id = own_id(daemon, victim)
-    # The same allocation calls may give the same addresses in each process: still not the same memory.
+    # The same allocation calls may return the same addresses in each process, but it is not the same memory.
     handle = intruder.request(Opcode.MEM_ALLOC, MemAlloc(len(SECRET)), session_id).handle
     reply = intruder.request(Opcode.MEM_READ, MemRead(handle, 0, len(SECRET)), session_id)
     assert reply == Data(bytes(len(SECRET)))

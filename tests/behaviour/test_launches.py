@@ -1,4 +1,7 @@
-"""Launches are asynchronous; the next operation with a reply tells of one that failed; those behind it are skipped."""
+"""Launches are asynchronous.
+
+The next operation with a reply reports a failed launch; those after the failure are skipped.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -64,7 +67,7 @@ def test_a_launch_returns_while_its_kernel_never_ends(daemon: Daemon) -> None:
             session.launch(module, "endless", [1], [1], KernelArgs().push_buffer(flag))
         wait_until(lambda: lease.query()["launches"] == 101, "the worker has queued all launches")
         assert lease.query()["syncs"] == 0
-        # The lease frees them: an operation would wait for the kernel, and so would leaving the block.
+        # Only the end of the lease frees them: every operation, and the end of the block, would wait for the kernel.
         session.close()
 
 
@@ -102,7 +105,7 @@ def test_a_fault_names_its_launch_and_skips_what_was_behind_it(
     assert caught.value.failure.failed_op == Opcode.LAUNCH
     assert caught.value.kernel == "stray_store"
     assert caught.value.address == buffer.handle + FAR_AWAY
-    # Told once; the session goes on, and the launch behind the fault was not done.
+    # The fault is reported once. The session continues, and the launch after the fault was not executed.
     session.sync()
     assert words(session, buffer) == [1] * 4
     launch_fill(session, faults, buffer, 3)
@@ -127,7 +130,7 @@ def test_what_is_handed_over_behind_a_fault_is_not_done(session: GpuSession, fau
         session.sync()
     assert caught.value.failure.failed_request_id == number
     assert words(session, buffer) == [0] * 4
-    # The free was skipped and is made up for.
+    # The free was skipped, and the client has repeated it.
     session.mem_alloc(session.slice_bytes * 3 // 4)
 
 
@@ -151,7 +154,7 @@ def test_any_operation_with_a_reply_reports(
         return reported
 
     if operation in ("mem_alloc", "module_load"):
-        # These need not wait for the kernel, so the first may come before the fault does.
+        # These operations need not wait for the kernel, so the first one may return before the fault occurs.
         wait_until(reports, "an operation reports the fault")
     else:
         reports()
@@ -160,7 +163,10 @@ def test_any_operation_with_a_reply_reports(
 
 
 class TestOverTheWire:
-    """What a client that checks nothing gets: the worker's own checks, kept until somebody asks."""
+    """A client without checks of its own.
+
+    It gets the failures of the worker's checks, which are kept until a request with a reply.
+    """
 
     @pytest.fixture
     def peer(self, daemon: Daemon, lease: GpuLease) -> Iterator[RawPeer]:

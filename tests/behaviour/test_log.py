@@ -1,4 +1,4 @@
-"""A lease can be followed by its id through a real daemon's log, whatever ends it, and nobody's secret is in it."""
+"""A lease can be followed by its id through a real daemon's log, however it ends. The log contains no secrets."""
 
 import base64
 import contextlib
@@ -28,14 +28,14 @@ def logging_daemon() -> Iterator[Daemon]:
 
 
 def whole_story(daemon: Daemon, lease_id: int) -> list[Record]:
-    """Until the lease's memory is proved free; the log may be a moment behind."""
+    """Wait until the log says that the lease's memory is proved free. Returns the lease's records."""
 
     def is_told() -> list[Record]:
         story = story_of(daemon.log().rpartition("\n")[0], lease_id)
         return story if "lease.reclaimed" in names(story) else []
 
     story = wait_until(is_told, "the story is told to its end", seen=daemon.log)
-    # What an operator did is told when it is done, what is asked for after the end at any time.
+    # An operator's action is logged when it is complete, and requests after the end at any time. So leave these out.
     return [record for record in story if record["event"] not in ("operator.acted", "request.denied")]
 
 
@@ -70,7 +70,7 @@ def test_a_lease_from_its_request_to_its_end(
         story = whole_story(daemon, lease.lease_id)
         with pytest.raises(GpuLeaseError):
             lease.renew(1)
-    # Who killed the worker was not the daemon: then its end comes first.
+    # If the daemon did not kill the worker, the log begins with the worker's end.
     expected = ["worker.died", END[0], END[2]] if cause == "worker_died" else END
     assert names(story) == BEGIN + expected
     by_name = {record["event"]: record for record in story}
@@ -135,7 +135,7 @@ def test_a_killed_broker_and_the_one_that_adopts(start_lasting: Callable[..., La
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         session.sync()
         before = lasting.now
-        # What a killed broker said last may be lost with it.
+        # The last records of a killed broker may be lost with it, so wait for them.
         wait_until(lambda: names(story_of(before.log(), lease.lease_id)) == BEGIN, "all is told", seen=before.log)
         lasting.restart()
         session.sync()

@@ -1,4 +1,7 @@
-"""Lease, upload, two kernels on one buffer, read back, give back: over every kind of socket, in every form."""
+"""The main job: acquire, upload, two kernels on one buffer, read back, free.
+
+Over every kind of socket and in every form of the API.
+"""
 
 import numpy as np
 import pytest
@@ -131,7 +134,7 @@ def test_dropping_the_last_reference_gives_the_lease_back(daemon: Daemon) -> Non
     session = GpuSession(lease)
     check_main_job(session)
     del session, lease
-    # The `daemon` fixture checks that nothing is left; here, that it was not its time that ended it.
+    # The `daemon` fixture checks that nothing is left. Check here that the lease did not expire.
     assert daemon.query(lease_id)["cause"] in (None, "freed")
 
 

@@ -1,4 +1,4 @@
-"""What a watching program is told of a real daemon: what tenants did, also once they are gone; whether it is ready."""
+"""The metrics of a real daemon: what tenants did, even after they have left, and whether the daemon is ready."""
 
 import json
 import os
@@ -29,7 +29,7 @@ SESSION = ("launch", "sync", "copy", "copied_bytes", "operation", "operation_err
 
 
 class Scrape:
-    """One text, by series: a name and some of its labels."""
+    """The metrics at one moment. A series is found by its name and some of its labels."""
 
     def __init__(self, daemon: Daemon) -> None:
         reply = ask(Opcode.METRICS, Empty(), daemon.address)
@@ -38,7 +38,7 @@ class Scrape:
         self._samples = [s for family in text_string_to_metric_families(self.text) for s in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        """The sum of all series that have these labels; 0 if there are none."""
+        """Return the sum of all series with these labels; 0 if there are none."""
         fitting = [s for s in self._samples if s.name == name and labels.items() <= s.labels.items()]
         return sum(s.value for s in fitting)
 
@@ -154,7 +154,7 @@ def test_what_a_person_types(daemon: Daemon, gpulease: Callable[..., Result]) ->
 
 @pytest.mark.exhaustive
 def test_a_new_broker_goes_on_from_where_sessions_are(lasting: LastingDaemon) -> None:
-    # Earlier tests may have used this daemon.
+    # Earlier tests may have used this daemon, so compare with the value before.
     before = sum(Scrape(lasting.now).of_tenant("copy"))
     with lasting.now.builder().acquire() as lease, GpuSession(lease) as session:
         buffer = session.mem_alloc(4096)

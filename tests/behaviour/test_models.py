@@ -1,4 +1,4 @@
-"""Models on a real daemon: kept leases, batches, admission, and smaller variants where there is no room."""
+"""Models on a real daemon: leases that are kept, batches, admission, and smaller variants if there is no room."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ def test_one_lease_for_all_requests(daemon: Daemon) -> None:
 def test_the_lease_is_renewed_for_as_long_as_the_model_is_served(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A lease that a busy host can't miss the end of, renewed as often as a short one.
+    # Renew the lease as often as a short one, but make it so long that a busy host can't miss its end.
     monkeypatch.setattr(leases, "RENEW_AT", 1e-3)
 
     async def play() -> None:
@@ -54,7 +54,7 @@ def test_the_lease_is_renewed_for_as_long_as_the_model_is_served(
 @pytest.mark.parametrize("max_batch", [1, 4, 8])
 def test_what_waits_together_is_computed_together(daemon: Daemon, max_batch: int) -> None:
     async def play() -> None:
-        # All come before there is a lease.
+        # All requests arrive before the model has a lease.
         async with serving(daemon, obey(max_batch=max_batch)) as rig:
             outcomes = await asyncio.gather(*(rig.ask(item(value)) for value in range(20)))
             assert outcomes == [right(value) for value in range(20)]
@@ -111,13 +111,14 @@ def test_the_line_is_bounded(daemon: Daemon) -> None:
 def test_what_can_not_be_done_in_time_is_refused_at_once(daemon: Daemon) -> None:
     async def play() -> None:
         async with serving(daemon, obey(max_batch=1, lease_secs=60)) as rig:
-            for steps in (1, SLOW_STEPS):  # the first batch, which compiles, is not an estimate's
+            for steps in (1, SLOW_STEPS):  # The first batch compiles, so it does not count for the estimate.
                 assert await rig.ask(item(steps, SLOW)) == right(steps)
             launches = rig.counted("kernel_launch_total")
             outcome = await rig.ask(item(1), deadline_s=0.01)
             assert code_of(outcome) is CallErrorCode.TOO_LATE
             assert code_of(await rig.host.call(1, item(1), 0.01)) is CallErrorCode.TOO_LATE
-            # Nothing was tried; and an estimate is not for ever, or nothing could ever correct it.
+            # No kernel was launched. Later a request is tried again, because otherwise nothing could correct the
+            # estimate.
             assert rig.counted("kernel_launch_total") == launches
             for _ in range(200):
                 if await rig.ask(item(1), deadline_s=0.2) == right(1):
@@ -132,7 +133,8 @@ def test_what_the_lease_can_not_outlast_is_refused(daemon: Daemon, monkeypatch: 
     monkeypatch.setattr(leases, "RENEW_AT", 0.1)
 
     async def play(scale: int) -> bool:
-        # It is renewed in time while a batch runs for longer than it lasts; but that is nothing to count on.
+        # The batch takes longer than the lease lasts, so the lease must be renewed meanwhile. A busy host may fail to
+        # do that.
         async with serving(daemon, obey(max_batch=1, lease_secs=0.6 * scale)) as rig:
             for steps in (1, 9 * SLOW_STEPS * scale):
                 answer = await rig.ask(item(steps, SLOW))
@@ -144,7 +146,7 @@ def test_what_the_lease_can_not_outlast_is_refused(daemon: Daemon, monkeypatch: 
             assert "the lease ends in" in str(outcome)
             return True
 
-    # A host that is too busy to renew in time gets more of it.
+    # If the host is too busy to renew in time, try a longer lease.
     assert any(asyncio.run(play(scale)) for scale in (1, 4, 16))
 
 
@@ -184,7 +186,7 @@ def test_a_burst_model_is_leased_while_it_is_warm(daemon: Daemon) -> None:
             assert rig.lease_id() != first
             return is_first
 
-    # A busy host may take longer from one request to the next than the model is kept.
+    # On a busy host, more time may pass between requests than the model is kept. Then try a longer time.
     assert any(asyncio.run(play(idle_s)) for idle_s in (0.3, 3.0, 30.0))
 
 
@@ -202,7 +204,7 @@ def test_a_smaller_variant_stands_in_while_there_is_no_room(start_daemon: Callab
             lease.free()
             assert await rig.leased()
             assert await rig.ask(item(7)) == right(7)
-            # What stood in is let go.
+            # The smaller variant that served meanwhile is unloaded.
             await until(lambda: not rig.lease_id("small"))
 
     asyncio.run(play())

@@ -63,7 +63,7 @@ def test_the_lease_is_revoked_under_load(daemon: Daemon) -> None:
             await until(lambda: done > before + 50 and rig.lease_id() not in (0, lease_id))
             stop = True
             await asyncio.gather(*tasks)
-            # At most those of one batch were told.
+            # Only the requests of one batch may fail.
             assert lost <= 6
             assert rig.counted("kernel_fail_total") <= 1
 
@@ -76,7 +76,7 @@ def test_the_lease_is_revoked_while_nobody_asks(daemon: Daemon) -> None:
             lease_id = await rig.leased()
             await asyncio.to_thread(daemon.revoke, lease_id)
             await until(lambda: rig.lease_id() not in (0, lease_id))
-            # No request was needed to find out, so none is lost.
+            # The server noticed the end without a request, so no request fails.
             assert await rig.ask(item(1)) == right(1)
             assert rig.counted("kernel_fail_total") == 0
 
@@ -93,7 +93,7 @@ def test_a_kernel_that_runs_too_long(daemon: Daemon) -> None:
             outcome = await asked
             assert code_of(outcome) is CallErrorCode.KERNEL_FAILED
             assert "a kernel ran for more than 0.3 s" in str(outcome)
-            # What waited behind it is computed on the next lease.
+            # The request that waited after it is computed on the next lease.
             assert await behind == right(2)
             assert rig.lease_id() != lease_id
             assert daemon.query(lease_id)["cause"] == "kernel_timeout"
@@ -109,7 +109,7 @@ def test_one_request_that_makes_a_pure_models_kernel_fail_fails_alone(daemon: Da
             assert (good, also_good) == (right(1), right(3))
             assert code_of(bad) is CallErrorCode.KERNEL_FAILED
             assert "SyncFailed" in str(bad)
-            # The batch of all, and the bad one's own.
+            # The batch of all requests failed, and then the bad request alone.
             assert rig.counted("kernel_fail_total") == 2
 
     asyncio.run(play())
@@ -156,7 +156,7 @@ def test_the_daemon_is_killed_and_started_anew(start_daemon: Callable[..., Daemo
             waiting = [asyncio.ensure_future(rig.ask(item(value))) for value in range(3)]
             await until(lambda: not rig.lease_id())
             again = await asyncio.to_thread(start_daemon, folder=daemon.folder)
-            # Who was begun is computed again: the model says that this does no harm.
+            # The request that had begun is computed again, because the model's settings permit that.
             assert await asyncio.gather(*waiting) == [right(value) for value in range(3)]
             assert await begun == right(3 * SLOW_STEPS)
             assert rig.counted("kernel_fail_total") == 1
@@ -177,7 +177,7 @@ def test_a_daemon_that_keeps_its_leases_is_killed(lasting: LastingDaemon) -> Non
             await asyncio.to_thread(lasting.start)
             assert await rig.ask(item(2)) == right(2)
             assert rig.lease_id() == lease_id
-            # It listens to the next daemon, too.
+            # The server also receives events from the next daemon.
             await asyncio.sleep(1)
             await asyncio.to_thread(lasting.now.revoke, lease_id)
             await until(lambda: rig.lease_id() not in (0, lease_id))
@@ -199,7 +199,7 @@ def test_a_model_that_does_not_load_makes_nobody_wait(daemon: Daemon) -> None:
 
 
 def test_a_drained_node(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Some hundredths of a second after it was granted.
+    # The lease is renewed some hundredths of a second after the grant.
     monkeypatch.setattr(leases, "RENEW_AT", 1e-3)
 
     async def play() -> None:
@@ -207,7 +207,7 @@ def test_a_drained_node(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None
             lease_id = await rig.leased()
             await asyncio.to_thread(ask, Opcode.DRAIN, Drain(50_000), daemon.address)
             try:
-                # Its lease is good to its end, though it can't be renewed beyond that.
+                # The lease is valid until its end, although it can't be renewed.
                 await asyncio.sleep(0.3)
                 assert await rig.ask(item(1)) == right(1)
                 assert rig.lease_id() == lease_id
@@ -222,7 +222,8 @@ def test_a_drained_node(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None
             outcome = await waiting
             async with asyncio.timeout(PATIENCE_S):
                 while isinstance(outcome, CallError) and code_of(outcome) is CallErrorCode.TOO_LATE:
-                    # A batch that a busy host took long for is expected to be the rule, for a second or two.
+                    # If a busy host was slow with a batch, the server expects the same of the next ones, for a second
+                    # or two.
                     outcome = await rig.ask(item(3))
             assert outcome == right(3)
 

@@ -1,4 +1,4 @@
-"""`gpulease serve models`: the example's digits through shared memory and over HTTP, and the ends of both sides."""
+"""`gpulease serve models`: the example's digits through shared memory and HTTP, and the end of either side."""
 
 import base64
 import os
@@ -95,7 +95,7 @@ def rpc(server: ModelProcess) -> Iterator[RpcClient]:
 def check(answers: list[bytes]) -> None:
     scores = np.frombuffer(b"".join(answers), "<f4").reshape(-1, DIGITS)
     np.testing.assert_allclose(scores, WANTED, atol=1e-3)
-    # The accuracy is the reference's, because every decision is.
+    # Every decision equals the reference's, and so does the accuracy.
     np.testing.assert_array_equal(scores.argmax(1), WANTED.argmax(1))
     assert (scores.argmax(1) == TRUE_DIGITS).mean() >= 0.97
 
@@ -257,7 +257,7 @@ def test_the_server_is_killed_and_started_anew(own: tuple[Daemon, ModelProcess, 
         assert client.call(1, IMAGES[0]).payload
         server.process.kill()
         server.process.wait()
-        # Its leases run out at the latest: nobody renews them.
+        # Nobody renews the leases, so at the latest they expire.
         wait_until(lambda: not daemon.leases(), "no lease is left", 60, seen=daemon.leases)
         with pytest.raises(Disconnected):
             client.call(1, IMAGES[0], timeout_s=0.1)
@@ -279,7 +279,7 @@ def test_the_server_stands_still_for_longer_than_its_lease(own: tuple[Daemon, Mo
         stop_process(server.process.pid)
         wait_until(lambda: not daemon.leases(), "its lease has expired", seen=daemon.leases)
         server.process.send_signal(signal.SIGCONT)
-        # It looks before it begins anything, so that nothing is lost.
+        # The server checks its lease before it begins a request, so no request fails.
         assert client.call(1, IMAGES[0]).payload
     assert first not in [report["lease_id"] for report in daemon.leases()]
 

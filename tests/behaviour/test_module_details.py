@@ -1,4 +1,4 @@
-"""Modules' variables and their kernels' figures, on both APIs, by a real daemon."""
+"""Reports about modules' variables and kernels, with both APIs and a real daemon."""
 
 import asyncio
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def test_bounds_hold(session: GpuSession, module: Module) -> None:
     for offset, size in ((0, 5), (4, 1), (-1, 1)):
         with pytest.raises(InvalidHandle):
             session.mem_write(count, offset, bytes(size))
-    # A caller that lies about the size meets the worker's own bounds.
+    # If a caller claims a wrong size, the worker's own bounds apply.
     lying = session.buffer(count.handle, 64)
     with pytest.raises(InvalidHandle, match="outside the allocation"):
         session.mem_read(lying, 0, 5)

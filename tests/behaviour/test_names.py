@@ -1,4 +1,4 @@
-"""Leases with a name in a daemon whose claims a test keeps: epochs, the horizon, and who ends a lease behind it."""
+"""Leases with a name, in a daemon whose claims the test stores: epochs, the horizon, and leases that end at it."""
 
 import json
 import os
@@ -25,10 +25,10 @@ from helpers.working import working
 
 SIZE = 1 << 20
 AHEAD_S = 3.0
-"""How far ahead the horizon lies: longer than a busy host lets a beat wait."""
+"""Seconds from now to the horizon. This is longer than a busy host delays a beat."""
 
 FAR_AHEAD_S = 600.0
-"""A horizon that does not come while a daemon is restarted, however busy the host is."""
+"""Seconds to a horizon that does not come while a daemon restarts, even on a busy host."""
 
 beyond_restarts = pytest.mark.parametrize("folder", [FAR_AHEAD_S], indirect=True, ids=["far horizon"])
 
@@ -37,7 +37,7 @@ StartLasting = Callable[..., LastingDaemon]
 
 @pytest.fixture
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """The folder of claims, whose horizon moves on."""
+    """Return the folder of claims. Its horizon moves with the time."""
     (tmp_path / "horizon").write_text(str(getattr(request, "param", AHEAD_S)))
     return tmp_path
 
@@ -65,7 +65,7 @@ def is_served(session: GpuSession) -> bool:
 
 
 def isolate(folder: Path) -> None:
-    """Let the horizon move no further."""
+    """Stop the horizon from moving."""
     (folder / "horizon").unlink()
 
 
@@ -88,7 +88,7 @@ def test_a_name_is_served_once_and_its_epochs_rise(lasting: LastingDaemon, folde
     assert "name=model-a" in lasting.now.log()
     for one in (again, other):
         one.free()
-    # A lease may ask for the node's labels, too.
+    # A lease may also require labels of the node.
     lasting.now.builder(SIZE).labels(zone="a").acquire().free()
     with pytest.raises(Unsupported, match="it has zone=a"):
         lasting.now.builder(SIZE).labels(zone="b").acquire()
@@ -177,7 +177,7 @@ def test_a_restarted_broker_keeps_the_horizon_and_the_epochs(lasting: LastingDae
         assert (report["state"], report["name"], report["epoch"]) == ("active", "model-a", 1)
         lease.renew(100)
     lease.free()
-    # A store that was restored from a backup gives the same epoch again.
+    # Let the store give the same epoch again, as one that was restored from a backup would.
     wait_until(lambda: claims_in(folder) == {}, "the claim is released")
     (folder / "epoch").write_text("0")
     lasting.restart(Faults(names_in=folder))

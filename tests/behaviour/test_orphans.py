@@ -1,4 +1,4 @@
-"""Leases whose clients are gone: who counts as connected, and what those who look are told."""
+"""Leases whose clients are gone: which clients count as connected, and what reports and events say."""
 
 import subprocess
 import sys
@@ -31,12 +31,12 @@ sys.stdin.read()
 """
 
 LONG_S = 300.0
-"""A wait that no test sits through."""
+"""A waiting time that no test waits for."""
 
 
 @contextmanager
 def client(address: str, orphan_s: float, has: str) -> Iterator[tuple[int, Callable[[], None]]]:
-    """A program with a lease, and its killing."""
+    """Yield the lease id of a program with a lease, and a function that kills the program."""
     with subprocess.Popen(
         [sys.executable, "-c", KEEPS_LEASE, address, str(orphan_s), has],
         stdin=subprocess.PIPE,
@@ -57,18 +57,18 @@ def client(address: str, orphan_s: float, has: str) -> Iterator[tuple[int, Calla
 
 
 def waits(daemon: Daemon, lease_id: int) -> bool:
-    """Whether the lease is about to be orphaned. A query of it would be a connection."""
+    """Return whether the lease is about to be orphaned. Uses the list, because a query would count as a connection."""
     return row(daemon, lease_id)["orphaned_in_ms"] is not None
 
 
 def row(daemon: Daemon, lease_id: int) -> dict[str, Any]:
-    """What the list says of a lease."""
+    """Return the lease's entry in the list of leases."""
     (found,) = [one for one in daemon.leases() if int(one["lease_id"], 16) == lease_id]
     return found
 
 
 def wait_for_end(daemon: Daemon, lease_id: int) -> str:
-    """Return its cause once the lease is over, without asking about it before."""
+    """Wait until the lease has ended, without a query of it before. Returns the cause."""
     wait_until(lambda: lease_id not in [int(one["lease_id"], 16) for one in daemon.leases()], "the lease is gone")
     return str(daemon.query(lease_id)["cause"])
 

@@ -1,4 +1,4 @@
-"""Others take memory of the card and give it back, as an operator and a tenant see it."""
+"""Other programs use memory of the card and free it, as an operator and a tenant see it."""
 
 from collections.abc import Iterator
 from pathlib import Path

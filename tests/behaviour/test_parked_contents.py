@@ -1,4 +1,4 @@
-"""What a session has survives its parks: contents, graphs, streams, events, arrays, kept buffers, variables, guests."""
+"""Everything that a session keeps when it is parked: contents, graphs, streams, events, arrays, variables, guests."""
 
 import struct
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ def test_kept_buffers_and_connections(lease: GpuLease) -> None:
         session.mem_write(buffer, 0, b"kept")
         session.keep(buffer, "model")
     lease.park()
-    # An attach brings it back.
+    # An attach makes the session return.
     with GpuSession(lease) as session:
         assert bytes(session.mem_read(session.kept("model"), 0, 4)) == b"kept"
         lease.park()

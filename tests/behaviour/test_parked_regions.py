@@ -1,4 +1,4 @@
-"""Regions of a parked session: they come back with it, and one that ends meanwhile never does."""
+"""Regions of a parked session: they return with it, except those that end meanwhile."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,7 +81,7 @@ def test_a_region_that_ends_while_parked_is_returned_and_refused(
             scene.double(region)
         scene.double(kept)
         scene.check(kept, 2)
-        # What the region had is the slice's again, and nothing of its bytes is there.
+        # The region's memory belongs to the slice again, and contains none of the region's bytes.
         with scene.lease.region(SLICE_BYTES - 2 * REGION_BYTES) as later:
             found = floats(scene.session.mem_read(later, 0, 4 * N))
             np.testing.assert_array_equal(found, np.zeros(N, np.float32))

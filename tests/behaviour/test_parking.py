@@ -1,4 +1,4 @@
-"""Parked sessions: their bytes leave the card and come back, whatever happens to the broker or the worker meanwhile."""
+"""Parked sessions: their bytes leave the card and return, whatever happens to the broker or the worker meanwhile."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ def parking_daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def node(parking_daemon: Daemon) -> Iterator[Daemon]:
-    """A card that holds three such slices at a time."""
+    """Yield a daemon whose card holds three slices of this size at a time."""
     yield from lent(parking_daemon)
 
 
@@ -76,7 +76,7 @@ def parkable(
 
 
 def place(address: str, lease: GpuLease) -> str:
-    """Where a lease's session is."""
+    """Return the phase of a lease's session: where its bytes are."""
     return str(row(address, lease)["park"]["phase"])
 
 
@@ -91,7 +91,7 @@ def available(address: str) -> int:
 
 @dataclass
 class Filled:
-    """A buffer that fills half of the slice, every word of it the mark."""
+    """A buffer that fills half of the slice. Every word of it is the mark."""
 
     session: GpuSession
     mark: int
@@ -196,7 +196,7 @@ def test_a_return_without_room_is_busy_and_loses_nothing(node: Daemon) -> None:
 
 @pytest.mark.parametrize("end", ["revoked", "expired", "dropped"])
 def test_the_end_of_a_parked_lease_gives_the_hosts_memory_back(node: Daemon, end: str) -> None:
-    # A busy host may take longer than a lease lasts that is to end by itself.
+    # The lease must not expire before the test lets it. On a busy host a longer one is tried.
     for seconds in (3, 15, 75) if end == "expired" else (120,):
         lease = parkable(node.address, seconds=seconds)
         with contextlib.suppress(LeaseExpired):
@@ -319,7 +319,7 @@ def test_a_lease_of_the_command_line_is_parkable(node: Daemon, monkeypatch: pyte
     with GpuSession.attach() as session:
         buffer = Filled(session, 3)
         if cause == "tenant":
-            # Without an idle time only a request parks it.
+            # The lease has no idle time, so only a request parks it.
             assert node.query(lease_id_of(lease_id))["park"]["idle_ms"] == 0
             assert CliRunner().invoke(main, ["park", lease_id]).exit_code == 0
         wait_until(lambda: node.query(lease_id_of(lease_id))["park"]["phase"] == "parked", "it is parked")

@@ -1,7 +1,7 @@
-"""kill -9 of the worker, the broker and the zygote in every step of a park and a return, and a worker that stops there.
+"""kill -9 of the worker, the broker or the zygote in every step of a park and a return, and workers that stop there.
 
-A worker stops itself in that step (`helpers.stopping_worker`), and the test kills whom it likes. What goes on has every
-byte; what ends has one end, and its bytes of the card and of the host are back.
+A worker stops itself in a step (`helpers.stopping_worker`), and then the test kills a process. A session that continues
+has all its bytes. A session that ends has one end, and its bytes on the card and on the host are free.
 """
 
 import os
@@ -82,7 +82,7 @@ class Parked:
             assert bytes(self.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
 
     def leave(self) -> None:
-        """Have it leave its worker, once its client has nothing under way."""
+        """Make the session leave its worker, once its client has no operation in progress."""
         until = time.monotonic() + 20
         while True:
             try:
@@ -102,7 +102,7 @@ class Parked:
         return str(self.row()["state"]) == "torndown"
 
     def check_gone(self) -> None:
-        """Nothing of it is held, on the card or in the host, and it and its region have ended once."""
+        """Check that the lease holds nothing on the card or the host, and that it and its region ended once."""
         wait_until(self.is_over, "the lease has ended")
         card = self.node.now.inventory().details[0]
         held = {name: card[name] for name in ("held_bytes", "fenced_bytes", "park_host_bytes", "parked_bytes")}
@@ -110,7 +110,7 @@ class Parked:
         wait_until(lambda: all(self.ends()), "both ends are in the audit log")
 
     def ends(self) -> list[int]:
-        """How often the lease and its region have ended, as the audit log has it."""
+        """Return how often the lease and its region have ended, according to the audit log."""
         ends = Counter(record["data"]["lease"] for record in records(self.audit) if record["kind"] == "end")
         return [ends[f"{one:032x}"] for one in (self.lease.lease_id, self.region.lease_id)]
 
@@ -121,7 +121,7 @@ def parkable(node: LastingDaemon, size: int) -> GpuLease:
 
 
 class ParkingNode:
-    """A node with parking whose workers stop at the step that a test names, for one test after the other."""
+    """A node with parking, for one test after another. Its workers stop at the step that a test names."""
 
     def __init__(self, folder: Path, *, timeout_s: int = 30, within: Sequence[str] = ()) -> None:
         self.audit, self._step = folder / "audit", folder / "step"
@@ -143,7 +143,10 @@ class ParkingNode:
 
     @contextmanager
     def parked(self, step: str = "", *, size: int = SLICE, loses_zygote: bool = False) -> Iterator[Parked]:
-        """A lease whose worker stops at a step; afterwards it must have ended once, and the node be idle again."""
+        """Yield a lease whose worker stops at a step.
+
+        Afterwards it must have ended once, and the node must be idle again.
+        """
         zygotes = self.lasting.zygotes()
         self._step.write_text(step)
         lease = parkable(self.lasting, size)
@@ -155,7 +158,7 @@ class ParkingNode:
         assert loses_zygote or self.lasting.zygotes() == zygotes
 
     def arriving(self, scene: Parked, step: str) -> "InBackground":
-        """Use a session again that has left its worker, and have the next one stop at a step."""
+        """Use a session that has left its worker. Its next worker stops at the step."""
         lease_id = scene.lease.lease_id
         wait_until(lambda: not self.lasting.has_worker(lease_id), "its worker has ended")
         self._step.write_text(step)
@@ -166,7 +169,10 @@ class ParkingNode:
         return doing
 
     def rest(self) -> None:
-        """Be as a test finds it: nothing went wrong, and no lease is left, not even a failed test's."""
+        """Prepare the node for the next test.
+
+        Fails if an error was logged; ends the leases that a failed test has left.
+        """
         assert not self.lasting.now.trouble(), self.lasting.logs()
         for lease in self.lasting.now.leases():
             self.lasting.now.revoke(int(lease["lease_id"], 16))
@@ -175,7 +181,7 @@ class ParkingNode:
 
 @pytest.fixture(scope="module")
 def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ParkingNode]]:
-    """The node of all tests that need no other; another follows a test that failed."""
+    """Yield the node of all tests that need no other one. After a failed test, there is a new one."""
     nodes: list[ParkingNode] = []
     yield nodes
     for node in nodes:
@@ -206,7 +212,7 @@ def own_node(folder: Path, **options: Any) -> Iterator[ParkingNode]:
 
 
 class InBackground(threading.Thread):
-    """A call in a thread of its own, and what it raised."""
+    """A call in a separate thread, and the error that it raised."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -222,7 +228,7 @@ class InBackground(threading.Thread):
 
 
 def until_stopped(scene: Parked, step: str) -> InBackground:
-    """Park, and for a step of the return use the session again, until the worker has stopped itself."""
+    """Park the session; for a step of the return, also use it again. Returns once the worker has stopped itself."""
     if step in RETURN_STEPS:
         scene.lease.park()
         doing = InBackground(scene.check)
@@ -241,7 +247,7 @@ def test_a_killed_broker_finds_the_session_in_any_step(step: str, node: ParkingN
         scene.go_on()
         doing.join(60)
         assert not doing.is_alive()
-        # A park that the killed broker ordered may have no answer; what the session was asked for has.
+        # A park that the killed broker ordered may get no reply, but a request to the session gets one.
         assert step in PARK_STEPS or doing.error is None, doing.error
         scene.check()
         scene.lease.park()
@@ -261,7 +267,7 @@ def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: Park
         if whom != "worker":
             node.kill_zygote()
         if whom != "zygote":
-            # The worker dies with its zygote, too.
+            # The worker may have died with its zygote.
             with suppress(ProcessLookupError):
                 os.kill(scene.pid, signal.SIGKILL)
         if whom == "both, and the broker":
@@ -272,7 +278,10 @@ def test_a_kill_in_any_step_ends_the_lease_once(step: str, whom: str, node: Park
 
 
 def on_the_way(node: ParkingNode, scene: Parked, step: str) -> InBackground:
-    """Have a session leave its worker, or arrive in another, until the worker has stopped itself at that step."""
+    """Let a session leave its worker, or arrive in another one.
+
+    Returns once a worker has stopped itself at that step.
+    """
     if step in LEAVE_STEPS:
         doing = InBackground(scene.leave)
     else:
@@ -295,7 +304,7 @@ def test_a_kill_on_the_way_to_another_worker(whom: str, step: str, node: Parking
         scene.go_on()
         doing.join(60)
         assert not doing.is_alive()
-        # A session that has not left its worker continues there. Its image was in the broker that was killed.
+        # If the session has not left its worker, it continues there. Its image was only in the killed broker.
         if whom == "broker" and step in LEAVE_STEPS:
             scene.check()
             scene.leave()
@@ -324,7 +333,7 @@ def test_a_region_that_is_revoked_on_the_way_to_another_worker(step: str, node: 
                 assert bytes(scene.session.mem_read(part, 0, PART)) == bytes([mark]) * PART, "wrong bytes"
             wait_until(lambda: scene.region_row()["state"] == "torndown", "the region has ended")
             scene.leave()
-        # What it had is the slice's again.
+        # The memory of the region belongs to the slice again.
         with scene.lease.region(SLICE - 2 * PART) as another:
             assert bytes(scene.session.mem_read(another, 0, PART)) == bytes(PART)
         scene.session.close()
@@ -348,7 +357,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on
         doing.join(30)
         assert isinstance(doing.error, GpuLeaseError)
         assert "park its session" in str(doing.error)
-        # Its bytes stay charged: nobody knows where they are.
+        # The session's bytes stay charged, because nobody knows where they are.
         assert scene.row()["park"]["phase"] == "parking"
         assert node.lasting.now.inventory().details[0]["parked_bytes"] == 0
         scene.go_on()
@@ -360,7 +369,7 @@ def test_a_worker_that_stops_in_the_middle_of_a_park_is_answered_for_and_goes_on
 
 
 def test_a_host_that_refuses_memory_refuses_the_park_and_says_so(tmp_path: Path) -> None:
-    """The kernel refuses a file of the slice's size (RLIMIT_FSIZE), in place of a host without memory."""
+    """The kernel refuses a file of the slice's size (RLIMIT_FSIZE), as a host without memory would."""
     within = ("prlimit", f"--fsize={32 * MIB}")
     with own_node(tmp_path, within=within) as node, node.parked(size=64 * MIB) as scene:
         for _ in range(2):

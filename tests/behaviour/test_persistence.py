@@ -1,4 +1,4 @@
-"""What a session keeps: a buffer written once, a module loaded once, for as long as the lease lives."""
+"""What a session keeps as long as its lease lives: a buffer that is written once, and a module that is loaded once."""
 
 import numpy as np
 

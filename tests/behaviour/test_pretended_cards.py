@@ -1,4 +1,4 @@
-"""A host without an NVIDIA driver, where nobody requested emulated cards: everybody who looks is warned."""
+"""A host without an NVIDIA driver, where nobody has requested emulated cards: everyone who uses it is warned."""
 
 import logging
 from collections.abc import Callable

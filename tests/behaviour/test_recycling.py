@@ -1,4 +1,4 @@
-"""Contexts that serve their tenant's next lease: the same process, with nothing of the lease before in it."""
+"""Contexts that serve their tenant's next lease: the same process, which contains nothing of the lease before."""
 
 import secrets
 import time
@@ -56,7 +56,7 @@ def recycling(start_daemon: Callable[..., Daemon]) -> Daemon:
 
 
 def freed(daemon: Daemon, lease: GpuLease) -> int:
-    """Give it back; the process that served it."""
+    """Free a lease. Returns the id of the process that served it."""
     pid = daemon.worker_pid(lease.lease_id)
     lease.free()
     return pid
@@ -87,7 +87,7 @@ def test_the_same_process_serves_the_tenants_next_lease(recycling: Daemon) -> No
 
 @pytest.mark.exhaustive
 def test_nothing_of_a_lease_is_left_for_the_next(recycling: Daemon) -> None:
-    """Neither for kernels nor in any writable byte of the process, whichever way it came in."""
+    """Neither kernels nor any writable byte of the process contain it, however it was brought in."""
     secret = secrets.token_bytes(SECRET_BYTES)
     lease = recycling.builder(16 * MIB).acquire()
     pid = recycling.worker_pid(lease.lease_id)
@@ -158,7 +158,7 @@ def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], 
     with GpuSession(lease) as session:
         IN_DOUBT[what](session, lease, daemon)
         if "fault" in what or "kernel" in what:
-            # A launch that the end of the lease overtakes is refused, and leaves nothing.
+            # If the lease ended before the launch, the launch would be refused and leave nothing. So wait for it.
             wait_until(lambda: lease.query()["launches"] == 1, "it was launched")
         started = time.monotonic()
         pid = freed(daemon, lease)
@@ -171,7 +171,7 @@ def test_whatever_is_in_doubt_ends_as_ever(start_daemon: Callable[..., Daemon], 
 
 @pytest.mark.exhaustive
 def test_a_lease_that_the_bearer_of_a_token_gives_back(start_daemon: Callable[..., Daemon]) -> None:
-    """Its tenant may not be done with it."""
+    """The context is not used again, because the lease's tenant may still be using it."""
     daemon = start_daemon(config=SETTINGS, tcp=True)
     wait_until_full(daemon)
     lease = daemon.builder().acquire()
@@ -206,7 +206,7 @@ def test_it_ends_when_nobody_comes_back_and_others_never_get_it(start_daemon: Ca
     assert daemon.worker_pid(lease.lease_id) != pid
     others = daemon.worker_pid(lease.lease_id)
     stranger.close()
-    # Of a peer that nobody vouches for, none is used again, not even for itself.
+    # A context of an unauthenticated peer is never used again, not even for the same peer.
     lease.free()
     assert not is_running(others)
     wait_until(lambda: not is_running(pid), "it has ended")
@@ -239,9 +239,9 @@ def test_a_lease_on_one_survives_the_broker(start_lasting: Callable[..., Lasting
         work.check_goes_on()
         lease.renew(60)
         assert lasting.now.query(lease.lease_id)["state"] == "active"
-    # It was another daemon's: nobody gets it again.
+    # The context belongs to the earlier daemon, so it is not used again.
     wait_until(lambda: not is_running(pid), "it has ended")
-    # One that waits is ended by the next daemon.
+    # A context that waits is ended by the next daemon.
     wait_until_full(lasting.now)
     with lasting.now.builder().acquire() as lease:
         pid = lasting.worker_pid(lease.lease_id)

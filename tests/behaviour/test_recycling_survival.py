@@ -1,4 +1,4 @@
-"""Contexts that serve their tenant again, and what goes on around them: a killed broker, other settings, the books."""
+"""Contexts that serve their tenant again when the broker is killed or settings change, and their accounting."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def wait_until_full(daemon: Daemon) -> None:
 
 
 def free(lease: GpuLease) -> None:
-    """Whoever is told of its end: this broker's answer, the next one's, or none."""
+    """Free a lease. The reply may come from this broker, from the next one, or not at all."""
     try:
         lease.free()
     except GpuLeaseError:
@@ -44,7 +44,7 @@ def free(lease: GpuLease) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_scrubbed", [False, True], ids=["before the scrub", "once it is scrubbed"])
 def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., LastingDaemon], is_scrubbed: bool) -> None:
-    """Its worker is nobody's: the next broker ends it, and lets the slice go."""
+    """No lease owns the worker then: the next broker ends it, and frees the slice."""
     lasting = start_lasting(config=SETTINGS)
     wait_until_full(lasting.now)
     lease = lasting.now.builder(8 * MIB).acquire()
@@ -56,7 +56,7 @@ def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., Lasti
     thread.start()
     wait_until(lambda: lasting.now.query(lease.lease_id)["state"] == "draining", "it ends")
     if is_scrubbed:
-        # The broker hears nothing of it.
+        # Stop the broker, so that it does not learn of the scrub's end.
         stop_process(lasting.now.process.pid)
         os.kill(pid, signal.SIGCONT)
         wait_until(lambda: pid not in lasting.workers().values() or name_of(pid) == "gpul-warm", "it is scrubbed")
@@ -102,7 +102,10 @@ def test_a_setting_that_was_changed_holds_for_what_lives_on(start_lasting: Calla
 
 @pytest.mark.exhaustive
 def test_recycling_that_is_turned_on_holds_though_sessions_live_on(start_lasting: Callable[..., LastingDaemon]) -> None:
-    """What made their workers can make none that overwrites what it frees."""
+    """Recycling is turned on while sessions live on.
+
+    The zygote of their workers can't fork workers that overwrite the memory that they free.
+    """
     lasting = start_lasting(config=SETTINGS.replace("same-tenant", "off"))
     with lasting.now.builder(seconds=60).acquire() as lease, working(lease) as work:
         lasting.kill()
@@ -133,7 +136,7 @@ SAYS = b"""
 
 
 def say(pid: int, text: bytes) -> None:
-    """Write to a process's standard error; once nobody reads that, nowhere."""
+    """Write to a process's standard error. Has no effect if nobody reads it any more."""
     with suppress(BrokenPipeError):
         Path(f"/proc/{pid}/fd/2").write_bytes(text)
 
@@ -144,7 +147,7 @@ def wait_until_said(daemon: Daemon, text: str) -> None:
 
 @pytest.mark.exhaustive
 def test_what_a_kernel_has_printed_is_nobody_else_s(start_daemon: Callable[..., Daemon]) -> None:
-    """The next lease in the context does not get it, and neither does the log."""
+    """Neither the next lease in the context nor the log gets it."""
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
     served = []
@@ -163,7 +166,7 @@ def test_what_a_kernel_has_printed_is_nobody_else_s(start_daemon: Callable[..., 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for a worker")
 def test_a_process_that_is_not_heard_any_more_serves_nobody_again(start_daemon: Callable[..., Daemon]) -> None:
-    """It was cut off for what it said in one lease, and would be silent in the next."""
+    """Its output was cut off because of what it printed in one lease, so output of the next lease would be lost."""
     daemon = start_daemon(config=SETTINGS)
     wait_until_full(daemon)
     with daemon.builder().acquire() as lease, GpuSession(lease):
@@ -185,7 +188,7 @@ def test_each_lease_has_its_own_bound_on_kernels(start_daemon: Callable[..., Dae
     with daemon.builder().max_kernel_secs(0.2).acquire() as lease, GpuSession(lease) as session:
         pid = daemon.worker_pid(lease.lease_id)
         check_main_job(session)
-    # Without one: a kernel may take longer than the lease before would have let it.
+    # This lease has no limit for kernels: the limit of the lease before must not apply to it.
     with daemon.builder().acquire() as lease:
         session = GpuSession(lease)
         assert daemon.worker_pid(lease.lease_id) == pid
@@ -211,7 +214,7 @@ def test_each_lease_is_counted_for_its_own_time(start_daemon: Callable[..., Daem
         time.sleep(0.05)
         lease.free()
         held_us += (time.monotonic() - began) * 1e6
-        # It waits for the tenant, who is not charged for that.
+        # Now the context waits for the tenant, who is not charged for that time.
         time.sleep(0.2)
     audit_log.stop(daemon)
     (used,) = audit_log.usage(tmp_path / "audit").values()
@@ -239,7 +242,7 @@ def test_what_each_lease_did_is_counted_once(start_daemon: Callable[..., Daemon]
 
 
 def counted(daemon: Daemon, name: str, **labels: str) -> float:
-    """The sum of a family's series, those with these labels."""
+    """Return the sum of a metric's series with these labels."""
     reply = ask(Opcode.METRICS, Empty(), daemon.address)
     assert isinstance(reply, Metrics)
     families = text_string_to_metric_families(reply.exposition)
@@ -307,5 +310,5 @@ def test_each_lease_has_pages_of_its_own_and_reads_the_first_alone(start_daemon:
                     assert os.stat(f"/proc/{pid}/fd/{fd}").st_mode & 0o777 == 0o400
             pids.add(pid)
             seen |= {line[4] for line in lines}
-    # Other files each time, in one process.
+    # The lines are in another file each time, but all come from one process.
     assert (len(pids), len(seen)) == (1, 6)

@@ -1,4 +1,4 @@
-"""What a lease leaves in a process that serves its tenant again: nothing, whichever way a secret came into it."""
+"""Nothing of a lease is left in a process that serves its tenant again, however a secret was brought into it."""
 
 import secrets
 from collections.abc import Callable

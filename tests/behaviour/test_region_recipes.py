@@ -1,4 +1,4 @@
-"""What regions are for: layers that are replaced, callers that hang up, tenants whose time is up, graphs that end."""
+"""Uses of regions: layers that are replaced, callers that hang up, tenants whose time has ended, graphs that end."""
 
 import itertools
 import threading
@@ -31,9 +31,9 @@ STEPS = 20
 QUEUED = 10
 BURST = 50
 SLOW = 1 << 26
-"""Steps of a kernel that keeps what is queued waiting."""
+"""Iterations of a kernel that makes everything queued after it wait."""
 PATIENT = "[limits]\nregion_grace_ms = 10000\n"
-"""The longest grace, for launches that this test holds up."""
+"""Settings with the longest grace period, because this test delays launches."""
 
 StartDaemon = Callable[..., Daemon]
 
@@ -45,7 +45,7 @@ def scene(daemon: Daemon) -> Iterator[Scene]:
 
 
 class Network:
-    """Two layers, each a product with weights that lie in a region of their own."""
+    """Two layers. Each is a product with weights, which are in a separate region."""
 
     def __init__(self, scene: Scene, rng: np.random.Generator) -> None:
         self.scene, self.rng = scene, rng
@@ -55,17 +55,17 @@ class Network:
         scene.session.mem_write(self.x, 0, self.given)
 
     def numbers(self) -> NDArray[np.float32]:
-        """Whole numbers, whose products are exact."""
+        """Return random integers as floats, whose products are exact."""
         return self.rng.integers(-9, 9, (MATRIX, MATRIX)).astype(np.float32)
 
     def layer(self) -> tuple[Region, NDArray[np.float32]]:
-        """A region with weights, and the weights."""
+        """Return a region with weights, and the weights."""
         weights, region = self.numbers(), self.scene.lease.region(REGION_BYTES)
         self.scene.session.mem_write(region, 0, weights)
         return region, weights
 
     def forward(self, first: Region, second: Region, regions: RegionSet) -> NDArray[np.float32]:
-        """What the network makes of its numbers. Raises how a region ended."""
+        """Compute the network's outputs. If a region has ended, raises the error that says how."""
         for given, weights, found in ((self.x, first, self.between), (self.between, second, self.y)):
             self.scene.session.launch(
                 self.module, "matmul", [1], [MATRIX, MATRIX], [given, weights, found, MATRIX], regions=regions
@@ -74,17 +74,20 @@ class Network:
 
 
 def step_args(buffer: Buffer) -> KernelArgs:
-    """The arguments of `bias` as a step that counts itself."""
+    """Return the arguments with which `bias` adds 1 to a counter."""
     return KernelArgs().push_buffer(buffer).push_u32(1).push_f32(1.0)
 
 
 def counted(session: GpuSession, counter: Buffer) -> int:
-    """How many steps ran."""
+    """Return the number of steps that have run."""
     return int(floats(session.mem_read(counter, 0, 4))[0])
 
 
 def refusal(scene: Scene, launch: Callable[[int], object], began: threading.Event) -> RegionFailed:
-    """Launch bursts until a region refuses a launch: `launch` takes its number, from 0. What the region said."""
+    """Launch bursts until a region refuses a launch, and return the refusal.
+
+    `launch` takes the launch's number, from 0.
+    """
     numbers_of_all = itertools.count()
     while True:
         try:
@@ -97,14 +100,14 @@ def refusal(scene: Scene, launch: Callable[[int], object], began: threading.Even
 
 
 def step_in(scene: Scene, counter: Buffer, regions: RegionSet) -> Callable[[int], object]:
-    """A step that counts itself, with its number as its position."""
+    """Return a function that launches a step, which adds 1 to the counter. Its number is its position."""
     return lambda number: scene.session.launch(
         scene.module, "bias", [1], [1], step_args(counter), regions=regions, position=number
     )
 
 
 def counting_graph(scene: Scene, counter: Buffer) -> Graph:
-    """A graph of steps that count themselves."""
+    """Return a graph of steps that each add 1 to the counter."""
     with scene.session.record() as graph:
         for _ in range(STEPS):
             scene.session.launch(scene.module, "bias", [1], [1], step_args(counter))
@@ -112,26 +115,26 @@ def counting_graph(scene: Scene, counter: Buffer) -> Graph:
 
 
 def launches(scene: Scene) -> int:
-    """How many kernels the session's worker has queued."""
+    """Return the number of kernels that the session's worker has queued."""
     return int(scene.daemon.query(scene.lease.lease_id)["launches"])
 
 
 def zero(session: GpuSession) -> Buffer:
-    """A counter in the session's own memory."""
+    """Return a counter, set to 0, in the session's own memory."""
     counter = session.mem_alloc(4)
     session.mem_write(counter, 0, bytes(4))
     return counter
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:
-    """A thread that does it; one that a failed test leaves behind ends with the tests."""
+    """Run a function in a thread. The thread does not keep the tests from ending if a test fails."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 
 
 def once(began: threading.Event, work: Callable[[], object]) -> threading.Thread:
-    """A thread that does it when `began` is set."""
+    """Run a function in a thread, once `began` is set."""
 
     def wait_and_work() -> None:
         began.wait(PATIENCE_S)
@@ -208,7 +211,7 @@ def test_other_regions_work_beside_a_cancelled_one(scene: Scene) -> None:
 
 
 def expired(scene: Scene, size_bytes: int) -> Region:
-    """A region of another tenant that has expired by itself."""
+    """Return a region of another tenant that has expired."""
     region = scene.lease.region(size_bytes, tenant="bob", ttl_secs=0.2)
     scene.wait_until_returned(region)
     report = scene.daemon.query(region.lease_id)
@@ -317,7 +320,7 @@ def test_a_lease_does_not_shrink_below_its_buffers(scene: Scene) -> None:
     with pytest.raises(CapacityExceeded):
         scene.lease.shrink(SLICE_BYTES - REGION_BYTES)
     scene.session.mem_free(buffer)
-    scene.session.sync()  # it returned at once
+    scene.session.sync()  # The freed buffer is returned at once.
     scene.lease.shrink(SLICE_BYTES - REGION_BYTES)
 
 
@@ -329,7 +332,7 @@ def test_bytes_that_a_lease_gives_up_are_another_s(scene: Scene) -> None:
     scene.check(region, 2)
 
 
-# --- the word under graphs ---
+# --- revocation of a region that graphs use ---
 
 
 def test_graphs_that_are_queued_end_and_none_begins_after_the_refusal(start_daemon: StartDaemon) -> None:

@@ -1,4 +1,4 @@
-"""Regions of a real daemon: each ends by itself, its session goes on, and its bytes come back to the slice."""
+"""Regions of a real daemon: each ends separately, its session continues, and its bytes belong to the slice again."""
 
 import itertools
 import threading
@@ -168,7 +168,7 @@ def test_a_launch_behind_a_wait_is_refused_by_a_load_before_it_is_sent(scene: Sc
 
 
 def test_a_refusal_in_a_burst_names_its_first_launch_that_did_not_begin(scene: Scene) -> None:
-    """The worker may have refused one that the client had sent: others' launches behind it were skipped."""
+    """The worker may have refused a launch that the client had sent already, and skipped other launches after it."""
     region, other = scene.region(), scene.region()
     mine, others = scene.session.region_set([region]), scene.session.region_set([other])
     revoking = threading.Thread(target=scene.daemon.revoke, args=(region.lease_id,))

@@ -1,4 +1,4 @@
-"""Regions of a daemon that is killed and comes back: they go on, and what had begun to end is ended."""
+"""Regions of a daemon that is killed and restarted: they continue, and those that had begun to end are ended."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def test_what_is_with_a_lease_s_regions_in_the_next_daemon(lasting: LastingDaemo
         scene.daemon.revoke(ended.lease_id)
         before = scene.daemon.query(kept.lease_id)
 
-        # Launches go on while no daemon is there, and in the next one.
+        # Launches work while no daemon runs, and with the next one.
         lasting.kill()
         scene.double(kept)
         scene.check(kept, 2)
@@ -37,15 +37,15 @@ def test_what_is_with_a_lease_s_regions_in_the_next_daemon(lasting: LastingDaemo
         same = ("parent", "tenant", "size_bytes", "generation", "address", "slot", "number", "state")
         assert [after[name] for name in same] == [before[name] for name in same]
 
-        # What ended before the kill stays ended.
+        # Regions that ended before the kill are still ended.
         report = scene.daemon.query(ended.lease_id)
         parent = scene.lease.lease_id_text
         assert (report["state"], report["cause"], report["parent"]) == ("torndown", "revoked", parent)
         with pytest.raises(RegionRevoked):
             scene.double(ended)
 
-        # The next region of a slot is none that had it before the kill.
-        scene.lease.query()  # a connection to the next daemon, which a request that opens something does not make
+        # The next region in a slot must differ from those that had it before the kill.
+        scene.lease.query()  # Connects to the next daemon. A request that opens something does not reconnect by itself.
         later = scene.region()
         assert scene.daemon.query(later.lease_id)["slot"] == 0
         with pytest.raises(RegionFailed):
@@ -53,7 +53,7 @@ def test_what_is_with_a_lease_s_regions_in_the_next_daemon(lasting: LastingDaemo
         scene.double(later)
         scene.check(later, 2)
 
-        # The next daemon ends regions as the last one did, and then the slice is whole.
+        # The next daemon ends regions like the last one did. Afterwards the slice is whole.
         scene.daemon.revoke(last.lease_id)
         scene.wait_until_returned(last)
         with pytest.raises(RegionRevoked):
@@ -62,7 +62,7 @@ def test_what_is_with_a_lease_s_regions_in_the_next_daemon(lasting: LastingDaemo
         kept.free()
         with scene.lease.region(SLICE_BYTES - REGION_BYTES):
             pass
-    # So does the lease's end.
+    # The lease's end also returns the region.
     wait_until(lambda: lasting.now.query(later.lease_id)["state"] == "torndown", "the region is returned")
     lasting.check_idle()
 

@@ -1,4 +1,4 @@
-"""Tenants by mutual TLS: what works, who is who, and what each may see of the others."""
+"""Tenants with mutual TLS: what works, how they are identified, and what each may see of the others."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ def remote_daemon(pki: Pki) -> Iterator[Daemon]:
 
 @pytest.fixture
 def daemon(remote_daemon: Daemon) -> Iterator[Daemon]:
-    """It, and afterwards proof that nothing is left of what a test did."""
+    """Yield the daemon. Afterwards nothing of the test may be left."""
     yield remote_daemon
     wait_until(lambda: not remote_daemon.leases(), "no lease is left", seen=remote_daemon.leases)
     wait_until(lambda: not relays(remote_daemon), "no relay is left", seen=lambda: relays(remote_daemon))
@@ -95,7 +95,7 @@ def test_large_and_odd_copies_come_whole(daemon: Daemon, pki: Pki) -> None:
 
 
 def test_nothing_is_shared_with_a_relayed_peer(daemon: Daemon, pki: Pki) -> None:
-    """Its ATTACH asks for a ring and an arena, as a local client's does."""
+    """The peer's ATTACH requests a ring and an arena, like a local client's."""
     with pki.peer(daemon.tls_address, pki.ann).hello() as peer:
         grant = peer.acquire()
         with pki.peer(daemon.tls_address, pki.ann).hello() as session:
@@ -117,7 +117,7 @@ def test_a_token_goes_from_one_remote_tenant_to_another(
         grant = lease.issue(Permission.MEM_READ, audience=my_audience(daemon.tls_address), ttl_secs=60)
         with GpuSession.attach(grant, daemon.tls_address) as guest:
             guest.sync()
-        # Ann is not its audience.
+        # Ann is not the token's audience.
         pki.be(pki.ann, monkeypatch)
         with pytest.raises(Denied):
             GpuSession.attach(grant, daemon.tls_address)
@@ -172,7 +172,7 @@ def test_certificates_may_have_names_of_the_operators_choice(
         pki.builder(daemon.tls_address, pki.bob).acquire()
 
 
-# --- who is turned away ---
+# --- who is refused ---
 
 
 def test_certificates_that_do_not_hold_are_refused(daemon: Daemon, pki: Pki, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_revocation_ends_what_is_open_and_lets_in_no_more(
         with pytest.raises(Denied, match="was revoked"):
             own.builder(daemon.tls_address, own.ann).acquire()
         session.sync()
-        # A list that can't be read lets nobody in, and leaves alone who is.
+        # A revocation list that can't be read lets nobody connect, and does not affect open connections.
         own.authority.crl_path.write_text("no list")
         with pytest.raises(Disconnected):
             own.builder(daemon.tls_address, own.bob).acquire()
@@ -230,7 +230,7 @@ def test_a_connection_ends_with_its_certificate(daemon: Daemon, pki: Pki) -> Non
         pki.builder(daemon.tls_address, brief).acquire()
 
 
-# --- whom the client turns away, and mix-ups ---
+# --- servers that the client refuses, and mix-ups ---
 
 
 @pytest.mark.exhaustive
@@ -304,7 +304,7 @@ def test_a_relay_holds_its_own_connection_and_nothing_else(daemon: Daemon, pki: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may read other processes' memory")
 def test_the_nodes_key_is_in_no_relay_that_has_a_tenant(daemon: Daemon, pki: Pki) -> None:
-    """It is in those, too, that wait for a connection. A connection's secrets are in no relay but its own."""
+    """Neither is it in relays that wait for a connection. A connection's secrets are only in its own relay."""
     log = pki.server.key.with_suffix(".secrets")
     context = pki.context(pki.ann)
     context.keylog_filename = str(log)
@@ -329,7 +329,7 @@ def test_a_relay_that_waits_has_two_sockets_and_goes_with_the_files(pki: Pki, st
         (anns,) = relays(daemon)
         assert {info.pid for info in waiting}.isdisjoint({anns.pid, *(info.pid for info in spares(daemon))})
         wait_until(lambda: not any(is_running(info.pid) for info in waiting), "theirs are gone")
-    # Those that are killed while they wait are not missed.
+    # Relays that are killed while they wait are replaced.
     waiting = spares(daemon)
     for spare in waiting:
         os.kill(spare.pid, signal.SIGKILL)
@@ -340,7 +340,7 @@ def test_a_relay_that_waits_has_two_sockets_and_goes_with_the_files(pki: Pki, st
 
 
 def _holders(daemon: Daemon, pki: Pki, log: Path) -> dict[str, set[int]]:
-    """Which of the daemon's processes have its private key, or the secrets of a connection."""
+    """Return which of the daemon's processes contain its private key, or the secrets of a connection."""
     pids = [str(info.pid) for info in daemon.processes() if info.name != "gpul-zygote"]
     command = [sys.executable, "-P", "-m", "helpers.memory_search", str(pki.server.key), str(log), *pids]
     done = subprocess.run(command, capture_output=True, text=True, env=python_environment(), check=True, timeout=60)

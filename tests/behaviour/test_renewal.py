@@ -1,4 +1,4 @@
-"""Renewing in time moves the deadline; renewing too late brings nothing back; a helper renews by itself."""
+"""A renewal in time moves the deadline; one that is too late changes nothing. `keep_alive` renews automatically."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def test_a_renewed_lease_outlives_its_first_deadline(daemon: Daemon) -> None:
     lease, first_deadline, _ = daemon.short_lease(renewed)
     with lease, GpuSession(lease) as session:
         neighbour = Neighbour(session)
-        # The timer of the first generation fires now, and must do nothing.
+        # The timer of the first generation fires now, and must have no effect.
         wait_past(first_deadline + 0.3)
         neighbour.check()
         check_main_job(session)
@@ -109,7 +109,7 @@ def test_an_ended_lease_stays_ended(daemon: Daemon, end: str, error: type[GpuLea
     for use in (lambda: lease.renew(60), lease.free, lambda: GpuSession(lease)):
         with pytest.raises(error):
             use()
-    # The daemon says the same to a client that does not know yet.
+    # A client that does not know of the end gets the same error from the daemon.
     with RawPeer(daemon.address).hello() as peer:
         for op, body in (
             (Opcode.LEASE_RENEW, LeaseRenew(lease.lease_id, 60_000)),
@@ -131,7 +131,7 @@ def test_a_lease_the_daemon_never_granted(daemon: Daemon) -> None:
 
 @pytest.mark.exhaustive
 def test_keep_alive_carries_a_lease_past_its_time(daemon: Daemon) -> None:
-    # A busy host may renew a short lease too late: then a longer one is tried.
+    # A busy host may renew a short lease too late. Then a longer one is tried.
     *short, longest_s = SHORT_LEASES_S
     for seconds in short:
         with suppress(LeaseExpired):
@@ -148,7 +148,7 @@ def check_keep_alive(daemon: Daemon, seconds: float) -> None:
             if keeper.loss is not None:
                 raise keeper.loss
         assert lease.generation > 3
-        # Stopped, it renews no more.
+        # After it was stopped, it renews no more.
         daemon.wait_for_end(lease.lease_id)
         with pytest.raises(LeaseExpired):
             session.sync()
@@ -179,7 +179,7 @@ def test_keep_alive_of_a_lease_that_is_given_back_is_no_loss(daemon: Daemon, mon
     with lease.keep_alive(losses.append) as keeper:
         lease.free()
         daemon.wait_for_end(lease.lease_id)
-        # For it, the time of a renewal ends its wait.
+        # Its wait ends when the next renewal is due.
         wait_until(lambda: not keeper._thread.is_alive(), "it ends by itself")
     assert keeper.loss is None
     assert not losses

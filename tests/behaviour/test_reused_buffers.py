@@ -1,4 +1,4 @@
-"""Buffers that are freed and allocated again in their place, through a daemon: as if both had been asked for."""
+"""Buffers that are freed and allocated again by the client, without the daemon: the program sees no difference."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ def session(daemon: Daemon) -> Iterator[GpuSession]:
 
 
 def again(session: GpuSession, buffer: Buffer) -> Buffer:
-    """Free a buffer and allocate as much; it is a buffer that was held, if its address is the same."""
+    """Free a buffer, and allocate one of the same size. If it has the same address, the client had held the memory."""
     handle = buffer.handle
     session.mem_free(buffer)
     other = session.mem_alloc(buffer.size_bytes)
@@ -61,7 +61,7 @@ def test_what_was_freed_is_there_for_any_other_allocation(session: GpuSession) -
 def test_the_lease_does_not_count_what_was_freed(daemon: Daemon) -> None:
     with daemon.builder(SLICE_BYTES).acquire() as lease, GpuSession(lease) as session:
         session.mem_free(session.mem_alloc(SIZE))
-        lease.used()  # has it given back
+        lease.used()  # Makes the client free what it holds.
         session.sync()
         assert lease.used().now_bytes == 0
 

@@ -1,4 +1,4 @@
-"""LEASE_REVOKE: the tenant's next operation says Revoked, whatever it is doing; the operator learns the outcome."""
+"""LEASE_REVOKE: the tenant's next operation raises Revoked, whatever it is doing, and the operator gets the outcome."""
 
 import re
 import threading
@@ -14,7 +14,7 @@ from helpers.kernels import TRANSFORM, Neighbour, check_main_job, start_endless
 from helpers.waiting import wait_until
 
 AT_ONCE_S = 60.0
-"""A bound that shows that nobody waited for the lease's time (60 s) or for the kernel's end (never)."""
+"""Seconds. A limit that shows that nothing waited for the lease's end (60 s) or for the kernel's end (never)."""
 
 
 def test_outcome_of_a_live_lease(daemon: Daemon) -> None:
@@ -23,7 +23,7 @@ def test_outcome_of_a_live_lease(daemon: Daemon) -> None:
     session = GpuSession(lease)
     check_main_job(session)
     assert daemon.revoke(lease.lease_id, "the card is needed") == RevokeOutcome.TORN_DOWN
-    # The outcome is a fact when it is told.
+    # When the outcome is reported, the bytes are free and the worker has ended.
     assert daemon.available_bytes() == before
     assert not daemon.has_worker(lease.lease_id)
     report = daemon.query(lease.lease_id)
@@ -110,7 +110,7 @@ def test_a_launch_says_revoked_soon(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("operation", ["launch", "sync"])
 def test_leaving_the_block_does_not_raise_again_how_the_lease_ended(daemon: Daemon, operation: str) -> None:
-    """The operation is refused by the word that the broker writes, before the session's own end is noticed."""
+    """The flag that the broker sets refuses the operation, before the client notices the session's end."""
     lease = daemon.builder().acquire()
     with GpuSession(lease) as session:
         module, flag = start_endless(session)
@@ -141,7 +141,8 @@ def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: 
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    # Sent before it waits: the launch and whatever was sent before it; 4 operations in all with the one that waits.
+    # Five operations: those of `start_endless`, and the one that waits, before which the client sends everything
+    # queued.
     wait_until(lambda: lease.query()["operations"] == 5, "the worker waits for the kernel")
     started = time.monotonic()
     assert daemon.revoke(lease.lease_id) == RevokeOutcome.TORN_DOWN
@@ -152,10 +153,10 @@ def test_while_the_tenant_waits_for_an_endless_kernel(daemon: Daemon, waits_in: 
 
 
 def test_while_a_free_waits_behind_an_endless_kernel(daemon: Daemon) -> None:
-    """A driver may wait as it frees: cudaFree does. The lease's end does not."""
+    """A driver may wait when it frees memory, as cudaFree does. The lease's end must not."""
     lease = daemon.builder().acquire()
     session = GpuSession(lease)
-    # Larger than what the client holds for the next allocation: the worker is told of it.
+    # A buffer larger than those that the client holds for the next allocation, so that the worker frees it.
     freed = session.mem_alloc(512 << 10)
     kept = start_endless(session)
     session.mem_free(freed)

@@ -1,4 +1,4 @@
-"""A real daemon's workers: shut in, of use all the same, and told about."""
+"""A real daemon's workers run in a sandbox, work nevertheless, and the daemon reports the measures."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from helpers.waiting import wait_until
 LANDLOCK_CREATE_RULESET = 444
 BY_LANDLOCK = {"files", "device_calls", "network", "scope"}
 BY_ROOT: set[str] = set() if os.geteuid() == 0 else {"user"}
-"""What only root's daemon has."""
+"""Measures that only a daemon of root has."""
 
 
 def findings(daemon: Daemon) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_a_worker_has_open_what_its_session_needs(daemon: Daemon) -> None:
             names = [to.partition(":[")[0] for to in open_files(daemon.worker_pid(lease.lease_id)).values()]
             return sorted(name for name in names if name != "/dev/null" and "workers-" not in name)
 
-        # What the hand-over of a connection needs may be there a moment longer.
+        # Descriptors for the hand-over of a connection may be open a moment longer.
         wait_until(lambda: open_ones() == wanted, "it has open what it needs", seen=open_ones)
         del array
 
@@ -122,7 +122,7 @@ def test_a_kernel_that_prints_reaches_its_tenant_alone(daemon: Daemon) -> None:
         for _ in range(2):
             session.sync()
             session.launch(module, "show", [1], [1], args)
-        # Leaving the block syncs, too.
+        # The end of the block syncs as well.
     assert heard == [(said, False)] * 3
     assert "forged" not in daemon.log()
 
@@ -169,7 +169,7 @@ def test_a_worker_that_is_taken_over_fills_no_log_and_forges_no_line(daemon: Dae
 
 def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPULEASE_ADDRESS", daemon.address)
-    # Who runs the tests may say how wide they are shown, as xdist does.
+    # Remove the width of the output that the environment may set, as xdist does.
     monkeypatch.delenv("COLUMNS", raising=False)
     shown = CliRunner().invoke(info, ["--sandbox"]).output
     for measure, found in findings(daemon).items():
@@ -181,7 +181,7 @@ def test_what_is_on_is_shown(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Daemon]:
-    """One that must have all but two measures, and compiles for a second at most."""
+    """Yield a daemon that requires all measures but two, and limits compilation to a second."""
     config = 'sandbox = "required"\nsandbox_without = ["user", "syscalls"]\nmax_load_s = 1\n'
     with running(Daemon(config=config)) as daemon:
         yield daemon
@@ -200,7 +200,7 @@ def test_measures_that_the_operator_does_without(strict: Daemon) -> None:
 
 
 def start_lacking(folder: Path, config: str) -> subprocess.Popen[str]:
-    """A daemon on a kernel that seems to have no Landlock."""
+    """Start a daemon as if the kernel had no Landlock."""
     (folder / "config.toml").write_text(config)
     lacking = [sys.executable, "-P", "-m", "helpers.lacking", str(LANDLOCK_CREATE_RULESET)]
     daemon = [sys.executable, "-P", "-m", "gpulease.daemon", "--driver", "cpu", "--config", str(folder / "config.toml")]
@@ -247,7 +247,7 @@ def test_an_image_that_compiles_for_too_long_ends_its_lease(strict: Daemon) -> N
 
 
 def slow_to_compile() -> bytes:
-    """PTX of a kernel that is translated at once and takes LLVM over a minute: registers that live everywhere."""
+    """Return PTX that is translated at once but takes LLVM over a minute, because all its registers stay live."""
     count = 200
     body = "".join(
         f"L{n}: add.u32 %r{n * 31 % count}, %r{n * 17 % count}, %r{n * 13 % count}; setp.eq.u32 %p, %r{n}, 5;"

@@ -1,4 +1,4 @@
-"""A client refuses by itself what comes behind its lease's end, before it makes a frame of it."""
+"""After the lease's end, the client itself refuses operations, before it builds a frame."""
 
 import asyncio
 import os
@@ -26,11 +26,11 @@ from helpers.region_scene import scene_of
 from helpers.waiting import wait_until
 
 MOST_QUIET = CHECK_BYTES // HEADER_BYTES + 1
-"""Most quiet requests that a client sends to a worker that is gone."""
+"""Maximum number of quiet requests that a client sends to a worker that is gone."""
 
 
 class Scene:
-    """A session, and operations of it that nobody answers."""
+    """A session, and operations in it that need no reply."""
 
     def __init__(self, lease: GpuLease) -> None:
         self.session = session = GpuSession(lease)

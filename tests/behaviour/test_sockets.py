@@ -1,4 +1,4 @@
-"""What becomes of a daemon whose files somebody cleans away: its socket, the lock beside it, its zygote's socket."""
+"""A daemon whose files are deleted by somebody else: its socket, the lock next to it, and its zygote's socket."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Large copies of ordinary arrays: through the arena's slots, through a socket, and when something is wrong."""
+"""Large copies of ordinary arrays: through the arena's slots, through a socket, and when something fails."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SLICE = 64 * MIB
 
 @pytest.fixture(params=[0, 2], ids=["no threads", "two threads"])
 def copiers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever cores this host has."""
+    """Copy without threads and with two threads, on every host."""
     monkeypatch.setattr(staging, "Copiers", partial(Copiers, request.param))
 
 

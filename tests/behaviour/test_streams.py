@@ -1,4 +1,4 @@
-"""Streams of a session on a real daemon. The embedded driver runs them in the order of the requests."""
+"""Streams of a session on a real daemon. The embedded driver executes them in the order of the requests."""
 
 import asyncio
 import gc

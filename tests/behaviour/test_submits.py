@@ -1,4 +1,4 @@
-"""One-shot submits: one kernel beside a session, in a context of its own, and no fault of either is the other's."""
+"""One-shot submits: one kernel in its own context, next to a session. A fault of one does not affect the other."""
 
 import asyncio
 import os
@@ -59,14 +59,14 @@ StartDaemon = Callable[..., Daemon]
 
 @pytest.fixture
 def gpu(daemon: Daemon) -> Iterator[GpuLease]:
-    """A lease that keeps memory for submits."""
+    """Yield a lease with memory for submits."""
     with daemon.builder().submits(ROOM).acquire() as lease:
         yield lease
 
 
 @pytest.fixture
 def session_beside(gpu: GpuLease) -> Iterator[Neighbour]:
-    """The lease's own session, whose results must be right all the while."""
+    """Yield the lease's own session. Its results must be correct during the whole test."""
     with GpuSession(gpu) as session:
         neighbour = Neighbour(session)
         yield neighbour
@@ -165,7 +165,7 @@ def test_a_lease_without_a_session_submits_in_its_own_slice(daemon: Daemon) -> N
     with daemon.builder(ROOM).acquire() as lease:
         for factor in (2, 3):
             check_scaled(scaling(lease, factor=factor).launch(), factor=factor)
-        with GpuSession(lease) as session:  # at once: it waits until the submit is gone
+        with GpuSession(lease) as session:  # Opened at once, so it waits until the submit has ended.
             Neighbour(session).check()
         with pytest.raises(InvalidRequest, match=r"GpuBuilder\(\).submits"):
             scaling(lease).launch()
@@ -202,8 +202,8 @@ def test_a_submit_that_takes_too_long_is_ended(daemon: Daemon, gpu: GpuLease, se
 def test_one_that_is_killed_before_it_can_say_so_has_timed_out_all_the_same(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(faults=Faults(constants={"gpulease.daemon.leases.submits:GRACE_MS": 0}))
     with daemon.builder().submits(ROOM).acquire() as lease:
-        # The time is counted from the context on. It is long enough for the reply that numbers the job to arrive, also
-        # on a loaded host: without the number, the client can't find its job in the lease's report.
+        # The time limit begins when the context exists. It is long enough for the reply with the job's number to
+        # arrive, even on a busy host: without the number, the client can't find its job in the lease's report.
         for _ in range(2):
             with pytest.raises(TimedOut):
                 endless(lease).timeout_secs(1.0).launch()

@@ -1,4 +1,4 @@
-"""What a daemon that keeps its leases goes through: killed, stopped, upgraded, started wrongly; sessions go on."""
+"""A daemon with leases that outlive it is killed, stopped, upgraded or wrongly configured: sessions continue."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ StartLasting = Callable[..., LastingDaemon]
 
 @contextmanager
 def back_in(lasting: LastingDaemon, seconds: float) -> Iterator[None]:
-    """The daemon is away, and comes back while the block runs."""
+    """Kill the daemon. It is restarted after `seconds`, while the block runs."""
     lasting.kill()
     timer = threading.Timer(seconds, lasting.start)
     timer.start()
@@ -153,7 +153,7 @@ def test_an_endless_kernel_ends_with_its_lease_though_nobody_is_there(lasting: L
         idle = GpuSession(lasting.now.builder(seconds=lease.remaining_s).acquire())
         workers = [lasting.worker_pid(one.lease_id) for one in (lease, idle.lease)]
         lasting.kill()
-        # On a busy host, the daemon may have ended them itself.
+        # On a busy host, the leases may have ended before the kill.
         if min(lease.remaining_s, idle.lease.remaining_s) < 0.2:
             lasting.start()
             raise KeyError("too late")
@@ -163,7 +163,7 @@ def test_an_endless_kernel_ends_with_its_lease_though_nobody_is_there(lasting: L
     with pytest.raises(LeaseExpired):
         session.sync()
     wait_until(lambda: not any(is_running(worker) for worker in workers), "their workers are gone")
-    # It was told why before its worker was killed, though it slept.
+    # The idle session was told the reason before its worker was killed.
     with pytest.raises(LeaseExpired):
         idle.sync()
     lasting.start()
@@ -226,7 +226,7 @@ def test_a_guest_stays_too_and_its_token_is_good_for_one_connection(lasting: Las
             check_main_job(guest)
             with pytest.raises(Denied, match="replayed nonce"):
                 GpuSession.attach(grant, lasting.address)
-            # Nor is a renewal by the next daemon one of another lease: it ends what was shared.
+            # The next daemon knows that the renewal is of the same lease, so it ends earlier tokens.
             lease.renew(30)
             with pytest.raises(Denied):
                 guest.sync()
@@ -278,7 +278,7 @@ def test_stopping_can_leave_sessions_to_the_next_daemon(start_lasting: StartLast
         lasting.start()
         lease.renew(30)
         work.check_goes_on()
-    # A Ctrl-C ends everything all the same.
+    # Ctrl-C ends all sessions nevertheless.
     lasting.now.process.send_signal(signal.SIGINT)
     assert lasting.now.wait_for_exit() == 0
     wait_until(lambda: not lasting.processes(), "everything has ended")
@@ -299,7 +299,7 @@ def test_stopping_ends_sessions_unless_told_otherwise(lasting: LastingDaemon) ->
 
 
 def refusal_of(daemon: Daemon) -> tuple[int, str]:
-    """How a daemon that can't start says so."""
+    """Return the exit status and the log of a daemon that can't start."""
     return daemon.wait_for_exit(), daemon.log()
 
 
@@ -320,7 +320,7 @@ def test_a_second_daemon_on_the_same_state_does_not_start(lasting: LastingDaemon
 def test_a_daemon_that_can_not_start_leaves_sessions_alone(lasting: LastingDaemon) -> None:
     with lasting.now.builder().acquire() as lease, working(lease) as work:
         lasting.kill()
-        # It takes everything over, and then finds that it can't listen.
+        # The daemon takes all sessions over, and then finds that it can't listen.
         refused = Daemon(config=lasting.config + 'listen = ["unix:/proc/none/d.sock"]\n', listens=False)
         try:
             status, said = refusal_of(refused)
@@ -388,7 +388,7 @@ def test_a_zygote_that_is_stopped_under_its_daemon_is_killed(lasting: LastingDae
     daemon = lasting.restart(Faults(constants=beats | soon))
     daemon.allowed_trouble += ["does not answer; it is killed", "the zygote died"]
     check_another_takes_its_place(lasting)
-    # That was one that it had taken over, this is one of its own.
+    # The first zygote was taken over from an earlier daemon. The second is the daemon's own.
     check_another_takes_its_place(lasting)
 
 
@@ -411,7 +411,7 @@ def test_a_worker_whose_zygote_can_not_be_found_is_ended(lasting: LastingDaemon)
     worker = lasting.worker_pid(lease.lease_id)
     (lost,) = lasting.zygotes()
     lasting.kill()
-    # A zygote that runs makes its socket again, on a slow host before the next daemon looks for it.
+    # Stop the zygote: else it would create its socket again, on a slow host before the next daemon looks for it.
     stop_process(lost)
     (path,) = (lasting.state / "zygotes").iterdir()
     path.unlink()
@@ -430,7 +430,7 @@ def can_be_connected(path: Path) -> bool:
 
 @pytest.mark.exhaustive
 def test_sessions_outlive_whoever_read_what_the_daemon_says(lasting: LastingDaemon) -> None:
-    """A daemon in a terminal, or behind a pipe, that is closed."""
+    """The daemon's output goes to a terminal or a pipe, which is closed."""
     lasting.now.process.terminate()
     lasting.now.wait_for_exit()
     reader, writer = os.pipe()

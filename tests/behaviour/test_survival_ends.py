@@ -1,4 +1,4 @@
-"""Sessions that outlived their daemon end all the same, where something else than their deadline ends them."""
+"""Sessions that outlived their daemon also end for other reasons than their deadline."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a real daemon says of the time that sessions used of a card, and what it does to share that."""
+"""A real daemon's account of the GPU time that sessions use, and how it shares that time."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def test_a_session_s_time_is_accounted_while_it_works(daemon: Daemon) -> None:
         found = used(daemon, lease)
         assert found["gpu"] <= found["busy"] <= wall_s
         assert found["held_back"] == 0
-        # An idle session uses nothing.
+        # An idle session uses no time.
         again = used(daemon, lease)
         assert again["busy"] == pytest.approx(found["busy"], abs=0.05)
 
@@ -86,11 +86,11 @@ def test_a_cap_holds_a_session_back_and_a_reload_takes_it_away() -> None:
             with saturating(lease):
                 wait_until(lambda: used(daemon, lease)["held_back"] > 0.3, "the session is held back")
             wall_s = time.monotonic() - began_s
-            # More than the cap, because it holds only on average.
+            # The limit is higher than the session's cap, because the cap holds only on average.
             assert used(daemon, lease)["gpu"] < max(0.6, 0.3 * wall_s)
             (daemon.folder / "config.toml").write_text(f'[tenants."{TENANT}"]\nmax_weight = 2\n')
             daemon.process.send_signal(signal.SIGHUP)
-            # The reload is done once the new bound applies.
+            # The reload is complete once the new limit applies.
             wait_until(lambda: _is_granted(daemon), "the reload")
             before = used(daemon, lease)
             with saturating(lease):

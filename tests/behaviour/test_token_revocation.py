@@ -1,4 +1,4 @@
-"""One token of a lease is ended by its tenant or an operator: what was opened with it ends, all else goes on."""
+"""A tenant or an operator revokes one token of a lease: what was opened with it ends, and all else continues."""
 
 import json
 import os
@@ -33,7 +33,10 @@ def shared(daemon: Daemon) -> Iterator[Shared]:
 
 
 def refusal_of_a_read(shared: Shared, peer: RawPeer) -> Failure:
-    """By an answer, or as the worker's last word: it drops connections whose token is over in its own time."""
+    """Return the refusal of a read: a reply, or the worker's goodbye.
+
+    The worker closes connections with revoked tokens after some time.
+    """
     body = MemRead(shared.handle, 0, len(TEXT))
     peer.sock.sendall(peer.connection.send_request(Opcode.MEM_READ, body, session_id=shared.lease.lease_id)[1])
     said = peer.next_event()
@@ -103,7 +106,7 @@ def test_who_may_end_a_token(shared: Shared) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("is_kept", [True, False], ids=["restarted", "narrowed"])
 def test_it_stays_revoked(lasting: LastingDaemon, is_kept: bool) -> None:
-    """Over a restart of the daemon, and for a holder that narrows what it has."""
+    """After a restart of the daemon, and for a holder that narrows the token."""
     wish = lasting.now.builder().exclusivity(GpuExclusivityClass.SHARED)
     with wish.acquire() as lease, GpuSession(lease):
         bound, unused = (lease.issue(SESSION_PERMISSIONS, ttl_secs=200) for _ in range(2))

@@ -1,6 +1,6 @@
-"""A lease is shared by token: with whom, for what, for how long; and a daemon that demands tokens.
+"""A lease is shared with a token: with whom, for what, and for how long. Also a daemon that requires tokens.
 
-The owner is this process's user, over the Unix socket; the guest is another tenant, over TCP.
+The owner is this process's user, on the Unix socket. The guest is another tenant, over TCP.
 """
 
 import asyncio
@@ -155,7 +155,7 @@ def test_a_refused_attach_leaves_the_token_good_for_one(lasting: LastingDaemon, 
     ):
         GpuSession.attach(token, lasting.address)
     if is_restarted:
-        # What is told of a grant is on the disk, and so is all before it.
+        # When a grant has been reported, it is on disk, and so are all records before it.
         lasting.now.builder().acquire().free()
         lasting.restart()
     with GpuSession.attach(token, lasting.address):
@@ -197,7 +197,7 @@ def test_a_renewal_ends_it_at_the_next_operation(shared: Shared) -> None:
         shared.attach(peer, token)
         assert shared.read(peer) == Data(TEXT)
         shared.lease.renew(60)
-        # At the next operation, or when the worker looks, whichever comes first.
+        # The refusal comes with the next operation, or earlier if the worker checks before that.
         answer = peer.ask_or_goodbye(Opcode.MEM_READ, MemRead(shared.handle, 0, len(TEXT)), shared.lease.lease_id)
         assert isinstance(answer, Failure)
         assert (answer.status, "renewed" in answer.message) == (Status.DENIED, True)
@@ -206,7 +206,7 @@ def test_a_renewal_ends_it_at_the_next_operation(shared: Shared) -> None:
 
 
 def test_its_end_ends_a_wait_and_the_launches(shared: Shared) -> None:
-    """A kernel that never ends, launched by the guest: its SYNC is answered when the token is over."""
+    """The guest launches a kernel that never ends. Its SYNC gets a reply when the token expires."""
 
     def launch_endless(guest: GpuSession) -> None:
         args = KernelArgs().push_buffer(guest.mem_alloc(4))
@@ -261,7 +261,7 @@ def test_connections_whose_token_is_over_take_nobodys_place(shared: Shared) -> N
         with contextlib.ExitStack() as stack:
             peers = [stack.enter_context(shared.guest()) for _ in range(MAX_CONNECTIONS - 1)]
             answers = [shared.attach(peer, shared.token(ttl_s=ttl_s)) for peer in peers]
-            # A busy host may take longer for all that than the tokens have.
+            # On a busy host the tokens may expire before all peers are attached. Then try a longer time.
             if all(isinstance(answer, AttachReply) for answer in answers) and not is_let_in():
                 wait_until(is_let_in, "the tokens are over, and there is room")
                 assert all(peer.goodbye().status is Status.DENIED for peer in peers)
@@ -283,7 +283,7 @@ def test_narrowed_tokens(shared: Shared) -> None:
         assert guest.lease.remaining_s <= 30
         with pytest.raises(Denied, match="MEM_ALLOC"):
             guest.mem_alloc(4)
-    # Its nonce is the first one's: what was narrowed is used up with it.
+    # The narrowed token has the nonce of the first one, so it is used up as well.
     with pytest.raises(Denied, match="replayed"):
         GpuSession.attach(grant, shared.daemon.address)
 
@@ -298,7 +298,7 @@ def test_what_a_token_permits_on_a_control_connection(shared: Shared) -> None:
         assert peer.refused(Opcode.LEASE_FREE, LeaseRef(lease_id)).status is Status.NOT_FOUND
         assert peer.refused(Opcode.LEASE_REVOKE, LeaseRevoke(lease_id, "")).status is Status.DENIED
         assert peer.request(Opcode.LEASE_RENEW, LeaseRenew(lease_id, 60_000)).generation == 2
-        # That was its last act: it is of the generation before.
+        # The renewal made a new generation, and the token is for the generation before.
         assert peer.refused(Opcode.LEASE_RENEW, LeaseRenew(lease_id, 60_000)).status is Status.NOT_FOUND
         assert peer.refused(Opcode.LEASE_QUERY, LeaseRef(lease_id)).status is Status.NOT_FOUND
         peer.request(Opcode.CAPABILITY_PRESENT, CapabilityPresent(shared.token(Permission.REVOKE)))
@@ -401,7 +401,7 @@ def test_a_guest_that_leaves_waits_for_no_kernel_and_takes_no_failure_of_the_own
         if not is_async:
             with GpuSession.attach(grant, address) as session:
                 session.mem_write(session.buffer(shared.handle, len(TEXT)), 0, b"x")
-                kept = session.mem_alloc(4)  # the write is done before the owner goes on
+                kept = session.mem_alloc(4)  # Its reply shows that the write is complete before the owner continues.
                 owners()
                 assert kept.is_alive
             return
@@ -438,7 +438,7 @@ def test_a_guest_that_leaves_is_told_of_its_own_requests(shared: Shared) -> None
     shared.session.sync()
     shared.session.mem_write(shared.session.buffer(shared.handle + 1, 4), 0, b"own")
     with pytest.raises(InvalidHandle):
-        leaves(shared.handle)  # its write was skipped, for the owner's had failed
+        leaves(shared.handle)  # Its write was skipped, because the owner's had failed.
     with pytest.raises(InvalidHandle):
         shared.session.sync()
     assert shared.session.mem_read(shared.session.buffer(shared.handle, len(TEXT)), 0, len(TEXT)) == TEXT

@@ -1,4 +1,4 @@
-"""`gpulease top` on a terminal, beside a real daemon: what a person sees, types, and finds when it has ended."""
+"""`gpulease top` on a terminal, with a real daemon: what a user sees and types, and what is left when it has ended."""
 
 import json
 import os
@@ -29,16 +29,16 @@ BREAK = (
     "def broken(*_): raise RuntimeError('a fault')\n"
     "screen.press = broken\n"
 )
-# As nohup does.
+# Ignore SIGHUP, as nohup does.
 DEAF = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
 
-# Each starts a Python of its own, on a host that may be busy.
+# Each test starts a Python process, possibly on a busy host.
 START_S = 120.0
 
 
 def top(address: str, *words: str, size: tuple[int, int] = (100, 12), code: str = RUN, **more: str) -> Terminal:
     command = [sys.executable, "-P", "-c", code, "top", "--every", "0.1", *words]
-    # A size that is not the terminal's, as a shell may have exported it before a resize.
+    # The environment has another size than the terminal, as if a shell had exported it before a resize.
     kind = {"TERM": "xterm-256color", "COLUMNS": "70", "LINES": "9"}
     return Terminal(command, python_environment() | kind | {ADDRESS_VARIABLE: address} | more, size)
 

@@ -1,6 +1,7 @@
-"""kill -9 of the broker while a session passes from one worker to another, before a record says so.
+"""kill -9 of the broker while a session moves from one worker to another, before a record says so.
 
-Both workers live then, and each has, or had, the session: the next broker continues it in the one that served it last.
+Then both workers live, and each of them has or had the session. The next broker continues it in the worker that served
+it last.
 """
 
 import os
@@ -42,7 +43,7 @@ def test_a_killed_broker_finds_both_workers(
     start_lasting: Callable[..., LastingDaemon], tmp_path: Path, step: str
 ) -> None:
     audit, hang, stops_at = tmp_path / "audit", tmp_path / "hang", tmp_path / "step"
-    # The kill of the former worker waits for a record that the journal does not get.
+    # The journal does not get the record for which the kill of the former worker waits.
     constants = {"gpulease.daemon.record.group_commit:MAX_WAIT_S": 600.0}
     faults = Faults(constants, hang_commits_while=hang, stops_workers_at=stops_at)
     stops_at.write_text("")
@@ -54,7 +55,7 @@ def test_a_killed_broker_finds_both_workers(
         session.mem_write(buffer, 0, b"left")
         session.sync()
         (former,) = workers_of(node, lease)
-        # A session that is parked moves through the host memory, so its former worker's kill waits for the record.
+        # A parked session moves through the host's memory. Its former worker is killed only after the record is stored.
         lease.park()
         hang.write_text("")
         stops_at.write_text("arriving" if step == "arriving" else "")
@@ -69,7 +70,7 @@ def test_a_killed_broker_finds_both_workers(
             session.mem_write(buffer, 0, b"came")
             session.sync()
         assert workers_of(node, lease).count(former), "the former worker is there"
-        # The next worker, if it is to die, dies while no broker runs.
+        # In the second case, the next worker dies while no broker runs.
         node.kill()
         if step == "arrived, and died":
             os.kill(following, signal.SIGKILL)
@@ -86,7 +87,7 @@ def test_a_killed_broker_finds_both_workers(
             assert session.mem_read(buffer, 0, 4) == mark
             assert row(node.address, lease)["card_uuid"] == cards[card]
             wait_until(lambda: workers_of(node, lease) == [pid], "the other worker has ended", seen=node.processes)
-            # It is whole: it can leave again.
+            # The session is complete: it can move again.
             lease.move(1 - card)
             assert session.mem_read(buffer, 0, 4) == mark
     with suppress(GpuLeaseError):
@@ -97,6 +98,6 @@ def test_a_killed_broker_finds_both_workers(
 
 
 def move(lease: GpuLease) -> None:
-    # The broker is killed before it has answered.
+    # The broker is killed before it has replied.
     with suppress(GpuLeaseError):
         lease.move(1)

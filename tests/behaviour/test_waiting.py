@@ -1,4 +1,4 @@
-"""However a session's ends wait for each other, its work is the same; and what waits costs no core."""
+"""A session's client and worker may wait in several ways: the results are the same, and waiting uses no processor."""
 
 import os
 import time
@@ -46,7 +46,7 @@ def test_syncs_by_the_ring_wait_for_all_and_tell_of_failures_and_ends(
             session.launch(module, "scale", [1], [100], scale_args(buffer, 100))
             session.sync()
             assert floats(session.mem_read(buffer, 0, 4)) == [2.0**number]
-        # On a busy host the worker sleeps, or comes too late, and a SYNC does it.
+        # On a busy host the worker may sleep or be late. Then a SYNC does the work.
         assert len(answers) >= 99
         session.launch(module, "scale", [1], [101], scale_args(buffer, 101))
         with pytest.raises(SyncFailed):
@@ -57,7 +57,7 @@ def test_syncs_by_the_ring_wait_for_all_and_tell_of_failures_and_ends(
 
 
 def cpu_s(daemon: Daemon) -> float:
-    """What all of its processes have used so far; see proc_pid_stat(5)."""
+    """Return the processor time that all of the daemon's processes have used so far; see proc_pid_stat(5)."""
     ticks = 0
     for info in daemon.processes():
         fields = Path(f"/proc/{info.pid}/stat").read_text().rpartition(")")[2].split()

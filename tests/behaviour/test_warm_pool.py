@@ -1,4 +1,4 @@
-"""Contexts made ahead: leases take them, the pool fills up again, gives way, and survives what happens to it."""
+"""Contexts made ahead: leases take them, the pool is refilled, makes room for leases, and survives faults."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def ready(daemon: Daemon) -> int:
 
 
 def wait_until_full(daemon: Daemon, wanted: int = 2) -> list[int]:
-    """The process ids of the pool."""
+    """Wait until the pool is full. Returns its process ids."""
     wait_until(lambda: ready(daemon) == wanted, "the pool is full", seen=lambda: daemon.inventory().details)
     pids = warm_pids(daemon)
     assert len(pids) == wanted
@@ -46,9 +46,10 @@ def warm_pids(daemon: Daemon) -> list[int]:
 
 @pytest.fixture
 def pool(start_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """A card of 1 GiB whose contexts cost 100 MiB, and a pool of two of them; afterwards no lease is left.
+    """Yield a daemon with a card of 1 GiB, contexts of 100 MiB, and a pool of two contexts. Afterwards no lease is
+    left.
 
-    A test's parameter is the time, in seconds, that a context has to be taken.
+    A test's parameter is the time limit, in seconds, for a context to be taken by a lease.
     """
     config = f"warm_contexts = 2\n[limits]\nadopt_timeout_s = {getattr(request, 'param', 60)}\n"
     daemon = start_daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
@@ -72,7 +73,7 @@ def test_leases_take_contexts_and_the_pool_fills_up_again(pool: Daemon) -> None:
         with pool.builder().acquire() as lease, GpuSession(lease) as session:
             worker = pool.worker_pid(lease.lease_id)
             assert worker in pids
-            # One lease uses a context, and it is killed with it.
+            # A context serves one lease, and ends with it.
             assert worker not in used
             used.append(worker)
             check_main_job(session)
@@ -129,7 +130,7 @@ def test_many_leases_at_once(pool: Daemon) -> None:
 def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon) -> None:
     pids = wait_until_full(pool)
     with pool.builder(GIB - CONTEXT_BYTES).acquire() as lease, GpuSession(lease) as session:
-        # One is the lease's; the other was gone before the lease was granted.
+        # The lease has one of the contexts. The other one was ended before the grant.
         assert [pid for pid in pids if is_running(pid)] == [pool.worker_pid(lease.lease_id)]
         check_main_job(session)
         card = pool.inventory().details[0]
@@ -137,7 +138,7 @@ def test_a_lease_that_needs_the_pools_room_gets_it(pool: Daemon) -> None:
         with pytest.raises(CapacityExceeded):
             pool.builder().acquire()
     wait_until_full(pool)
-    # The same for one that waits in line meanwhile.
+    # The same holds for a lease that waits in the queue.
     first = pool.builder(500 * MIB).acquire()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pool.builder(GIB - CONTEXT_BYTES).timeout(PATIENCE_S).acquire)
@@ -155,7 +156,7 @@ def test_a_context_that_dies_or_hangs_is_replaced(pool: Daemon) -> None:
     wait_until(lambda: ready(pool) == 1, "one is missed")
     assert pids[0] not in wait_until_full(pool)
     assert pids[1] in warm_pids(pool)
-    # And one that hangs, as soon as a lease takes it: the lease gets another.
+    # If a context hangs, that is noticed when a lease takes it, and the lease gets another one.
     pids = wait_until_full(pool)
     for pid in pids:
         stop_process(pid)

@@ -1,4 +1,4 @@
-"""Submits on contexts that were made ahead: like any other in all but the time that their context takes."""
+"""Submits on contexts that were made ahead: they differ from others only in the time that a context takes."""
 
 import os
 import signal
@@ -47,9 +47,10 @@ TEN = 10
 
 @pytest.fixture
 def pool(start_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) -> Iterator[Daemon]:
-    """A card of 1 GiB whose contexts cost 100 MiB, and a pool of one; afterwards nothing of a submit is left.
+    """Yield a daemon with a card of 1 GiB, contexts of 100 MiB, and a pool of one context. Afterwards no submit is
+    left.
 
-    A test's parameter is the time, in seconds, that a context has to be taken.
+    A test's parameter is the time limit, in seconds, for a context to be taken by a lease.
     """
     config = f"warm_contexts = 1\n[limits]\nadopt_timeout_s = {getattr(request, 'param', 60)}\n"
     daemon = start_daemon(vram=("1GiB",), config=config, faults=Faults(COSTLY))
@@ -63,7 +64,7 @@ def pool(start_daemon: Callable[..., Daemon], request: pytest.FixtureRequest) ->
 
 @pytest.fixture
 def gpu(pool: Daemon) -> Iterator[GpuLease]:
-    """A lease that keeps memory for submits."""
+    """Yield a lease with memory for submits."""
     with pool.builder().submits(ROOM).acquire() as lease:
         wait_until_warm(pool)
         yield lease
@@ -184,7 +185,7 @@ def test_many_leave_nothing(pool: Daemon, gpu: GpuLease) -> None:
     files = len(pool.open_files())
     for _ in range(TEN):
         check_scaled(scaling(gpu, 64).launch(), 64)
-    # Two at a time, and one context.
+    # Two submits at the same time, with one context.
     wait_until_warm(pool)
     with pool.builder().submits(ROOM).acquire() as other, ThreadPoolExecutor(2) as threads:
         for outputs in threads.map(lambda lease: scaling(lease).launch(), (gpu, other)):

@@ -1,4 +1,4 @@
-"""Kernels that run for too long, and workers that answer no more, end their lease; nobody else notices."""
+"""Kernels that run for too long, and workers that do not respond, end their lease. Nobody else is affected."""
 
 import time
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def test_a_stopped_worker_is_found(start_daemon: Callable[..., Daemon]) -> None:
         lease = daemon.builder(seconds=60).acquire()
         session = GpuSession(lease)
         stop_process(daemon.worker_pid(lease.lease_id))
-        # The neighbour is at work all the time: a worker that only sleeps shows itself every few seconds.
+        # The neighbour works all the time, because a sleeping worker shows that it responds only every few seconds.
         wait_until(lambda: neighbour.check() and daemon.query(lease.lease_id)["state"] == "torndown", "it is over")
         with pytest.raises(GpuSessionFailed, match="stopped responding"):
             session.sync()
@@ -83,11 +83,11 @@ def test_a_session_that_holds_more_than_was_admitted_ends(
     session = GpuSession(lease)
     module, out = session.module_load(FAULTS), session.mem_alloc(4)
     session.sync()
-    # The daemon looks after a load in its own time: by then it has.
+    # The daemon checks after a load when it has time. After this pause it has.
     time.sleep(LOOKED_S)
     inflated.touch()
     if grows_by == "load":
-        # The daemon looks while the answer is on its way: either may be first.
+        # The daemon checks while the reply is on its way, so either may be first.
         with suppress(GpuSessionFailed):
             session.module_load(FAULTS)
     else:

@@ -1,4 +1,4 @@
-"""The web page of a real daemon, in a real browser; its health and metrics; and what it refuses to be."""
+"""The web page of a real daemon in a real browser, its health and metrics, and the requests that it refuses."""
 
 import os
 import re
@@ -30,9 +30,9 @@ TOKEN = "0123456789abcdef0123456789ABCDEF"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 MARKUP = "return document.querySelectorAll('img:not([src=\"/icon.svg\"]), body script').length"
-"""What there is none of unless somebody's text became markup."""
+"""Counts elements that exist only if a user's text was interpreted as markup."""
 RECONNECT_S = 120.0
-"""For a page that tries every five seconds, on a busy host."""
+"""Limit in seconds for a page that reconnects every five seconds, on a busy host."""
 
 with_browser = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
 
@@ -127,7 +127,7 @@ def test_what_a_browser_shows(start_daemon: Callable[..., Daemon], browser: Brow
 
 
 def show_names(browser: Browser) -> None:
-    """By the keyboard alone, a token that is wrong first."""
+    """Show names with the keyboard only; enter a wrong token first."""
     browser.run("document.getElementById('names').focus()")
     wrong = "This is not the operator's token"
     for token, after in (("\u2011" * 32, f"{wrong}: it contains"), ("0" * 32, f"{wrong}."), (TOKEN, "")):
@@ -169,7 +169,7 @@ def test_an_operator_revokes_by_the_page(start_daemon: Callable[..., Daemon], br
         wait_until(lambda: len(slices(browser)) == 1, "it is gone", seen=lambda: browser.text("body"))
         with pytest.raises(Revoked, match="<script>"):
             ours.renew(60)
-        # One that has ended meanwhile is told as that.
+        # A lease that has ended meanwhile is reported as ended.
         browser.run(press_revoke(other.lease_id))
         other.free()
         browser.run("document.getElementById('act-do').click()")
@@ -233,7 +233,7 @@ def test_any_names_two_hundred_leases_and_silence(browser: Browser, tmp_path: Pa
         assert browser.run("return document.querySelectorAll('.bar > .fenced, .bar > .warm').length") == 2
         wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         assert browser.run(wide), "nothing hangs over the edge"
-        # One stop for the Tab key in all of a card's slices; the arrows go from one to the next.
+        # All slices of a card are one stop for the Tab key. The arrow keys move between them.
         assert browser.run("return document.querySelectorAll('.bar > button[tabindex=\"0\"]').length") == 1
         browser.run("document.querySelector('.bar > button[tabindex=\"0\"]').focus()")
         browser.press("\ue014\ue014")
@@ -273,7 +273,7 @@ def test_health_metrics_and_the_end_of_the_web_process(start_daemon: Callable[..
         assert failing == "not_draining"
         assert fetched(daemon, "healthz").status_code == 200
         ask(Opcode.DRAIN_CANCEL, Empty(), daemon.address)
-    daemon.kill()  # it leaves no web process behind
+    daemon.kill()  # The web process must end with it.
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""The page as people see it: screens of three widths in two colour schemes, and what each must show; in a browser."""
+"""The page in a browser, at three widths and in two colour schemes, and what each screen must show."""
 
 import base64
 import math
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(bool(lacks_browser()), reason=lacks_browser())
 TOKEN = "0123456789abcdef0123456789ABCDEF"
 OTHER = CARD[:-1] + "2"
 GAP = range(100, 140)
-"""Samples that were not taken."""
+"""Numbers of samples that are missing."""
 
 
 def history(*, is_told: bool) -> list[LoadSample]:
@@ -70,7 +70,7 @@ def rig(scene: Scene, tmp_path: Path) -> Iterator[WebRig]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """The browser of all tests here: its start takes longer than what most of them do."""
+    """The browser for all tests here, because its start takes longer than most of them."""
     with Browser() as browser:
         SHARED_PROCESSES.add(browser.pid)
         yield browser
@@ -79,14 +79,14 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(chromium: Browser) -> Browser:
-    """An empty page, of nobody."""
+    """An empty page, without a token."""
     chromium.turn_over()
     return chromium
 
 
 @pytest.fixture
 def browser(rig: WebRig, page: Browser) -> Browser:
-    """With the page of an operator."""
+    """The page, opened by an operator."""
     page.open(rig.url)
     page.run("sessionStorage.setItem('gpulease-token', arguments[0])", TOKEN)
     page.open(rig.url)
@@ -97,7 +97,7 @@ def browser(rig: WebRig, page: Browser) -> Browser:
 
 
 def keep_screen(browser: Browser, path: Path) -> None:
-    """The whole page, however long."""
+    """Store a screenshot of the whole page, whatever its height."""
     box = browser.run("const e = document.documentElement; return [e.scrollWidth, e.scrollHeight]")
     clip = {"x": 0, "y": 0, "width": box[0], "height": box[1], "scale": 1}
     found = browser.devtools("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
@@ -128,9 +128,9 @@ def test_screens_and_that_nothing_is_cut(browser: Browser, tmp_path: Path) -> No
             keep_screen(browser, tmp_path / f"page-{width}-{scheme}.png")
             assert browser.run("return document.documentElement.scrollWidth") <= width
             matters = "tbody .leased, tbody .used, tbody .word, tbody .seconds, .revoke, .id"
-            # A wide table shortens what is longer than its column, and tells it whole to whoever points at it.
+            # A wide table shortens texts that are longer than their column, and shows them in full under the pointer.
             assert browser.run(CUT, matters + (", tbody .tenant" if width < 1000 else "")) == []
-            # Five leases, two of which have time left; three can be revoked.
+            # There are five leases. Two have remaining time, and three can be revoked.
             for of, count in ((".tenant", 5), (".leased", 5), (".used", 5), (".revoke", 3)):
                 assert browser.run(SHOWN, f"tbody {of}") == count, (width, of)
             times = [text for text in browser.texts("tbody .seconds") if text[:1].isdigit()]
@@ -270,7 +270,7 @@ window.fetch = async (path, options) => {
   return answer;
 };
 """
-"""Has a page take the history before it knows of any card."""
+"""Makes a page receive the history before it knows of any card."""
 
 
 @pytest.mark.exhaustive
@@ -300,7 +300,7 @@ def test_the_filter_and_copying_an_id(browser: Browser, rig: WebRig) -> None:
     browser.press("d1000000")
     assert shown() == ["dora"]
     browser.press("\ue00c")
-    # A headless browser has a clipboard of its own, for pages that may write to it.
+    # A headless browser has its own clipboard, for pages that may write to it.
     browser.devtools("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     browser.run("document.querySelector('tbody [data-copies^=a1]').click()")
     browser.wait_for("#copied", f"Copied {0xA1 << 120:032x}")

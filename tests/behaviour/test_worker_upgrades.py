@@ -1,4 +1,4 @@
-"""Upgrades of the daemon: the sessions of the earlier version's workers are continued by workers of the new one."""
+"""Upgrades of the daemon: workers of the new version continue the sessions of workers of the earlier version."""
 
 import json
 import os
@@ -29,11 +29,11 @@ from helpers.working import working
 MIB = 1 << 20
 SLICE = 64 * MIB
 OTHER = Faults(constants={"gpulease.daemon.workers.zygote_client:VERSION": "99.0"})
-"""The next daemon claims another version than the one before it."""
+"""Faults with which the next daemon has another version than the one before."""
 UNREADABLE = Faults(
     constants={**OTHER.constants, "gpulease.daemon.workers.session_images:IMAGE_VERSIONS": [0]},
 )
-"""And it knows no image as workers of the one before write it."""
+"""The same, and the next daemon's workers can read no image that an earlier worker writes."""
 
 StartLasting = Callable[..., LastingDaemon]
 
@@ -74,7 +74,7 @@ def test_the_sessions_of_the_earlier_version_continue_in_workers_of_the_next(
             assert "upgrade-workers" in run(node, "health")[1]
             assert row(node.address, busy)["earlier_version"] not in ("", "99.0")
             outcomes = upgraded(node)
-            # One that is not parkable stays, and the report says why.
+            # A session that is not parkable stays in its worker, and the report gives the reason.
             assert [outcomes[str(one.lease_id)]["outcome"] for one in (busy, idle, fixed)] == [
                 "upgraded",
                 "upgraded",
@@ -86,7 +86,7 @@ def test_the_sessions_of_the_earlier_version_continue_in_workers_of_the_next(
             for one in (busy, idle):
                 assert row(node.address, one)["earlier_version"] == ""
                 assert node.worker_pid(one.lease_id) != before[one.lease_id]
-            # The one that was parked is parked again; its next operation finds everything.
+            # The session that was parked is parked again. Its next operation finds everything.
             wait_until(lambda: row(node.address, idle)["park"]["phase"] == "parked", "it is parked again")
             session.launch(module, "count", [1], [1], count_args(counted))
             session.sync()
@@ -141,10 +141,10 @@ def test_a_new_worker_that_is_killed_gives_the_session_back(
         (killed,) = stopped_workers(node, before)
         os.kill(killed, signal.SIGKILL)
         asking.join()
-        # It has its bytes, in its former worker, and a later upgrade is possible.
+        # The session has its bytes in its former worker, and can be upgraded later.
         assert refused
         assert session.mem_read(buffer, 0, 7) == b"weights"
-        # The page with the regions' words, which the new worker had, is not lost with it.
+        # The page with the regions' words, which the new worker had received, is still valid.
         other.free()
         assert session.mem_read(region, 0, 11) == b"in a region"
         assert row(node.address, lease)["earlier_version"]
@@ -155,6 +155,6 @@ def test_a_new_worker_that_is_killed_gives_the_session_back(
 
 
 def stopped_workers(node: LastingDaemon, before: int) -> list[int]:
-    """Return the workers that are stopped, without the one that the session had before."""
+    """Return the workers that are stopped, without the one that had the session before."""
     workers = [info.pid for info in node.processes() if info.name.startswith("gpul-") and info.pid != before]
     return [pid for pid in workers if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"]
