@@ -66,11 +66,11 @@ class MeasuredDaemon:
     """The daemon on which a part is measured.
 
     Attributes:
-        address: Where it listens.
+        address: The daemon's address.
         card: Its first card.
         driver: The card's driver.
-        tcp: Where it listens for TCP; "" for nowhere.
-        tls: Where it listens for TLS; "" for nowhere.
+        tcp: Its TCP address; "" if it has none.
+        tls: Its TLS address; "" if it has none.
         log: Receives the figures.
     """
 

@@ -80,7 +80,7 @@ class DirectSession:
     Attributes:
         api: The driver's functions.
         stream: The stream that launches go into.
-        dropped: Handles without a reference; all end with the process.
+        dropped: Handles without a reference. All of them end with the process.
         is_alive: Always True.
         slice_bytes: Total memory of the card, in bytes.
     """
@@ -135,7 +135,7 @@ class DirectSession:
         shared_bytes: int,
     ) -> None:
         """Queue a launch in the current stream: during a capture, in the graph."""
-        # The argument bytes lie without gaps; the driver takes a pointer to each.
+        # The arguments are packed without gaps. The driver takes a pointer to each.
         start = ctypes.create_string_buffer(args.data, len(args.data))
         places = np.cumsum([0, *args.sizes[:-1]], dtype=np.uint64) + np.uint64(ctypes.addressof(start))
         shape = (*grid, *(1,) * (3 - len(grid)), *block)

@@ -42,9 +42,9 @@ class RequestOutcome:
     Attributes:
         tenant: The index of its key.
         sent_at: When it was sent, in monotonic seconds.
-        token_times: When each of its tokens came; tokens that came together have the same time.
-        error: What went wrong; "" for a complete reply.
-        ended_at: When it ended.
+        token_times: When each of its tokens arrived. Tokens that arrived together have the same time.
+        error: The reason for a failure; "" for a complete reply.
+        ended_at: When it ended, in monotonic seconds.
     """
 
     tenant: int
@@ -149,7 +149,7 @@ class DecodeClient:
             await writer.drain()
             await _check_head(reader)
             async for line in _lines(reader):
-                # The end of the stream. If the connection ends without it, the reply was cut off.
+                # This line ends the stream. If the connection ends without it, the reply was cut off.
                 if line == b"data: [DONE]":
                     return
                 if line.startswith(b"data: "):

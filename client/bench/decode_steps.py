@@ -37,7 +37,7 @@ class RowBlocks:
     """Blocks of keys and values that rows name.
 
     Attributes:
-        address: Where the blocks begin on the card.
+        address: Address of the first block on the card.
         count: Number of blocks.
     """
 
@@ -70,7 +70,7 @@ def limits_of(batches: Iterable[int], contexts: Iterable[int]) -> StepLimits:
 
 
 def block_tables(limits: StepLimits) -> "np.typing.NDArray[np.int32]":
-    """Tables that give each sequence blocks of its own, one after the other."""
+    """Return tables that give each sequence its own consecutive blocks."""
     return np.arange(limits.tables * limits.table_blocks, dtype=np.int32)
 
 

@@ -122,7 +122,7 @@ def measure_park(driver: str, size_bytes: int | None, seconds: float, log: LogLi
 
 
 def is_right(report: dict[str, Any]) -> bool:
-    """Return whether every pattern had requests that came back, no wrong word, and none refused."""
+    """Return whether every pattern had requests that returned data, no wrong word, and no refusal."""
     requests = [*report["parked"].values(), *report["loaded again"].values()]
     return all(figures["requests"] and not figures["wrong"] and not figures["refused"] for figures in requests)
 

@@ -66,7 +66,7 @@ CPU_CARDS: Final = 2
 
 LEASE_S: Final = 120.0
 SHORT_LEASE_S: Final = 4.0
-"""Time of a lease that is to expire, in seconds."""
+"""Duration of a lease that must expire, in seconds."""
 
 ENDINGS: Final = ("free", "free", "drop", "expire", "revoke", "kill")
 
@@ -81,7 +81,7 @@ OPERATOR_EVERY_S: Final = 0.3
 
 DRAIN_MS: Final = 600_000
 DRAINED_S: Final = 1.0
-"""The deadline of a card's drain, so late that it never comes, and how long a card is drained."""
+"""Milliseconds until a drain's deadline, which is never reached, and seconds after which the drain is cancelled."""
 
 ENDED_COLD: Final = "parked without a worker when the daemon ended"
 """Part of the reason with which a lease ends if the only copy of its session was in a broker that was killed."""

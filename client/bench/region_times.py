@@ -109,11 +109,17 @@ class _Bench:
         return {f"{name}_us": percentile(taken_us, 50) for name, taken_us in bursts.items()}
 
     def refused(self, samples: int) -> Figures:
-        """Revoke while each launch is waited for; time from the change of the region's word to the refusal."""
+        """Revoke a region while launches are sent one by one.
+
+        Times are from the change of the region's word to the refusal.
+        """
         return self._refusals(samples, "revoke_wall_clock_us", self._launch)
 
     def refused_in_graphs(self, samples: int) -> Figures:
-        """Revoke while each graph is waited for; time from the change of the region's word to the refusal."""
+        """Revoke a region while graphs are launched one by one.
+
+        Times are from the change of its word to the refusal.
+        """
         with self._session.record() as graph:
             for _ in range(GRAPH_NODES):
                 self._launch()

@@ -1,4 +1,4 @@
-"""The cost of distance: the same work over TLS, through a relay, and over plain TCP, all on loopback."""
+"""The overhead of remote access: the same work over TLS, through a relay, and over plain TCP, all on loopback."""
 
 import contextlib
 import os

@@ -196,7 +196,10 @@ def _microseconds(name: str, times_us: Sequence[float]) -> dict[str, float]:
 
 
 def _rates(name: str, times_us: list[float]) -> dict[str, float]:
-    """GB/s of PINNED_BYTES at those percentiles of the times: the p99 is among the slowest copies."""
+    """Return GB/s of PINNED_BYTES at the percentiles 50 and 99 of the times.
+
+    The p99 is the rate of the slowest copies.
+    """
     return {f"{name}_p{part}_gb_s": PINNED_BYTES / percentile(times_us, part) / 1e3 for part in (50, 99)}
 
 

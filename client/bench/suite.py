@@ -220,7 +220,7 @@ def _report(card: dict[str, Any], plan: RunSize, measured: _Measured) -> dict[st
         "round_trips": measured.round_trips,
     }
     if "acquire_p50_ms" in measured.leases:
-        # Compare across groups: an acquire with a bare context, and a launch with pycuda's call.
+        # Compare different groups: an acquire with a bare context, and a launch with pycuda's call.
         report["acquire_to_bare"] = round(measured.leases["acquire_p50_ms"] / measured.bare["open_p50_ms"], 3)
     if "pycuda_call_us" in direct:
         report["launch_to_pycuda_call"] = round(leased["launch_pipelined_us"] / direct["pycuda_call_us"], 3)

@@ -1,7 +1,7 @@
-"""Data of pointers into itself (woven.ptx), which a session that leaves its card must have at the same addresses later.
+"""Blocks of pointers into themselves (woven.ptx), for sessions that leave their card.
 
-Kernels write the pointers, follow them and compare every word on the card, so a request over many gigabytes takes
-milliseconds.
+The session must later have the block at the same address, because the pointers are addresses. Kernels write the
+pointers, follow them and compare every word on the card, so a request over many gigabytes takes milliseconds.
 """
 
 import struct

@@ -139,7 +139,7 @@ def _run_fault(scene: Scene, bystander: Neighbour, fault: MatrixCheck[FaultOutco
             scene.free(lease_id)
     during = bystander.window()
     breach = breach or _breach_in(scene.wait_for_pool)
-    # Ask three witnesses: the neighbour, the daemon, and the card itself.
+    # Compare three independent sources: the neighbour, the daemon, and the card itself.
     more_mib = scene.card_is_back_to(used_mib)
     if not breach and during.error:
         breach = f"the neighbour: {during.error}"

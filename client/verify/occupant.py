@@ -13,7 +13,7 @@ VARIABLE: Final = "GPULEASE_OCCUPIED"
 """Names the file with the addresses, one a line, in hexadecimal. Without the file nothing is occupied."""
 
 _FIXED_NOREPLACE: Final = 0x100000
-"""MAP_FIXED_NOREPLACE (linux/mman.h): at exactly this address, or not at all."""
+"""MAP_FIXED_NOREPLACE (linux/mman.h): map exactly at this address, or fail."""
 
 
 def occupy() -> None:
@@ -31,5 +31,5 @@ def occupy() -> None:
 
 
 if VARIABLE in os.environ:
-    # A worker is forked from its zygote; what is mapped there first, the worker's driver can't have.
+    # A worker is forked from its zygote. The worker's driver can't use an address that is mapped there first.
     os.register_at_fork(after_in_child=occupy)

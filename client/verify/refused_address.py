@@ -1,7 +1,7 @@
-"""A parked session's address that its next worker can't have: the session is not resumed there.
+"""A parked session has an address that its next worker can't use: the session must not be resumed there.
 
-Another mapping of the worker's process is at the address, so its driver really refuses it. A session without a process
-ends with its lease; one that still has its former worker goes back to it.
+Another mapping in the worker's process occupies the address, so the driver really refuses it. A session without a
+process then ends with its lease. One that still has its former worker continues there.
 """
 
 import contextlib

@@ -55,7 +55,7 @@ class Churn:
     """The load.
 
     Args:
-        address: The daemon.
+        address: The daemon's address.
         leases: Number of leases at the same time.
         life_s: Mean life of a lease in seconds.
         image: PTX with the kernel `scale`.

@@ -35,11 +35,10 @@ horizon, the parts that don't shrink with it weigh more, such as the tenant's re
 
 WAIT_HORIZONS: Final = 4.0
 WAIT_S: Final = 60.0
-"""Longest wait for a name, in seconds, in addition to WAIT_HORIZONS horizons: what takes longer is an error and not a
-figure."""
+"""Longest wait for a name, in seconds, in addition to WAIT_HORIZONS horizons. A longer wait is an error."""
 
 STEADY_KERNELS: Final = 20
-"""Kernels that a tenant runs before the fault, and after it on the node that then serves the name."""
+"""Number of kernels that a tenant runs before the fault, and after it on the node that then serves the name."""
 
 LEADER_S: Final = 10.0
 _LOOK_S: Final = 0.02
@@ -49,7 +48,7 @@ Figures = dict[str, Any]
 
 @dataclass(slots=True)
 class _Scene:
-    """A fleet of two nodes; node-1 reaches etcd only through the links."""
+    """A fleet of two nodes. node-1 reaches etcd only through the links."""
 
     members: list[EtcdMember]
     links: list[CuttableLink]
@@ -96,13 +95,13 @@ FAULTS: Final[Mapping[str, Callable[[_Scene], None]]] = {
     "leader and node": _Scene.kill_leader_and_node,
     "leader": _Scene.kill_leader,
 }
-"""Faults by name. After the last one the name stays where it is, so a tenant asks for another name."""
+"""Faults by name. After the last one the node still serves its name, so the second tenant requests another name."""
 
 STAYS: Final = "leader"
 
 
 def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: LogLine) -> Figures:
-    """Measure each of these faults `rounds` times, each time in a new fleet: a killed node stays dead.
+    """Measure each of these faults `rounds` times, each time in a new fleet, because a killed node is not restarted.
 
     Raises MissingPrerequisite, or GpuLeaseError if no node serves the name again.
     """
@@ -111,7 +110,7 @@ def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: L
         "goal_s": GOAL_S if horizon_s == GOAL_HORIZON_S else None,
         "faults": [],
     }
-    # A new fleet for each run: a killed node stays dead.
+    # Use a new fleet for each run, because a killed node is not restarted.
     for fault in faults:
         runs = []
         for number in range(1, rounds + 1):
@@ -122,7 +121,7 @@ def measure_fail_over(faults: Sequence[str], horizon_s: int, rounds: int, say: L
 
 
 def fails_over(found: Figures) -> bool:
-    """True if no name was served twice, epochs rose, and no time was beyond the goal, if there is one."""
+    """Return whether no name was served twice, epochs rose, and no time exceeded the goal, if there is one."""
     goal_s = found["goal_s"] or math.inf
     return all(
         one["overlaps"] == 0 and one["epochs_rise"] and one["served_again_max_s"] <= goal_s for one in found["faults"]
@@ -130,7 +129,7 @@ def fails_over(found: Figures) -> bool:
 
 
 def _summary(fault: str, runs: list[Figures]) -> Figures:
-    # The same figure of all runs, in their order.
+    # Collect the same figure of all runs, in the order of the runs.
     def column(name: str) -> list[Any]:
         return [run[name] for run in runs]
 

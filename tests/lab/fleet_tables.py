@@ -46,7 +46,7 @@ def _placement(found: _Found) -> str:
 
 
 def _ratios(ratio: Mapping[str, float], kind: str) -> list[str]:
-    # The host's own ratio would be 1.
+    # Leave out the ratio of the host to itself.
     return [f"{ratio[f'{kind}_{name}']:.2f}" if kind != HOST else MISSING for name in ("p50", "p99")]
 
 

@@ -1,7 +1,7 @@
-"""Kernels as people write them, compiled on the spot and run against a daemon, on either driver.
+"""Typical kernels of users, which are compiled and run on a daemon with either driver.
 
-`PYTHONPATH=.dev python -m tests.lab.kernel_suite` prints a JSON object for each case, and how many came out how.
-`--table EMBEDDED.jsonl CARD.jsonl` makes of two such outputs a table of tools, features and drivers.
+`PYTHONPATH=.dev python -m tests.lab.kernel_suite` prints a JSON object for each case, and the number of cases with each
+outcome. `--table EMBEDDED.jsonl CARD.jsonl` makes a table of tools, features and drivers from two such outputs.
 """
 
 import importlib
@@ -24,11 +24,11 @@ from .kernel_cases.trial import Case, Trial
 VRAM_BYTES: Final = 256 << 20
 
 SUITE: Final = ("cuda_cases", "network_cases", "feature_cases", "triton_cases", "numba_cases", "array_cases")
-"""Modules of the cases. Those of a compiler that is not installed are left out, and reported."""
+"""Modules with cases. If a compiler is not installed, its module is left out and reported."""
 
 
 def cases() -> tuple[list[Case], list[str]]:
-    """Load all cases; returns them, and the modules whose compiler is not installed."""
+    """Load all cases. Returns them, and the modules whose compiler is not installed."""
     found: list[Case] = []
     lacking = []
     for name in SUITE:
@@ -43,9 +43,9 @@ def cases() -> tuple[list[Case], list[str]]:
 
 
 def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
-    """Run a case; returns the figures to print.
+    """Run a case. Returns the figures to print.
 
-    `outcome` is "ok", "wrong", "refused" if the case says that its driver refuses it, or "failed"; `said` is the
+    `outcome` is "ok", "wrong", "refused" (if the case says that its driver refuses it) or "failed". `said` is the
     error's text.
     """
     trial = Trial(session)
@@ -54,7 +54,7 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
         results = list(case.run(trial))
         if not results:
             outcome, said = "failed", "it compares nothing"
-        # Errors are relative to the largest wanted value, so that values near zero don't dominate.
+        # Errors are relative to the largest expected value, so that values near zero do not dominate.
         for found, wanted in results:
             left, right = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
             scale = max(float(np.abs(right).max(initial=0)), 1e-30)
@@ -65,9 +65,9 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
         outcome = "refused" if expected is not None and expected in str(error) else "failed"
         said = str(error)
     except Exception as error:
-        # From a compiler, numpy or the case itself: the other cases still run.
+        # An error of a compiler, of numpy or of the case itself. The other cases still run.
         outcome, said = "failed", f"{type(error).__name__}: {error}"
-    # A case that should have been refused and ran is a failure: its table would be wrong.
+    # A case that should be refused but runs is a failure, because the table would be wrong.
     else:
         if session.driver in case.refused_by:
             outcome, said = "failed", "it ran, though it should have been refused"
@@ -84,7 +84,7 @@ def outcome_of(case: Case, session: GpuSession) -> dict[str, Any]:
 
 
 def run_all(chosen: list[Case], address: str | None = None) -> Iterator[dict[str, Any]]:
-    """Run cases, each on a lease of its own, so that a lost session affects no other case."""
+    """Run cases, each on a separate lease, so that a lost session affects no other case."""
     builder = GpuBuilder(address).min_vram(VRAM_BYTES).lease_secs(600)
     for case in chosen:
         with builder.acquire() as lease, GpuSession(lease) as session:
@@ -93,7 +93,10 @@ def run_all(chosen: list[Case], address: str | None = None) -> Iterator[dict[str
 
 
 def table_of(*outputs: list[dict[str, Any]]) -> str:
-    """The table of tools and features: in each driver's column, how many kernels run, and how long they take."""
+    """Return a table of tools and features.
+
+    Each driver's column has the number of kernels that run, and their times.
+    """
     rows: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for line in (line for output in outputs for line in output):
         for feature in line["features"] or ["plain"]:
@@ -110,7 +113,7 @@ def table_of(*outputs: list[dict[str, Any]]) -> str:
 
 
 def _shortened(said: str) -> str:
-    """The sentence of an error, without the operation that raised it and without PTX."""
+    """Return an error's sentence, without the operation that raised it and without PTX."""
     sentence = re.sub(
         r"^sync: earlier launch \d+ failed: |^module_load: (?:line \d+)?(?: of kernel \w+)?(?:: )?", "", said
     )

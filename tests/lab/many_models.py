@@ -3,9 +3,9 @@
     PYTHONPATH=.dev:tests python -m lab.many_models --minutes 2
     PYTHONPATH=.dev:tests python -m lab.many_models --driver cuda --shape llama-1b --minutes 1
 
-Starts a private daemon. The models are the tiny one with other weights, or have a benchmark's shape and random weights;
-each output is compared with the first one of its model and prompt. Prints one JSON object, and exits with 1 if an
-output differs.
+This starts a private daemon. The models are the tiny one with other weights; or they have the shape of a benchmark's
+model, and random weights. Each output is compared with the first output of its model and prompt. Prints one JSON
+object, and exits with 1 if an output differs.
 """
 
 import asyncio
@@ -45,17 +45,18 @@ from helpers.safetensors_head import safetensors_head
 MODELS: Final = 8
 RESIDENT: Final = 3
 PROMPTS: Final = 4
-"""Different prompts of each model."""
+"""Number of different prompts of each model."""
 
 TOKENS: Final = 16
 ROWS_WRITTEN: Final = 8192
-"""Rows of a tensor that are written at a time."""
+"""Number of rows of a tensor that are written at a time."""
 
 WAIT_S: Final = 300.0
 SETTINGS: Final = DecoderSettings(max_rows=8, prefill_rows=8, max_sequences=4, positions=96, text_processes=1)
 TENANTS: Final = (TenantConfig("ann", 4, 24),)
 
-# As the daemon's manual advises; the card has room for three models, and grants leases for all of them.
+# These are the daemon's settings that the manual recommends. The card has room for three models, and leases are granted
+# for all of them.
 _LIMITS: Final = """
 [limits]
 park_memory = "{park_memory}"
@@ -73,7 +74,7 @@ def make_model(folder: Path, number: int) -> Path:
     data = np.frombuffer((TINY_MODEL / "model.safetensors").read_bytes(), np.uint8).copy()
     begin = 8 + int(data[:8].view("<u8")[0])
     weights = data[begin : begin + (data.size - begin) // 2 * 2].view("<u2")
-    # The lower bits of a bf16's mantissa.
+    # Change only the lower bits of a bf16's mantissa.
     weights ^= np.random.default_rng(number).integers(0, 64, weights.size, np.uint16)
     (folder / "model.safetensors").write_bytes(data.tobytes())
     return folder
@@ -90,14 +91,14 @@ def make_random_model(folder: Path, config: ModelConfig, seed: int) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(safetensors_head({name: ("BF16", tensor.shape) for name, tensor in tensors.items()}))
         for tensor in tensors.values():
-            # In parts, since the values of a whole embedding would be copied in memory first.
+            # Write it in parts, because the values of a whole embedding would first be copied in memory.
             for row in range(0, tensor.rows, ROWS_WRITTEN):
                 file.write(tensor.read(row, min(row + ROWS_WRITTEN, tensor.rows)).tobytes())
     return folder
 
 
 class _Run:
-    """The requests, and what they found."""
+    """The requests of a run, and their results."""
 
     def __init__(self, pool: ModelPool, skew: float, seed: int) -> None:
         self._pool, self._random = pool, random.Random(seed)
@@ -127,7 +128,7 @@ class _Run:
             self.refused += 1
             return
         self.first_s[kind].append(first_s)
-        # The first output of each is the reference: all models are loaded once before anything is parked.
+        # The first output of each model and prompt is the reference. All models are loaded once before any is parked.
         if self._outputs.setdefault((model, prompt), list(tokens)) != list(tokens):
             self.wrong += 1
 
@@ -157,7 +158,7 @@ async def _measure(address: str, folder: Path, size: int, options: dict[str, Any
     )
     async with pool.serving():
         run = _Run(pool, options["skew"], options["seed"])
-        # Load each once: the first load compiles the kernels.
+        # Load each model once, because the first load compiles the kernels.
         for name in paths:
             async with pool.use(name, tenant="ann", wait_s=WAIT_S):
                 pass

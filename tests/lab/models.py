@@ -1,6 +1,6 @@
 """Measures a model server: `python -m tests.lab.models`, on the running daemon or a private one.
 
-Callers are processes of their own, each with one request at a time; their simultaneous requests form a batch.
+Callers are separate processes, each with one request at a time. Their simultaneous requests form a batch.
 """
 
 import http.client
@@ -36,7 +36,7 @@ Figures = dict[str, dict[str, float]]
 
 @contextmanager
 def _server(address: str, config: Path) -> Iterator[tuple[int, str, int]]:
-    """Run a model server in a process of its own; yields its pid, its socket for calls and its port."""
+    """Run a model server in a separate process. Yields its process id, its socket for calls, and its port."""
     with tempfile.TemporaryDirectory(prefix="gpulease-", dir="/tmp") as folder:
         rpc, log_path = f"unix:{folder}/rpc", Path(folder) / "log"
         command = [sys.executable, "-P", "-m", "gpulease.client.cli.__main__", "serve", "models", str(config)]
@@ -88,7 +88,7 @@ def _asker(where: str, stack: ExitStack) -> Callable[[bytes], bytes]:
 
 
 def _call_for(where: str, seconds: float) -> None:
-    """Send requests for `seconds`, and print the seconds of each as JSON."""
+    """Send requests for `seconds`, and print the duration of each in seconds, as JSON."""
     images, _ = load_tests()
     inputs = [image.tobytes() for image in images]
     took: list[float] = []
@@ -114,7 +114,7 @@ def _load(where: str, callers: int, seconds: float) -> dict[str, float]:
 
 
 def _right(where: str) -> float:
-    """Share of test images that the server classifies correctly.
+    """Return the share of test images that the server classifies correctly.
 
     Raises SystemExit if a score differs from the reference.
     """
@@ -137,7 +137,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def model_figures(address: str, seconds: float, callers: tuple[int, ...]) -> dict[str, Any]:
-    """Times and rates, with and without batches."""
+    """Return times and rates, with and without batches."""
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         together, alone = Path(folder) / "together.toml", Path(folder) / "alone.toml"
@@ -146,13 +146,13 @@ def model_figures(address: str, seconds: float, callers: tuple[int, ...]) -> dic
         alone.write_text(re.sub(r"max_batch = \d+", "max_batch = 1", text, count=1), encoding="utf-8")
         with _server(address, together) as (pid, rpc, port):
             figures["right"] = {"rpc": _right(rpc), "http": _right(str(port))}
-            # CPU time of an idle server, after it has settled.
+            # Measure the CPU time of an idle server, after it has settled.
             time.sleep(SETTLE_S)
             before = _cpu_s(pid)
             time.sleep(seconds)
             figures["idle cores"] = (_cpu_s(pid) - before) / seconds
             figures["batches"] = _loads(rpc, port, seconds, callers)
-        # The same models with a batch size of 1 show what batching gains.
+        # The same models with a batch size of 1 show the gain from batches.
         with _server(address, alone) as (_, rpc, port):
             figures["no batches"] = _loads(rpc, port, seconds, callers)
     return figures

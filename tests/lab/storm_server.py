@@ -1,14 +1,15 @@
-"""The server of `lab.server_storm`, in a process of its own, so that its memory is not mixed with its callers'.
+"""The server of `lab.server_storm`, in a separate process, so that its memory is measured without its callers'.
 
     PYTHONPATH=.dev:tests python -m lab.storm_server ADDRESS FOLDER
 
-Prints its address, then answers each command that it reads with one line of JSON, until its input ends:
+It prints its address. Then it replies to each command on its standard input with one line of JSON, until the input
+ends:
 
-| command | answer |
+| command | reply |
 |---|---|
 | `revoke` | whether a region of a loaded model was revoked |
-| `unfinished` | what still runs or is in use |
-| `at_rest` | its tasks, their names, the open decoders, the threads and the descriptors |
+| `unfinished` | what is still running or in use |
+| `at_rest` | the numbers of tasks, open decoders, threads and descriptors, and the tasks' names |
 | `changes` | how many models were loaded, parked and unloaded |
 """
 
@@ -44,10 +45,10 @@ RESIDENT: Final = 3
 PARKED: Final = 1
 
 PREFIX_SHARE: Final = 0.03
-"""The part of the revocations that meet a shared prefix."""
+"""The share of revocations that revoke a shared prefix."""
 
 PREFIX: Final = [7 + number * 13 % 480 for number in range(80)]
-"""Five full blocks with which some prompts of all tenants begin; the first four are shared by name."""
+"""Five full blocks with which some prompts of all tenants begin. The first four are a named shared prefix."""
 
 SHARED: Final = NamedPrefix("shared", token_ids=tuple(PREFIX[:64]))
 
@@ -59,14 +60,14 @@ def model_paths(folder: Path) -> dict[str, Path]:
 
 
 def lease_bytes(folder: Path) -> int:
-    """Memory of the lease of the largest model."""
+    """Return the bytes of the lease of the largest model."""
     shared = SharedPrefix(SHARED.name, SHARED.token_ids)
     paths = model_paths(folder).values()
     return max(engine_bytes(open_model(path), TENANTS, SETTINGS, [shared]) for path in paths)
 
 
 class StormServer:
-    """The server's process, from its callers' side. Threads may share it."""
+    """The server's process, as its callers see it. Several threads may use it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process, self._turn = process, threading.Lock()
@@ -88,7 +89,7 @@ class StormServer:
 
 @contextmanager
 def storm_server(address: str, folder: Path) -> Iterator[StormServer]:
-    """Start a server of the models in this folder on this daemon, and end it with the block."""
+    """Start a server with the models in this folder on this daemon. It ends with the block."""
     command = [sys.executable, "-P", "-m", "lab.storm_server", address, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -109,7 +110,7 @@ async def _revoke_one(rig: PoolRig, chooser: random.Random) -> bool:
     pool = rig.pool
     loaded = [it for name, it in pool.decoders.items() if pool.state_of(name) is ModelState.LOADED]
     regions = [one.region for decoder in loaded for one in decoder.regions.pools.values()]
-    # A prefix comes back only with the next load of its model, so few of them end.
+    # A prefix is computed again only with the next load of its model, so revoke few of them.
     if chooser.random() < PREFIX_SHARE:
         regions = [one.region for decoder in loaded for _, one in decoder.regions.prefixes.values()]
     regions = [region for region in regions if region.is_alive]
@@ -174,6 +175,6 @@ def _serve(address: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # One line for each request would be most of the output.
+    # A log line for each request would be most of the output.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     _serve(sys.argv[1], Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""A path that is cut drops bytes in both directions, and closes no connection."""
+"""A link that is cut drops bytes in both directions, and closes no connection."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The storm on a decoder passes on a sound one, and a wrong token, record or chain fails it."""
+"""The storm passes on a correct decoder, and fails with a wrong token, a wrong record or a broken chain."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_records_are_counted_against_what_ended(monkeypatch: pytest.MonkeyPatch)
 def test_a_short_storm_is_sound_and_its_records_are_there(
     start_daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The shortest requests, so that some end while regions do.
+    # Use the shortest requests, so that some end while regions are revoked.
     monkeypatch.setattr(decode_storm, "KINDS", ((3, 6, False), (5, 8, True)))
     monkeypatch.setattr(decode_storm, "READINGS", 3)
     monkeypatch.setattr(decode_storm, "GROWTH_KIB", float("inf"))
@@ -90,5 +90,5 @@ def test_a_short_storm_is_sound_and_its_records_are_there(
     assert report["audit"]["recorded"] == report["audit"]["finished"] >= report["outputs"]
     assert report["audit"]["chain_is_whole"]
     assert {"bench", "broker", "worker"} == set(report["memory"])
-    # In so short a time a slow host may revoke nobody, or hear no request's end.
+    # In this short time, a slow host may not revoke any region, or not see any request's end.
     assert done.exit_code == (0 if is_sound(report) else 1)

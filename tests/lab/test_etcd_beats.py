@@ -1,4 +1,4 @@
-"""Beats of simulated nodes on a real etcd, as `fleet_scale` runs them."""
+"""Heartbeats of simulated nodes to a real etcd, as `fleet_scale` runs them."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def test_every_node_beats_and_no_write_fails(tmp_path: Path) -> None:
     assert found["nodes"] == NODES
     assert found["beats_per_s"] > 0
     assert found["claims_per_s"] > 0
-    # Beats at the edges of what is measured count for one of the two alone.
+    # Beats at the begin and the end of the measurement may be counted on one side only.
     assert found["beats_per_s"] * 0.5 < found["watched_per_s"] < found["beats_per_s"] * 1.5
     assert found["inventory_bytes"] > 1_000
     assert found["etcd_bytes_per_beat"] >= 0

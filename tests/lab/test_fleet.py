@@ -1,4 +1,6 @@
-"""`tests.lab.fleet_scale`: real daemons, a real directory and a real etcd; what it measures is the host's to say."""
+"""`tests.lab.fleet_scale` with real daemons, a real directory and a real etcd. The figures depend on the host, so they
+are not checked.
+"""
 
 import json
 import os
@@ -23,7 +25,7 @@ from .fleet_scale import QUICK, FleetPlan, main, plan_of, reaches_fleet_goals
 from .fleet_tables import fleet_tables
 
 SOME = 3
-"""Acquires of each kind: this looks at what is told, not at how long it takes."""
+"""Number of acquires of each kind. Few suffice, because the tests check the report and not the times."""
 
 SECONDS = 0.2
 LAUNCHES = 200
@@ -84,13 +86,13 @@ def check_leases(found: dict[str, Any]) -> None:
     ["leader and node", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("node", "daemon", "cut"))],
 )
 def test_a_name_is_served_again_and_never_twice(fault: str) -> None:
-    """Behind each fault by itself: tests/behaviour/test_fleet.py."""
+    """tests/behaviour/test_fleet.py checks what happens after each fault. Here only the figures are checked."""
     found = measure_fail_over([fault], QUICK.horizon_s, 1, silent)
     (one,) = found["faults"]
     assert (one["fault"], one["runs"], one["overlaps"], one["epochs_rise"]) == (fault, 1, 0, True)
     assert one["served_again_max_s"] > 0
     assert one["session_ends"] != [""]
-    # The first session had ended when the second one's first kernel was done.
+    # The first session ended before the second session's first kernel was complete.
     assert 0 <= one["ended_after_s"][0] <= one["served_again_s"][0]
     assert found["goal_s"] is None
     assert fails_over(found)
@@ -125,7 +127,7 @@ def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(found) == {"placement", "grants", "launches", "fail_over", "refusals", "beats"}
     check_leases(found)
     assert found["fail_over"]["horizon_s"] == QUICK.horizon_s
-    # The name stays where it is.
+    # The node still serves the name.
     (leader,) = found["fail_over"]["faults"]
     assert (leader["session_ends"], leader["ended_after_s"], leader["overlaps"]) == ([""], [None], 0)
     assert leader["longest_gap_ms"][0] > 0
@@ -165,7 +167,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
     )
     lines = process.stderr
     assert lines is not None
-    # By then a fleet of one is up.
+    # By then a fleet of one node is running.
     wait_until(lambda: "1 daemons, anonymous" in lines.readline(), "a fleet is measured")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
@@ -180,5 +182,5 @@ def _commands() -> list[str]:
         try:
             found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
-            continue  # It ended meanwhile.
+            continue  # The process has ended meanwhile.
     return found

@@ -1,4 +1,4 @@
-"""The suite of kernels as people write them: what each case is expected to do, it does; the document has the table."""
+"""Every case of the kernel suite has its expected outcome, and the document has the table of the outcomes."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ needs_compilers = pytest.mark.skipif(bool(LACKING), reason="pip install '.[cuda-
 
 @pytest.fixture(scope="module", autouse=True)
 def _compilers() -> None:
-    # NVVM starts a thread when it first compiles, and keeps it.
+    # Compile once before: NVVM starts a thread when it first compiles, and keeps it.
     cuda = pytest.importorskip("numba.cuda", reason="pip install '.[cuda-c,triton,numba]'")
     cuda.compile_ptx(lambda x: None, (cuda.types.float32,), cc=(8, 0))
 

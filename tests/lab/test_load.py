@@ -1,4 +1,4 @@
-"""The load benchmark passes on a sound daemon, and fails on one that leaks."""
+"""The load benchmark passes on a correct daemon, and fails on one that leaks."""
 
 import json
 
@@ -21,12 +21,12 @@ def test_a_daemon_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, SHORT, catch_exceptions=False)
     report = json.loads(result.stdout)
     assert result.stderr.count(" leases ended\n") == LOOKS
-    # What a daemon that has just begun has of memory and threads grows; that it stays takes minutes to see.
+    # Memory and threads of a daemon that was just started grow. To see them become constant takes minutes.
     assert {name for name, told in report["trends"].items() if told["is"] != "flat"} <= FILLS_UP
     assert result.exit_code == (0 if report["is_flat"] else 1)
     assert report["surprises"] == []
     assert report["series"]["workers"] == [5.0] * LOOKS
-    # How many leases come and go in that time is the host's to say.
+    # The number of leases in that time depends on the host.
     assert {"acquire", "attach", "list", "inventory"} <= set(report["control_ms"])
     assert set(report["ended"]) <= set(ENDINGS)
     assert set(report["trends"]) == set(BOUNDS)

@@ -1,4 +1,4 @@
-"""The simulation of a fleet's refusals: its sums, and that packing leaves room where spreading does not."""
+"""The simulation of a fleet's refusals: its sums are right, and packing leaves room where spreading does not."""
 
 from random import Random
 

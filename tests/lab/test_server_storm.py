@@ -1,4 +1,4 @@
-"""The storm on a server finds a wrong answer, a reply that no request should get, and what grows."""
+"""The storm on a server detects a wrong answer, a reply that no request should get, and growth."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_a_storm_is_sound_unless_an_answer_is_wrong_or_something_grows() -> None
         (CHAT, (200, ["a"]), (200, ["a"]), True),
         (CHAT, (200, ["a"]), (200, ["b"]), False),
         (CHAT, (503, {}), (200, ["a"]), False),
-        # One event may have several tokens.
+        # One event may contain several tokens.
         (HANG_UP, (200, ({0: "ab"}, {})), (200, ({0: "abc"}, {})), True),
         (HANG_UP, (200, ({0: "ac"}, {})), (200, ({0: "abc"}, {})), False),
         (HANG_UP, (500, {}), (200, ({0: "abc"}, {})), False),

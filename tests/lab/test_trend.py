@@ -1,4 +1,4 @@
-"""The trend of a series: its second half counts."""
+"""The trend of a series depends on its second half."""
 
 import pytest
 
@@ -11,10 +11,10 @@ from .trend import trend_of
         ([7, 7, 7], 0),
         ([1, 2, 3], 2),
         ([5, 4, 3], -2),
-        # The first half is where books fill.
+        # During the first half, tables fill.
         ([0, 50, 100, 150, 200, 200, 200, 200], 0),
         ([0, 0, 0, 0, 0, 1, 2, 3], 3),
-        # Up and down is no growth.
+        # Values that go up and down do not grow.
         ([9, 9, 9, 9, 9, 1, 0, 9, 0, 1], 0),
     ],
 )

@@ -1,1 +1,1 @@
-"""Kernels as people write them, with their results in numpy; `tests.lab.kernel_suite` runs them."""
+"""Typical kernels of users, with their results in numpy. `tests.lab.kernel_suite` runs them."""

@@ -1,4 +1,4 @@
-"""Device arrays, and elementwise operations as CuPy's users write them."""
+"""Device arrays, and elementwise operations as users of CuPy write them."""
 
 from typing import Any, Final
 

@@ -1,4 +1,4 @@
-"""CUDA C as in textbooks and benchmarks: vectors, matrices, sorting, stencils, physics."""
+"""CUDA C as in textbooks and benchmarks: vectors, matrices, sorting, stencils and physics."""
 
 from typing import Any, Final
 

@@ -1,4 +1,4 @@
-"""CUDA C and PTX that use one feature each, and those that are refused."""
+"""CUDA C and PTX that use one feature each. Some features are refused."""
 
 import hashlib
 import zlib
@@ -239,7 +239,7 @@ def warpgroup_product(t: Trial) -> Any:
   ld.param.u64 %d2, [out]; cvta.to.global.u64 %d2, %d2; mov.f32 %f1, 0f40A00000; st.global.f32 [%d2], %f1; ret; }"""
     with t.compiling():
         module = t.session.module_load(text)
-    # That it runs to its end: what it multiplies is whatever its shared memory holds.
+    # Check only that it runs to its end, because its shared memory has no defined contents.
     return [(t.launch(module, "k", 1, 128, np.zeros(1, np.float32))[0], [5])]
 
 

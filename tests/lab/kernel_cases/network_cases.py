@@ -1,4 +1,4 @@
-"""CUDA C as in training and inference of language models: norms, attention, optimisers, quantised products."""
+"""CUDA C as in training and inference of language models: norms, attention, optimisers and quantised products."""
 
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ __device__ float all_max(float v) {
 
 
 def softmax(x: Any) -> Any:
-    """Take it over the last dimension."""
+    """Compute the softmax over the last dimension."""
     powers = np.exp(x - x.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 

@@ -13,7 +13,7 @@ case = CASES.add
 
 
 def run(t: Trial, function: Any, place: Any, *args: Any) -> list[Any]:
-    """Compile and launch; returns the arrays as they are then."""
+    """Compile and launch a function. Returns the contents of its arrays afterwards."""
     given = [t.session.array(value) if isinstance(value, np.ndarray) else value for value in args]
     kernel = t.session.kernel(function)
     with t.compiling():

@@ -1,4 +1,4 @@
-"""A case of the kernel suite, and what it may use: a session, its compilers, and a clock."""
+"""A case of the kernel suite, and the session, compilers and clock that it uses."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ class Case:
 
     Attributes:
         tool: The tool for which it is written: "CUDA C", "PTX", "Triton", "numba" or "arrays".
-        name: Its name.
-        features: The features of drivers that it needs.
-        run: Runs it; returns pairs of a result and numpy's result.
+        name: The case's name.
+        features: The driver features that it needs.
+        run: Runs the case. Returns pairs of a result and numpy's result.
         tolerance: Largest error, relative to the largest expected value.
-        refused_by: Drivers that refuse it, and a part of their message.
-        only_on: The only driver on which it is tried; "" for all.
+        refused_by: The drivers that refuse it, each with a part of its message.
+        only_on: The only driver on which it runs; "" for all.
     """
 
     tool: str
@@ -48,7 +48,7 @@ class Cases:
     def add(
         self, features: str = "", tolerance: float = 1e-4, only_on: str = "", **refused_by: str
     ) -> Callable[[Callable[["Trial"], Any]], Callable[["Trial"], Any]]:
-        """Decorate the function of a case, which gets the function's name.
+        """Return a decorator for the function of a case. The case gets the function's name.
 
         Args:
             features: The features that it needs, separated by commas.
@@ -70,9 +70,9 @@ class Trial:
 
     Attributes:
         session: The session.
-        random: Random numbers, the same in every run.
-        compile_ms: Time in compilers and in loading.
-        launch_ms: Time in launches and waits; a driver may compile during the first.
+        random: Random numbers, which are the same in every run.
+        compile_ms: Milliseconds in compilers and in loading.
+        launch_ms: Milliseconds in launches and waits. A driver may compile during the first launch.
     """
 
     def __init__(self, session: GpuSession) -> None:
@@ -81,21 +81,24 @@ class Trial:
         self.compile_ms = self.launch_ms = 0.0
 
     def floats(self, *shape: int) -> NDArray[np.float32]:
-        """Random float32 from -1 to 1, of that shape."""
+        """Return random float32 from -1 to 1, with that shape."""
         return (self.random.random(shape, np.float32) * 2 - 1).astype(np.float32)
 
     def integers(self, most: int, *shape: int) -> NDArray[np.int32]:
-        """Random int32 from 0 to below `most`, of that shape."""
+        """Return random int32 from 0 to `most` - 1, with that shape."""
         return self.random.integers(0, most, shape).astype(np.int32)
 
     def cuda(self, source: str, kernel: str, grid: Any, block: Any, *args: Any, **how: Any) -> list[Any]:
-        """Compile CUDA C and launch a kernel of it; numpy arrays are copied to the card, and back as the result."""
+        """Compile CUDA C and launch one of its kernels.
+
+        Copies numpy arrays to the card, and returns them as they are then.
+        """
         with self.compiling():
             module = self.session.compile(source)
         return self.launch(module, kernel, grid, block, *args, **how)
 
     def launch(self, module: Any, kernel: str, grid: Any, block: Any, *args: Any, **how: Any) -> list[Any]:
-        """Launch a kernel and wait; returns the contents of its arrays afterwards."""
+        """Launch a kernel and wait. Returns the contents of its arrays afterwards."""
         given = [self.session.array(value) if isinstance(value, np.ndarray) and value.ndim else value for value in args]
         blocks, threads = (each if isinstance(each, tuple) else (each,) for each in (grid, block))
         with self.launching():

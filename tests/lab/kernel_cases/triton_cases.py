@@ -13,7 +13,7 @@ case = CASES.add
 
 
 def run(t: Trial, function: Any, grid: Any, *args: Any, **constants: Any) -> list[Any]:
-    """Compile and launch; returns the arrays as they are then."""
+    """Compile and launch a function. Returns the contents of its arrays afterwards."""
     given = [t.session.array(value) if isinstance(value, np.ndarray) else value for value in args]
     kernel = t.session.kernel(function)
     with t.compiling():
@@ -84,7 +84,7 @@ def matmul_kernel(c, a, b, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.c
 
 
 def product(t: Trial, **constants: int) -> Any:
-    """Multiply halves."""
+    """Multiply two matrices of halves."""
     a, b = t.floats(60, 70).astype(np.float16), t.floats(70, 50).astype(np.float16)
     grid = (-(-60 // constants["BM"]), -(-50 // constants["BN"]))
     found = run(t, matmul_kernel, grid, np.zeros((60, 50), np.float32), a, b, 60, 50, 70, **constants)
