@@ -1,19 +1,24 @@
 """`gpulease submit`: runs one kernel of a file, on a lease that is freed afterwards."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from gpulease.client import GpuBuilder, KernelArgs, Submission
-from gpulease.client.console.exit_status import MissingPrerequisite
+from gpulease.client.console.exit_status import EXIT_CANNOT_WRITE, fail
+from gpulease.protocol.counts import counted
 
 DEFAULT_ROOM_MIB: Final = 64
 """MiB reserved for the job: enough for a small image, and for several times the largest outputs of a job."""
 
 SESSION_BYTES: Final = 1 << 20
 """Memory of the lease's session, which computes nothing, in bytes."""
+
+_OUTPUTS: Final = ("inout", "out")
+"""Kinds of arguments that the kernel writes."""
 
 _NUMBERS: Final[dict[str, type[int] | type[float]]] = {
     "u32": int,
@@ -61,13 +66,22 @@ def submit(
     secs: float,
 ) -> None:
     """Run one KERNEL of IMAGE, PTX text or a cubin, on a lease of its own, and write its outputs."""
+    # Read everything before the lease is acquired: a mistake must not take memory, or wait for it.
+    blocks, threads = _numbers(grid, "--grid"), _numbers(block, "--block")
+    pushes = [_argument(text) for text in arguments]
+    count = sum(text.partition(":")[0] in _OUTPUTS for text in arguments)
+    if len(outputs) > count:
+        raise click.UsageError(
+            f"--output is given {len(outputs)} times, but the arguments have only {counted(count, 'output')}: "
+            "each inout and out is one"
+        )
+    code = image.read_bytes()
     # Make the session's part of the lease as small as possible, because it stays unused. The job's memory is added.
     builder = GpuBuilder().min_vram(SESSION_BYTES).submits(room << 20).lease_secs(secs)
     with builder.acquire() as lease:
-        submission = lease.submit(kernel, image.read_bytes()).grid(_numbers(grid, "--grid"))
-        submission.block(_numbers(block, "--block"))
-        for argument in arguments:
-            _push(submission, argument)
+        submission = lease.submit(kernel, code).grid(blocks).block(threads)
+        for push in pushes:
+            push(submission)
         results = submission.launch()
     # Write each output to the next file. If there are not enough files, write the others to standard output.
     for index, result in enumerate(results):
@@ -84,24 +98,25 @@ def _numbers(text: str, option: str) -> list[int]:
         raise click.BadParameter(f"it must be a list of numbers, not {text!r}", param_hint=option) from None
 
 
-def _push(submission: Submission, text: str) -> None:
+def _argument(text: str) -> Callable[[Submission], Submission]:
+    """Return the function that adds an argument of the command line to a submission. Reads the argument's file now."""
     kind, _, value = text.partition(":")
     try:
         # VALUE is a file for inputs, a size for outputs, and a number for other kinds.
-        if kind == "in":
-            submission.arg(Path(value).read_bytes())
-        elif kind == "inout":
-            submission.inout(Path(value).read_bytes())
-        elif kind == "out":
-            submission.out(int(value))
-        elif kind in _NUMBERS:
+        if kind in ("in", "inout"):
+            data = Path(value).read_bytes()
+            return lambda submission: submission.arg(data) if kind == "in" else submission.inout(data)
+        if kind == "out":
+            size_bytes = int(value)
+            return lambda submission: submission.out(size_bytes)
+        if kind in _NUMBERS:
             # The method of KernelArgs has the kind's name.
             push: Any = getattr(KernelArgs(), f"push_{kind}")
-            submission.args(push(_NUMBERS[kind](value)))
-        else:
-            kinds = ", ".join(("in", "inout", "out", *_NUMBERS))
-            raise click.BadParameter(f"{text!r}: the kind must be one of {kinds}, not {kind!r}", param_hint="--arg")
+            args: KernelArgs = push(_NUMBERS[kind](value))
+            return lambda submission: submission.args(args)
     except ValueError:
         raise click.BadParameter(f"{text!r}: the value must be a number, not {value!r}", param_hint="--arg") from None
     except OSError as error:
-        raise MissingPrerequisite(f"{value} can't be read: {error.strerror}") from None
+        fail(f"{value} can't be read: {error.strerror}", EXIT_CANNOT_WRITE)
+    kinds = ", ".join(("in", *_OUTPUTS, *_NUMBERS))
+    raise click.BadParameter(f"{text!r}: the kind must be one of {kinds}, not {kind!r}", param_hint="--arg")

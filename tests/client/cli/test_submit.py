@@ -39,7 +39,12 @@ WRONG = {
     "an argument of no kind": (("scale", "k.ptx", "--arg", "x"), 2, "must be one of in, inout, out, u32"),
     "a number that is none": (("scale", "k.ptx", "--arg", "u32:x"), 2, "the value must be a number, not 'x'"),
     "a number too large": (("scale", "k.ptx", "--arg", "u32:4294967296"), 1, "must be a u32"),
-    "a file that is not there": (("scale", "k.ptx", "--arg", "in:nowhere"), 1, "nowhere can't be read"),
+    "a file that is not there": (("scale", "k.ptx", "--arg", "in:nowhere"), 74, "nowhere can't be read"),
+    "a file too many": (
+        ("scale", "k.ptx", *SCALE, "--output", "y", "--output", "z"),
+        2,
+        "--output is given 2 times, but the arguments have only 1 output: each inout and out is one",
+    ),
 }
 
 
@@ -48,3 +53,15 @@ def test_what_is_wrong_is_a_sentence(daemon: Daemon, words: tuple[str, ...], sta
     done = submit(daemon, *words)
     assert (done.exit_code, "Traceback" in done.output) == (status, False)
     assert said in done.output
+
+
+@pytest.mark.parametrize(
+    "word", ["a grid that is none", "an argument of no kind", "a file that is not there", "a file too many"]
+)
+def test_a_mistake_is_found_before_a_lease_is_acquired(word: str) -> None:
+    words, status, said = WRONG[word]
+    nowhere = {ADDRESS_VARIABLE: "unix:/no/daemon.sock"}
+    done = CliRunner().invoke(main, ["submit", *words], env=nowhere)
+    assert done.exit_code == status
+    assert said in done.output
+    assert not Path("y").exists()
