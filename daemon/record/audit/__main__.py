@@ -29,10 +29,13 @@ EXIT_CANNOT_READ: Final = 66
 
 LEASE_ID_DIGITS: Final = 32
 
-_paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE...", type=click.Path(path_type=Path))
+_PATH: Final = click.Path(path_type=Path, readable=False)
+"""click does not check that a path can be read: a log that can't be read has its own exit status."""
+
+_paths = click.argument("paths", nargs=-1, required=True, metavar="FOLDER | FILE...", type=_PATH)
 _head_file = click.option(
     "--head-file",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="The log's head; by default, head.json next to the log, if it exists.",
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
@@ -91,7 +94,7 @@ def verify(paths: tuple[Path, ...], head_file: Path | None, head: str | None, as
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the records' lines as they are.")
 def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: tuple[str, ...], as_json: bool) -> None:
-    """Show records, oldest first."""
+    """Show records, oldest first. The exit status is 0 only if the files have nothing but records."""
     # A first pass finds the full id, so that a prefix of two leases is an error and not a mixture of their records.
     lease_id = None if lease is None else _lease_named(find_log(paths), lease.lower())
 
@@ -105,9 +108,18 @@ def show(paths: tuple[Path, ...], lease: str | None, tenant: str | None, kinds: 
         )
 
     text = _json_line if as_json else line_of
-    for record in find_log(paths).records():
+    verifier = Verifier()
+    for record in find_log(paths).records(verifier):
         if is_wanted(record):
             click.echo(text(record))
+    # The files may be a part of the log, so that it is not whole is not an error here.
+    if unreadable := verifier.finish().unreadable:
+        click.echo(
+            f"gpulease audit: {counted(unreadable, 'place has', 'places have')} bytes that are not a record; "
+            "see `gpulease audit verify`",
+            err=True,
+        )
+        sys.exit(EXIT_NOT_WHOLE)
 
 
 @main.command()

@@ -62,18 +62,25 @@ def find_log(paths: Sequence[Path], head_path: Path | None = None) -> LogSource:
     The head is read first: a daemon that writes meanwhile can only make the log longer than its head.
     """
     # The head is in a file next to the log, unless the caller names another file.
-    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    folder = paths[0] if _is_folder(paths[0]) else paths[0].parent
     head = _head(head_path or folder / HEAD_NAME, is_expected=head_path is not None)
     files: list[Path] = []
     # Files keep the order in which they were given: the verifier reports an order that is wrong.
     for path in paths:
         try:
-            files += log_files(path) if path.is_dir() else [path]
+            files += log_files(path) if _is_folder(path) else [path]
         except OSError as error:
             raise CannotRead(f"{path}: {error.strerror}") from None
     if not files:
         raise CannotRead(f"{folder} has no audit log")
     return LogSource(tuple(files), head)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise CannotRead(f"{path}: {error.strerror}") from None
 
 
 def _head(path: Path, *, is_expected: bool) -> Head | None:

@@ -54,6 +54,7 @@ class Verdict:
         findings: Problems, at most `MAX_FINDINGS`; empty if the log is intact.
         omitted: Number of problems that are not listed.
         notes: Facts worth knowing that are not problems.
+        unreadable: Number of places with bytes that are not a record, unless a record describes them.
         records: Number of records.
         end: The last record.
     """
@@ -61,6 +62,7 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
     omitted: int = 0
     notes: list[str] = field(default_factory=list)
+    unreadable: int = 0
     records: int = 0
     end: ChainEnd = field(default_factory=ChainEnd)
 
@@ -224,6 +226,7 @@ class Verifier:
                 f"{torn_bytes.file}, byte {torn_bytes.offset_bytes}: it ends in the middle of a line"
             )
             return
+        self.verdict.unreadable += 1
         self._find(
             torn_bytes.file, torn_bytes.offset_bytes, torn_bytes.seq, f"this is not a record: {torn_bytes.problem}"
         )
