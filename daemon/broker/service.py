@@ -447,8 +447,7 @@ async def open_state(config: Config) -> AsyncIterator[LastingState]:
     journal = await asyncio.to_thread(open_journal, config.state, boot_id())
     try:
         # The lock of the journal also protects this folder: no other daemon takes these zygotes.
-        zygotes = config.state / ZYGOTES
-        zygotes.mkdir(mode=0o700, exist_ok=True)
+        zygotes = _zygotes_folder(config.state)
         state = LastingState(journal, zygotes, await asyncio.to_thread(find_zygotes, zygotes))
         try:
             yield state
@@ -457,6 +456,19 @@ async def open_state(config: Config) -> AsyncIterator[LastingState]:
                 zygote.close()
     finally:
         await journal.stop()
+
+
+def _zygotes_folder(state: Path) -> Path:
+    """Return the folder where zygotes listen, and make it if it is missing. Raises CannotAdopt."""
+    folder = state / ZYGOTES
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        raise CannotAdopt(f"{folder} must be a folder", "Move away what has this path.", os.EX_CONFIG) from None
+    except OSError as error:
+        hint = "Check the disk and its free space, then start again."
+        raise CannotAdopt(f"can't create the folder {folder}: {error.strerror}", hint, os.EX_IOERR) from None
+    return folder
 
 
 @contextlib.asynccontextmanager

@@ -92,6 +92,18 @@ def test_a_state_folder_that_can_not_be_made(tmp_path: Path, place: str, said: s
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "link"])
+def test_a_file_where_the_folder_of_the_zygotes_is(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    make(tmp_path / "state" / "zygotes")
+    settings = tmp_path / "config.toml"
+    settings.write_text(f'state = "{tmp_path}/state"\n')
+    status, output = start_in_vain("--listen", f"unix:{tmp_path}/d.sock", "--driver", "cpu", "--config", str(settings))
+    assert status == os.EX_CONFIG
+    check_sentence(output, "state/zygotes must be a folder. Move away what has this path.")
+
+
+@pytest.mark.exhaustive
 def test_tenants_whose_cards_are_not_there(tmp_path: Path) -> None:
     settings = tmp_path / "config.toml"
     settings.write_text('vram = ["1GiB", "1GiB"]\n[tenants.default]\ndevices = [99]\n')
