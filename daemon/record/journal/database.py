@@ -35,10 +35,12 @@ from gpulease.daemon.record.journal.rows import SCHEMA as ENTRY_SCHEMA
 from gpulease.daemon.record.journal.rows import Change, RowDigests, digest_of, put
 from gpulease.protocol.fast_dataclass import dataclass
 
-MOVE_ASIDE: Final = (
-    "Restore it from where it was, or move the folder's journal files aside: then the daemon ends the "
+_OR_MOVE_ASIDE: Final = (
+    "or move the folder's journal files aside: then the daemon ends the "
     "sessions that run, and forgets their leases and all fences and revocations."
 )
+MOVE_ASIDE: Final = f"Restore it from where it was, {_OR_MOVE_ASIDE}"
+_START_NEWER: Final = f"Start that version, {_OR_MOVE_ASIDE}"
 
 
 class JournalBroken(CannotStart):
@@ -48,6 +50,13 @@ class JournalBroken(CannotStart):
 def not_whole(path: object, reason: str) -> JournalBroken:
     """Return the error for files that lack something that was written, or that have more than that."""
     return JournalBroken(f"the journal {path} is damaged: {reason}", MOVE_ASIDE, os.EX_DATAERR)
+
+
+class _NewerFormat(ValueError):
+    """The journal is intact, but this version can't read its format."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"was written by a newer gpulease (format {version}; this version knows {VERSION})")
 
 
 FOLDER_MODE: Final = 0o700
@@ -438,7 +447,7 @@ def _state_in(connection: sqlite3.Connection, boot: str, head_commits: int) -> _
     if application != APPLICATION_ID:
         raise ValueError("it is not a journal of gpulease, or parts of it are missing")
     if version > VERSION:
-        raise ValueError(f"it was written by a newer gpulease (format {version}; this version knows {VERSION})")
+        raise _NewerFormat(version)
     if version < _FIRST_VERSION or tables != list(_SCHEMA):
         raise ValueError("its tables are not those of a journal")
     rows = list(connection.execute("SELECT one, boot, commits, total, digest FROM state"))
@@ -488,6 +497,8 @@ def _write_state(connection: sqlite3.Connection, state: _State) -> None:
 
 
 def _broken(path: Path, error: Exception) -> JournalBroken:
+    if isinstance(error, _NewerFormat):
+        return JournalBroken(f"the journal {path} {error}", _START_NEWER, os.EX_DATAERR)
     # An extended code has its primary code in the low byte (sqlite.org/rescode.html).
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if not isinstance(error, OSError) and code not in _OF_THE_DISK:

@@ -215,7 +215,7 @@ def a_folder(state: Path) -> None:
     ("spoil", "status", "said"),
     [
         (not_a_database, os.EX_DATAERR, "not a database"),
-        (a_newer_one, os.EX_DATAERR, "newer gpulease"),
+        (a_newer_one, os.EX_DATAERR, "journal.db was written by a newer gpulease"),
         (somebody_elses, os.EX_DATAERR, "not a journal of gpulease"),
         (with_a_forged_row, os.EX_DATAERR, "not those that were written"),
         (with_a_table_more, os.EX_DATAERR, "tables"),
@@ -329,3 +329,11 @@ def test_another_boot_ends_every_lease_and_keeps_every_fence(state: Path) -> Non
         assert journal.recovered.card_drains == (("GPU-b", 0),)
         journal._committer.stop()
         os.close(journal._lock_fd)
+
+
+def test_a_newer_journal_is_for_a_newer_daemon(stopped: Path) -> None:
+    a_newer_one(stopped)
+    with pytest.raises(JournalBroken) as broken:
+        open_journal(stopped, BOOT)
+    assert "damaged" not in str(broken.value)
+    assert broken.value.hint.startswith("Start that version, or move the folder's journal files aside: then the daemon")
