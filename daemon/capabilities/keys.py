@@ -182,21 +182,25 @@ def save(path: Path, ring: KeyRing, now_ns: int) -> None:
 
 
 def _parse(path: Path, data: bytes, now_ns: int) -> tuple[str, KeyRing]:
+    foreign = "its lines are not those of a key file"
     try:
         # Two fixed lines, then one for each key; anything else was not written here.
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        (node, node_id), (boot, boot_id), *lines = [line.split() for line in data.decode("ascii").splitlines()]
+        lines = [line.split() for line in data.decode("ascii").splitlines()]
+        if [len(line) for line in lines] != [2, 2] + [3] * (len(lines) - 2):
+            raise ValueError(foreign)
+        (node, node_id), (boot, boot_id), *lines = lines
         keys = []
         for kind, number, private in lines:
-            if kind != "key" or not 0 < int(number) < 1 << 32:
-                raise ValueError(f"{kind!r} is not a key")
+            if kind != "key" or not number.isdecimal() or not 0 < int(number) < 1 << 32:
+                raise ValueError(foreign)
             keys.append((int(number), bytes.fromhex(private)))
         if (node, boot) != ("node", "boot"):
             raise ValueError("it names no node and boot")
         return boot_id, KeyRing(bytes.fromhex(node_id), keys, now_ns)
     except ValueError as error:
-        # UnicodeDecodeError is a ValueError. An error never quotes a line, which may hold a key.
+        # UnicodeDecodeError is a ValueError. An error never quotes a word of the file, which may be a key.
         reason = str(error) if "hex" not in str(error) else "a number is not hexadecimal"
         raise KeyFileBroken(
             f"the key file {path} is damaged: {reason}; restore it, or move it away so that the daemon "
