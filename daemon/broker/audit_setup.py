@@ -55,7 +55,7 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
     try:
         await asyncio.to_thread(writer.start, must_work=config.audit_required)
     except (OSError, FolderInUse) as error:
-        problem = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        problem = _reason(error) if isinstance(error, OSError) else str(error)
         raise CannotRecord(f"the audit log can't be written: {problem}") from None
     # Only now does the recorder have a writer, so a failed start leaves no half-open log behind.
     recorder.write_with(writer)
@@ -63,6 +63,12 @@ async def open_recorder(config: Config, driver: str, cards: Sequence[Card]) -> A
         yield recorder
     finally:
         await recorder.stop()
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    # Only calls that take a path report it. Those that write take a descriptor.
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 def boot_id() -> str:

@@ -240,6 +240,8 @@ def _place_problem(path: Path) -> str:
         return f"the folder {missing} does not exist; correct the path, or create the folder first"
     if not folder.is_dir():
         return f"{folder} is not a folder; use another path"
+    if path.is_symlink() and not path.exists():
+        return "it is a symbolic link to nothing; delete it, or use another path"
     if path.is_dir():
         return "it is a folder; add a file name for the socket"
     if path.exists() and not path.is_socket():
@@ -307,8 +309,9 @@ def _lasting_problem(error: OSError, unit: str) -> str:
             )
         case errno.EROFS:
             return f"the file system is read-only there; use a path in /run/gpulease, or create {_WRITABLE}"
-        case errno.ENOTDIR | errno.ELOOP | errno.ENAMETOOLONG:
-            return f"{error.strerror}; use another path"
+        case errno.EISDIR | errno.ENOTDIR | errno.ELOOP | errno.ENAMETOOLONG:
+            # The file may be the lock next to the socket.
+            return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}; use another path"
     return ""
 
 

@@ -1,17 +1,20 @@
 """The digest of the settings in the audit log's first record."""
 
 import asyncio
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpulease.daemon.broker.audit_setup import config_digest, open_recorder
+from gpulease.daemon.broker.audit_setup import CannotRecord, config_digest, open_recorder
 from gpulease.daemon.capabilities.claims import Demand
 from gpulease.daemon.config.settings import Config, ConfigError, load_config
 from gpulease.daemon.leases import CoreLimits, PlacementOrder
 from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
+from gpulease.daemon.record.audit.record_writer import AuditWriter
 
 ANN, BOB = TenantLimits(max_leases=1), TenantLimits(devices=("0",))
 
@@ -83,6 +86,23 @@ def test_a_place_where_no_log_can_be_is_refused_whether_it_is_required_or_not(
     with pytest.raises(ConfigError, match=said):
         asyncio.run(live())
     assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize(("path", "said"), [(None, ""), ("/log/2.jsonl", "/log/2.jsonl: ")])
+def test_a_log_that_is_required_and_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None, said: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    async def live() -> None:
+        async with open_recorder(Config(audit=tmp_path / "log", audit_required=True), "cpu", []):
+            pass
+
+    monkeypatch.setattr(AuditWriter, "start", fail)
+    with pytest.raises(CannotRecord) as refused:
+        asyncio.run(live())
+    assert str(refused.value) == f"the audit log can't be written: {said}No space left on device"
 
 
 def test_the_digest_of_unchanged_settings_stays_from_version_to_version() -> None:

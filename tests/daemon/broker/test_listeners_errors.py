@@ -38,7 +38,9 @@ except OSError as error:
         (errno.EACCES, None, True, "a port below 1024 needs root, or gpulease-x.socket"),
         (errno.EACCES, "/d.sock.lock", True, "may not use /d.sock.lock; give it permission, or choose another address"),
         (errno.EROFS, "/usr/d.sock.lock", True, "read-only there.*ReadWritePaths="),
-        (errno.ELOOP, "/x", True, "use another path"),
+        (errno.ELOOP, "/x", True, "/x: Too many levels of symbolic links; use another path"),
+        (errno.EISDIR, "/d.sock.lock", True, "can't listen on it: /d.sock.lock: Is a directory; use another path"),
+        (errno.ENAMETOOLONG, None, True, "can't listen on it: File name too long; use another path"),
     ],
 )
 def test_each_reason(number: int, path: str | None, never: bool, says: str) -> None:

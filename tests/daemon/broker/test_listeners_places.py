@@ -1,6 +1,7 @@
 """The folder of a socket."""
 
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -53,3 +54,13 @@ def test_its_own_folder_can_not_be_made(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(listeners, "OWN_FOLDER", tmp_path / "no" / "run")
     with pytest.raises(NeverListens, match=r"may not create the folder .*/no/run \(No such file or directory\)"):
         prepare_place(UnixAddress(str(tmp_path / "no" / "run" / "d.sock")), 0o660)
+
+
+def test_a_link_to_nothing_is_refused_and_one_to_a_socket_is_not(tmp_path: Path) -> None:
+    link = tmp_path / "d.sock"
+    link.symlink_to(tmp_path / "real.sock")
+    with pytest.raises(NeverListens, match="it is a symbolic link to nothing; delete it, or use another path"):
+        prepare_place(UnixAddress(str(link)), 0o660)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "real.sock"))
+        prepare_place(UnixAddress(str(link)), 0o660)
