@@ -159,7 +159,7 @@ class ModelConfig:
             earlier positions. Empty if no layer has a window.
         turned_width: How many values of a head its position turns, the first ones in Hugging Face's order; None: all.
         gate: The activation of the gate.
-        has_outer_norms: Whether the results of attention and of the feed-forward part are normalized before they are
+        has_outer_norms: Whether the results of attention and of the feed-forward part are normalised before they are
             added to the residual (Gemma 3).
         embedding_scale: The factor by which the embedding's values are multiplied; None for no factor.
         score_divisor: Attention scores are divided by the root of this number; None: of `head_width`.

@@ -25,7 +25,7 @@ def kernel_of(
     """
     if isinstance(function, str | bytes):
         raise InvalidRequest("kernel: it must be a function, not a string", "CUDA C goes to session.compile")
-    # Check the module of the function's type, so that Triton need not be imported to recognize its functions.
+    # Check the module of the function's type, so that Triton need not be imported to recognise its functions.
     if type(function).__module__.startswith("triton."):
         if types is not None and not isinstance(types, Mapping):
             raise InvalidRequest(f"kernel: types must be a map, not {quoted(types)}", 'Pass types={"x": "*fp32"}')

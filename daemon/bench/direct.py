@@ -137,7 +137,7 @@ def _graph_figures(
         "calls_20_us": pipelined(launch),
         "graph_20_us": pipelined(replay),
     }
-    # A synchronization after CALLS graphs keeps the driver's queue from filling up, which would make calls wait.
+    # A synchronisation after CALLS graphs keeps the driver's queue from filling up, which would make calls wait.
     calls = []
     for _ in range(samples // CALLS + 1):
         calls += _timed_us(replay, CALLS)

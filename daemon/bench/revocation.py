@@ -124,7 +124,7 @@ class StampedContext:
 class Revoker:
     """A process that sets the revocation words of pages, one after the other, each a moment after a request.
 
-    `start` forks the process, and must be called before the driver is initialized.
+    `start` forks the process, and must be called before the driver is initialised.
     """
 
     def __init__(self, count: int) -> None:
@@ -173,7 +173,7 @@ def measure(driver_name: str, card: str, ptx: bytes, count: int) -> dict[str, fl
     """Return microseconds until the refusal, and numbers of launches that began too late. Raises NotRefused."""
     driver = driver_named(driver_name)
     driver.preload()
-    # Fork before a context exists, because an initialized driver does not survive a fork.
+    # Fork before a context exists, because an initialised driver does not survive a fork.
     revoker = Revoker(count)
     revoker.start()
     context = StampedContext(driver.open_context(card, SLICE_BYTES))

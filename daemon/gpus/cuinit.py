@@ -1,6 +1,6 @@
 """`python -m gpulease.daemon.gpus.cuinit`: calls cuInit and prints its result as JSON.
 
-The call needs its own process: an initialized driver does not survive a fork, and a broken driver may hang. The daemon
+The call needs its own process: an initialised driver does not survive a fork, and a broken driver may hang. The daemon
 runs this only if no worker can create a context, to distinguish faults of the driver from faults of the sandbox.
 """
 

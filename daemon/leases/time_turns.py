@@ -219,7 +219,7 @@ class Turns:
         least = min((part for part in parts.values() if part), default=1.0)
         period_ns = int(min(max(MIN_PERIOD_NS, MIN_TURN_NS / least), MAX_PERIOD_NS))
         # Each period begins where the last one ended, so turns move little between periods. If a session has ended, the
-        # others' turns change within the period, because a new period would favor the first session.
+        # others' turns change within the period, because a new period would favour the first session.
         began_ns = self._began_ns if now_ns < self._until_ns else self._until_ns
         began_ns += (now_ns - began_ns) // period_ns * period_ns
         # A session gets no turns while its part is 0: even in a short turn it could begin a long kernel.

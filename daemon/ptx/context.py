@@ -658,7 +658,7 @@ class CpuContext:
     ) -> tuple[bytes, bool]:
         """Check and pack a launch. Returns its record and whether threads share its blocks. Raises LaunchRejected.
 
-        Kernels of a graph are replayed, so optimize them at once.
+        Kernels of a graph are replayed, so optimise them at once.
         """
         head, is_shared = self._head(kernel, grid, block, shared_bytes, tag, is_replayed=is_replayed)
         if len(params) != kernel.parameter_bytes:

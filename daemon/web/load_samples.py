@@ -23,7 +23,7 @@ class LoadSample(NamedTuple):
 
     Attributes:
         at_ns: The moment, on a monotonic clock.
-        utilization_percent: The utilization that the card reports.
+        utilization_percent: The utilisation that the card reports.
         used_bytes: The used bytes that the card reports; if it reports none, the bytes that sessions have allocated.
         leased_bytes: The bytes of all leases, fenced ones included.
     """

@@ -50,7 +50,7 @@ class Pseudonyms:
         return f"tenant {self._digest('tenant', tenant)[:PSEUDONYM_CHARS]}"
 
     def of_lease(self, lease_id: str) -> str:
-        """Return the key by which a page recognizes a lease."""
+        """Return the key by which a page recognises a lease."""
         return self._digest("lease", lease_id)[:KEY_CHARS]
 
     def _digest(self, kind: str, text: str) -> str:

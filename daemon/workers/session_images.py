@@ -434,7 +434,7 @@ def _wipe(fd: int, at: int, size_bytes: int) -> None:
         if pages_from >= pages_to:
             memory[first:end] = bytes(size_bytes)
             return
-        # Keep the pages at both ends, because they also hold neighboring bytes.
+        # Keep the pages at both ends, because they also hold neighbouring bytes.
         memory.madvise(mmap.MADV_REMOVE, pages_from, pages_to - pages_from)
         memory[first:pages_from] = bytes(pages_from - first)
         memory[pages_to:end] = bytes(end - pages_to)

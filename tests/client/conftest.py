@@ -15,13 +15,13 @@ def peer(tmp_path: Path) -> Iterator[ScriptedPeer]:
 
 @pytest.fixture
 def renewed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease of a minute is renewed after some hundredths of a second, so that none ends however slow the host is."""
+    """Renew a lease of a minute after some hundredths of a second, so that it does not end even on a slow host."""
     monkeypatch.setattr("gpulease.client.core.lease.RENEW_AT", 1e-3)
 
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def run(request: pytest.FixtureRequest, peer: ScriptedPeer) -> Callable[[Scenario], None]:
-    """Plays a scenario on one face; every test that takes this runs on both."""
+    """Return a function that runs a scenario with one API. Tests with this fixture run with both APIs."""
     face = Face(request.param, peer)
     return lambda scenario: play(scenario, face)
 
@@ -30,7 +30,7 @@ def run(request: pytest.FixtureRequest, peer: ScriptedPeer) -> Callable[[Scenari
 def run_over_both(
     request: pytest.FixtureRequest, peer: ScriptedPeer, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Scenario], None]:
-    """The same, and once more with the frames in shared memory, by a client that spins however few cores there are."""
+    """Like `run`, and once more with frames in shared memory. The client spins, however few cores there are."""
     name, _, ring = request.param.partition(", ")
     peer.gives_rings = bool(ring)
     monkeypatch.setattr("gpulease.client.transport.spin_policy._HAS_CORES", True)

@@ -1,7 +1,7 @@
-"""What a field's construct is called in the specification, read off the construct itself.
+"""The specification's name for the encoding of each field, derived from the field's construct.
 
-The property tests' strategies, the vectors' JSON and the README's tables all hang on these names, so a field that
-changes its encoding changes all three or fails a test.
+The property tests' strategies, the vectors' JSON and the README's tables depend on these names. So a field that changes
+its encoding changes all three, or a test fails.
 """
 
 from dataclasses import dataclass, fields
@@ -22,7 +22,10 @@ _INTEGERS = {">B": "u8", ">H": "u16", ">h": "i16", ">L": "u32", ">Q": "u64"}
 
 @dataclass(frozen=True)
 class Encoding:
-    """`kind` is the specification's word; `item` and `record` say of what a list or optional is made."""
+    """The encoding of a field.
+
+    `kind` is its name in the specification. `item` and `record` are the parts of a list or an optional.
+    """
 
     kind: str
     item: "Encoding | None" = None
@@ -62,7 +65,7 @@ def encoding_of(subcon: Any) -> Encoding:
 
 
 def fields_of(record: type[Any]) -> dict[str, Encoding]:
-    """Name and encoding of each field, in the order of the wire."""
+    """Return the name and encoding of each field, in the order on the wire."""
     if record in (primitives.Tlv, primitives.LeaseParameter):
         width = "u8" if record is primitives.Tlv else "u16"
         return {fields(record)[0].name: Encoding(width), "value": Encoding("short bytes", limit=0xFFFF)}
@@ -70,7 +73,7 @@ def fields_of(record: type[Any]) -> dict[str, Encoding]:
 
 
 def _limit(length: Any) -> int:
-    """The largest count a length field takes, found by asking it: it has the check in a closure."""
+    """Return the largest count that a length field accepts. The limit is in a closure, so this searches for it."""
     low, high = 0, 0x1_0000_0000
     while high - low > 1:
         middle = (low + high) // 2

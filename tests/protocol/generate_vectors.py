@@ -1,7 +1,7 @@
 """Writes `vectors/` from the construct definitions: `PYTHONPATH=.dev python -m tests.protocol.generate_vectors`.
 
-A test regenerates them in memory and compares, so a change of the wire format can't go by unseen. A changed file is a
-changed protocol: it needs a new version, unless the format has never been released.
+A test generates them in memory and compares them, so that a change of the wire format is always noticed. A changed file
+is a changed protocol. It needs a new version, unless the format was never released.
 """
 
 from . import vector_conversations, vector_invalid, vector_messages
@@ -9,7 +9,7 @@ from .vector_json import VECTORS, dump
 
 
 def documents() -> dict[str, str]:
-    """The text of every generated file, by its path inside `vectors/`."""
+    """Return the text of every generated file, by its path inside `vectors/`."""
     files = {
         "frames.json": vector_invalid.frames_document(),
         "invalid.json": vector_invalid.invalid_document(),

@@ -1,4 +1,4 @@
-"""Two connections with a wire between them, brought to any state, and the three ways to feed one."""
+"""Two connections that exchange bytes in memory, in any state, and three ways to pass bytes to one of them."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ class Pair:
         self.server = Connection(Role.SERVER, max_payload_bytes=max_payload_bytes)
 
     def ask(self, op: Opcode, body: m.Body, session_id: int = 0) -> Request:
-        """A request, as the server sees it; unanswered."""
+        """Send a request. Returns it as the server received it, without a reply."""
         _, wire = self.client.send_request(op, body, session_id=session_id)
         self.server.receive_data(wire)
         request = request_of(self.server)
@@ -48,7 +48,7 @@ class Pair:
 
 
 def pair_in(state: State) -> Pair:
-    """Two peers in a state, nothing in flight but the request that makes the state."""
+    """Return two peers in a state. Nothing is in flight except the request that leads to the state."""
     pair = Pair()
     for reached in _journey(pair):
         if reached is state:
@@ -72,7 +72,7 @@ def _journey(pair: Pair) -> Iterator[State]:
 
 
 def fed(connection: Connection, chunks: list[bytes]) -> list[Event]:
-    """What a connection makes of bytes that come in these pieces."""
+    """Return the events of a connection that receives bytes in these pieces."""
     events = []
     for chunk in chunks:
         connection.receive_data(chunk)

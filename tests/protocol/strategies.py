@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every message, from its definition, and the fixed things the tests speak of."""
+"""Hypothesis strategies for every message, made from its definition, and constants that several tests use."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def bounded_text(limit: int) -> st.SearchStrategy[str]:
 
 
 def values(encoding: Encoding) -> st.SearchStrategy[Any]:
-    """Values a field of this encoding can hold; small ones, the limits have tests of their own."""
+    """Return values for a field of this encoding. They are small, because limits have separate tests."""
     if encoding.kind == "i16":
         return st.integers(-(2**15), 2**15 - 1)
     if encoding.size is not None:

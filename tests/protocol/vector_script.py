@@ -18,7 +18,7 @@ SLICE = 64 << 20
 MODULE = 1
 X = b"".join(bytes.fromhex(value) for value in ("00000000", "0000803f", "00000040", "00004040"))
 Y = b"".join(bytes.fromhex(value) for value in ("00002041", "00004041", "00006041", "00008041"))
-"""The floats 0, 1, 2, 3 and what twice each and ten is."""
+"""X has the floats 0, 1, 2, 3. Y has twice each of them plus ten."""
 
 _HEAD = ".version 6.3\n.target sm_75\n.address_size 64\n"
 _KERNEL = """.visible .entry {name}(.param .u64 x, .param .u32 n, .param .f32 a)
@@ -51,7 +51,7 @@ class Script:
     def ask(
         self, connection: str, op: Opcode, body: m.Body, *, session_id: int = 0, quiet: bool = False, comment: str = ""
     ) -> int:
-        """The client's next request on a connection; its id."""
+        """Add the client's next request on a connection. Returns its id."""
         self._last_id[connection] += 1
         request_id = self._last_id[connection]
         self._asked[connection, request_id] = op, session_id
@@ -82,12 +82,12 @@ class Script:
         self.reply(connection, self.ask(connection, op, body, session_id=session_id), reply)
 
     def hello(self, connection: str, *options: Tlv) -> None:
-        """The greeting every connection starts with."""
+        """Add the greeting with which every connection begins."""
         reply = m.HelloReply(0, "gpuleased 0.1.0", MAX_PAYLOAD_BYTES, options)
         self.call(connection, Opcode.HELLO, m.Hello(0, "gpulease 0.1.0", ()), reply)
 
     def grant(self, connection: str = "control", ttl_ms: int = 120_000) -> None:
-        """A lease of 64 MiB."""
+        """Add the grant of a lease of 64 MiB."""
         grant = m.LeaseGrant(LEASE, 1, SLICE, ttl_ms, EXPIRES, Exclusivity.SHARED, CARD_UUID)
         self.call(connection, Opcode.LEASE_ALLOC, alloc(SLICE, ttl_ms), grant)
 
@@ -98,7 +98,7 @@ class Script:
         told: tuple[Tlv, ...] = (),
         asked: tuple[Tlv, ...] = (),
     ) -> None:
-        """A second connection that becomes the lease's session."""
+        """Add a second connection, which becomes the lease's session."""
         asked, options = (
             (wanted or SharedMemoryRequest()).to_options() + asked,
             (given or SharedMemoryGrant()).to_options() + told,
@@ -126,6 +126,9 @@ def alloc(size_bytes: int, ttl_ms: int = 120_000, exclusivity: int = 0, wait_ms:
 
 
 def launch(kernel: str, value_hex: str) -> m.Launch:
-    """A kernel on the four floats: pointer, count, value, little-endian and without gaps."""
+    """Return the launch of a kernel on the four floats.
+
+    Its arguments are a pointer, a count and a value, little-endian and packed.
+    """
     args = POINTER.to_bytes(8, "little") + (4).to_bytes(4, "little") + bytes.fromhex(value_hex)
     return m.Launch(MODULE, kernel, 1, 1, 1, 256, 1, 1, 0, args, (8, 4, 4))

@@ -2,7 +2,7 @@
 
 Three formats, as transformers reads them: FP8 in blocks (its FineGrainedFP8Config, the files of Qwen3-*-FP8), FP8 by
 rows (compressed-tensors' "float-quantized") and AWQ (its AwqConfig, in AutoAWQ's layout "gemm"). The engine computes
-with the weights' values rounded to bf16. It does not quantize activations, as some other servers do with FP8, so its
+with the weights' values rounded to bf16. It does not quantise activations, as some other servers do with FP8, so its
 results are closer to the unpacked model's.
 """
 
@@ -70,7 +70,7 @@ _ACCEPTED: Final[dict[str, Accepted]] = {
 _GROUP_MEMBERS: Final[Accepted] = {
     "targets": (["Linear"],),
     "weights": (),
-    # How other engines quantize the inputs of a linear.
+    # How other engines quantise the inputs of a linear.
     "input_activations": (),
     "output_activations": (None,),
     "format": ("float-quantized", None),

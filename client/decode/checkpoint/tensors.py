@@ -175,7 +175,7 @@ def reordered_heads(rows: RowReader, order: NDArray[np.int64]) -> RowReader:
 
 def row_bytes(kind: TensorType, columns: int, name: str) -> int:
     """Return the size of a row. Raises ModelRejected, which names the tensor `name`, if rows end inside a block."""
-    # A row of a quantized tensor must consist of whole blocks, or rows could not be read separately.
+    # A row of a quantised tensor must consist of whole blocks, or rows could not be read separately.
     values, nbytes = BLOCKS[kind]
     if columns % values:
         raise ModelRejected(
@@ -270,7 +270,7 @@ def with_one_added(tensor: Tensor) -> Tensor:
 
 
 def _dequantised(data: NDArray[np.uint8], kind: TensorType) -> NDArray[np.float32]:
-    # Import this late, because a checkpoint without quantized tensors does not need gguf.
+    # Import this late, because a checkpoint without quantised tensors does not need gguf.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

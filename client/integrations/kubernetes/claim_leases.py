@@ -339,7 +339,7 @@ class ClaimLeases:
 
 
 def request_id(uid: str, number: int) -> bytes:
-    """Return the request id, 16 bytes, by which a daemon recognizes a repeated request for this lease of a claim."""
+    """Return the request id, 16 bytes, by which a daemon recognises a repeated request for this lease of a claim."""
     return hashlib.sha256(f"gpulease dra 1 {uid} {number}".encode()).digest()[:16]
 
 

@@ -62,7 +62,7 @@ class CudaKernel:
     shared: DynamicSharedMemory
     is_cooperative: bool = False
     waits: bool = False
-    # The whole image is compiled, with all optimizations, when it is loaded.
+    # The whole image is compiled, with all optimisations, when it is loaded.
     is_due: bool = False
 
     def figures(self) -> Figures:

@@ -169,7 +169,7 @@ class NodeRecord(_Beat):
     """A node's membership. It is small, because etcd keeps each heartbeat until it compacts.
 
     Attributes:
-        nonce: Identifies this write, so that the writer recognizes it if the answer was lost.
+        nonce: Identifies this write, so that the writer recognises it if the answer was lost.
         boot_ms: The node's clock (CLOCK_BOOTTIME) at the heartbeat.
         beat: Number of the heartbeat; 0 from a version without numbers. The daemon records it in its journal first, so
           a journal with a lower number is a copy or an earlier state.
@@ -195,7 +195,7 @@ class ClaimRecord:
           void.
         lease_id: The lease, in 32 hexadecimal digits.
         tenant: The lease's tenant.
-        nonce: Identifies this claim, so that its writer recognizes it if the answer was lost.
+        nonce: Identifies this claim, so that its writer recognises it if the answer was lost.
         epoch_base: The claim's epoch is this number plus the claim's mod revision.
     """
 

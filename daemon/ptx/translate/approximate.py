@@ -2,7 +2,7 @@
 
 Each is computed in double precision and rounded once, so its error is far below the ISA's bound; the results that the
 ISA lists for zeros, infinities and NaN are exact. A GPU's own approximations differ in their last bits. 2^x is written
-out as arithmetic: unlike a call, LLVM can vectorize it for the threads of a loop.
+out as arithmetic: unlike a call, LLVM can vectorise it for the threads of a loop.
 """
 
 import math

@@ -85,7 +85,7 @@ class LaneTranslator(LaneRegisters):
         for bits in self._lanes.live:
             self._shared |= bits
         self.local_step = round_up(self.local_limit, LOCAL_STEP)
-        # Step 6: initialize the state of the translation.
+        # Step 6: initialise the state of the translation.
         indices = ARGUMENTS[:3] if self.is_warp else ARGUMENTS[:1]
         self.ir.arguments = {name: Value("i32", f"%wide.{name}") for name in indices}
         if self.is_warp:

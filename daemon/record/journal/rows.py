@@ -564,7 +564,7 @@ class Contents:
         """Forget which member of the fleet the node was, but not the fleet itself, and return the changes of rows."""
         if self.membership is None:
             return []
-        # The cluster, generation and revision stay, so that the node still recognizes a store that was restored from a
+        # The cluster, generation and revision stay, so that the node still recognises a store that was restored from a
         # backup.
         self.membership = replace(self.membership, incarnation=0, beat=0, run="", entered="", folder="")
         return [Change(RowKind.MEMBERSHIP, MEMBERSHIP_KEY, self.membership)]

@@ -15,14 +15,17 @@ TINY_LIMITS = StepLimits(max_rows=16, tables=6, positions=160)
 
 @pytest.fixture(scope="module")
 def tiny(shared_daemon: Daemon) -> Iterator[RunningRig]:
-    """An engine for a whole file's tests: each leaves it without steps under way, whatever its pools hold."""
+    """Yield an engine for all tests of a file.
+
+    A test must leave no steps in progress; it may leave anything in the pools.
+    """
     with running(shared_daemon.address, RandomCheckpoint(TINY, 1), TINY_LIMITS) as rig:
         yield rig
 
 
 @pytest.fixture(scope="session")
 def alone(shared_daemon: Daemon) -> Outputs:
-    """The decoder rig's outputs, each computed with no other request in progress."""
+    """Return the decoder rig's outputs, each computed with no other request in progress."""
 
     async def part() -> Outputs:
         async with opened(shared_daemon) as decoder:

@@ -1,4 +1,4 @@
-"""A decode engine of dictionaries: what a row computes depends on the tokens that it really reads through its table."""
+"""A simulated decode engine: what a row computes depends on the tokens that it reads through its block table."""
 
 import zlib
 from collections.abc import Collection, Sequence
@@ -14,11 +14,11 @@ VOCABULARY = 24
 END_TOKEN = 0
 MOST_TOKENS = 1000
 STRAY = VOCABULARY + 1
-"""What memory holds where nobody wrote: no token."""
+"""A value that is no token, in memory that was never written."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """The model: any change of any token before changes it."""
+    """Return the model's next token. It depends on every token before it."""
     return zlib.crc32(bytes(tokens)) % VOCABULARY
 
 
@@ -28,7 +28,7 @@ def continuation(
     end_tokens: frozenset[int] = frozenset({END_TOKEN}),
     window: int | None = None,
 ) -> list[int]:
-    """What a request emits that nothing ever happens to; each token by the last `window` of those before it."""
+    """Return the tokens of a request that nothing disturbs. Each depends on the last `window` tokens before it."""
     found: list[int] = []
     while len(found) < most and not (found and found[-1] in end_tokens):
         found.append(next_token([*tokens, *found][-(window or MOST_TOKENS) :]))
@@ -38,43 +38,43 @@ def continuation(
 def prompt_request(
     tenant: str, name: str, prompt: int, most: int, wait_s: float = 0.0, first_token: int = 1
 ) -> PromptRequest:
-    """A request with a prompt of so many tokens."""
+    """Return a request whose prompt has `prompt` tokens."""
     tokens = tuple((first_token + i) % VOCABULARY for i in range(prompt))
     return PromptRequest(tenant, name, tokens, SamplingParameters(), most, wait_s)
 
 
 class SimulatedEngine:
-    """Regions, block tables and results of the last step.
+    """Regions, block tables, and the results of the last step.
 
-    Steps run in the order in which they are planned. A step that does not begin has no results and writes nothing.
+    Steps run in the order in which they were planned. A step that is refused has no results, and writes nothing.
     """
 
     def __init__(self, window: int | None = None) -> None:
         self._window = window or MOST_TOKENS
         self._generations = count()
         self.regions: dict[str, int] = {}
-        # Regions of shared prefixes, by their names.
+        # Regions of shared prefixes, by the prefix's name.
         self.shared: dict[str, int] = {}
         self.memory: dict[tuple[int, int, int], int] = {}
         self.tables: dict[tuple[int, int], int] = {}
 
     def open(self, tenant: str) -> None:
-        """Give a tenant a new region, with nothing in it."""
+        """Give a tenant a new, empty region."""
         self.regions[tenant] = next(self._generations)
 
     def share(self, prefix: SharedPrefix) -> None:
-        """Compute a shared prefix's blocks, in a region of its own."""
+        """Compute a shared prefix's blocks in a separate region."""
         region = self.shared[prefix.name] = next(self._generations)
         for place, token in enumerate(prefix.token_ids[: prefix.blocks * PAGE]):
             self.memory[region, place // PAGE, place % PAGE] = token
 
     def unshare(self, name: str) -> None:
-        """Spoil a shared prefix's region."""
+        """Destroy the contents of a shared prefix's region."""
         region = self.shared.pop(name)
         self.memory.update({place: STRAY for place in self.memory if place[0] == region})
 
     def move(self, tenant: str, blocks: Collection[int]) -> None:
-        """Copy these blocks of a tenant's region to another place; the old one is spoilt."""
+        """Copy these blocks of a tenant's region to a new region, and destroy the contents of the old one."""
         old, self.regions[tenant] = self.regions[tenant], next(self._generations)
         for (region, block, place), token in list(self.memory.items()):
             if region == old:
@@ -112,19 +112,19 @@ class SimulatedEngine:
 
 
 def check_books(scheduler: ContinuousBatchScheduler) -> None:
-    """Blocks sum to the pools, tables to the engine's, and no tenant has more than it may have."""
+    """Check that used and free blocks and tables add up, and that no tenant exceeds its limits."""
     tables = []
     for tenant in scheduler.tenants.values():
         live = list(tenant.live.values())
         assert len(live) <= tenant.config.max_concurrent
         used = {block for sequence in live for block in sequence.blocks if NO_BLOCK < block < tenant.region_blocks}
-        # Behind its window it has no blocks, and in front of it all.
+        # A sequence has no blocks before its window, and all blocks from there on.
         for sequence in live:
             assert sequence.blocks.index(next(it for it in sequence.blocks if it != NO_BLOCK)) == sequence.freed_blocks
             assert NO_BLOCK not in sequence.blocks[sequence.freed_blocks :]
             window = scheduler.settings.window
             assert sequence.freed_blocks * PAGE <= max(0, sequence.length + 1 - (window or MOST_TOKENS))
-        # Blocks of a shared prefix come first, all of one that is shared, and no row writes them.
+        # Blocks of a shared prefix come first. All of its blocks are there, and no row writes them.
         for sequence in live:
             shared = [block for block in sequence.blocks if block >= tenant.region_blocks]
             first = sequence.freed_blocks
@@ -136,7 +136,7 @@ def check_books(scheduler: ContinuousBatchScheduler) -> None:
             assert not shared or len(shared) <= scheduler.prefixes[sequence.prefix].blocks
         assert tenant.blocks.used == len(used)
         assert tenant.blocks.available == tenant.region_blocks - len(used)
-        # Of the blocks that several sequences have, none may be written again: all have rows behind them.
+        # Blocks that several sequences use must not be written again: all sequences have rows after them.
         for sequence in live:
             others = {block for other in live for block in other.blocks if other is not sequence}
             assert not others.intersection(sequence.blocks[sequence.length // PAGE :])

@@ -1,4 +1,4 @@
-"""Claims as seen from outside: who was granted each name, until when by its page, and which epochs there were."""
+"""Claims as seen from outside: which leases were granted each name, until when by their pages, and all epochs."""
 
 from typing import TYPE_CHECKING
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from .simulated import Shell
 
 SLEPT_NS = 7_000_000_000
-"""Time for which the host has slept: what CLOCK_BOOTTIME is ahead of the monotonic clock."""
+"""Time for which the host has slept: the difference between CLOCK_BOOTTIME and the monotonic clock."""
 
 
 class ExpectedNames:
-    """Names, kept apart from the table's own state.
+    """Names, stored separately from the table's own state.
 
     Attributes:
-        named: The name and epoch of every lease that was asked for by a name.
-        counted: Every lease that was asked for with bytes of a quota in the fleet.
-        holders: Leases that were granted a name and are not proved gone.
+        named: The name and epoch of every lease that was requested with a name.
+        counted: Every lease whose bytes count for a quota in the fleet.
+        holders: Leases that were granted a name and are not proved free.
         highest: The highest epoch of each name that was granted.
         pages: The horizon on each worker's page.
-        horizon_ns: The horizon of the node; None if its claims are lost.
+        horizon_ns: The node's horizon; None if its claims are lost.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class ExpectedNames:
         self.holders = {name: holder for name, holder in self.holders.items() if holder != lease_id}
 
     def lose_tail(self) -> None:
-        """Forget the grants of the last event: no reply about them was sent."""
+        """Remove the grants of the last event, because no reply about them was sent."""
         for name, before in self._undo:
             self.highest[name] = before
             del self.holders[name]
@@ -126,7 +126,7 @@ class ExpectedNames:
         self.horizon_ns = None
 
     def restored(self, kept: LeaseRow, shell: "Shell") -> LeaseRestored:
-        """A lease as the next daemon takes it over, with the horizon on its page."""
+        """Return a lease as the next daemon takes it over, with the horizon on its page."""
         boot_ns = self.pages.get(kept.lease_id)
         horizon = None if boot_ns is None else Horizon(boot_ns - SLEPT_NS, boot_ns)
         return LeaseRestored(kept, kept.lease_id in shell.alive, kept.lease_id in shell.submits.opened, horizon)

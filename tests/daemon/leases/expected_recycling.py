@@ -1,4 +1,4 @@
-"""Expected state of recycled contexts, kept apart from the table's own state."""
+"""Expected state of recycled contexts, stored separately from the table's own state."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -36,7 +36,7 @@ class ExpectedRecycling:
         self._on_warm: set[int] = set()
 
     def on_rename(self, from_id: int, to_id: int, shell: "Shell") -> None:
-        """Check that a lease takes a context that served no tenant or its own, or gives back an unused one."""
+        """Check that a lease takes a context that served no other tenant, or that an unused context is returned."""
         served = self._served.pop(from_id, None)
         assert to_id < FIRST_SUBMIT_ID or served is None, "a submit was given a context that served a lease"
         if to_id >= FIRST_WARM_ID:
@@ -54,7 +54,7 @@ class ExpectedRecycling:
             shell.send(WorkerScrubbed(lease_id, "" if luck % 8 else "the card shows more"))
 
     def on_recycle(self, effect: RecycleWorker, shell: "Shell") -> None:
-        """Check that the worker lives, was proved scrubbed, and that its tenant alone had the lease."""
+        """Check that the worker lives and was proved scrubbed, and that only its tenant had the lease."""
         lease_id, warm_id = effect.lease_id, effect.warm_id
         lease = shell.table.get(lease_id)
         assert lease is not None

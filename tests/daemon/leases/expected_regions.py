@@ -1,4 +1,4 @@
-"""Sessions' regions and slices as their workers have them, kept apart from the table's own state."""
+"""Sessions' regions and slices as their workers have them, stored separately from the table's own state."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -33,7 +33,10 @@ ENDED = (RegionWord.REVOKED, RegionWord.EXPIRED, RegionWord.FREED)
 
 @dataclass
 class Mapped:
-    """A region that a worker has: its bytes, those kept in its place, and whether its memory was taken away."""
+    """A region that a worker has.
+
+    It has the region's bytes, the bytes that stay reserved at its address, and whether its memory was taken away.
+    """
 
     lease_id: int
     size_bytes: int
@@ -76,7 +79,7 @@ class ExpectedRegions:
     hung: set[int] = field(default_factory=set)
 
     def saw(self, effect: Effect, shell: "Shell") -> None:
-        """Check an effect against what the workers have, and take it in."""
+        """Check an effect against what the workers have, and record it."""
         match effect:
             case OpenRegion():
                 self._open(effect, shell)
@@ -148,7 +151,7 @@ class ExpectedRegions:
         return sum(region.held_bytes for region in self.mapped.values() if region.lease_id == lease_id)
 
     def carry_out(self, lease_id: int, luck: int, shell: "Shell") -> None:
-        """Let a worker carry out its next order, and answer."""
+        """Let a worker execute its next order, and reply."""
         orders = self.orders.get(lease_id)
         if not orders:
             return
@@ -187,14 +190,14 @@ class ExpectedRegions:
             )
 
     def release(self, region_id: int, shell: "Shell") -> None:
-        """Let the session let go of an ended region's address."""
+        """Let the session release an ended region's address."""
         region = self.mapped.get(region_id)
         if region is not None and region.is_taken and region.lease_id in shell.alive:
             del self.mapped[region_id]
             shell.send(RegionReleased(region_id))
 
     def poll(self, number: int, shell: "Shell") -> None:
-        """Look at the card for a region, or for a lease that was resized."""
+        """Check the card's memory for a region, or for a lease that was resized."""
         proof = self.proofs.pop(number)
         if number != proof.lease_id:
             shell.send(RegionProved(number))
@@ -205,7 +208,7 @@ class ExpectedRegions:
             return
         lease = shell.table.get(number)
         if lease is not None and lease.state is LeaseState.ACTIVE:
-            # Equal for a restored lease, which may have held more without a row that says so.
+            # For a restored lease they are equal. It may have held more, without a row that says so.
             assert proof.allowed_bytes <= held_bytes
             shell.hold_on(number, uuid, proof.allowed_bytes)
         shell.send(RegionProved(number))
@@ -219,7 +222,7 @@ class ExpectedRegions:
         return bool(self.orders or self.proofs)
 
     def finish(self, shell: "Shell") -> None:
-        """Carry out every order, and look at the card for every proof."""
+        """Execute every order, and check the card's memory for every proof."""
         while self.is_busy:
             for lease_id in tuple(self.orders):
                 self.carry_out(lease_id, 1, shell)
@@ -227,11 +230,11 @@ class ExpectedRegions:
                 self.poll(number, shell)
 
     def lose_tail(self, shell: "Shell") -> None:
-        """Lose the orders to grow that waited for the record of the last event."""
+        """Drop the orders to grow that waited for the record of the last event."""
         shell.unproved.update(self.before_growth)
 
     def forget_daemon(self) -> None:
-        """Lose what a killed daemon had not sent, or had asked for."""
+        """Drop what a killed daemon had not sent, or had requested without a reply."""
         self.orders.clear()
         self.proofs.clear()
         # An order that was never executed may have been lost with its row, and its number with it.
@@ -239,6 +242,6 @@ class ExpectedRegions:
         self.numbers = {key: region_id for key, region_id in self.numbers.items() if region_id in known}
 
     def check(self, shell: "Shell") -> None:
-        """Check that no lease's regions are more than its worker's slice."""
+        """Check that no lease's regions exceed its worker's slice."""
         for lease_id in {region.lease_id for region in self.mapped.values()} & shell.alive:
             assert self.held_by(lease_id) <= self.slices[lease_id], "regions hold more than their slice"

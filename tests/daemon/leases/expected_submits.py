@@ -1,4 +1,4 @@
-"""Expected state of submits, kept apart from the table's own state."""
+"""Expected state of submits, stored separately from the table's own state."""
 
 from typing import TYPE_CHECKING
 
@@ -28,14 +28,14 @@ class ExpectedSubmits:
         self.leases: dict[int, int] = {}
         self.running: set[int] = set()
         self.is_cleared = False
-        # Submits that run in place of a session; and leases with a session that was opened.
+        # Submits that run in place of a session, and leases for which a session was opened.
         self.in_place: set[int] = set()
         self.opened: set[int] = set()
-        # By the id drawn for the rest of a submit: its lease.
+        # The submit's lease, by the id that was drawn for what is left of the submit.
         self.left: dict[int, int] = {}
 
     def saw(self, effect: AnySubmitEffect, shell: "Shell") -> None:
-        """Check that a submit continues only while its lease is active, and is forgotten only once proved back."""
+        """Check that a submit runs only while its lease is active, and is forgotten only once its memory is free."""
         lease = shell.table.get(self.leases.get(effect.submit_id, 0))
         if isinstance(effect, SpawnSubmit):
             self._start(effect, shell)
@@ -53,7 +53,7 @@ class ExpectedSubmits:
             assert is_fence or self.is_cleared or effect.submit_id not in shell.unproved, "bytes were forgotten"
 
     def restore(self, number: int, shell: "Shell") -> None:
-        """Report a submit that a daemon finds when it comes back."""
+        """Report a submit that a restarted daemon finds."""
         is_running = number in shell.alive & self.running
         uuid, held_bytes = shell.unproved[number]
         size_bytes = held_bytes - next(card.overhead_bytes for card in shell.cards if card.uuid == uuid)
@@ -75,7 +75,7 @@ class ExpectedSubmits:
             shell.alive.add(to_id)
 
     def open_session(self, lease_id: int, shell: "Shell") -> None:
-        """Attach a client if the table allows it; no submit may then use the session's memory."""
+        """Attach a client if the table permits it. After that no submit may use the session's memory."""
         shell.send(SessionOpened(lease_id))
         lease = shell.table.get(lease_id)
         if lease is None or lease.state is not LeaseState.ACTIVE:
@@ -110,7 +110,7 @@ class ExpectedSubmits:
         else:
             assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
         self.leases[effect.submit_id] = effect.lease_id
-        # A submit of an earlier daemon may have had the id; nothing is kept of submits that are gone.
+        # A submit of an earlier daemon may have had this id. Nothing is stored about submits that are gone.
         shell.deadlines.pop(effect.submit_id, None)
         assert effect.is_warm == (effect.submit_id in shell.unproved), "a context is there, or it is not"
         shell.hold_on(effect.submit_id, effect.card_uuid, effect.size_bytes + overhead_bytes)

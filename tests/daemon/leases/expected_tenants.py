@@ -1,4 +1,4 @@
-"""Expected leases of each tenant, kept apart from the table's own state."""
+"""Expected leases of each tenant, stored separately from the table's own state."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -33,12 +33,12 @@ class ExpectedTenants:
         self.exempt: set[str] = set()
 
     def change(self, rules: TenantRules, exempt: Iterable[str]) -> None:
-        """Apply other rules from now on, except to leases these tenants have or await."""
+        """Apply other rules from now on, except to leases that these tenants have or await."""
         self.limits = replace(self.limits, tenants=rules)
         self.exempt |= set(exempt)
 
     def check_spawn(self, lease_id: int, tenant: str, size_bytes: int, card: Card, unproved: Iterable[int]) -> None:
-        """Check a new lease against its tenant's bounds; `unproved` are all leases that may hold bytes."""
+        """Check a new lease against its tenant's limits. `unproved` are all leases that may hold bytes."""
         sizes = self.check_growth(lease_id, tenant, size_bytes, unproved)
         if tenant in self.exempt:
             return
@@ -47,7 +47,7 @@ class ExpectedTenants:
         assert own.devices is None or any(map(card.answers_to, own.devices)), "a tenant is on a card it may not use"
 
     def check_growth(self, lease_id: int, tenant: str, size_bytes: int, unproved: Iterable[int]) -> list[int]:
-        """Check that a tenant has no more bytes than it may have, and return its leases' sizes."""
+        """Check that a tenant has no more bytes than it may have. Returns its leases' sizes."""
         self.leases[lease_id] = tenant, size_bytes
         sizes = [size for other in unproved for name, size in (self.leases.get(other, ("", 0)),) if name == tenant]
         bound = None if tenant in self.exempt else self.limits.tenants.of(tenant).max_vram_bytes

@@ -80,7 +80,10 @@ class Scenario:
         wait_ms: int = 0,
         **options: Any,
     ) -> list[Effect]:
-        """Ask for a lease; the request's number is the lease's id plus 1000. `options`: further ones of the lease."""
+        """Request a lease.
+
+        The request's number is the lease's id plus 1000. `options` are further options of the lease.
+        """
         terms = LeaseTerms(size, ttl_ms, exclusivity=exclusivity, **options)
         return self.do(AcquireRequested(lease_id + 1000, tenant, lease_id, terms, selector, wait_ms))
 
@@ -91,7 +94,7 @@ class Scenario:
     def region(
         self, region_id: int, size: int = 4, *, lease_id: int = 1, owner: str = "bob", ttl_ms: int = 5000
     ) -> LeaseSnapshot:
-        """Return a region that was opened; its request's number is its id plus 2000."""
+        """Open a region and return it. The request's number is the region's id plus 2000."""
         self.do(RegionRequested(region_id + 2000, lease_id, region_id, "ann", owner, size, ttl_ms, 1))
         return one(self.do(RegionOpened(region_id, region_id << 20)), RegionGranted).lease
 

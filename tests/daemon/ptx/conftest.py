@@ -32,7 +32,7 @@ def context() -> Iterator[CpuContext]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[CpuContext]:
-    """A context for a whole file's tests; they take it as `resting`, which leaves no thread behind."""
+    """Yield a context for all tests of a file. Tests use it as `resting`, which leaves no thread behind."""
     opened = CpuDriver().open_context("", SLICE_BYTES)
     yield opened
     opened.close()
@@ -46,19 +46,19 @@ def resting(lasting: CpuContext) -> Iterator[CpuContext]:
 
 @pytest.fixture
 def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are optimised before their first launch, as those that run for long are."""
+    """Optimise kernels before their first launch, like those that run for long."""
     monkeypatch.setattr(image, "MAX_FIRST_CODE_THREADS", 0)
 
 
 @pytest.fixture
 def first_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launch is so large that its kernel is optimised before."""
+    """Optimise no kernel before its first launch, however large the launch is."""
     monkeypatch.setattr(image, "MAX_FIRST_CODE_THREADS", sys.maxsize)
 
 
 Rows = Sequence[tuple[int, ...]]
 
-# What the rows' kernels read and write at most: 1024 rows, and 128 results for each.
+# The most that the kernels of `rows` read and write: 1024 rows, and 128 results for each.
 ROWS_BYTES = ROW_BYTES * 1024
 RESULTS_BYTES = RESULT_BYTES * 1024 * 128
 
@@ -68,7 +68,9 @@ ComputeAll = Callable[..., dict[str, list[int]]]
 
 @pytest.fixture
 def compute_all(resting: CpuContext) -> Iterator[ComputeAll]:
-    """Runs instructions on rows of bit patterns; by instruction, its results' bit patterns."""
+    """Return a function that runs instructions on rows of bit patterns. It returns the results' bit patterns by
+    instruction.
+    """
     modules: dict[str, CpuModule] = {}
     rows_at, results_at = resting.mem_alloc(ROWS_BYTES), resting.mem_alloc(RESULTS_BYTES)
 
@@ -96,5 +98,5 @@ def compute_all(resting: CpuContext) -> Iterator[ComputeAll]:
 
 @pytest.fixture
 def compute(compute_all: ComputeAll) -> Callable[[str, Sequence[str], str, Rows], list[int]]:
-    """Runs one instruction on rows of bit patterns; the results' bit patterns."""
+    """Return a function that runs one instruction on rows of bit patterns, and returns the results' bit patterns."""
     return lambda body, operands, result, rows: compute_all([body], operands, result, rows)[body]

@@ -1,4 +1,4 @@
-"""What comes of hostile code in the sandbox, found out once for each set of measures."""
+"""Outcomes of hostile code in the sandbox, computed once for each set of measures."""
 
 import json
 import subprocess
@@ -15,12 +15,12 @@ from helpers.daemon import python_environment
 
 @pytest.fixture(scope="session")
 def imprisoned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """What `helpers.prisoner` says, without the measures named, of some attempts or of all."""
+    """Return a function that runs `helpers.prisoner` without the given measures, for some attempts or for all."""
 
     @cache
     def found(without: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("prison")
-        # Anybody's: what stops it must not be who it belongs to.
+        # Everybody may access the folder, so that only the sandbox prevents an access, and not the folder's owner.
         folder.chmod(0o777)
         for name in ("readable", "writable"):
             (folder / name).write_text(name)

@@ -11,7 +11,7 @@ SLICE_BYTES = 256 << 20
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[tuple[CpuContext, KernelRig]]:
-    """A context for a whole file's tests, and its kernels."""
+    """Yield a context for all tests of a file, and its kernels."""
     opened = CpuDriver().open_context("", SLICE_BYTES)
     yield opened, KernelRig(opened)
     opened.close()

@@ -14,7 +14,7 @@ OpenStore = Callable[[], ReplicatedIdempotencyStore]
 
 
 class Clock:
-    """The time by which claims run out, and the date, as the test says."""
+    """A clock for the expiry of claims, and a wall clock. The test sets both."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -31,7 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture(scope="session", autouse=True)
 def _postgres() -> Iterator[PostgresServer | None]:
-    """Start a server for all tests that leave it running, before any test counts processes."""
+    """Start a server for all tests, before any test counts processes. Tests must leave it running."""
     if programs() is None:
         yield None
         return
@@ -45,7 +45,7 @@ def _postgres() -> Iterator[PostgresServer | None]:
 
 @pytest.fixture
 def postgres(_postgres: PostgresServer | None) -> PostgresServer:
-    """The server; skips the test where there is none."""
+    """Return the server. Skips the test if PostgreSQL is not installed."""
     if _postgres is None:
         pytest.skip("no PostgreSQL server is installed (Debian: postgresql)")
     return _postgres
@@ -53,7 +53,10 @@ def postgres(_postgres: PostgresServer | None) -> PostgresServer:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def open_store(request: pytest.FixtureRequest, clock: Clock, tmp_path: Path) -> Iterator[OpenStore]:
-    """Opens one and the same store as often as it is called; every test that takes this runs on both kinds."""
+    """Return a function that opens the same store at each call.
+
+    Tests with this fixture run with both kinds of stores.
+    """
     server: PostgresServer | None = request.getfixturevalue("postgres") if request.param == "postgres" else None
     with ExitStack() as stack:
 

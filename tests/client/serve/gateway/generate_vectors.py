@@ -1,6 +1,7 @@
 """Writes `vectors/gateway/`: `PYTHONPATH=.dev:tests python -m tests.client.serve.gateway.generate_vectors`.
 
-A test generates it again and compares. A changed file is another operation, and needs another schema id.
+A test generates the files again and compares them. If a file changes, requests are other operations, and need another
+schema id.
 """
 
 import json
@@ -15,7 +16,7 @@ CASES: tuple[tuple[str, str, int, bytes], ...] = (
     ("r", "m", 1, b""),
     ("order-17", "affine", 4096, bytes(range(256))),
     ("order-17", "affine", 4097, bytes(range(256))),
-    # The same bytes but for where one ends and the next begins.
+    # The same bytes, except where one string ends and the next begins.
     ("ab", "c", 1, b"d"),
     ("a", "bc", 1, b"d"),
     ("a", "b", 1, b"cd"),

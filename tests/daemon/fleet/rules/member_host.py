@@ -1,4 +1,4 @@
-"""A member with its clock and a store, driven step by step."""
+"""A member with a clock and a store, which a test runs step by step."""
 
 from typing import Any, TypeVar
 
@@ -34,11 +34,11 @@ LEASE = "ab" * 16
 E = TypeVar("E")
 
 MOST_ASKS = 1_000
-"""Transactions of one node at one moment; a node that asks more often would flood etcd."""
+"""Maximum number of transactions of one node at one moment. A node that sends more would flood etcd."""
 
 
 class Host:
-    """A member, its clock, and a store that answers as the test lets it."""
+    """A member, its clock, and a store that replies when the test lets it."""
 
     def __init__(self, etcd: ModelEtcd, node_id: str = "a", now: int = 1_000 * S, run: int = 1, **kept: Any) -> None:
         self.etcd = etcd
@@ -48,7 +48,7 @@ class Host:
         self.asked: list[Ask] = []
         self.effects: list[Effect] = []
         self.kept: list[DaemonMark] = []
-        """What its journal was told to keep."""
+        """The marks that the journal was told to store."""
         self.due: int | None = None
         self.is_cut = False
 
@@ -59,7 +59,7 @@ class Host:
         return self
 
     def left(self) -> dict[str, Any]:
-        """What the next process would receive, if it came now."""
+        """Return what the node's next process would receive now."""
         joined = self.take(Joined)[-1]
         remembered = self.take(Remembered)
         identity = remembered[-1].identity if remembered else joined.identity
@@ -78,7 +78,7 @@ class Host:
                 self.effects.append(effect)
 
     def settle(self) -> None:
-        """Answer everything at once, or lose it while the host is cut off."""
+        """Reply to all transactions at once; while the host is cut off, lose them."""
         for _ in range(MOST_ASKS):
             if not self.asked:
                 return
@@ -87,7 +87,7 @@ class Host:
         raise AssertionError(f"{self.node_id} asks etcd again and again while no time passes: {self.asked}")
 
     def run(self, seconds: float) -> None:
-        """Let time pass, with every timer at its time."""
+        """Let time pass. Every timer fires at its time."""
         end = self.now + int(seconds * S)
         while self.due is not None and self.due <= end:
             self.now, self.due = max(self.now, self.due), None

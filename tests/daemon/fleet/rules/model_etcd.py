@@ -1,4 +1,4 @@
-"""etcd as a linearizable store in memory, with revisions, and with the ways in which a broken design uses it."""
+"""etcd as a linearizable store in memory, with revisions, and with the operations that a broken design uses."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class ModelEtcd:
         self.keys.setdefault(GENERATION, KeyValue(GENERATION, b"first", 1, 1))
 
     def do(self, transaction: Transaction) -> TransactionAnswer:
-        """Do a transaction, and answer as etcd does."""
+        """Execute a transaction, and reply as etcd does."""
         succeeded = all(map(self.holds, transaction.compares))
         if succeeded and transaction.writes:
             touched = [write.key for write in transaction.writes]

@@ -9,12 +9,15 @@ from gpulease.daemon.ptx.image import CpuModule
 IN_WORDS, OUT_WORDS, AREA_BYTES = 8, 4, 4096
 THREADS = 1024
 
-# A few bytes more than the area's granules: behind it there is one that may be touched in part.
+# The area has a few bytes more than a whole number of granules, so that its last granule is used only in part.
 SIZES = (8 * IN_WORDS * THREADS, 8 * OUT_WORDS * THREADS, AREA_BYTES + 4)
 
 
 def block_ptx(body: str) -> str:
-    """A kernel in which each thread has words %a0 to %a7, stores %o0 to %o3, and shares `sh` and [%area]."""
+    """Return a kernel in which each thread has words %a0 to %a7, and stores %o0 to %o3.
+
+    All threads share `sh` and [%area].
+    """
     loads = "".join(f"ld.global.u64 %a{n}, [%p+{8 * n}]; cvt.u32.u64 %b{n}, %a{n};\n" for n in range(IN_WORDS))
     stores = "".join(f"st.global.u64 [%q+{8 * n}], %o{n};\n" for n in range(OUT_WORDS))
     return f"""
@@ -51,7 +54,10 @@ RunBlock = Callable[..., list[list[int]]]
 
 @pytest.fixture
 def run_block(resting: CpuContext) -> Iterator[RunBlock]:
-    """Runs a body on rows of words, one for each thread; what each keeps. `area` is shared, and read back into."""
+    """Return a function that runs a body on rows of words, one for each thread, and returns what each thread stores.
+
+    `area` is shared by all threads, and read back.
+    """
     modules: dict[str, CpuModule] = {}
     addresses = [resting.mem_alloc(size) for size in SIZES]
 

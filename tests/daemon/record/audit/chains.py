@@ -1,4 +1,4 @@
-"""Small logs as bytes, and what a reader makes of them."""
+"""Small audit logs as bytes, and what a reader returns for them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from gpulease.daemon.record.audit.records import ChainEnd, Draft, RecordKind, se
 from gpulease.daemon.record.audit.verification import Verdict, Verifier
 
 ANY_SPEED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""On a host that is busy with other tests an example takes as long as it takes."""
+"""Settings without time limits, because an example may take long on a busy host."""
 
 BOOT = "0123456789abcdef" * 2
 OTHER_BOOT = "fedcba9876543210" * 2
@@ -22,7 +22,7 @@ def draft(kind: RecordKind, mono_us: int = 1, **data: Any) -> Draft:
 
 
 def sealed(drafts: Iterable[Draft], after: ChainEnd | None = None, boot: str = BOOT) -> tuple[list[bytes], ChainEnd]:
-    """Lines without newlines, and the chain's end."""
+    """Return the log's lines, without newlines, and the end of the chain."""
     link, lines = after or ChainEnd(), []
     for one in drafts:
         line, link = seal(one, link, boot)
@@ -35,7 +35,7 @@ def text_of(lines: Iterable[bytes]) -> bytes:
 
 
 def verdict_of(files: Mapping[str, bytes], head: ChainEnd | None = None) -> Verdict:
-    """The verdict on whole files, read line by line."""
+    """Return the verdict on whole files, which are read line by line."""
     verifier = Verifier(head)
     for name, data in files.items():
         offset = 0
@@ -46,14 +46,14 @@ def verdict_of(files: Mapping[str, bytes], head: ChainEnd | None = None) -> Verd
 
 
 def _lines(data: bytes) -> list[bytes]:
-    """`bytes.splitlines` takes a carriage return for an end as well."""
+    """Split data at newlines. `bytes.splitlines` would also split at carriage returns."""
     parts = [part + b"\n" for part in data.split(b"\n")]
     parts[-1] = parts[-1][:-1]
     return [part for part in parts if part]
 
 
 def a_life() -> list[Draft]:
-    """One lease of 1000 bytes, had for 2 s, and one that is denied."""
+    """Return the records of a lease of 1000 bytes that lives for 2 s, and of one that is denied."""
     who = {"lease": f"{7:032x}", "tenant": "uid:1000", "size_bytes": 1000}
     return [
         draft(RecordKind.START, 1_000_000, format=1, version="1.0"),

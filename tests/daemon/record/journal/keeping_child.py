@@ -37,7 +37,7 @@ _ANSWERS = Granted | Renewed | FreeDone
 
 
 class Child:
-    """A lease table with workers that are ready, dead and proved gone immediately."""
+    """A lease table whose workers are ready, dead and proved free immediately."""
 
     def __init__(self, folder: Path) -> None:
         self.journal = open_journal(folder, BOOT)

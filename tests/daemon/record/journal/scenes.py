@@ -1,4 +1,4 @@
-"""Journals with something in them, as a daemon that was killed leaves them."""
+"""Journals with rows, as a daemon leaves them that was killed or stopped."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ RELAY = RelayRow(70, 12, "ann", "1A2B")
 
 
 def kept(lease_id: int, state: LeaseState = LeaseState.ACTIVE, **more: object) -> LeaseRow:
-    """The record of a lease of 100 bytes on GPU-a."""
+    """Return the record of a lease of 100 bytes on GPU-a."""
     cause = None if state is LeaseState.ACTIVE else Cause.EXPIRED
     ended_ns = 7 if state is LeaseState.FENCED else None
     values: dict[str, object] = {
@@ -59,7 +59,9 @@ def put(lease: LeaseRow) -> Change:
 
 
 def some_changes() -> list[list[Change]]:
-    """Of several commits: leases, tombstones, revoked ids, a spent token, a drain, a relay; one lease is gone again."""
+    """Return the changes of several commits: leases, one of which is removed again, tombstones, revoked ids, a spent
+    token, a drain, a relay.
+    """
     commits = [[put(kept(number))] for number in range(1, 9)]
     commits.append([Change(RowKind.LEASE, lease_key(3), None), Change(RowKind.TOMBSTONE, number_key(0), tombstone(3))])
     commits.append([Change(RowKind.REVOKED, number_key(3), 1), put(kept(4, LeaseState.FENCED))])
@@ -75,9 +77,10 @@ def opened(folder: Path, boot: str = BOOT) -> tuple[Store, Contents]:
 
 
 def left_behind(folder: Path) -> Contents:
-    """Write `some_changes`; what is in it then is returned.
+    """Write `some_changes` to a journal. Returns its contents.
 
-    `folder / "killed"` is as a daemon leaves it that is killed, `folder / "stopped"` as one does that stops.
+    `folder / "killed"` has the files that a killed daemon leaves, and `folder / "stopped"` those of one that has
+    stopped.
     """
     stopped = folder / "stopped"
     os.close(prepare(stopped))
