@@ -174,7 +174,9 @@ class Card:
             (at, one) for at, one in self.mapped.items() if at <= address and address + size <= at + one[0]
         )
         assert is_accessible
-        return self.bytes.setdefault(handle, bytearray(b"?" * (self.sizes | self.lost)[handle])), address - start
+        if handle not in self.bytes:
+            self.bytes[handle] = bytearray(b"?" * (self.sizes | self.lost)[handle])
+        return self.bytes[handle], address - start
 
     def poke(self, address: int, data: bytes) -> None:
         """Write memory, as a kernel would."""

@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import mmap
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +30,13 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpulease.daemon.drivers.cuda.mapped_pages.PARK_STEP_BYTES", STEP)
 
 
+@cache
+def drawn_bytes(seed: int, sizes: tuple[int, ...]) -> tuple[bytes, ...]:
+    """Random bytes of these sizes, drawn once for all scenes."""
+    source = random.Random(seed)
+    return tuple(map(source.randbytes, sizes))
+
+
 class Scene:
     """A slice with allocations, and regions, one of them ended, all with bytes of their own."""
 
@@ -37,16 +46,16 @@ class Scene:
         self.slice = SlicePages(self.pages, HOST_BYTES)
         self.regions = CudaRegions(self.pages, wait)
         self.regions.use_range(*self.slice.regions_range)
-        self.host = memoryview(bytearray(HOST_BYTES))
+        self.host = memoryview(mmap.mmap(-1, HOST_BYTES))
         self.ready: list[int] = []
-        source = random.Random(3)
         sizes = [512, 4096, MIB, 2 * PAGE]
         self.places = {int(self.slice.take(size)): size for size in sizes}
         self.region = self.regions.open(PAGE)
         self.ended = self.regions.open(3 * PAGE)
         self.regions.end(self.ended, keep_waiting)
         self.places |= {self.region: PAGE, self.ended + 2 * PAGE: PAGE}
-        self.expected = {address: source.randbytes(size) for address, size in self.places.items()}
+        contents = drawn_bytes(3, tuple(self.places.values()))
+        self.expected = dict(zip(self.places, contents, strict=True))
         for address, data in self.expected.items():
             self.card.poke(address, data)
         self.mapped = {address: size for address, (size, _, _) in self.card.mapped.items()}
@@ -59,7 +68,7 @@ class Scene:
     def take(self, size_bytes: int) -> None:
         """Allocate more."""
         address = int(self.slice.take(size_bytes))
-        self.expected[address] = random.Random(4).randbytes(size_bytes)
+        (self.expected[address],) = drawn_bytes(4, (size_bytes,))
         self.card.poke(address, self.expected[address])
         self.mapped = {at: size for at, (size, _, _) in self.card.mapped.items()}
         self.taken = self.card.taken
