@@ -136,6 +136,7 @@ class Shell:
         self.revoked: set[int] = set()
         self.revoked_last: set[int] = set()
         self.now_ns = 5_000 * MS
+        self.look_interval_ns = 100 * MS
         self.open_requests: set[int] = set()
         self.timers: list[tuple[int, TimerEvent]] = []
         self.lost_timers: list[tuple[int, TimerEvent]] = []
@@ -262,7 +263,7 @@ class Shell:
         is_enough = self.is_provable(event)
         self.send(event)
         if not is_enough:
-            self.now_ns += 100 * MS
+            self.now_ns += self.look_interval_ns
             self.jobs.append(job)
 
     def change_rules(self, rules: TenantRules, renamed: frozenset[str]) -> None:
@@ -567,6 +568,8 @@ class Shell:
     def finish(self) -> None:
         """Execute everything that was slow or lost, in due order; dead workers' bytes are gone."""
         self.lingering.clear()
+        # Each look is an event: at the daemon's own interval, looks until a card has settled would be most events.
+        self.look_interval_ns = SETTLE_NS // 4
         self.timers += self.lost_timers
         while self.jobs or self.timers or self.regions.is_busy:
             while self.jobs or self.regions.is_busy:
