@@ -9,6 +9,7 @@ is revoked before its tenant receives it.
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -301,6 +302,8 @@ class DurableReplies:
         self._post: Callable[[Event], None] = lambda _: None
         # In the order of arrival, and so by their times too: no reply overtakes another.
         self._held: deque[_Held] = deque()
+        # In the order of arrival: what waits without a time limit.
+        self._lasting: deque[_Held] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, post: Callable[[Event], None]) -> None:
@@ -323,6 +326,13 @@ class DurableReplies:
             if self._timer is None:
                 self._timer = self._loop.call_later(MAX_WAIT_S, self._give_up, self._loop)
 
+    def hold_until_durable(self, ticket: int, do: Callable[[], None]) -> None:
+        """Call `do` once the item with this ticket is durable, however long that takes."""
+        if self._durable() >= ticket:
+            do()
+        else:
+            self._lasting.append(_Held(ticket, math.inf, lambda _: do()))
+
     def refuse(self, granted: Granted | RegionGranted, denial: Denial) -> RequestDenied:
         """Revoke a grant that can't be made durable. Return the denial that its tenant gets in its place."""
         self._post(RevokeRequested(0, granted.lease.lease_id, denial.message))
@@ -337,8 +347,9 @@ class DurableReplies:
     def _release(self) -> None:
         # First send every reply that has its ticket on the disk, in order.
         durable = self._durable()
-        while self._held and self._held[0].ticket <= durable:
-            _finish(self._held.popleft(), "")
+        for waiting in (self._held, self._lasting):
+            while waiting and waiting[0].ticket <= durable:
+                _finish(waiting.popleft(), "")
         # If nothing can be written now, the others get the problem at once instead of waiting for the time limit.
         if self._held and (problem := self._problem()):
             while self._held:

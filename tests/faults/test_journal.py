@@ -127,6 +127,27 @@ def test_a_full_disk_stops_grants_and_not_leases(
 
 
 @pytest.mark.exhaustive
+def test_a_worker_that_ended_on_a_full_disk_is_forgotten_once_its_end_is_recorded(
+    start_lasting: Callable[..., LastingDaemon],
+) -> None:
+    """Until then its zygote keeps it for the next daemon."""
+    lasting = start_lasting()
+    lasting.now.allowed_trouble.append(CAN_NOT_BE_WRITTEN)
+    disk = Disk(lasting.now)
+    lease = lasting.now.builder().acquire()
+    disk.fill()
+    with pytest.raises(Busy, match=f"was freed, but {CAN_NOT_BE_WRITTEN}"):
+        lease.free()
+    disk.empty()
+    wait_until(lambda: can_acquire(lasting.now), "leases are granted again")
+    # What waited for the same commit as the last answer has happened before the next one.
+    assert lasting.now.query(lease.lease_id)["state"] == "torndown"
+    lasting.restart()
+    assert "of an earlier daemon" not in lasting.now.log()
+    assert lasting.now.query(lease.lease_id)["state"] == "torndown"
+
+
+@pytest.mark.exhaustive
 def test_operators_are_told_of_a_full_disk(daemon: Daemon) -> None:
     """Operators' requests are executed nevertheless, and get a reply at once."""
     daemon.allowed_trouble.append(CAN_NOT_BE_WRITTEN)

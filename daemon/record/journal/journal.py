@@ -161,7 +161,7 @@ class Journal:
         """Keep the node's membership of its fleet, with which the next daemon continues."""
 
     def once_kept(self, do: Callable[[], None]) -> None:
-        """Call `do` when all events so far are durable; never, if they can't be."""
+        """Call `do` when all events so far are durable, however long that takes."""
         do()
 
     def once_decided(self, do: Callable[[str], None]) -> None:
@@ -293,7 +293,9 @@ class FileJournal(Journal):
         return not_kept(problem) if problem else None
 
     def once_kept(self, do: Callable[[], None]) -> None:
-        self._hold(lambda problem: None if problem else do())
+        # After a fault the rows may lack something, so nothing counts as durable any more.
+        if not self._fault:
+            self._replies.hold_until_durable(self._committer.accepted, do)
 
     def once_decided(self, do: Callable[[str], None]) -> None:
         self._hold(do)

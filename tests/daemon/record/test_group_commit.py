@@ -163,6 +163,18 @@ def test_a_reply_waits_no_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch)
     assert replying(lambda disk: disk.hold(1)) == [(1, "it took more than 0.01 s")]
 
 
+def test_what_has_no_time_limit_happens_once_the_disk_works_again() -> None:
+    def play(disk: Disk) -> None:
+        disk.replies.hold_until_durable(2, lambda: disk.told.append((2, "at last")))
+        disk.problem = "it is full"
+        disk.replies._release()
+        assert disk.told == []
+        disk.durable, disk.problem = 2, ""
+        disk.replies.hold_until_durable(1, lambda: disk.told.append((1, "at once")))
+
+    assert replying(play) == [(1, "at once"), (2, "at last")]
+
+
 def test_a_reply_before_the_daemon_has_begun_is_not_told_as_durable() -> None:
     disk = Disk()
     disk.hold(1)
