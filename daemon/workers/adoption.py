@@ -63,6 +63,14 @@ class LeftoverWorker:
         """Return whether the worker's lease was granted, so that a tenant may know the lease."""
         return self.page.deadline_ns > 0
 
+    @property
+    def is_dropped(self) -> bool:
+        """Return whether an earlier broker has ended it because its lease continued, if at all, in another worker.
+
+        Its end may take seconds, in which that broker may be killed as well.
+        """
+        return self.page.word is not None and cause_of(self.page.word, self.page.cause) is Cause.ABANDONED
+
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
@@ -92,7 +100,8 @@ def reconcile(
     """
     # Step 1: find each lease's own worker. The remaining workers belong to submits, to the pool, or to no lease.
     adoptions, others = _restore(rows, left_workers, latest_ns, clocks)
-    used_ids = {lease.lease_id for lease in rows}
+    sizes = {lease.lease_id: lease.terms.session_bytes for lease in rows}
+    used_ids = set(sizes)
     open_for_submits = {lease.lease_id for lease in rows if lease.state is not LeaseState.FENCED}
     # Step 2: decide about the remaining workers, oldest first.
     for candidate in others:
@@ -111,8 +120,10 @@ def reconcile(
         is_additional = bool(spec.submit_of) or spec.lease_id in used_ids
         number = draw() if is_additional else spec.lease_id
         used_ids.add(number)
-        charge_bytes = spec.size_bytes + overheads.get(spec.card_uuid, 0)
         of_lease = (spec.submit_of or spec.lease_id) if is_additional else 0
+        # The record of a resize that grew the session may be newer than what the zygote knows of the worker's size.
+        size_bytes = spec.size_bytes if spec.submit_of else max(spec.size_bytes, sizes.get(of_lease, 0))
+        charge_bytes = size_bytes + overheads.get(spec.card_uuid, 0)
         adoptions.append(Adoption(WorkerFound(number, spec.card_uuid, charge_bytes, of_lease), candidate.worker))
     return adoptions
 
@@ -125,6 +136,9 @@ def _restore(
     others = list(left_workers)
     for lease in rows:
         own = [candidate for candidate in others if candidate.worker.spec.lease_id == lease.lease_id]
+        # A fence may be of a lease that was never granted, so that its only worker was dropped.
+        if lease.state is not LeaseState.FENCED:
+            own = [candidate for candidate in own if not candidate.is_dropped]
         # While a hung context is being replaced, a lease has two workers, and the second one has no deadline yet.
         # While a session passes from one worker to another, both have the lease's deadline.
         best = max(own, key=lambda candidate: (candidate.is_leased, candidate.is_alive), default=None)
@@ -200,7 +214,8 @@ def _stop_arrivals(left_workers: Sequence[LeftoverWorker]) -> list[LeftoverWorke
     """
     by_lease: dict[int, list[LeftoverWorker]] = {}
     for candidate in left_workers:
-        if candidate.is_leased and candidate.is_alive and not candidate.worker.spec.submit_of:
+        is_own = not (candidate.worker.spec.submit_of or candidate.is_dropped)
+        if candidate.is_leased and candidate.is_alive and is_own:
             by_lease.setdefault(candidate.worker.spec.lease_id, []).append(candidate)
     arrivals: list[FoundWorker] = []
     for own in by_lease.values():

@@ -227,6 +227,25 @@ def test_a_session_that_had_left_its_worker_is_in_no_next_one_that_does_not_say_
     assert restored.kept.is_cold is not has_session
 
 
+def test_a_worker_that_an_earlier_broker_has_dropped_has_no_session() -> None:
+    """It lives on while its driver frees its memory, and says what it said when it was dropped."""
+    dropped = left(5, PageState(Status.SESSION_FAILED, 1000, 3, cause="abandoned"), transfer=LEFT)
+    for own, kept in ((left(5, transfer=LEFT), PARKABLE), (left(5), KEPT)):
+        (restored, serial), (other, other_serial) = decide([kept], [dropped, own])
+        assert (restored, serial) == (LeaseRestored(kept, has_worker=True), own.worker.serial)
+        assert (other, other_serial) == (WorkerFound(1000, CARD, 107, 5), dropped.worker.serial)
+    assert decide([KEPT], [dropped])[0] == (LeaseRestored(KEPT, has_worker=False), 0)
+    # The fence of a lease that was never granted holds the bytes of a dropped worker.
+    fenced = KEPT._replace(state=LeaseState.FENCED, cause=Cause.ABANDONED)
+    assert decide([fenced], [dropped]) == [(LeaseRestored(fenced, has_worker=True), dropped.worker.serial)]
+
+
+def test_a_worker_that_grew_for_an_earlier_broker_is_charged_for_that() -> None:
+    """That broker was killed before it received the worker's report, and another one during the worker's upgrade."""
+    former, following = left(5, size=40, transfer=LEFT), left(5, transfer=SERVES)
+    assert decide([PARKABLE], [former, following])[1:] == [(WorkerFound(1000, CARD, 107, 5), former.worker.serial)]
+
+
 def test_what_workers_say_is_for_running_parkable_leases_alone() -> None:
     serving, granted = left(5, PageState(None, 0, 0), transfer=SERVES), left(5)
     for kept in (KEPT, PARKABLE._replace(state=LeaseState.DRAINING, cause=Cause.FREED), PARKABLE):
