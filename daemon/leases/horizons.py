@@ -80,7 +80,6 @@ class Horizons:
             return
         lease.horizon = horizon
         effects.append(SetHorizon(lease.lease_id, horizon.boot_ns))
-        if lease.park is not None and lease.park.held_id:
-            # The session's former worker may have to continue it; without this its zygote would end it before.
-            effects.append(SetHorizon(lease.park.held_id, horizon.boot_ns))
+        # A worker that the session has left may have to continue it; without this its zygote would end it before.
+        effects += [SetHorizon(worker_id, horizon.boot_ns) for worker_id in self._store.left_workers(lease)]
         self._teardown.submits.on_horizon(lease, effects)

@@ -31,6 +31,7 @@ from gpulease.daemon.leases import (
     SetHorizon,
     TimerFired,
     TimerKind,
+    WorkerExited,
     WorkerReady,
 )
 from gpulease.daemon.leases.denials import DenialReason
@@ -75,19 +76,25 @@ def test_the_horizon_is_on_the_page_before_the_lease_begins() -> None:
     assert s.table.claims() == {"a": 7}
 
 
-def test_both_workers_of_a_session_that_is_moved_get_the_horizon() -> None:
+@pytest.mark.parametrize(("card", "version"), [("0", "0.1"), (None, "")], ids=["upgrade", "cold"])
+def test_a_worker_that_a_session_has_left_gets_the_horizon_until_it_is_gone(card: str | None, version: str) -> None:
     s = Scenario(limits=CoreLimits(park_memory_bytes=16 << 20, park_stay_ms=0))
     moved(s, 30)
     terms = LeaseTerms(20, 60_000, name="a", epoch=7, park_idle_ms=0)
     s.do(AcquireRequested(1, "ann", 1, terms))
     s.do(WorkerReady(1))
-    order = one(s.do(MoveRequested(2, 1, "root", "0", True, "0.1")), ParkSession)
+    order = one(s.do(MoveRequested(2, 1, "root", card, True, version)), ParkSession)
     s.do(SessionParked(1, order.number, 20))
     s.do(RegionProved(1))
     former = one(s.do(SessionImaged(1, order.number, 1000)), RenameWorker).to_id
-    # The zygote ends a worker at the horizon on its page, and the session may have to return to the former one.
+    # The zygote ends a worker at the horizon on its page, and this or the next daemon may have to continue the session
+    # in the former one.
     due_ns = s.at(20).now_ns + 30 * S + SLEPT_NS
     assert moved(s, 30) == [SetHorizon(1, due_ns), SetHorizon(former, due_ns)]
+    s.do(WorkerExited(former, "signal 9"))
+    assert [effect for effect in moved(s.at(25), 30) if isinstance(effect, SetHorizon)] == [
+        SetHorizon(1, s.now_ns + 30 * S + SLEPT_NS)
+    ]
 
 
 def test_a_name_is_not_granted_without_a_horizon_nor_behind_it() -> None:
