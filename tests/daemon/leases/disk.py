@@ -1,12 +1,17 @@
-"""Rows that a journal would have on its disk, and the rows that the last event changed."""
+"""Rows that a journal would have on its disk, and the rows that the last events changed."""
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from gpulease.daemon.leases import Effect, Event, LeaseState, LeaseTable
 from gpulease.daemon.record.journal.journal import JournalProjector
 from gpulease.daemon.record.journal.rows import Contents, RowKind, read_tombstone
 
 Place = tuple[RowKind, bytes]
+
+LONGEST_TAIL: Final = 12
+"""Number of events whose rows may be on their way to the disk when the broker is killed."""
 
 
 class Disk:
@@ -16,19 +21,22 @@ class Disk:
         self.is_being_read = False
         self._follower = JournalProjector()
         self._rows: dict[Place, bytes] = {}
-        self._before: dict[Place, bytes | None] = {}
+        # What the rows were before each of the last events.
+        self._before: deque[dict[Place, bytes | None]] = deque(maxlen=LONGEST_TAIL)
 
     def saw(self, event: Event, effects: Sequence[Effect], table: LeaseTable) -> None:
-        self._before = {}
+        before: dict[Place, bytes | None] = {}
+        self._before.append(before)
         for change in self._follower.changes(event, effects, table, lambda number: number + 1):
             place = (change.kind, change.key)
-            self._before.setdefault(place, self._rows.get(place))
+            before.setdefault(place, self._rows.get(place))
             self._write(place, change.value())
 
-    def lose_tail(self) -> None:
-        """Undo the rows that the last event changed, as if they had not reached the disk."""
-        for place, value in self._before.items():
-            self._write(place, value)
+    def lose_tail(self, events: int = 1) -> None:
+        """Undo the rows that the last events changed, as if they had not reached the disk."""
+        for _ in range(min(events, len(self._before))):
+            for place, value in self._before.pop().items():
+                self._write(place, value)
 
     def read(self) -> Contents:
         """Return the contents for a daemon that comes back, and continue from them."""

@@ -109,6 +109,8 @@ class ExpectedSubmits:
             assert effect.size_bytes in sizes, "not the lease's own bytes, less a context at most"
         else:
             assert own_bytes + effect.size_bytes == lease.size_bytes + overhead_bytes, "not the lease's own bytes"
+            # One of an earlier daemon may have had the id.
+            self.in_place.discard(effect.submit_id)
         self.leases[effect.submit_id] = effect.lease_id
         # A submit of an earlier daemon may have had this id. Nothing is stored about submits that are gone.
         shell.deadlines.pop(effect.submit_id, None)

@@ -6,6 +6,7 @@ behind, or open a region that has ended.
 """
 
 import itertools
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -106,7 +107,7 @@ from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
 from gpulease.daemon.leases.park_state import ParkDepth
 from gpulease.protocol.opcodes import Exclusivity
 
-from .disk import Disk
+from .disk import LONGEST_TAIL, Disk
 
 MS = 1_000_000
 CARD = Card("GPU-a", 0, "Card", 1000, 50, peers=("GPU-b",))
@@ -215,6 +216,25 @@ class ModelWorker:
                 self.resize(order.size_bytes, has_room=False)
 
 
+@dataclass(eq=False)
+class Unrecorded:
+    """An event whose rows may not be on the disk yet.
+
+    Attributes:
+        ended: Number of ends of each lease before it.
+        records: Parks and returns of each lease before it.
+        kills: Workers that it had killed without waiting for the disk.
+        growths: Orders to grow that wait for the disk.
+        forgotten: Reaped workers that their zygotes forget once it is on the disk.
+    """
+
+    ended: dict[int, int]
+    records: dict[int, list[type]]
+    kills: list[int] = field(default_factory=list)
+    growths: list[tuple[ModelWorker, ResizeSlice]] = field(default_factory=list)
+    forgotten: list[ModelWorker] = field(default_factory=list)
+
+
 class ParkingAnyOrder(RuleBasedStateMachine):
     @initialize(
         warm=st.sampled_from([0, 2]),
@@ -242,16 +262,16 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.disk = Disk()
         self.now_ns = 10_000 * MS
         self.workers: dict[int, ModelWorker] = {}
-        # Workers that were reaped and that their zygotes still know, and those that the last event had them forget.
+        # Workers that were reaped and that their zygotes still know.
         self.reaped: list[ModelWorker] = []
-        self.forgotten: list[ModelWorker] = []
+        # The last events whose rows may not be on the disk yet.
+        self.tail: deque[Unrecorded] = deque(maxlen=LONGEST_TAIL)
         # The worker that may have served the session of each lease last.
         self.served_by: dict[int, ModelWorker] = {}
         self.timers: list[tuple[int, TimerEvent]] = []
         self.kills: list[int] = []
-        # Of the last event: kills that need not wait until the disk has its rows.
-        self.unrecorded_kills: list[int] = []
-        self.unrecorded_growths: list[tuple[ModelWorker, ResizeSlice]] = []
+        # Kills that wait until the disk has the rows of their event.
+        self.recorded_kills: dict[int, Unrecorded] = {}
         self.proofs: list[ProveRegion] = []
         self.open: set[int] = set()
         # Requests whose clients have left.
@@ -279,9 +299,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         if not isinstance(event, LeaseRestored | RegionRestored | WorkerFound | SubmitFound):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
-        # What is lost with the last rows: nobody was told of it, so the next daemon may report it again.
-        self.unrecorded_kills, self.unrecorded_growths, self.forgotten = [], [], []
-        self.before_last = dict(self.ended), {lease_id: list(kinds) for lease_id, kinds in self.records.items()}
+        # What is lost with its rows: nobody was told of it, so the next daemon may report it again.
+        self.tail.append(Unrecorded(dict(self.ended), {one: list(kinds) for one, kinds in self.records.items()}))
         for effect in effects:
             self.execute(effect)
         while self.posted:
@@ -334,8 +353,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 self.forget(warm_id)
             case KillWorker(worker_id, after_record):
                 self.kills.append(worker_id)
-                if not after_record:
-                    self.unrecorded_kills.append(worker_id)
+                if after_record:
+                    self.recorded_kills[worker_id] = self.tail[-1]
+                else:
+                    self.tail[-1].kills.append(worker_id)
             case ProveReclaimed(worker_id=worker_id):
                 self.kills.append(-worker_id)
             case GiveParkMemory(lease_id) | DropParkMemory(lease_id) | ParkSession(lease_id) | ReturnSession(lease_id):
@@ -350,7 +371,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 if lease_id in self.workers:
                     self.workers[lease_id].orders.append(effect)
                     if isinstance(effect, ResizeSlice) and effect.after_record:
-                        self.unrecorded_growths.append((self.workers[lease_id], effect))
+                        self.tail[-1].growths.append((self.workers[lease_id], effect))
             case LeaveSession(lease_id) | StaySession(lease_id) | AdoptSession(lease_id):
                 if isinstance(effect, AdoptSession):
                     assert self.images.get(lease_id) == effect.number, "an image was adopted that is not there"
@@ -441,6 +462,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
     def obey(self, worker: ModelWorker, luck: int) -> None:
         """Have a worker carry out its next order, as its session does."""
         order = worker.orders.pop(0)
+        for seen in list(self.tail):
+            if any(growing is worker and growth is order for growing, growth in seen.growths):
+                self.is_on_disk(seen)
         # After a restart no broker knows of the image, and the session's next order is another one than to stay.
         if worker.has_left and isinstance(order, ParkSession | ReturnSession | StaySession):
             self.serve(worker)
@@ -522,8 +546,13 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         worker.has_left, worker.serves = False, True
         self.served_by[worker.of_lease] = worker
 
+    def is_on_disk(self, event: Unrecorded) -> None:
+        """Have the rows of an event, and all before, reach the disk, because what waits for them happens now."""
+        while event in self.tail:
+            self.tail.popleft()
+
     def forget(self, worker_id: int) -> None:
-        self.forgotten += [worker for worker in self.reaped if worker.worker_id == worker_id]
+        self.tail[-1].forgotten += [worker for worker in self.reaped if worker.worker_id == worker_id]
         self.reaped = [worker for worker in self.reaped if worker.worker_id != worker_id]
 
     def reap(self, worker_id: int) -> None:
@@ -726,6 +755,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         kills, self.kills = self.kills, []
         for worker_id in kills:
             if worker_id > 0:
+                if (event := self.recorded_kills.pop(worker_id, None)) is not None:
+                    self.is_on_disk(event)
                 self.reap(worker_id)
             else:
                 self.send(ReclaimProved(-worker_id))
@@ -797,23 +828,27 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         if (worker := self.some(pick)) is not None and (lease := self.table.get(worker.worker_id)) is not None:
             self.send(RenewRequested(self.next_number(), lease.lease_id, lease.tenant, 60_000))
 
-    @rule(is_tail_lost=st.booleans(), luck=ANY)
-    def broker_is_killed(self, is_tail_lost: bool, luck: int) -> None:
+    @rule(lost=st.sampled_from([0, 0, 1, 1, 2, 4, LONGEST_TAIL]), luck=ANY)
+    def broker_is_killed(self, lost: int, luck: int) -> None:
+        """Kill the broker while the rows of the last events are on their way to the disk, and start another."""
         if luck % 4:
             return
         # Each step of a worker may meet the new daemon: its orders and answers stay in the channel.
-        if is_tail_lost:
-            self.disk.lose_tail()
-            self.reaped += self.forgotten
-            self.ended, self.records = self.before_last
-            for worker, order in self.unrecorded_growths:
+        tail = [self.tail.pop() for _ in range(min(lost, len(self.tail)))]
+        self.disk.lose_tail(len(tail))
+        for seen in tail:
+            self.reaped += seen.forgotten
+            self.ended, self.records = seen.ended, seen.records
+            for worker, order in seen.growths:
                 worker.orders.remove(order)
         contents = self.disk.read()
-        killed = [self.workers.get(worker_id) for worker_id in self.unrecorded_kills] if is_tail_lost else []
+        killed = [self.workers.get(worker_id) for seen in tail for worker_id in seen.kills]
+        self.tail.clear()
         self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
         self.images, self.lent = {}, set()
         reported, self.cards = self.cards, {kept.lease_id: kept.card_uuid for kept in contents.leases}
         self.timers, self.kills, self.proofs, self.open = [], [], [], set()
+        self.recorded_kills.clear()
         beside, has_session = self.find_workers({kept.lease_id: kept.worker_pid for kept in contents.leases})
         for kept in contents.leases:
             if kept.lease_id in has_session:
@@ -880,9 +915,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         beside: dict[int, int] = {}
         has_session: dict[int, bool] = {}
         for lease_id, pid in pids.items():
-            own = [worker for worker in self.workers.values() if worker.of_lease == lease_id]
+            known = [worker for worker in (*self.workers.values(), *self.reaped) if worker.of_lease == lease_id]
+            # One that an earlier broker has dropped may still be ending.
+            dropped = [worker for worker in known if worker.ended is Cause.ABANDONED]
+            leased = [worker for worker in known if worker.is_leased and worker not in dropped]
+            own = [worker for worker in known if worker not in dropped and worker not in self.reaped]
             own.sort(key=lambda worker: worker.is_leased, reverse=True)
-            leased = [worker for worker in (*own, *self.reaped) if worker.of_lease == lease_id and worker.is_leased]
             serving = [worker for worker in leased if worker.serves]
             left = [worker for worker in own if worker.is_leased and worker.has_left]
             best = own[0] if own else None
@@ -898,6 +936,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             elif sum(worker.is_leased for worker in own) > 1:
                 has_session[lease_id] = False
             own.sort(key=lambda worker: worker is best, reverse=True)
+            own += [worker for worker in dropped if worker not in self.reaped]
             for worker in own:
                 del self.workers[worker.worker_id]
             for worker in own:
@@ -1009,7 +1048,7 @@ def test_a_cold_session_may_wait_on_a_card_that_restored_leases_exceed() -> None
     state.open_region(pick=0, size=20, ttl_ms=1500)
     for card, pick in ((None, 0), (None, 0), ("1", 1)):
         state.park_and_move(pick, card, luck=0)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     state.park_and_move(404, "1", luck=0)
     state.teardown()
 
@@ -1024,7 +1063,7 @@ def test_a_return_behind_a_killed_broker_is_recorded() -> None:
     state.tenant_works(pick=0)
     state.time_passes(by_ms=4000)
     state.worker_is_heard(pick=0, count=1)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     state.acquire_and_park(pick=0, size=250, luck=0)
     assert state.records[1][-2:] == [LeaseReturned, LeaseParked]
     state.teardown()
@@ -1038,7 +1077,7 @@ def test_a_worker_that_ends_behind_a_move_is_charged_where_it_is() -> None:
         state.need_many(pick=0, luck=0)
     state.move(pick=296, card="0", is_operator=False, version="")
     state.upgrade(is_parked=False, luck=0, pick=0)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     state.bytes_are_where_they_fit()
     state.teardown()
 
@@ -1051,7 +1090,7 @@ def test_a_worker_behind_a_move_that_has_its_next_worker_is_charged_where_it_is(
     state.worker_is_heard(count=1, pick=0)
     state.move(card="1", is_operator=False, pick=0)
     state.upgrade(is_parked=False, luck=0, pick=0)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     for card in state.table.cards():
         assert card.held_bytes + card.warm_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
     state.teardown()
@@ -1102,7 +1141,7 @@ def test_a_region_that_ended_in_an_image_ends_in_the_former_worker_behind_a_kill
     (region,) = state.table.regions.open_ids()
     state.end_a_region(pick=0, is_revoked=True)
     assert state.table.regions.open_ids() == ()
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     assert state.workers[1].regions == {region: 20}
     # The next broker parks the session again.
     state.all_is_done(pick=0, luck=0)
@@ -1121,7 +1160,7 @@ def test_a_session_that_a_new_worker_has_parked_outlives_its_broker() -> None:
     assert state.workers[1].is_new
     state.all_is_done(pick=0, luck=0)
     assert (state.workers[1].is_new, state.workers[1].on_card) == (False, False)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     state.all_is_done(pick=0, luck=0)
     lease = state.table.get(1)
     assert lease is not None
@@ -1137,7 +1176,7 @@ def test_a_submit_is_charged_again_behind_a_killed_broker() -> None:
     state.submit(pick=0, timeout_ms=50_000)
     state.all_is_done(0, 0)
     (submit,) = (worker for worker in state.workers.values() if worker.submit_of)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     state.all_is_done(0, 0)
     assert state.table.submits.may_hold(submit.worker_id) == (submit.card, CARD.overhead_bytes + 250)
     state.bytes_are_where_they_fit()
@@ -1151,7 +1190,7 @@ def test_a_session_that_is_lost_beside_its_submit_ends_with_it() -> None:
     state.acquire("ann", 250, 0, 0, is_quick=True)
     state.submit(pick=0, timeout_ms=50_000)
     state.all_is_done(0, 0)
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     (order,) = (order for order in state.workers[1].orders if isinstance(order, ReturnSession))
     state.send(SessionReturnFailed(1, order.number, "the address was refused"))
     lease = state.table.get(1)
@@ -1172,7 +1211,7 @@ def test_a_submit_whose_sessions_return_has_no_record_is_held_beside_its_lease()
         state.obey(worker, 0)
     while not any(one.submit_of for one in state.workers.values()):
         state.send(worker.answers.pop(0))
-    state.broker_is_killed(is_tail_lost=True, luck=0)
+    state.broker_is_killed(lost=1, luck=0)
     state.all_is_done(0, 0)
     for card in state.table.cards():
         assert card.held_bytes + card.warm_bytes >= state.held(card.uuid), "bytes on a card that are charged to nobody"
@@ -1195,7 +1234,7 @@ def test_a_session_that_left_without_a_record_of_it_continues_in_its_worker() ->
     state.all_is_done(0, 0)
     (lease_id,) = state.images
     assert state.kills
-    state.broker_is_killed(is_tail_lost=True, luck=0)
+    state.broker_is_killed(lost=1, luck=0)
     assert state.table._store.live[lease_id].state is LeaseState.ACTIVE
     state.all_is_done(0, 0)
     worker = state.workers[lease_id]
@@ -1211,8 +1250,8 @@ def test_an_end_that_only_the_page_shows_continues_behind_a_killed_broker() -> N
     state.begin(warm=0)
     state.acquire("bob", 100, 0, 0, is_quick=True)
     state.end(pick=0, is_revoked=False)
-    assert state.unrecorded_kills == [1]
-    state.broker_is_killed(is_tail_lost=True, luck=0)
+    assert state.tail[-1].kills == [1]
+    state.broker_is_killed(lost=1, luck=0)
     (lease,) = state.table.snapshots()
     assert (lease.lease_id, lease.state) == (1, LeaseState.DRAINING)
     state.teardown()
@@ -1226,7 +1265,7 @@ def test_an_empty_worker_does_not_continue_a_session_behind_a_killed_broker() ->
     state.worker_dies(pick=0)
     (following,) = state.workers.values()
     assert following.is_new
-    state.broker_is_killed(is_tail_lost=False, luck=0)
+    state.broker_is_killed(lost=0, luck=0)
     lease = state.table.get(1)
     assert lease is not None
     assert (lease.state, lease.cause) == (LeaseState.DRAINING, Cause.WORKER_DIED)
@@ -1242,6 +1281,24 @@ def test_an_end_during_an_upgrade_is_on_both_pages_behind_a_killed_broker() -> N
     state.end_cold(pick=0, is_revoked=True)
     state.every_worker_of_an_ended_lease_shows_the_end()
     assert former.ended is Cause.REVOKED
-    state.broker_is_killed(is_tail_lost=True, luck=0)
+    state.broker_is_killed(lost=1, luck=0)
     assert [(lease.lease_id, lease.state) for lease in state.table.snapshots()] == [(1, LeaseState.DRAINING)]
+    state.teardown()
+
+
+def test_a_worker_that_the_broker_before_has_dropped_is_not_continued() -> None:
+    """Its end takes long, and the next broker is killed during another upgrade of the same session."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.upgrade(pick=0, luck=5, is_parked=True)
+    state.broker_is_killed(lost=1, luck=0)
+    (dropped,) = (worker for worker in state.workers.values() if worker.ended is Cause.ABANDONED)
+    state.open_region(pick=0, size=20, ttl_ms=1500)
+    state.upgrade(pick=0, luck=0, is_parked=False)
+    state.broker_is_killed(lost=1, luck=0)
+    assert dropped in state.workers.values()
+    lease = state.table.get(1)
+    assert lease is not None
+    assert lease.state is LeaseState.ACTIVE
+    assert state.table.regions.open_ids()
     state.teardown()
