@@ -200,7 +200,8 @@ def _validate_park(store: LeaseStore, lease: Lease) -> None:
             raise InvariantBroken(f"{_name(lease)} has ended, and somebody waits for its parking.")
         return
     # An active lease whose bytes are off the card has host memory. If it waits in the queue, it is parked and awaited.
-    has_host = park.host_bytes >= lease.terms.size_bytes or lease.is_restored
+    # The worker of a restored lease may have shown nothing yet.
+    has_host = park.host_bytes >= lease.terms.size_bytes or (lease.is_restored and park.phase is ParkPhase.RETURNING)
     if park.phase is not ParkPhase.RESIDENT and not has_host:
         raise InvariantBroken(f"{_name(lease)} is {park.phase.value} without host memory.")
     is_waiting = park.phase is ParkPhase.PARKED and park.is_awaited

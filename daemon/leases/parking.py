@@ -515,6 +515,9 @@ class Parking(ParkingViews):
         reason = denials.return_failed(lease.lease_id, event.reason)
         effects.append(RefuseWaitingOperations(lease.lease_id, lease.park.number, reason))
         self.deferred.refuse(lease.lease_id, denials.return_refused(reason), effects)
+        if not lease.park.host_bytes:
+            # An earlier daemon gave the worker host memory, and was killed before it recorded the park.
+            self._store.hold_host(lease, host_bytes_of(lease.terms.size_bytes))
         lease.park.phase, lease.park.is_awaited = ParkPhase.PROVING, False
         lease.park.cause = lease.park.cause or ParkCause.ADOPTED
         self._prove(lease, lease.park, effects)

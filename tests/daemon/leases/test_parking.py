@@ -748,6 +748,24 @@ def test_a_restored_session_whose_park_was_not_on_record_returns_when_it_asks() 
     assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.RESIDENT, 70)
 
 
+def test_a_restored_session_that_can_not_return_holds_the_host_memory_that_it_is_in() -> None:
+    first = scenario()
+    first.active(1, 60, park_idle_ms=0, ttl_ms=60_000)
+    first.do(ParkRequested(7, 1, "ann"))
+    old = number_of(first, 1)
+    kept = first.table.lease_row(1)
+    assert kept is not None
+    s = scenario()
+    s.now_ns = first.now_ns + S
+    s.do(LeaseRestored(kept, has_worker=True, has_session=True))
+    s.do(ReturnWanted(1, old))
+    assert s.table.parking.host_bytes() == (0, HOST)
+    s.do(SessionReturnFailed(1, old, "the card has no room"))
+    assert s.table.parking.host_bytes() == (GRANULE, HOST)
+    s.do(RegionProved(1))
+    assert (phase(s, 1), s.table.parking.host_bytes()) == (ParkPhase.PARKED, (GRANULE, HOST))
+
+
 def test_a_wait_of_none_waits_for_parks_only() -> None:
     s = scenario()
     s.active(1, 80, park_idle_ms=0)
