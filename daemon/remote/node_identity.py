@@ -147,9 +147,15 @@ def _context(files: IdentityFiles, *, with_key: bool) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     # Trust the tenants' CAs alone, not those of the host.
     _load(context, files.client_ca, "client_ca")
+    # OpenSSL takes certificates and revocation lists from either file. Without one of them every tenant would be
+    # refused.
+    if not context.cert_store_stats()["x509"]:
+        raise BadIdentity(f"client_ca {files.client_ca} contains no certificate")
     # Check the revocation list for the peer's own certificate, not for the CAs above it.
     if files.crl is not None:
         _load(context, files.crl, "crl")
+        if not context.cert_store_stats()["crl"]:
+            raise BadIdentity(f"crl {files.crl} contains no list of revoked certificates")
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     if with_key:
         _load_key(context, files)
@@ -170,6 +176,12 @@ def _load_key(context: ssl.SSLContext, files: IdentityFiles) -> None:
 
     # OpenSSL's own error for an unreadable file does not name the file, so check that first.
     for subject, path in (("certificate", files.certificate), ("key", files.key)):
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise BadIdentity(f"{subject} {path}: {error.strerror}") from None
+        if stat.S_ISDIR(mode):
+            raise BadIdentity(f"{subject} {path} is a folder: name a file")
         if not os.access(path, os.R_OK):
             raise BadIdentity(f"{subject} {path} can't be read by the daemon's user")
     # Operators may give a key's group read access. Everybody who can read the key can pass for this node.
