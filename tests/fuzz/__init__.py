@@ -1,8 +1,8 @@
-"""Targets for fuzzing, each of which says first what holds whatever the input.
+"""Targets for fuzzing. Each begins with its invariant: what must hold for every input.
 
-A target is a module with `check(data)`, which raises if it does not hold; `seeds()`, what to begin with, made of the
-vectors; and `MAX_BYTES`, the longest input worth trying. `python -m tests.fuzz` runs one for as long as wished; the
-suite runs all of them for a moment, so that they can't rot.
+A target is a module with `check(data)`, which raises an error if the invariant does not hold; with `seeds()`, the
+inputs to begin with, made from the vectors; and with `MAX_BYTES`, the longest useful input. `python -m tests.fuzz` runs
+one target for as long as you wish. The test suite runs all of them briefly, so that they keep working.
 """
 
 from typing import Final

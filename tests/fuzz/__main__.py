@@ -25,7 +25,7 @@ def main() -> None:
     if not names or names[0] not in TARGETS:
         sys.exit(f"{__doc__}\nTargets: {', '.join(TARGETS)}")
     name, *places = names
-    # What is compiled here is of no use to anybody.
+    # Code that is compiled here is not used again, so do not store it.
     os.environ["GPULEASE_CPU_CACHE"] = ""
     import atheris
 

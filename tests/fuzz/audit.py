@@ -3,10 +3,11 @@
 The invariant. Whatever bytes a log and its head consist of:
 
 - verifying, showing and summing raise nothing (an invalid head is NotAHead), and what is shown moves no cursor;
-- with its head, a log is called whole only if everything that the head lists is there, byte for byte and in order, and
-  what follows it continues the chain, or is a part of a line;
-- without it, only if what is there is an unbroken part of some chain: no record of it was changed, moved or repeated;
-- what is read as a record has exactly its own bytes: there is one way to write it.
+- with its head, a log is reported as whole only if everything that the head lists is there, byte for byte and in order,
+  and what follows continues the chain, or is part of a line;
+- without its head, a log is reported as whole only if it is an unbroken part of some chain: no record of it was
+  changed, moved or repeated;
+- a record that was read, written again, gives its own bytes: there is only one way to write it.
 """
 
 import hashlib
@@ -44,7 +45,7 @@ HEAD = WHOLE.head
 
 
 def _record_in(line: bytes) -> AuditRecord | None:
-    """The record in a line; None for a torn line."""
+    """Return the record in a line; None for an incomplete line."""
     try:
         return read_record(line[:-1])
     except NotARecord:
@@ -68,7 +69,7 @@ def check(data: bytes) -> None:
 
 
 def check_log(files: dict[str, bytes]) -> None:
-    """Both verdicts on a log, and what else reads it."""
+    """Check the verdicts on a log with and without its head, and its other readers."""
     records = read(files)
     is_same = is_continued(files)
     assert verdict_of(files, HEAD.end).is_whole <= is_same
@@ -87,7 +88,7 @@ def check_log(files: dict[str, bytes]) -> None:
 
 
 def is_continued(files: dict[str, bytes]) -> bool:
-    """Whether a log has all up to the head, as it was, whatever files it is in."""
+    """Return whether a log contains everything up to the head unchanged, however it is divided into files."""
     kept = b"".join(files.values())
     known = b"".join(FILES.values())
     size = known.index(b"\n", known.index(text_of(RECORDS[HEAD.end.seq - RECORDS[0].seq]))) + 1
@@ -102,7 +103,7 @@ def verdict_of(files: dict[str, bytes], head: ChainEnd | None) -> Verdict:
 
 
 def read(files: dict[str, bytes]) -> list[AuditRecord]:
-    """The records in a log, each of which is written in its one way."""
+    """Return the records in a log. Checks that each is written in the only valid way."""
     verifier = Verifier()
     records = []
     for name, offset, line in lines_of(files):
@@ -119,7 +120,7 @@ def text_of(record: AuditRecord) -> bytes:
 
 
 def lines_of(files: dict[str, bytes]) -> Iterator[tuple[str, int, bytes]]:
-    """As a file is read: at most so much of a line at a time."""
+    """Yield lines as a file is read: at most a limited part of a line at a time."""
     for name, data in files.items():
         at = 0
         while at < len(data):
@@ -150,7 +151,7 @@ def check_head(data: bytes) -> None:
         head = read_head(data)
     except NotAHead:
         return
-    # Spaces at its end are the file's, not the head's.
+    # Spaces at the end belong to the file, not to the head.
     assert head_bytes(head) == data
 
 
@@ -158,7 +159,7 @@ def check_head(data: bytes) -> None:
 
 
 def changed(draws: Draws) -> dict[str, bytes]:
-    """The whole log of the vectors after some edits."""
+    """Return the whole log of the vectors after some edits."""
     lines = [[line + b"\n" for line in data.split(b"\n")[:-1]] for data in FILES.values()]
     for _ in range(1 + draws.below(4)):
         file = draws.pick(lines)
@@ -173,7 +174,7 @@ def changed(draws: Draws) -> dict[str, bytes]:
 
 
 def edit(file: list[bytes], at: int, draws: Draws) -> None:
-    """One edit of a file, before or in a line of it."""
+    """Make one edit in a file, before a line or in it."""
     is_line = at < len(file)
     match draws.below(9):
         case 0 if is_line:
@@ -199,7 +200,7 @@ def edit(file: list[bytes], at: int, draws: Draws) -> None:
 
 
 def sealed(draws: Draws) -> bytes:
-    """A record that takes its place behind a known one, whoever writes it."""
+    """Return a record that continues the chain after a known one, as an attacker could write it."""
     after = draws.pick(RECORDS)
     data: dict[str, object] = {}
     for _ in range(draws.below(4)):

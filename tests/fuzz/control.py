@@ -33,12 +33,12 @@ from .virtual import VirtualLoop, virtual_time
 MAX_BYTES = 768
 MAX_STEPS = 60
 SETTLED_S = 40.0
-"""After twice that, all is over: the longest wait, spawn, lease, reclaim and linger one after the other."""
+"""Seconds. After twice that, everything has ended: the longest wait, spawn, lease, reclaim and linger in succession."""
 
 DRAIN_S = 60.0
 
 
-# --- what is asked ---
+# --- requests ---
 
 
 def alloc(scene: Scene, draws: Draws) -> m.LeaseAlloc:
@@ -65,14 +65,14 @@ def issue(scene: Scene, draws: Draws) -> m.CapabilityIssue:
 
 
 def revoke_token(scene: Scene, draws: Draws) -> m.CapabilityRevoke:
-    """By the token, or by its nonce as it was asked for, if it was."""
+    """Return a revocation by token, or by a nonce as in the requests for tokens."""
     if draws.chance(4):
         return m.CapabilityRevoke(lease(scene, draws), draws.pick((1, 2, 3, 0)), b"")
     return m.CapabilityRevoke(0, 0, token(scene, draws))
 
 
 def token(scene: Scene, draws: Draws) -> bytes:
-    """One that was issued, to anybody; damaged now and then."""
+    """Return a token that was issued to some tenant, sometimes damaged."""
     way, issues = draws.byte(), scene.known.issues
     if not issues or way >= 250:
         return draws.sized(40)
@@ -171,7 +171,7 @@ async def step(scene: Scene, draws: Draws) -> None:
 
 
 def peer_of(scene: Scene, draws: Draws) -> Peer:
-    """A tenant's latest connection, or a new one, with its HELLO said as a rule."""
+    """Return a tenant's latest connection, or a new one, which usually has completed HELLO."""
     way = draws.byte()
     name = NAMES[way % len(NAMES)]
     found = next((peer for peer in reversed(scene.peers) if peer.name == name and peer.is_open), None)
@@ -210,7 +210,7 @@ async def misbehave(peer: Peer, draws: Draws) -> None:
 
 
 async def settle(scene: Scene) -> None:
-    """Time passes until nothing more can happen; then everything ends."""
+    """Let time pass until nothing more can happen, and then end everything."""
     for peer in scene.peers:
         peer.unread = 0
     for _ in range(2):
@@ -241,7 +241,7 @@ FRAMES = tuple(dict.fromkeys(said_by("client")))
 
 
 def seeds() -> Iterator[bytes]:
-    """One lease and every request about it by everybody; misbehaviour of every kind around it."""
+    """Yield inputs with one lease and every request about it from every peer, and with every kind of misbehaviour."""
     request, everybody = 5, range(len(NAMES))
     got = bytes([1, 1, 1, 0, request, 0, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1])
     for name in everybody:

@@ -1,4 +1,7 @@
-"""Decisions read off a fuzzer's bytes: the same bytes, the same decisions; behind their end everything is 0."""
+"""Decisions that are derived from a fuzzer's bytes: the same bytes give the same decisions.
+
+After their end, all are 0.
+"""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -26,14 +29,14 @@ class Draws:
         return int.from_bytes(self.take(size_bytes), "big")
 
     def below(self, bound: int) -> int:
-        """A number from 0 to before `bound`, which is at most 65536."""
+        """Return a number from 0 to `bound` - 1. `bound` is at most 65536."""
         return (self.byte() if bound <= 256 else self.number(2)) % bound
 
     def pick(self, among: Sequence[T]) -> T:
         return among[self.below(len(among))]
 
     def chance(self, one_in: int) -> bool:
-        """True in one of several draws; never after the end."""
+        """Return True once in `one_in` draws on average; never after the end of the input."""
         return self.byte() % one_in == one_in - 1
 
     def take(self, size_bytes: int) -> bytes:
@@ -42,7 +45,7 @@ class Draws:
         return self._data[at : self._at]
 
     def sized(self, most_bytes: int) -> bytes:
-        """Some bytes, at most so many: their number comes first."""
+        """Return at most `most_bytes` bytes. The first draw is their number."""
         return self.take(self.below(most_bytes + 1))
 
     def rest(self) -> bytes:

@@ -1,14 +1,14 @@
 """The frame reader and decoder: protocol/framing.py, connection.py, codec.py, fastpath.py, failures.py.
 
-The invariant. Whatever bytes come, in whatever pieces:
+The invariant. Whatever bytes arrive, in whatever pieces:
 
-- they become events, of the documented classes; nothing but that is raised, and an ending is the last event;
-- they are the same events, whether the bytes come whole, in any pieces, or one by one;
-- the reader's buffer never grows past what the connection takes and a header;
-- what was decoded, encoded again, is the frame it came from, byte for byte (but for msgpack, which has several ways to
-  write a number: there the value is the same);
-- the hot path's own codec takes what the definitions take, refuses what they refuse, and reads the same out of it;
-- what a definition's plain form takes, the definition takes, and both read and write the same.
+- they become events of the documented classes; no error is raised, and an ending is the last event;
+- they become the same events, whether the bytes arrive at once, in any pieces, or one by one;
+- the reader's buffer never exceeds the connection's largest payload plus a header;
+- a decoded frame, encoded again, has the same bytes (except msgpack, which has several encodings of a number: there the
+  value is the same);
+- the codec of the hot path accepts and refuses the same payloads as the definitions, and reads the same values;
+- a payload that a definition's plain form accepts, the definition accepts too, and both read and write the same.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ ROLES = (Role.SERVER, Role.CLIENT)
 STATES = (State.SESSION, State.CONTROL, State.OPENING, State.GREETING, State.ATTACHING, State.CLOSED)
 LIMITS = (1000, 40, 3000)
 ONE_BY_ONE = 3
-"""Of the ways to cut a stream, that of single bytes: it takes a hundred times as long as the others."""
+"""Index of the way to cut a stream into single bytes, which takes a hundred times as long as the others."""
 
 EVENTS = get_args(Event)
 ENDINGS = (StreamBroken, EndOfStream, Goodbye)
@@ -61,7 +61,7 @@ def _is_answered_in(state: State, op: Opcode) -> bool:
 
 
 ASKED = {state: [op for op in OPS if op is not Opcode.GOODBYE and _is_answered_in(state, op)] for state in State}
-"""What a client may have in flight, by its state: the first as number 1, and so on."""
+"""Operations that a client may have in flight, by its state. The first has request number 1, and so on."""
 
 
 def check(data: bytes) -> None:
@@ -95,7 +95,7 @@ def same(one: object, other: object) -> bool:
 
 
 def events_of(role: Role, state: State, limit: int, pieces: list[bytes]) -> list[Event]:
-    """What a connection makes of a stream that comes like this, and then ends."""
+    """Return the events of a connection that receives a stream in these pieces and then its end."""
     connection = Connection(role, max_payload_bytes=limit, state=state)
     if role is Role.CLIENT:
         connection._in_flight = dict(enumerate(ASKED[state], 1))
@@ -103,7 +103,7 @@ def events_of(role: Role, state: State, limit: int, pieces: list[bytes]) -> list
     events: list[Event] = []
     for piece in (*pieces, None):
         if connection.state is State.CLOSED:
-            # What follows an ending belongs to nothing.
+            # Bytes after an ending are ignored.
             break
         if piece is None:
             connection.receive_eof()
@@ -119,7 +119,7 @@ def events_of(role: Role, state: State, limit: int, pieces: list[bytes]) -> list
 
 
 def frames_of(wire: bytes, limit: int) -> Iterator[Frame]:
-    """Its whole frames, up to what can't be followed."""
+    """Yield the complete frames of a stream, up to the first invalid one."""
     reader = FrameReader(limit)
     reader.receive_data(wire)
     with contextlib.suppress(FramingError):
@@ -128,7 +128,7 @@ def frames_of(wire: bytes, limit: int) -> Iterator[Frame]:
 
 
 def check_encoded_again(wire: bytes, events: list[Event]) -> None:
-    """The requests among what a daemon received, one event for each frame."""
+    """Encode the requests that a daemon received again, and compare the bytes. There is one event for each frame."""
     at = 0
     for event in events:
         if isinstance(event, ENDINGS):
@@ -143,9 +143,9 @@ def check_encoded_again(wire: bytes, events: list[Event]) -> None:
 
 
 def check_plain_forms(frame: Frame) -> None:
-    """Both ways through a payload, as each body that it may be."""
+    """Parse a payload in both ways, as each body that it may be."""
     payload = bytes(frame.payload)
-    spec = SPECS.get(frame.op)  # type: ignore[call-overload]  # an operation's number finds it
+    spec = SPECS.get(frame.op)  # type: ignore[call-overload]  # A plain number is equal to its Opcode.
     for kind in () if spec is None else (spec.request, spec.reply):
         schema = codec._SCHEMAS[kind]
         try:
@@ -158,7 +158,7 @@ def check_plain_forms(frame: Frame) -> None:
 
 
 def check_fast_path(frame: Frame) -> None:
-    """Decode a payload in both ways, and compare."""
+    """Decode a payload with both codecs, and compare."""
     payload = memoryview(frame.payload)
     if (fixed := FIXED.get(frame.op)) is not None:
         layout, kind = fixed
@@ -195,7 +195,7 @@ def check_equal(kind: type[Any], payload: memoryview, parse: Callable[[], tuple[
 
 
 def check_launch(op: Opcode, payload: memoryview) -> None:
-    """What is split is a shape and arguments; a pattern made of it is found in its frame, where it says."""
+    """Check that a launch is split into its shape and arguments, and that a pattern made from it matches its frame."""
     body = parsed(SPECS[op].request, payload)
     try:
         plain, *regions = fast.split_regions(payload) if op is Opcode.LAUNCH_IN else (payload,)
@@ -234,7 +234,7 @@ def seeds() -> Iterator[bytes]:
 
 
 def renumbered(wire: bytes, state: State) -> bytes:
-    """The same frames as replies to what is in flight."""
+    """Return the same frames as replies to the requests in flight."""
     numbers = {int(op): number for number, op in enumerate(ASKED[state], 1)}
     data, at = bytearray(wire), 0
     for frame in frames_of(wire, MAX_BYTES):

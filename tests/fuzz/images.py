@@ -2,10 +2,10 @@
 
 The invariant. Whatever text a tenant loads:
 
-- it becomes code, or is refused by an ImageRejected before any is made; the compiler is never given what it can't take,
-  never ends the process, and takes no more time than the text's length and a constant allow;
-- code that was kept and is read back is the same image;
-- the image's facts are within the driver's limits: what a launch may ask of it is bounded before it is launched.
+- it becomes code, or is refused with ImageRejected before any code is made. The compiler never receives what it can't
+  compile, never ends the process, and takes no more time than a constant plus a bound for the text's length;
+- code that was stored and is read back is the same image;
+- the image's figures are within the driver's limits, so that what a launch may use is limited before the launch.
 """
 
 import time
@@ -20,7 +20,7 @@ from . import ptx_texts
 
 MAX_BYTES = 2048
 SECONDS = 20.0
-"""Of this thread's own time, on a host that is slow."""
+"""Limit of this thread's own CPU time, on a slow host."""
 
 SLICE = 1 << 20
 
@@ -48,7 +48,7 @@ def check(data: bytes) -> None:
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Words and lines only: nothing else gets as far as the compiler."""
+    """Change only words and lines, because the compiler would not get other inputs."""
     return ptx_texts.mutate(data, max_size, seed)
 
 

@@ -1,11 +1,11 @@
-"""The embedded driver's reader of PTX: drivers/cpu/ptx, and what translates it, drivers/cpu/translate.
+"""The embedded driver's reader of PTX: daemon/ptx/parse, and its translation, daemon/ptx/translate.
 
 The invariant. Whatever text a tenant loads:
 
-- it becomes intermediate code for a compiler, or is refused by an ImageRejected that names a reason; nothing else is
-  raised, including for the depth of Python's stack;
-- the time and the memory needed grow at most linearly with its length;
-- a refusal is short: a message of bounded length, a line of the text.
+- it becomes intermediate code for a compiler, or is refused with ImageRejected, which has a reason. No other error is
+  raised, not even because of the depth of Python's stack;
+- the time and the memory that it takes grow at most linearly with its length;
+- a refusal is short: a message of limited length, and a line of the text.
 """
 
 import random
@@ -23,7 +23,7 @@ from . import ptx_texts
 
 MAX_BYTES = 8192
 SECONDS = 5.0
-"""Of this thread's own time, instrumented or not: 8 KiB of real PTX take 0.05."""
+"""Limit of this thread's own CPU time, also with the fuzzer's instrumentation. 8 KiB of real PTX take 0.05 s."""
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -37,7 +37,7 @@ def check(data: bytes) -> None:
 
 
 def translated(data: bytes) -> list[Part] | None:
-    """An image's code, or None if it was refused as it must be."""
+    """Return an image's code, or None if it was refused with a valid ImageRejected."""
     try:
         return translate(link(parse(_decode(data))))
     except ImageRejected as error:
@@ -48,7 +48,7 @@ def translated(data: bytes) -> list[Part] | None:
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Words and lines as a rule, bytes now and then."""
+    """Usually change words and lines, sometimes bytes."""
     if random.Random(seed).random() < 0.2:
         from atheris import Mutate
 

@@ -17,7 +17,7 @@ _LITERALS = (
 
 
 def seeds() -> Iterator[bytes]:
-    """Small texts whole, large ones by their functions, each with what stands outside of functions."""
+    """Yield small texts in full, and each function of a large text with everything outside of functions."""
     for text in ptx_texts(200_000):
         if len(text) <= MAX_SEED_BYTES:
             yield text.encode()
@@ -29,7 +29,10 @@ def seeds() -> Iterator[bytes]:
 
 
 def parts_of(text: str) -> tuple[str, list[str]]:
-    """What stands outside of functions, and the kernels and functions with bodies; debugging sections are left out."""
+    """Return what is outside of functions, and all kernels and functions with bodies.
+
+    Debugging sections are left out.
+    """
     text = re.sub(r"//[^\n]*", "", text).split(".section")[0]
     functions = re.findall(r"^(?:\.\w+ )*\.(?:entry|func)[^{;]*\{.*?^\}", text, re.MULTILINE | re.DOTALL)
     for function in functions:
@@ -39,7 +42,7 @@ def parts_of(text: str) -> tuple[str, list[str]]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """Words of real texts, lines of real kernels, and numbers at the edges."""
+    """Return words of real texts, lines of real kernels, and numbers at limits."""
     words: dict[str, None] = {}
     for seed in seeds():
         text = seed.decode()
@@ -49,7 +52,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-    """Some edits of words and lines: what is left is PTX, or nearly."""
+    """Return a text after some edits of words and lines. The result is PTX, or nearly."""
     dice = random.Random(seed)
     tokens = _TOKEN.findall(data.decode("utf-8", "replace"))
     lines = "".join(tokens).splitlines(keepends=True)

@@ -1,12 +1,13 @@
-"""What shared memory and its offers can say: protocol/ring.py and protocol/ring.py.
+"""Shared memory and the offers of it: protocol/ring.py.
 
-The invariant. Whatever the other side writes into the words and the bytes, whenever it does:
+The invariant. Whatever the other side writes into the words and the bytes, and whenever it does:
 
-- nothing is raised but FramingError, which ends the connection; nothing outside of the ring is read or written;
-- a side's own counter moves by what was really taken or put, never back, and is what the memory shows once it moved;
-- what is taken are the bytes that stood there; what is put stands there, as far as there was room by the word of the
-  other side's counter, which may only be between what it was and what was put;
-- an offer that makes no sense is none, and one that makes sense is, encoded again, what it was.
+- no error is raised except FramingError, which ends the connection, and nothing outside of the ring is read or written;
+- a side's own counter advances by the bytes that were really read or written, never goes back, and is the value that
+  the memory shows after it has advanced;
+- the bytes that are read are those in the ring. The bytes that are written are in the ring, as far as the other side's
+  counter says that there is room; it may only be between its last value and the number of written bytes;
+- an invalid offer is ignored, and a valid one, encoded again, is the same.
 """
 
 import struct
@@ -41,7 +42,7 @@ PACKED = struct.Struct(">I8s8s8sI")
 
 
 class Barrier:
-    """Alone in its thread, it has nothing to order."""
+    """A barrier without effect, because there is only one thread."""
 
     def acquire(self, blocking: bool = True, /) -> bool:
         return True
@@ -51,11 +52,11 @@ class Barrier:
 
 
 class Shared:
-    """A ring in memory that one thread has both sides of."""
+    """A ring in memory. One thread has both ends."""
 
     def __init__(self) -> None:
         self.memory = memoryview(bytearray(LAYOUT.total_bytes + 64))
-        # Nothing of ours is behind it: what is written there was not checked.
+        # The memory after the ring belongs to nobody. A write there would mean that a check is missing.
         self.words = self.memory[:DATA_AT].cast("Q")
         ring, barriers = self.memory[: LAYOUT.total_bytes], (Barrier(), Barrier())
         self.requests, self.replies = worker_ends(ring, LAYOUT, barriers, self.wake)
@@ -85,12 +86,12 @@ def check(data: bytes) -> None:
 
 
 def step(shared: Shared, draws: Draws) -> None:
-    """One thing that one of the two sides does."""
+    """Let one of the two sides do one thing."""
     match draws.below(10):
         case 0:
             shared.words[draws.pick(WORDS)] = draws.pick(INSANE)
         case 1:
-            # A client that is right, up to what it puts where.
+            # Write as a correct client does, except for the place.
             tail, some = shared.words[TAIL], draws.sized(64)
             for at, byte in enumerate(some):
                 shared.data[(tail + at) % BYTES] = byte
@@ -162,7 +163,7 @@ def put(shared: Shared, replies: RingWriter, draws: Draws) -> None:
     except FramingError:
         assert not known <= claimed <= tail
         raise
-    # It went by the word of a counter that made sense, of now or of an earlier look.
+    # The writer used a valid value of the counter, from now or from an earlier check.
     most = max(room, BYTES - tail + claimed if known <= claimed <= tail else room)
     assert replies.tail == tail + count == shared.words[REPLY_TAIL] or not count
     assert count <= most <= BYTES
@@ -189,7 +190,7 @@ def check_offers(data: bytes) -> None:
 
 
 def seeds() -> Iterator[bytes]:
-    """Offers as the vectors make them, and a client that does it right, then one that does not."""
+    """Yield offers from the vectors, and a client that is first correct and then faulty."""
     for wire in dict.fromkeys([*streams(), *said_by("client"), *said_by("daemon")]):
         if wire[6:8] == b"\0\2":
             yield b"\0" + wire[40:]

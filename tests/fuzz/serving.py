@@ -1,13 +1,14 @@
-"""The worker's loop on a ring, side by side: daemon/session/native/serve.ll, and launch_fast_path.py in Python.
+"""The worker's loop for a ring, twice: in native code, daemon/session/native/serve.ll, and in Python,
+launch_fast_path.py.
 
-The invariant. Whatever a client puts into its ring, announces or scribbles over, the same bytes bring about the same:
+The invariant. Whatever a client writes into its ring, announces or overwrites, both have the same effects:
 
-- the same launches with the same arguments, in the same order, none with an argument that was not sent;
-- the same bytes in the session's memory, none outside the allocation that a copy names;
+- the same launches with the same arguments in the same order, and no argument that was not sent;
+- the same bytes in the session's memory, and none outside the allocation that a copy names;
 - the same replies, byte for byte, and the same counters on the control page;
-- the connection lives or ends alike, and nothing else happens: no crash, no exception.
+- the connection stays open or ends in both, and nothing else happens: no crash, no exception.
 
-Launches are written down instead of done; see `helpers.session_rig`.
+Launches are recorded and not executed; see `helpers.session_rig`.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +23,9 @@ from .draws import Draws
 
 MAX_BYTES = 512
 SETTINGS = {"RING_LAYOUT": SMALL, "SPIN_NS": 1000, "QUANTUM_NS": 1 << 40}
-"""A turn ends when there is nothing more: what two ways of serving did by some moment is not the same."""
+"""Settings with which a turn ends only when nothing is left: after a limited time, the two might have done different
+parts.
+"""
 
 MAX_STEPS = 16
 MAX_PIECES = 12
@@ -46,7 +49,7 @@ REPLY_READER_SLEEPS, WRITER_SLEEPS = 48, 24
 WORDS = (READER_SLEEPS, WRITER_SLEEPS, REPLY_READER_SLEEPS, REPLY_WRITER_SLEEPS)
 AHEAD = (1, 40, 90, SMALL.request_bytes, SMALL.request_bytes + 1, 1 << 40, 1 << 63, (1 << 64) - 1)
 WARM = ["scale", "bias"] * 2
-"""What every client begins with, so that there are plans to go by."""
+"""Launches with which every client begins, so that recorded plans exist."""
 
 
 def check(data: bytes) -> None:
@@ -64,7 +67,7 @@ def check(data: bytes) -> None:
 
 
 def follow(made: Pair, draws: Draws) -> tuple[object, ...]:
-    """Do what the input says, and return the outcome."""
+    """Do what the input says. Returns the outcome."""
     made.made.context.refuse_tag = draws.below(32)
     made.put(stream_of(made.made, WARM * (1 + draws.below(12))))
     for _ in range(MAX_STEPS):
@@ -79,7 +82,7 @@ def follow(made: Pair, draws: Draws) -> tuple[object, ...]:
 def put_frames(made: Pair, draws: Draws) -> None:
     kinds = [draws.pick(KINDS) for _ in range(draws.below(12))]
     stream = stream_of(made.made, [NAMES.get(kind, kind) for kind in kinds])
-    # A piece is a turn of the worker's.
+    # For each piece, the worker has one turn.
     size = max(1 + draws.number(2) % 1500, len(stream) // MAX_PIECES)
     for start in range(0, len(stream), size):
         made.put(stream[start : start + size])
@@ -105,7 +108,7 @@ def set_data(made: Pair, draws: Draws) -> None:
 
 
 def jump(made: Pair, draws: Draws) -> None:
-    """Announce bytes that were not written; the worker may not yet have noticed earlier ones of an idle client."""
+    """Announce bytes that were not written. The worker may not have noticed earlier ones yet."""
     made.words[TAIL] = (made.words[TAIL] + draws.pick(AHEAD)) & (1 << 64) - 1
 
 

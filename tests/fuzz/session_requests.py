@@ -29,12 +29,15 @@ OFFSETS = (0, 0, 1, 60, 64, 4095, ALL)
 LENGTHS = (0, 1, 4, 64, 65, 4096, 100_000, ALL)
 IMAGES = (TRANSFORM, FAULTS, GAPS, b"", TRANSFORM[:400], TRANSFORM.replace(b"ret", b"rat"), b"\x7fELF", GAPS + b"\0\0")
 KERNELS = ("scale", "bias", "gaps", "fill_u32", "stray_store", "misaligned", "nope", "")
-"""Of those that end."""
+"""Names of kernels that end, and names that do not exist."""
 
 VARIABLES = ("coefficients", "nope", "", "scale")
 
 DIMS = (1, 1, 2, 32, 0, 1025, 1 << 31, (1 << 32) - 1)
-"""None between: what a kernel does many times over is its lease's time, and ours."""
+"""Grid and block sizes.
+
+There are none between small and far too large ones, because kernels with them would take long.
+"""
 
 ARG_SIZES = ((8, 4, 4), (8, 8), (4, 8, 1), (8,), (), (16,), (8, 4), (4,) * 40)
 Body = Callable[["Tenant", Draws], Any]
@@ -42,13 +45,13 @@ Body = Callable[["Tenant", Draws], Any]
 
 @dataclass
 class Tenant:
-    """A session, and what its tenant knows of it.
+    """A session, and what its tenant knows about it.
 
     Attributes:
-        numbers: What it was given: allocations, modules, streams, graphs.
-        contents: What is in its allocations, as far as no kernel ran.
-        own_modules: Modules of the context itself, which no ledger has.
-        own_sizes: Allocations of the context itself: address to bytes.
+        numbers: The numbers that it has received: of allocations, modules, streams and graphs.
+        contents: The contents of its allocations, as long as no kernel has run.
+        own_modules: The context's own modules, which are in no ledger.
+        own_sizes: The context's own allocations: bytes by address.
     """
 
     session: Session

@@ -2,14 +2,14 @@
 
 The invariant. Whatever frames a tenant sends, in whatever order:
 
-- each that wants a reply gets exactly one, for its operation, its number and its session, with a known status and a
-  body of that operation's, or a failure; a quiet one gets none; nothing is raised but FramingError, for what the
-  protocol says ends a connection;
-- the ledger's sums are those of what it holds, within the slice, what the driver holds is what the ledger knows, and
-  the control page shows it;
-- memory is zero when it is given out, and holds what was written, as long as no kernel ran;
-- once the lease is over, every operation is refused with its status, and changes nothing;
-- when the session is closed, nothing is left of it: no descriptor, no thread.
+- each frame that wants a reply gets exactly one, for its operation, its number and its session, with a known status and
+  a body of that operation, or a failure. A quiet frame gets none. No error is raised except FramingError, if the
+  protocol says that the frame ends the connection;
+- the ledger's sums are those of its entries, within the slice; the driver and the ledger know the same objects; and the
+  control page shows the sums;
+- memory is zero when it is allocated, and contains what was written, as long as no kernel has run;
+- once the lease is over, every operation is refused with the lease's status, and changes nothing;
+- when the session is closed, nothing is left of it: no descriptor and no thread.
 """
 
 import gc
@@ -40,7 +40,7 @@ from .vector_seeds import said_by, streams
 MAX_BYTES = 1024
 MAX_STEPS = 60
 GONE_S = 60.0
-"""A thread that was joined is listed for some microseconds more."""
+"""Seconds. A thread that was joined may still be listed for some microseconds."""
 
 LEASE = 0x77
 ALLOWANCE = 1 << 16
@@ -65,7 +65,7 @@ def check(data: bytes) -> None:
             check_books(tenant)
         vars(tenant).clear()
     if has_arena:
-        # It goes with the last view of it, which graphs may have.
+        # The arena is closed with its last view, which graphs may have.
         gc.collect()
     assert count("/proc/self/fd") == descriptors
     until = time.monotonic() + GONE_S
@@ -85,7 +85,7 @@ def opened(*, has_arena: bool) -> Iterator[Tenant]:
     context = CpuContext(SLICE, hosts=1)
     ledger = Ledger(SLICE, ALLOWANCE)
     session = Session(LEASE, context, ledger, view)
-    # The first event takes what all events need, for as long as the context lives.
+    # The first event allocates memory for all events, which stays as long as the context lives.
     context.event(0)
     own = frozenset(context._modules), dict(context._arena._sizes)
     arena = session.arena.open(GRANULE_BYTES) if has_arena else None
@@ -122,7 +122,7 @@ def step(tenant: Tenant, draws: Draws) -> None:
 
 
 def send(tenant: Tenant, wire: bytes) -> None:
-    """As the worker's loop serves it: what is expected is taken without being parsed."""
+    """Serve a frame like the worker's loop: expected frames are matched without being parsed."""
     (frame,) = frames_of(wire, MAX_PAYLOAD_BYTES)
     frame = frame._replace(payload=bytes(frame.payload))
     session, reader = tenant.session, tenant.reader
@@ -163,7 +163,7 @@ def check_reply(tenant: Tenant, asked: Frame, reply: bytes) -> None:
 
 
 def note(tenant: Tenant, asked: Frame, body: Any) -> None:
-    """What the tenant learns from a success, and whether it can be true."""
+    """Record what the tenant learns from a success, and check that it can be true."""
     payload = asked.payload
     match Opcode(asked.op):
         case Opcode.MEM_ALLOC:
@@ -180,7 +180,7 @@ def note(tenant: Tenant, asked: Frame, body: Any) -> None:
         case Opcode.MEM_KEPT:
             assert all(len(tenant.contents[one.handle]) == one.size_bytes for one in body.buffers)
         case Opcode.MEM_RESET:
-            # No connection is attached, so nothing is held.
+            # No connection is attached, so no connection holds memory.
             assert body.size_bytes == sum(map(len, tenant.contents.values()))
             tenant.contents.clear()
         case Opcode.MEM_WRITE:
@@ -208,7 +208,10 @@ def note_write(tenant: Tenant, payload: bytes | memoryview) -> None:
 
 
 def note_quiet(tenant: Tenant, frame: Frame) -> None:
-    """What went well shows in the books; what was written, only if it did."""
+    """Take the effect of a quiet request from the ledger.
+
+    A write's contents are unknown, because it may have failed.
+    """
     if frame.op in (Opcode.MEM_WRITE, Opcode.ARENA_WRITE):
         tenant.is_known = False
     held = tenant.ledger._allocations
@@ -253,7 +256,7 @@ def check_books(tenant: Tenant) -> None:
 
 
 def _whole_frames() -> tuple[bytes, ...]:
-    """Frames of the vectors, as another session's, or made this one's."""
+    """Return frames of the vectors: as those of another session, and changed to this session's."""
     found: dict[bytes, None] = {}
     for wire in (*streams(), *said_by("client")):
         for frame in frames_of(wire, 1 << 16):
@@ -265,7 +268,7 @@ FRAMES = _whole_frames()
 
 
 def seeds() -> Iterator[bytes]:
-    """The main job, in many orders; each operation after it; the lease's end after that."""
+    """Yield the main job in many orders, then each operation after it, and then after the lease's end."""
     ask = {op: number for number, op in enumerate(OPS)}
     alloc, load = bytes([0, ask[Opcode.MEM_ALLOC], 2]), bytes([0, ask[Opcode.MODULE_LOAD], 0])
     launched = bytes([0, ask[Opcode.LAUNCH], 0, 0, 3, 0, 1, 9, 0, 0, 128, 63, 0, 1, 2, 0, 0])

@@ -1,11 +1,11 @@
 """The daemon's settings: daemon/config/settings.py, protocol/address.py.
 
-The invariant. Whatever a settings file or a word of the command line says:
+The invariant. Whatever a settings file or a word of the command line contains:
 
-- it becomes settings, or a ConfigError that says what is wrong in a sentence; nothing else is raised;
-- settings that were taken keep every bound, and have a digest for the audit log, which is the same if they are read
+- it becomes settings, or a ConfigError that says in a sentence what is wrong; no other error is raised;
+- accepted settings are within every limit. They have a digest for the audit log, which is the same if they are read
   again;
-- an address that was taken, written down, is the same address.
+- an accepted address, written as text, gives the same address.
 """
 
 import os

@@ -9,11 +9,11 @@ from .draws import Draws
 from .session_requests import ALL, DIMS, IMAGES, KERNELS
 
 SLICE: Final = 1 << 16
-"""Small enough that all outputs of a run have room in a socket's buffer: the tenant reads when the worker waits."""
+"""So small that all outputs of a run fit into a socket's buffer: the tenant reads only when the worker waits."""
 
 ALLOWANCE: Final = 1 << 16
 RUN_OPS: Final = (Opcode.MEM_ALLOC, Opcode.MODULE_LOAD, Opcode.SYNC, Opcode.HELLO, Opcode.GPU_SUBMIT, Opcode.GOODBYE)
-"""Of which a submit's connection takes none."""
+"""Operations that a submit's connection refuses."""
 
 SIZES: Final = (64, 4, 4096, 1, SLICE // 2, SLICE, SLICE + 1, 0, ALL)
 LENGTHS: Final = (64, 4, 4096, 1, 0, SLICE // 4)
@@ -21,7 +21,7 @@ SHARED: Final = (0, 0, 1024, 1 << 20, (1 << 32) - 1)
 
 
 def run_body(draws: Draws) -> m.SubmitRun:
-    """Mostly a kernel with the arguments that it takes."""
+    """Return a run, mostly of a kernel with the arguments that it takes."""
     kernel, image = draws.pick(KERNELS), draws.pick(IMAGES)
     x, y, z = draws.pick(DIMS[:6]), 1, draws.pick(DIMS) if draws.chance(4) else 1
     block, shared = draws.pick(DIMS), draws.pick(SHARED) if draws.chance(4) else 0

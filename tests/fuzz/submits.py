@@ -1,16 +1,16 @@
 """A submit's worker, in this process, on the embedded driver: `SubmitServer` and `SubmitOperations`.
 
-The invariant. Whatever a tenant sends, in whatever pieces, and whenever the broker ends the submit or a token lapses:
+The invariant. Whatever a tenant sends, in whatever pieces, and whenever the broker ends the submit or a token expires:
 
-- the worker ends, raising nothing, and with the connection's end at the latest; nothing is left of it: no descriptor,
-  no thread;
-- each request that wants a reply gets at most one, in order, for its operation, number and session, with a known
-  status and a body of that operation's, or a failure; a goodbye is the last word;
-- one run at most is done, and nothing behind it; its outputs are as many and as long as it asked for, and hold zeros
-  where its kernel wrote nothing;
-- once the submit, or the token that it is asked for with, is over, nothing succeeds; nor does what the token does not
-  permit;
-- the ledger's sums are those of what it holds, within the slice, and the control page shows them.
+- the worker ends, at the latest with the connection, and raises no error; nothing is left of it: no descriptor and no
+  thread;
+- each request that wants a reply gets at most one, in order, for its operation, number and session, with a known status
+  and a body of that operation, or a failure; nothing follows a goodbye;
+- at most one run is executed, and nothing after it; it has as many outputs as requested, of the requested lengths, with
+  zeros where its kernel wrote nothing;
+- once the submit has ended, or the token with which it was requested, nothing succeeds; and nothing succeeds that the
+  token does not permit;
+- the ledger's sums are those of its entries, within the slice, and the control page shows them.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ GUESTS: Final = (
     Guest(Permission.TASKLET_SUBMIT, 1, 1, MARK),
 )
 SPENDING: Final = (0, Status.LOAD_FAILED, Status.LAUNCH_FAILED, Status.ALLOC_FAILED)
-"""What only a run that was begun is answered with."""
+"""Statuses with which only a run that was begun is answered."""
 
 
 def check(data: bytes) -> None:
@@ -85,7 +85,7 @@ def play(draws: Draws) -> None:
     finally:
         session.around = None
         with contextlib.suppress(KernelFault):
-            # Where it ended before its kernel, as a process does that is about to exit.
+            # If it ended before its kernel did, wait for the kernel, which would end with the process.
             context.sync()
         context.close()
         around.tenant.close()
@@ -98,7 +98,7 @@ def play(draws: Draws) -> None:
 
 
 class Waiting(Session):
-    """A session that says when its worker is about to wait: it has done then what it was asked."""
+    """A session that reports when its worker is about to wait, because then all earlier requests are done."""
 
     around: "Around | None" = None
 
@@ -109,7 +109,7 @@ class Waiting(Session):
 
 
 class Around:
-    """The broker and the tenant of one submit: each time the worker waits, one of them does something."""
+    """The broker and the tenant of one submit. Each time the worker waits, one of them does something."""
 
     def __init__(self, draws: Draws, page: BrokerPage, channel: socket.socket) -> None:
         self._draws, self._page, self._channel = draws, page, channel
@@ -180,7 +180,7 @@ class Around:
             self._leave()
 
     def _end(self, way: int) -> None:
-        """The submit is over, or the token is; the broker says so, or a request comes first."""
+        """End the submit or the token. The broker reports it at once, or a request arrives first."""
         if way % 3 == 0:
             self._page.set_deadline(DEADLINE_NS, 2)
             self._is_over = self._is_over or self._guest is not None
@@ -208,12 +208,12 @@ class Around:
 
     def _put(self, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            # All of it has room: what the tenant says is short, and the worker reads whenever it waits.
+            # The buffer has room for all of it, because the tenant sends little, and the worker reads before it waits.
             assert self.tenant.send(data) == len(data)
         self._note(data)
 
     def _note(self, data: bytes) -> None:
-        """Follow what the tenant says, as far as that can be followed."""
+        """Record the requests that the tenant sends, as long as its frames are valid."""
         self._said.receive_data(data)
         try:
             while self._can_follow and (frame := self._said.next_frame()) is not None:
@@ -223,7 +223,7 @@ class Around:
 
     def _leave(self) -> None:
         self.tenant.close()
-        # A worker that polls the channel first continues all the same.
+        # Also wake a worker that polls the channel first.
         self._tell({"op": "nothing"})
 
     def _tell(self, message: dict[str, object], *fds: int) -> None:
@@ -272,7 +272,10 @@ class Around:
             check_outputs(parse_body(m.SubmitRun, asked.payload), body.outputs)
 
     def _asked_for(self, reply: Frame) -> Frame:
-        """The next request that it can be the reply to: quiet ones have none, nor those the connection ended with."""
+        """Return the request to which this can be the reply.
+
+        Quiet requests have no reply, and neither has a request that ended the connection.
+        """
         while self._requests:
             asked = self._requests.pop(0)
             if not asked.flags:
@@ -281,7 +284,10 @@ class Around:
         raise AssertionError("a reply to nothing")
 
     def check_end(self, is_spent: bool) -> None:
-        """The worker has returned: it has said its last, and its end of the connection is closed."""
+        """Check the end.
+
+        The worker has returned, so it has sent everything, and its end of the connection is closed.
+        """
         self._hear()
         self._theirs.close()
         if self.tenant.fileno() >= 0:
@@ -313,7 +319,7 @@ def check_books(context: CpuContext, ledger: Ledger, page: BrokerPage) -> None:
 
 
 def seeds() -> Iterator[bytes]:
-    """Runs of every shape, kernel and image; each thing that can happen before one and behind it; all tokens."""
+    """Yield runs of every shape, kernel and image; each event before a run and after it; and all tokens."""
     fill = bytes([0, 3, 1, 0, 0, 1, 0, 0, 2, 0, 2, 2, 0, 0, 0, 9, 0, 0, 0])
     for kernel in range(8):
         for shape in range(8):

@@ -73,7 +73,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request on its way: the body, when it was sent, and the generations then."""
+    """A request in progress: its body, when it was sent, and the leases' generations at that time."""
 
     op: Opcode
     body: Any
@@ -83,7 +83,7 @@ class Asked:
 
 class Scene:
     def __init__(self, draws: Draws) -> None:
-        # Tells whose socket is handed over.
+        # The inode of each file identifies the peer whose socket is handed over.
         self.places = {name: os.memfd_create(f"peer-{name}") for name in NAMES}
         self.name_of = {os.fstat(fd).st_ino: name for name, fd in self.places.items()}
         demands = frozenset(demand for demand in Demand if draws.chance(6))
@@ -99,7 +99,7 @@ class Scene:
         return self.runtime.tokens.authority().audience_of(name)
 
     def lets(self, name: str, lease_id: int, permission: Permission, asked: Asked) -> bool:
-        """Whether a token of that tenant's may have let it do that since it asked."""
+        """Return whether a token of that tenant may have permitted the operation since it was requested."""
         audience = self.audience_of(name)
         return any(
             issue.lease_id == lease_id
@@ -181,7 +181,7 @@ class Peer:
             if isinstance(event, Notification):
                 self.overhear(event)
                 continue
-            # A peer that talks nonsense is answered with numbers that it never gave.
+            # A peer that sends invalid requests may get replies with request numbers that it never used.
             assert isinstance(event, Reply) or self.is_raw, event
             if isinstance(event, Reply):
                 self.learn(self.asked.pop(event.request_id), event.result)
@@ -209,7 +209,7 @@ class Peer:
         )
 
 
-# --- what a success tells, and whether it may ---
+# --- what a success says, and whether it may say that ---
 
 
 def granted(peer: Peer, asked: Asked, body: m.LeaseAlloc, grant: m.LeaseGrant) -> None:

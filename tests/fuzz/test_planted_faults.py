@@ -1,4 +1,4 @@
-"""That the targets notice: with a fault planted in the product, some seed of theirs fails."""
+"""The targets detect faults: with a fault planted in the product, one of their seeds fails."""
 
 import importlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from gpulease.protocol.framing import FrameReader
 from gpulease.protocol.ring import RingReader, RingWriter
 
 Plant = Callable[[Any], Any]
-"""Takes what is there, gives what takes its place."""
+"""Takes an object of the product, and returns its replacement."""
 
 
 def raising(error: Exception) -> Plant:
@@ -44,7 +44,7 @@ def returning(value: Any) -> Plant:
 
 
 def owner_of(_: Any) -> Any:
-    """Whoever asks, acts in the name of the lease's owner."""
+    """Whoever sends a request acts in the name of the lease's owner."""
 
     def acting_tenant(self: ConnectionTokens, lease_id: int, permission: Any) -> str:
         lease = self._service.lease(lease_id)
@@ -66,7 +66,7 @@ def one_more(real: Any) -> Any:
 
 
 def swallowing(real: Any) -> Any:
-    """An answer in so many is never given."""
+    """One in several replies is never sent."""
     count = 0
 
     def answer(self: Runtime, outcome: Any) -> None:

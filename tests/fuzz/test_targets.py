@@ -1,4 +1,4 @@
-"""Every target for a moment: its seeds, and what is like them."""
+"""Runs every target briefly, with its seeds and with similar inputs."""
 
 import importlib
 import random
@@ -28,7 +28,7 @@ MOST_SEEDS = {
     "audit": 100,
     "settings": 300,
 }
-"""Of those whose seeds take their time; which ones, is the same in every run."""
+"""Number of seeds, for targets whose seeds take long. The same seeds are chosen in every run."""
 
 EXAMPLES = {"images": 4, "ptx": 15, "serving": 15, "sessions": 12, "submits": 25, "control": 25, "audit": 40}
 OTHERS_EXAMPLES = 60
@@ -64,7 +64,7 @@ def test_seeds(name: str) -> None:
 
 @st.composite
 def mutations(draw: st.DrawFn, name: str) -> bytes:
-    """A seed in which something is otherwise."""
+    """Draw a seed with some changes."""
     seed = draw(st.sampled_from(some_seeds(name)))
     if name in ("ptx", "images"):
         return ptx_texts.mutate(seed, target(name).MAX_BYTES, draw(st.integers(0, 2**32)))
@@ -87,7 +87,7 @@ def test_mutations(name: str) -> None:
 
 
 def test_a_campaign(tmp_path: Path) -> None:
-    """Under the fuzzer itself, where there is one: guided by what of the product is reached."""
+    """Run the fuzzer itself, if it is installed. It is guided by the code of the product that is reached."""
     pytest.importorskip("atheris")
     root = Path(__file__).parents[2]
     path = [str(root / folder) for folder in (".dev", "tests")]

@@ -1,10 +1,10 @@
-"""Tokens: daemon/capabilities, and what a holder can write about them.
+"""Tokens: daemon/capabilities, and what a holder can append to them.
 
-The invariant. Whatever bytes are presented as a token, made from nothing, from good tokens or by appending to them:
+The invariant. Whatever bytes are presented as a token, whether made up, changed, or made by appending to valid tokens:
 
-- nothing is raised but CapabilityDenied, and quickly;
-- an accepted one claims no more permissions and no longer time than one that the node issued to this very audience, and
-  the same lease, tenant, generation and nonce; every block appended to it has taken away what it says;
+- no error is raised except CapabilityDenied, and the check takes little time;
+- an accepted token claims no more permissions and no longer time than one that the node issued to the same audience,
+  and the same lease, tenant, generation and nonce; every appended block has removed what it says;
 - it is accepted for no other audience, for no permission that it does not name, and not after its lease was renewed.
 """
 
@@ -32,7 +32,7 @@ from .vector_seeds import conversations
 
 MAX_BYTES = 2048
 SOON_S = 5.0
-"""Of this thread's own time: a signature check takes 0.2 ms."""
+"""Limit of this thread's own CPU time in seconds. To check a signature takes 0.2 ms."""
 
 LEASE_PERMISSIONS = ALL_PERMISSIONS & ~OPERATOR_PERMISSIONS
 SCENE = Scene()
@@ -41,7 +41,7 @@ LATE_MS = SCENE.now_ns // 1_000_000 + 3_600_000
 
 
 def _issued() -> list[tuple[bytes, Claims]]:
-    """What the node gave out: to bob, as a rule."""
+    """Return the tokens that the node has issued, most of them to bob."""
     requests = [
         CapabilityRequest(LEASE, LEASE_PERMISSIONS, SCENE.bob, 300),
         CapabilityRequest(LEASE, Permission.MEM_READ, SCENE.bob, 60),
@@ -51,7 +51,7 @@ def _issued() -> list[tuple[bytes, Claims]]:
         CapabilityRequest(OTHER, ALL_PERMISSIONS, EVE, 300),
     ]
     grants = [SCENE.authority.issue(request) for request in requests]
-    # A stranger's node signs with a key of the same number.
+    # Another node signs with a key that has the same number.
     stranger = Scene()
     stranger.ring.rotate(stranger.now_ns, stranger.draw)
     grants.append(stranger.authority.issue(CapabilityRequest(LEASE, ALL_PERMISSIONS, SCENE.bob, 300)))
@@ -66,7 +66,7 @@ KEY = public_key(SCENE.ring.signing)
 
 @dataclass
 class Appended:
-    """What honest blocks have left of a token; None where a block says something else."""
+    """What valid blocks have left of a token. None if a block contains anything else."""
 
     permissions: Permission = ALL_PERMISSIONS
     expires_ms: int = LATE_MS
@@ -92,7 +92,7 @@ def check(data: bytes) -> None:
 
 
 def accepted(token: bytes) -> Claims | None:
-    """What a token says, if bob may use it; checked against what was issued."""
+    """Return a token's claims if bob may use it. Checks them against the issued tokens."""
     begun_s = time.thread_time()
     claims = validated(token, SCENE.bob, ALL_PERMISSIONS)
     assert time.thread_time() - begun_s < SOON_S
@@ -151,7 +151,7 @@ def edited(token: bytes, draws: Draws) -> bytes:
 
 
 def check_source(source: str) -> None:
-    """What is read as an attenuation is one: written again, it says the same."""
+    """Check that a text that is read as a narrowing, written again, says the same."""
     try:
         expires_ms, permissions = parse_narrowing(source)
     except ValueError:
@@ -160,7 +160,7 @@ def check_source(source: str) -> None:
 
 
 def check_appended(draws: Draws) -> None:
-    """Blocks that the library takes, honest ones or not."""
+    """Append blocks that the library accepts, valid or not, and check the token."""
     token, original = draws.pick(OWN)
     left = Appended(original.permissions, original.expires_ms, token=token)
     for _ in range(1 + draws.below(9)):
@@ -173,7 +173,7 @@ def check_appended(draws: Draws) -> None:
 
 
 def append(left: Appended, draws: Draws) -> bool:
-    """One block; False if the library itself takes none like it."""
+    """Append one block. Returns False if the library itself refuses such a block."""
     way = draws.below(8)
     now_ms = SCENE.now_ns // 1_000_000
     expires_ms = draws.pick((LATE_MS, now_ms + 5000, now_ms, now_ms - 1, now_ms + draws.number(2), 0, 10**17))
@@ -197,7 +197,7 @@ def append(left: Appended, draws: Draws) -> bool:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:
-        # An invalid source; the library's panics are not Exceptions.
+        # The source is invalid. The library's panics are not Exceptions.
         return False
     return True
 
@@ -221,7 +221,7 @@ SOURCES = (
 
 
 def seeds() -> Iterator[bytes]:
-    """The vectors' token messages, as tokens; edits, splices and blocks of every kind."""
+    """Yield the token messages of the vectors, as tokens; then edits, splices and blocks of every kind."""
     for steps in conversations().values():
         for _, _, wire in steps:
             if wire[6] == 3:

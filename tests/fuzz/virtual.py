@@ -1,8 +1,8 @@
 """The broker without processes, sockets and real time: a loop with a jumping clock, and simulated workers and wires.
 
-The deciding parts are the product's: lease table, runtime, handlers, control connections, tokens. Around them, a worker
-is a number that becomes ready, or fails, or hangs; a socket is a name; and a timer is due immediately, when nothing
-else is.
+The parts that decide are the product's: lease table, runtime, handlers, control connections and tokens. The parts
+around them are simulated. A worker is a number that becomes ready, fails or hangs; a socket is a name; and a timer
+fires at once if nothing else is due.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ CLOCK = Clock()
 
 
 class _Selector(selectors.SelectSelector):
-    """Nothing ever comes: instead of waiting, let the time pass."""
+    """Reports no events. Instead of waiting, it advances the virtual time."""
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Complaints(logging.Handler):
-    """What the product logs as a fault of its own is one."""
+    """Collects errors that the product logs, because each is a fault."""
 
     def __init__(self, wrong: list[str]) -> None:
         super().__init__(logging.ERROR)
@@ -89,7 +89,7 @@ class _Complaints(logging.Handler):
 
 
 def modules_on_the_host_clock() -> list[ModuleType]:
-    """Every loaded module of the product that reads the host's clock through the module `time`."""
+    """Return every loaded module of the product that reads the host's clock through the module `time`."""
     return [
         module
         for name, module in sorted(sys.modules.items())
@@ -99,9 +99,10 @@ def modules_on_the_host_clock() -> list[ModuleType]:
 
 @contextmanager
 def virtual_time(loop: VirtualLoop) -> Iterator[None]:
-    """Give every module of the product the virtual clock, from its start, and keep what goes wrong in them.
+    """Give every module of the product the virtual clock, and collect errors that the product logs.
 
-    The modules are found, not listed: a deadline of the virtual clock must never meet the host's.
+    The modules are searched for and not listed, because a deadline of the virtual clock must never be compared with the
+    host's clock.
 
     Raises:
         AssertionError: The block loaded a module that reads the host's clock.
@@ -164,7 +165,7 @@ class SimulatedWorkers(Workers):
             self._say_later(0.1, worker, lambda number: WorkerExited(number, "killed"))
 
     def _say_later(self, delay_s: float, worker: int, event: Callable[[int], Event]) -> None:
-        """Report by the number that it has then; nothing after its end was reported."""
+        """Report an event later, with the number that the worker has then. Reports nothing after the worker's end."""
 
         def say() -> None:
             number = next((number for number, found in self._names.items() if found == worker), None)
@@ -210,7 +211,7 @@ class SimulatedSocket:
 
 
 class Wire(asyncio.Transport):
-    """A transport that hands what is written to whoever is at its other end."""
+    """A transport that passes everything written to the other end."""
 
     def __init__(self, sock: SimulatedSocket, deliver: Callable[[bytes], None], unread: Callable[[], int]) -> None:
         super().__init__({"socket": sock})
@@ -253,17 +254,17 @@ class Wire(asyncio.Transport):
 
 
 def broker_of(table: LeaseTable, tokens: TokenService, workers: SimulatedWorkers, sizes: list[int]) -> Runtime:
-    """A runtime on the virtual clock, with an authority of its own."""
+    """Return a runtime on the virtual clock, with its own authority."""
     ring = KeyRing.fresh(CLOCK.now_ns)
     tokens._authority = CapabilityAuthority(ring, tokens._facts, clock_ns=CLOCK.monotonic_ns, unix_s=CLOCK.time)
     made = Runtime(table, EmbeddedCards(sizes), workers, tokens, FactRecorder(), max_load_s=120)
     made.fair_queue = FairQueue(CLOCK.monotonic_ns)
-    # There are no pages to poll, and polling them would be most of the work while time passes.
+    # There are no pages to poll, and polling would be most of the work while time passes.
     setattr(made._watchdog, "start", lambda: None)  # noqa: B010
 
     async def stray_bytes() -> dict[str, int]:
         return dict.fromkeys((card.uuid for card in table.cards()), 0)
 
-    # A thread's answer comes in a real time of its own.
+    # The reply of a thread would come in real time.
     setattr(made.metrics, "_read_stray_bytes", stray_bytes)  # noqa: B010
     return made

@@ -239,7 +239,7 @@ def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", SMALL, weights)
     content = bytearray(path.read_bytes())
     name = gguf_name("model.layers.0.mlp.up_proj.weight").encode()
-    # Behind the name: the number of dimensions, two of them, the type.
+    # After the name come the number of dimensions (4 bytes), two dimensions (8 bytes each), and the type.
     content[content.index(name) + len(name) + 4 + 16] = 10
     path.write_bytes(content)
     refused(path, "tensor model.layers.0.mlp.up_proj.weight is of type Q2_K; the engine reads F32, F16, Q4_0")

@@ -55,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_header_is_what_the_library_reads(whole: Path) -> None:
-    """Every key and every tensor."""
+    """Compare every key and every tensor with what the library gguf reads."""
     header, library = gguf_header(TensorFile(whole).mapped, whole), GGUFReader(whole)
     fields = {key: field.contents() for key, field in library.fields.items() if not key.startswith("GGUF.")}
     assert header.metadata == fields
@@ -128,7 +128,7 @@ def test_a_header_with_changed_bytes_is_read_or_refused(whole: Path, data: st.Da
 @given(st.data())
 def test_a_truncated_file_is_refused(whole: Path, data: st.DataObject) -> None:
     content = whole.read_bytes()
-    # The library pads the last tensor.
+    # The library pads the last tensor's data.
     padding = -int(np.prod(list(gguf_header(TensorFile(whole).mapped, whole).tensors.values())[-1].shape)) * 4 % 32
     length = data.draw(st.integers(1, len(content) - padding - 1) | st.integers(1, 2000))
     with pytest.raises(ModelRejected, match="truncated"):

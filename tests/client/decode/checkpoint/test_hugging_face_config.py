@@ -47,7 +47,7 @@ def test_a_config_is_read_back(config: ModelConfig) -> None:
 
 
 def test_what_a_config_leaves_out_is_as_in_transformers() -> None:
-    """The config.json of SmolLM2-135M, without keys that have no effect."""
+    """Read the config.json of SmolLM2-135M without the keys that have no effect."""
     config = read(
         {
             "model_type": "llama",
@@ -223,9 +223,9 @@ def test_qwen_2_s_biases_are_there_whatever_the_file_says() -> None:
         ({"num_hidden_layers": 10**9}, "layers must be 1 to 1024, not 1000000000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, not 'nan'"),
         ({"rope_theta": 10**400}, "rope_theta must be a number, not '1000"),
-        # transformers computes attention in both directions then.
+        # With false, transformers computes attention in both directions.
         ({"is_causal": False}, "is_causal is 'False'; the engine supports only causal attention"),
-        # Integers that no float holds, where the rules of rotary embeddings compute with them.
+        # Integers that exceed every float, in members that the rules of rotary embeddings compute with.
         ({"head_dim": 10**400}, "head_dim must be an integer, not '1000"),
         ({"hidden_size": 10**400, "head_dim": None}, "hidden_size must be an integer, not '1000"),
         ({"max_position_embeddings": 10**400, "rope_scaling": LONG}, "max_position_embeddings must be an integer"),
@@ -446,7 +446,7 @@ IMAGES_SAYS: Final = {
 
 def test_the_text_part_of_a_gemma_3_with_images_is_read() -> None:
     assert read(IMAGES_SAYS) == replace(GEMMA3, end_tokens=(1, 6))
-    # What Gemma 3 4B says: its class has the rest.
+    # The members in the config.json of Gemma 3 4B. The class in transformers has defaults for the others.
     left_out = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     scaling = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     found = read(IMAGES_SAYS | {"text_config": left_out | scaling | {"model_type": "gemma3_text"}})
@@ -565,7 +565,7 @@ def test_a_linear_scaling_is_read() -> None:
 
 
 def test_a_dynamic_scaling_begins_where_sequences_end() -> None:
-    """It counts beyond max_position_embeddings alone, the most that a sequence may have."""
+    """The scaling applies only beyond max_position_embeddings, and no sequence is longer."""
     assert read(config_json(LLAMA) | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}) == LLAMA
 
 

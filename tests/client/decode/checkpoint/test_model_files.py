@@ -1,4 +1,4 @@
-"""Paths that are not regular files: each is refused by name, because reading it would wait or never end."""
+"""Paths that are not regular files are refused, because reading one could wait or never end."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ SMALL: Final = replace(QWEN2, layers=1, width=32, heads=1, key_heads=1, inner_wi
 
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
-        # By the folder's descriptor: the path itself may be too long for a socket's name.
+        # Bind through the folder's descriptor: the path itself may be too long for a socket's address.
         bound.bind(f"/proc/self/fd/{(folder := os.open(path.parent, os.O_PATH))}/{path.name}")
         os.close(folder)
 

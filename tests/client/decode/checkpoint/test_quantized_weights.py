@@ -1,4 +1,4 @@
-"""Packed weights of safetensors: their values by the formats' definitions, and what is refused by name."""
+"""Quantised weights of safetensors: their values by the definition of each format, and which are refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from helpers.packed_models import AWQ, COMPRESSED, FP8, PACKINGS, Entries, packe
 from helpers.safetensors_head import ITEM_BYTES
 
 ONE_LAYER: Final = {
-    # Blocks of 128 rows and columns end inside these.
+    # The last block of 128 rows and the last of 128 columns are incomplete.
     "fp8": replace(QWEN2, layers=1, width=160, heads=5, key_heads=1, inner_width=288),
     "awq": replace(QWEN2, layers=1, width=128, heads=4, key_heads=2, inner_width=384),
 }
@@ -45,7 +45,7 @@ def test_values_are_those_of_the_format_s_definition(tmp_path: Path, method: str
 def test_experts_are_packed_and_their_router_is_not(tmp_path: Path, method: str) -> None:
     config = replace(QWEN3_MOE, experts=Experts(count=3, chosen=2, width=128, is_normalised=True), layers=1)
     entries, values = packed_entries(config, method)
-    # As Qwen3-30B-A3B-FP8 lists them.
+    # The modules that Qwen3-30B-A3B-FP8 lists.
     said = SAID[method] | {
         "ignore" if method == "compressed" else "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]
     }
@@ -77,7 +77,7 @@ def test_modules_that_config_json_lists_are_plain(tmp_path: Path, method: str) -
     tensor = open_model(write_packed_folder(tmp_path, config, entries, said)).tensor(f"{DOWN}.weight")
     assert tensor.kind is TensorType.BF16
     assert (tensor.bf16(0, tensor.rows) == rounded_to_bf16(values[tensor.name])).all()
-    # A part of a name between dots is meant, not the beginning of a longer one.
+    # An entry stands for whole parts of a name between dots, not for the beginning of a part.
     for listed in ([], ["model.layers.0.mlp.down"], ["0.mlp.down_proj.weight"]):
         refused(tmp_path, method, entries, f"{DOWN} is not packed in the files, but not in", **{member: listed})
 

@@ -35,7 +35,7 @@ def tables(config: ModelConfig, begin: int, end: int) -> tuple[NDArray[np.float3
 
 
 def transformers_rule(frequency: float, scaling: RopeScaling) -> float:
-    """_compute_llama3_parameters of transformers, line by line, for one frequency."""
+    """Compute one frequency by `_compute_llama3_parameters` of transformers, line by line."""
     wavelength = 2 * math.pi / frequency
     if wavelength < scaling.original_context / scaling.high_frequency_factor:
         return frequency
@@ -61,7 +61,7 @@ def test_llama_3_stretches_as_in_transformers() -> None:
 def test_a_linear_scaling_divides_every_frequency() -> None:
     linear = replace(LLAMA, rope_scaling=LinearScaling(4.0))
     assert (divisors(linear) == 4).all()
-    # As if each position were a quarter of it.
+    # A factor of 4 has the effect of a quarter of each position.
     scaled, plain = tables(linear, 0, 41), tables(LLAMA, 0, 11)
     for table, quarter in zip(scaled, plain, strict=True):
         np.testing.assert_allclose(table[::4], quarter, atol=1e-7)
@@ -103,7 +103,7 @@ def test_yarn_s_ramp_is_as_in_transformers(is_truncated: bool) -> None:
 
 
 def test_yarn_s_ramp_has_a_slope_where_its_ends_meet() -> None:
-    """An original context that no pair turns once in: both ends are at the first pair."""
+    """No pair makes a whole turn within the original context, so both ends of the ramp are at the first pair."""
     assert divisors(replace(YARN, rope_scaling=YarnScaling(4.0, 32.0, 1.0, 6, 1.0))).tolist() == [1.0, *[4.0] * 31]
 
 

@@ -43,7 +43,7 @@ def test_of_a_gemma_3_with_images_the_text_part_is_read(tmp_path: Path, prefix: 
     checkpoint = open_model(tmp_path)
     assert checkpoint.config == GEMMA3
     check_values(checkpoint, GEMMA3, weights)
-    # In a folder without images, the same names are not known.
+    # In a folder for text only, the names of a model with images are unknown.
     write_folder(tmp_path, GEMMA3, named)
     with pytest.raises(ModelRejected, match=r"tensor model\.embed_tokens\.weight is missing"):
         open_model(tmp_path)
@@ -58,7 +58,7 @@ def check_values(checkpoint: Checkpoint, config: ModelConfig, weights: Weights) 
         assert tensor.shape == shape
         wanted = weights[name]
         if config.family is Family.GEMMA3 and name.endswith("norm.weight"):
-            # In the files is the distance to 1.
+            # The files hold each weight minus 1.
             wanted = wanted + np.float32(1)
         assert (tensor.f32(0, tensor.rows).reshape(shape) == wanted).all(), name
 
@@ -73,7 +73,7 @@ def test_a_folder_s_tensors_are_what_was_written(tmp_path: Path, config: ModelCo
 
 
 def test_a_closed_folder_has_no_file_open_and_leaves_views_as_they_are(tmp_path: Path) -> None:
-    """Whatever still refers to it: a server unloads models for as long as it runs."""
+    """No file stays open, whatever still refers to the folder: a server unloads models for as long as it runs."""
 
     def opened() -> list[str]:
         return [link for fd in os.listdir("/proc/self/fd") if (link := _link_of(fd)).startswith(str(tmp_path))]
@@ -142,7 +142,7 @@ def test_a_fused_tensor_is_there_once_with_all_its_rows(
 
 
 def test_values_that_stay_are_behind_those_that_turn_in_each_half_of_a_head(tmp_path: Path) -> None:
-    """Of 32 values, Hugging Face pairs the first 16 with each other, the kernels every i with i + 16."""
+    """A head has 32 values. Hugging Face pairs the first 16 with each other; the kernels pair every i with i + 16."""
     config = replace(PHI3, turned_width=16)
     weights = random_weights(config)
     write_folder(tmp_path, config, weights, says={"partial_rotary_factor": 0.5})
@@ -230,7 +230,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: bytes, sentence: str) 
 
 
 def test_a_folder_with_an_adapter_is_refused_by_its_name(tmp_path: Path) -> None:
-    """transformers loads the adapter with the model next to it: without it, other tokens would be computed."""
+    """transformers loads an adapter beside the model. A loader that ignored it would compute other tokens."""
     write_folder(tmp_path, QWEN2, random_weights(QWEN2))
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
     with pytest.raises(ModelRejected, match=r"adapter_config\.json: adapters \(LoRA\) are not supported"):

@@ -82,7 +82,7 @@ def test_bf16_is_the_file_s_own_memory() -> None:
 
 
 def test_q8_0_as_the_kernel_computes_it_has_the_bits_of_the_library_s_values() -> None:
-    """linear_q8_0 multiplies a value by its block's scale in f32, and rounds to bf16."""
+    """Compute as linear_q8_0 does: multiply a value by its block's scale in f32, and round to bf16."""
     data = made(TensorType.Q8_0)
     values, scales = q8_0_planes(data)
     assert (values.shape, scales.shape) == ((ROWS, COLUMNS), (ROWS, COLUMNS // 32))
@@ -92,7 +92,7 @@ def test_q8_0_as_the_kernel_computes_it_has_the_bits_of_the_library_s_values() -
 
 
 def test_q4_k_as_the_kernel_computes_it_has_the_bits_of_the_library_s_values() -> None:
-    """linear_q4_k's own indices: the byte and its half of a place k, its group k / 32 and its block k / 256."""
+    """Use the indices of linear_q4_k: for column k the byte and its half, the group k / 32 and the block k / 256."""
     data = made(TensorType.Q4_K)
     values, factors, steps = q4_k_planes(data)
     assert (values.shape, factors.shape, steps.shape) == (

@@ -51,7 +51,7 @@ MIXED: Final = {
     "lm_head.weight": TensorType.Q4_K,
     "embed_tokens.weight": TensorType.Q4_K,
 }
-"""Types by tensor, the others Q8_0: q, k and v are not of one type, gate and up are."""
+"""Types of some tensors; the others are Q8_0. The types of q, k and v differ; those of gate and up are equal."""
 
 
 @asynccontextmanager
@@ -70,7 +70,7 @@ async def values_of(session: aio.GpuSession, plane: Plane, dtype: Any) -> NDArra
 async def check_linear(
     session: aio.GpuSession, linear: Linear, checkpoint: Checkpoint, names: Sequence[str], layout: Layout
 ) -> None:
-    """The planes hold the tensors' rows one tensor behind the other."""
+    """Compare planes with the rows of these tensors, one tensor after the other."""
     tensors = [checkpoint.tensor(name) for name in names]
     assert (linear.layout, linear.rows) == (layout, sum(tensor.rows for tensor in tensors))
     assert linear.columns == tensors[0].columns
@@ -89,7 +89,7 @@ async def check_f32(session: aio.GpuSession, plane: Plane | None, checkpoint: Ch
 async def check_loaded(
     session: aio.GpuSession, weights: ModelWeights, checkpoint: Checkpoint, layouts: dict[str, Layout]
 ) -> None:
-    """Every buffer holds what the checkpoint says, in the layouts expected."""
+    """Compare every buffer with the checkpoint's values in the expected layouts."""
     config = checkpoint.config
     of = {name: layouts.get(name, Layout.BF16) for name in ("qkv", "output", "gate_up", "down", "head")}
     embedding = checkpoint.tensor("model.embed_tokens.weight")
@@ -129,7 +129,7 @@ async def check_loaded(
     tables = [*rotary_tables(config, checkpoint.rotation(POSITIONS), 0, POSITIONS)]
     planes = [weights.cosines, weights.sines]
     if weights.local_tables is not None:
-        # The first layer has a window, and the second has none.
+        # Only the first layer has a window.
         assert [weights.rotary_tables(layer) for layer in range(2)] == [weights.local_tables, tuple(planes)]
         tables += local_rotary_tables(config, 0, POSITIONS)
         planes += weights.local_tables
@@ -177,7 +177,7 @@ def test_nothing_is_packed_where_that_is_not_wanted(daemon: Daemon, tmp_path: Pa
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of few rows, windows of a part of a tensor or of several, and several parts of a window."""
+    """Make a chunk few rows, a window a part of one tensor or several tensors, and each window several parts."""
     for name, size in {"CHUNK_BYTES": 3000, "WINDOW_BYTES": 5000, "PART_BYTES": 1500}.items():
         monkeypatch.setattr(f"gpulease.client.decode.checkpoint.weight_loader.{name}", size)
 
@@ -242,7 +242,7 @@ def test_progress_ends_at_all_bytes(daemon: Daemon) -> None:
     assert len({total for _, total in told}) == 1
 
 
-# --- What fails leaves nothing. ---
+# --- A load that fails leaves nothing behind. ---
 
 
 @pytest.mark.parametrize("kind", ["BF16", "F32"])
@@ -313,7 +313,7 @@ def test_a_load_that_fails_in_the_middle_frees_all(daemon: Daemon, chunks: int) 
 
 
 async def cancelled_load(session: aio.GpuSession, checkpoint: Checkpoint) -> None:
-    """Load a model, cancelled in the middle."""
+    """Begin to load a model, and cancel the load before it ends."""
     task: asyncio.Task[Any]
 
     def progress(done: int, total: int) -> None:
@@ -335,7 +335,7 @@ def test_a_load_with_copies_in_flight_that_is_cancelled_frees_all(
     async def begin(session: aio.GpuSession, checkpoint: Checkpoint) -> None:
         free = arena_room(session)
         await cancelled_load(session, checkpoint)
-        # Threads that were reading keep their windows until they are done.
+        # A thread that reads keeps its window until it has finished.
         gc.collect()
         await asyncio.to_thread(lambda: wait_until(lambda: arena_room(session) == free, "the windows are free"))
 
@@ -343,7 +343,7 @@ def test_a_load_with_copies_in_flight_that_is_cancelled_frees_all(
 
 
 def arena_room(session: aio.GpuSession) -> int:
-    """Bytes of the largest array that the arena has room for."""
+    """Return the size in bytes of the largest array for which the arena has room."""
     least, most = 0, 2 << 30
     while most - least > 1 << 20:
         half = (least + most) // 2

@@ -1,4 +1,4 @@
-"""`rope_append`, `attend` and `combine` against numpy's float64."""
+"""Compare `rope_append`, `attend` and `combine` with numpy's float64."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from gpulease.client.decode.row_records import PAGE, SHARED_ALIGNMENT
 from helpers.decode_kernels import Array, KernelRig, bf16, floats, step_rows
 
 HALF_PLACE = 2.0**-8 * 1.01
-"""Relative error of a bf16 that was rounded once, and a hundredth for the f32 numbers before it."""
+"""Largest relative error of a bf16 that was rounded once, plus 1 % for the f32 numbers before it."""
 
 LAYERS = 2
-"""Of a block; the kernels are tried on the second."""
+"""Layers of a block. The kernels are tried on the second one."""
 
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 300)
 EVERY_WIDTH = [
@@ -39,7 +39,7 @@ embedded driver compiles three kernels for each pair.
 
 
 def region_of(rng: np.random.Generator, blocks: int, key_heads: int, width: int) -> Array:
-    """A region's blocks [blocks, layers, keys and values, key heads, positions, width] of bf16."""
+    """Return random blocks of bf16, [blocks, layers, keys and values, key heads, positions, width]."""
     return bf16(rng.normal(0, 1, (blocks, LAYERS, 2, key_heads, PAGE, width)))
 
 
@@ -51,7 +51,7 @@ def places(region: Array) -> dict[str, Any]:
 
 
 def turned(values: Array, angles: Array) -> Array:
-    """Halves of heads [..., width], turned by angles [..., width / 2]."""
+    """Return heads [..., width], with their halves turned by angles [..., width / 2]."""
     low, high = np.split(values, 2, axis=-1)
     c, s = np.cos(angles), np.sin(angles)
     return np.concatenate([low * c - high * s, high * c + low * s], -1)
@@ -91,7 +91,7 @@ def test_rope_append(rig: KernelRig, width: int, options: str) -> None:
     keys = np.stack([region[block, 1, 0, :, place] for block, place in written])
     values = np.stack([region[block, 1, 1, :, place] for block, place in written])
     found = floats(np.concatenate([q, keys, values], 1))
-    # Two products and three parts of about 1 are added, each rounded to f32.
+    # Two products are added, and three parts of about 1; each is rounded to f32.
     assert (abs(found - exact) <= HALF_PLACE * abs(exact) + 2.0**-20).all()
     for block, place in written:
         before[block, 1, :, :, place] = region[block, 1, :, :, place]
@@ -100,7 +100,7 @@ def test_rope_append(rig: KernelRig, width: int, options: str) -> None:
 
 @pytest.mark.parametrize("block", [-1, 2, 2**31 - 1, -(2**31)])
 def test_a_block_outside_of_the_region_is_not_written(rig: KernelRig, block: int) -> None:
-    """The region is the first two of three blocks; a padded row writes none either."""
+    """The region is the first two of three blocks. A padded row writes no block either."""
     region = np.zeros((3, LAYERS, 2, 1, PAGE, 32), np.uint16)
     address = rig.place(region)
     rows = step_rows(2, position=[5, -1], block=[block, 0], blocks=2, base=address)
@@ -157,7 +157,7 @@ def attended(
     rig.launch(f"attend_whole_{kind}", (count, key_heads * groups), x=whole, **read, **seen)
     rig.launch(f"attend_prompt_{kind}", (count, key_heads), x=prompt, R=count, **read, **seen)
     if window is None:
-        # Spans of one split, of every sequence that has two, as long as there are places.
+        # Cut every sequence of two splits or more into spans of one split, as long as there is room for their parts.
         for room in (count * splits // 2, count * splits):
             spanned = attended_in_spans(rig, rows, heads, key_heads, width, read, room)
             assert spanned.tobytes() == whole.tobytes()
@@ -188,7 +188,7 @@ def cut(
 def attended_in_spans(
     rig: KernelRig, rows: Array, heads: int, key_heads: int, width: int, read: dict[str, Any], room: int
 ) -> Array:
-    """The attention's output of `attend_spans` and `combine`, with room for so many parts."""
+    """Return the attention's output of `attend_spans` and `combine`, with room for a number of parts."""
     count = len(rows)
     lanes = manifest().kernels[f"attend_spans_{width}"].constants["LANES"]
     spans, cuts = cut(rig, rows, lanes // (heads // key_heads), room)
@@ -203,7 +203,7 @@ def attended_in_spans(
 
 
 def exact_attention(q: Array, region: Array, table: Array, seen: Array) -> tuple[Array, Array]:
-    """One row's outputs [H, width] over the positions seen, and the sums of the sizes of what was added."""
+    """Return the outputs [H, width] of one row over the positions it sees, and the sum of the absolute products."""
     group = len(q) // region.shape[3]
     pages = floats(region[table[seen // PAGE], 1, :, :, seen % PAGE])
     keys, values = (pages[:, side].repeat(group, 1) for side in (0, 1))
@@ -214,7 +214,7 @@ def exact_attention(q: Array, region: Array, table: Array, seen: Array) -> tuple
 
 
 def check_attention(found: Array, exact: Array, sizes: Array) -> None:
-    """Weights are rounded to bf16 before they are multiplied, and so is the output."""
+    """Compare outputs. The weights are rounded to bf16 before they are multiplied, and so is the output."""
     assert (abs(floats(found) - exact) <= 2 * HALF_PLACE * sizes).all()
 
 
@@ -280,7 +280,7 @@ the prompts, so that cases with them try numbers, too. The wider kernels take se
 
 INFINITY, NAN = 0xFF80, 0x7FC0
 OTHERS = [(2, 20, INFINITY), (2, 28, NAN), (3, 127, NAN), (3, 134, INFINITY)]
-"""Values that are no numbers: of which prompt, at which position."""
+"""Infinities and NaNs among the values: prompt, position, value."""
 
 
 @pytest.mark.parametrize(("width", "window", "group", "has_others"), PROMPTS)
@@ -306,7 +306,7 @@ def test_rows_of_prompts_have_the_bits_that_each_has_alone(
 
 
 def tiles_of(rows: Array, tile_rows: int) -> list[tuple[int, int]]:
-    """The tiles of a step: their first rows and the rows behind their last."""
+    """Return the tiles of a step: the first row of each, and the row after its last."""
     found, begin = [], 0
     for row in range(1, len(rows) + 1):
         owner = ["table", "base", "blocks", "shared", "shared_blocks"]
@@ -318,10 +318,10 @@ def tiles_of(rows: Array, tile_rows: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_spans_have_each_split_of_each_row_once(rig: KernelRig, seed: int) -> None:
-    """Tiles end with the sequence, its regions or the most rows; those that are cut have places of their own."""
+    """A tile ends with its sequence, its regions or the limit of rows. Each tile that is cut has its own parts."""
     rng = np.random.default_rng(seed)
     count, tile_rows, split = int(rng.integers(1, 300)), int(rng.choice([2, 8, 10, 32])), manifest().split
-    # Changes of the regions are rare, so that most tiles have several rows.
+    # The regions rarely change, so most tiles have several rows.
     regions = ("blocks", "base", "shared", "shared_blocks")
     fields = {name: np.cumsum(rng.random(count) < 0.02) % 2 for name in regions}
     position = np.where(rng.random(count) < 0.1, -1, rng.integers(0, 40 * split, count))
@@ -357,12 +357,12 @@ def test_spans_have_each_split_of_each_row_once(rig: KernelRig, seed: int) -> No
     assert cut_places.max() <= 1
     is_cut = used[:, 4] >= 0
     assert len(used) <= count + most
-    # The long ones come first, so that none of them begins when all others have ended.
+    # The long spans come first, so none of them begins when all others have ended.
     assert not is_cut[np.argmin(is_cut) :].any() or is_cut.all()
 
 
 def test_rows_of_two_regions_are_not_one_prompt_s(rig: KernelRig) -> None:
-    """Equal tables, and the second half's region is the first's without its last block."""
+    """The tables are equal, and the region of the second half is that of the first without its last block."""
     rng = np.random.default_rng(4)
     region = region_of(rng, 3, 1, 32)
     q = bf16(rng.normal(0, 2, (8, 2, 32)))
@@ -374,7 +374,10 @@ def test_rows_of_two_regions_are_not_one_prompt_s(rig: KernelRig) -> None:
 
 
 def test_a_foreign_block_reads_as_nothing(rig: KernelRig) -> None:
-    """Of 10 blocks the first 8 are the region; the tables name others for some pages, and for all of a split."""
+    """The region is the first 8 of 10 blocks.
+
+    For some pages, and for all of one split, the tables name other blocks.
+    """
     rng = np.random.default_rng(1)
     region = region_of(rng, 10, 1, 32)
     q = bf16(rng.normal(0, 1, (2, 2, 32)))
@@ -395,7 +398,7 @@ def test_blocks_of_a_shared_region_give_the_bits_of_own_ones(rig: KernelRig, wid
     q = bf16(rng.normal(0, 2, (1, 6, width))).repeat(2, 0)
     tables = np.array([rng.permutation(12), np.zeros(12)], np.int32)
     shared, own = blocks[tables[0][:5]], blocks.copy()
-    # What the second row reads of its own region's first blocks must not count.
+    # The second row must not read the first blocks of its own region.
     own[tables[0][:5]] = 0x7FC0
     tables[1] = [*range(12, 17), *tables[0][5:]]
     rows = step_rows(2, position=180, table=[0, 1], blocks=12, shared_blocks=[0, 5])
@@ -405,7 +408,7 @@ def test_blocks_of_a_shared_region_give_the_bits_of_own_ones(rig: KernelRig, wid
 
 
 def test_a_block_behind_the_shared_region_reads_as_nothing(rig: KernelRig) -> None:
-    """A row may read 4 blocks of its own and 2 of the shared region; others lie behind each of the two."""
+    """A row may read 4 blocks of its own region and 2 of the shared one. Other blocks follow each of the two."""
     rng = np.random.default_rng(4)
     region, shared = region_of(rng, 6, 1, 32), region_of(rng, 4, 1, 32)
     q = bf16(rng.normal(0, 1, (2, 2, 32)))
@@ -455,7 +458,7 @@ def test_a_window_s_bits_depend_on_the_row_s_position_alone(rig: KernelRig, wind
 
 
 def test_what_is_before_a_window_is_not_read(rig: KernelRig) -> None:
-    """NaNs there would show in every sum."""
+    """A NaN that is read would show in every sum."""
     region = region_of(np.random.default_rng(5), 12, 1, 32)
     q = bf16(np.ones((1, 2, 32)))
     rows = step_rows(1, position=180, blocks=12)

@@ -1,4 +1,4 @@
-"""The packaged kernels: each matches its manifest, is exact, and is what its source compiles to."""
+"""The packaged kernels: each matches its manifest, computes exactly, and is the output of its source."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ def ptx(name: str) -> str:
 
 
 def inexact() -> re.Pattern[str]:
-    """The build's pattern of instructions that are not exact, without importing it, and so Triton."""
+    """Return the build's pattern of inexact instructions. Does not import the build, which imports Triton."""
     tree = ast.parse((FOLDER / "build.py").read_text())
     (call,) = [
         node.value
@@ -39,7 +39,7 @@ def test_a_file_has_the_kernel_that_the_manifest_says() -> None:
     for name in NAMES:
         facts, text = manifest().kernels[name], ptx(name)
         assert re.findall(r"\.visible \.entry (\w+)\(", text) == [facts.kernel], name
-        # Triton puts two pointers behind the parameters.
+        # Triton adds two pointers after the parameters.
         assert len(re.findall(r"^\s*\.param ", text, re.MULTILINE)) == len(facts.parameters) + 2, name
         assert re.findall(r"\.reqntid (\d+)", text) == [str(facts.threads)], name
         assert (facts.shared_bytes > 0) == (".extern .shared" in text), name
@@ -69,7 +69,7 @@ def test_no_file_tells_of_the_machine_that_compiled_it() -> None:
 
 @pytest.mark.exhaustive
 def test_the_source_compiles_to_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, or where these have been compared before, a few (helpers/decode/built_kernels.py)."""
+    """Compare all kernels, or only a few where all were compared before (helpers/decode/built_kernels.py)."""
     triton = pytest.importorskip("triton")
     found = told()
     if triton.__version__ != found["triton"]:

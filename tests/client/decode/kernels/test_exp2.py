@@ -1,4 +1,4 @@
-"""The kernels' 2^x, measured through `combine`: the difference from the exact power, which must be small."""
+"""Measure the error of the kernels' 2^x through `combine`; it must be small."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def powers(rig: KernelRig, exponents: NDArray[np.float32]) -> NDArray[np.float64
 
 
 def near(value: float, count: int) -> NDArray[np.float32]:
-    """Neighbours of an f32 in ascending order."""
+    """Return an f32 and its neighbours, `count` on each side, in ascending order."""
     bits = np.float32(value).view(np.int32) + np.arange(-count, count + 1, dtype=np.int32)
     return np.sort(bits.view(np.float32))
 
@@ -53,7 +53,7 @@ def test_the_error_is_within_its_bound_at_many_places(rig: KernelRig) -> None:
 
 @pytest.mark.parametrize("border", [-0.5, -1.5, -2.5, -125.5])
 def test_it_rises_across_the_borders_of_its_reduction(rig: KernelRig, border: float) -> None:
-    """Rounding alone lets it fall, by one place of an f32."""
+    """Rounding alone may make it fall, by one unit in the last place of an f32."""
     found = powers(rig, near(border, 500))
     assert (np.diff(found) >= -ULP * found[1:]).all()
     assert found[:501].max() <= found[501:].min() * (1 + ULP)
@@ -64,5 +64,5 @@ def test_its_ends(rig: KernelRig) -> None:
     exact = np.exp2(x.astype(np.float64)).astype(np.float32).astype(np.float64)
     found = powers(rig, x)
     assert found[:4].tolist() == [1, 1, 0.5, 2.0**-126]
-    # Nothing is left of what is below 2^-126: the difference is minus the exact power, to the 8 bits of bf16.
+    # The kernel returns 0 below 2^-126: the difference is minus the exact power, to the 8 bits of bf16.
     assert (abs(found[4:]) <= exact[4:] / 256).all()

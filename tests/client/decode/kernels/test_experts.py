@@ -1,4 +1,4 @@
-"""The kernels of experts against numpy, and a pair's bits in any company."""
+"""Compare the kernels of experts with numpy, and a pair's bits among different other pairs."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ WIDTH, INNER, CHOSEN = 96, 64, 3
 def routed(
     rig: KernelRig, parts: Array, chosen: int, *, is_normalised: bool = False, positions: Any = 0
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The experts and shares of rows with router's logits in parts [splits, R, E]."""
+    """Return the experts of rows and their shares, from the router's logits in parts [splits, R, E]."""
     splits, rows, count = parts.shape
     experts, shares = np.full((rows, chosen), -7, np.int32), np.full((rows, chosen), np.nan, np.float32)
     rig.launch(
@@ -51,7 +51,7 @@ def test_a_row_s_experts_are_the_likeliest(
     if is_normalised:
         wanted /= wanted.sum(-1, keepdims=True)
     assert experts[[0, 1, 3, 4]].tolist() == order[[0, 1, 3, 4]].tolist()
-    # A padded row has none.
+    # A padded row has no experts.
     assert experts[2].tolist() == [-1] * chosen
     np.testing.assert_allclose(shares, wanted, rtol=4e-6)
 
@@ -76,12 +76,12 @@ def test_each_pair_is_in_a_tile_of_its_expert(rig: KernelRig, count: int, rows: 
         if expert >= 0:
             members = its[its >= 0]
             assert len(members)
-            # Pairs are in front, in ascending order; a tile ends in -1.
+            # The pairs come first, in ascending order; -1 fills the rest of a tile.
             assert its.tolist() == [*members, *[-1] * (size - len(members))]
             assert (experts.ravel()[members] == expert).all()
             found += members.tolist()
     assert sorted(found) == np.flatnonzero(experts.ravel() >= 0).tolist()
-    # The used tiles are in front, in the experts' order.
+    # The tiles in use come first, in the order of their experts.
     used = tiles[tiles >= 0]
     assert (tiles[len(used) :] == -1).all()
     assert (np.diff(used) >= 0).all()
@@ -91,7 +91,7 @@ def test_each_pair_is_in_a_tile_of_its_expert(rig: KernelRig, count: int, rows: 
 def computed(
     rig: KernelRig, size: int, x: Array, experts: NDArray[np.int32], shares: Array, weights: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    """The gated values [R C, F] bf16 and the parts [C, R, N] of rows with these experts."""
+    """Return the gated values [R C, F] in bf16 and the parts [C, R, N] of rows with these experts."""
     gate_up, down = weights
     (rows, width), chosen, (count, inner) = x.shape, experts.shape[1], (len(down), down.shape[2])
     tiles, pairs = grouped(rig, experts, count, size)
@@ -116,7 +116,7 @@ def weights() -> tuple[Array, Array]:
 
 
 def test_experts_are_dense_layers_to_the_bit(rig: KernelRig, weights: tuple[Array, Array]) -> None:
-    """Each pair's gated values are linear_silu_bf16's, and its part is linear_bf16's, times its share."""
+    """The gated values of each pair are those of linear_silu_bf16; its part is that of linear_bf16, times its share."""
     rng = np.random.default_rng(9)
     x, shares = bf16(rng.normal(0, 1, (4, WIDTH))), rng.random((4, CHOSEN)).astype(np.float32)
     experts = np.argsort(rng.random((4, COUNT)), -1)[:, :CHOSEN].astype(np.int32)
@@ -141,7 +141,7 @@ def test_experts_are_dense_layers_to_the_bit(rig: KernelRig, weights: tuple[Arra
 def test_a_row_s_bits_are_those_that_it_has_alone(
     rig: KernelRig, weights: tuple[Array, Array], seed: int, size: int
 ) -> None:
-    """Whichever rows come with it, and whatever experts they have: often few ones, and some rows none."""
+    """The other rows and their experts differ: often few experts, and some rows without any."""
     rng = np.random.default_rng(seed)
     rows, few = int(rng.integers(2, 41)), int(rng.integers(CHOSEN, COUNT + 1))
     x, shares = bf16(rng.normal(0, 1, (rows, WIDTH))), rng.random((rows, CHOSEN)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""`guide`, `sample_guided` and `rank` against numpy, and against `scan` and `sample` where nothing guides a row."""
+"""Compare `guide`, `sample_guided` and `rank` with numpy, and with `scan` and `sample` where no guide applies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +55,7 @@ def computed(
     its_entries: Array | None = None,
     its_masks: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Results of a guided step, its guided logits, and the ranked tokens."""
+    """Return the results of a guided step, its guided logits, and the ranked tokens."""
     splits, count, vocabulary = parts.shape
     blocks = -(-vocabulary // BLOCK_V)
     scanned: dict[str, Any] = {
@@ -91,7 +91,7 @@ def random_parts(seed: int, count: int, vocabulary: int = VOCABULARY, splits: in
 
 
 def test_rows_that_nothing_guides_have_the_bits_of_an_unguided_step(rig: KernelRig) -> None:
-    """Also in a step whose other rows are guided."""
+    """This holds also in a step with other rows that are guided."""
     parts = random_parts(1, 4)
     rows = step_rows(4, seed=[1, 2, 3, 4], position=7, inverse_temperature=[0, 1.3, 0.7, 1], top_k=[0, 0, 40, 0])
     rows["top_p"] = [1, 0.9, 1, 1]
@@ -112,7 +112,10 @@ def test_rows_that_nothing_guides_have_the_bits_of_an_unguided_step(rig: KernelR
 
 
 def test_entries_change_their_tokens_logits_and_no_others(rig: KernelRig) -> None:
-    """Of both signs, in every block, more than one tile of them; the bits are those of f32 in numpy."""
+    """The entries have both signs, occur in every block and fill more than one tile.
+
+    The bits are those of numpy's f32.
+    """
     parts = random_parts(2, 2)
     logits = parts[0] + parts[1]
     rng = np.random.default_rng(3)

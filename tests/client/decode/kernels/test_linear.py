@@ -1,4 +1,4 @@
-"""`linear` of each layout and tile against numpy's float64, and against one another to the bit."""
+"""Compare `linear` of each layout and tile with numpy's float64, and bit for bit with the other tiles."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_bf16_is_float64_s_within_rounding(rig: KernelRig, rows: int, columns: i
     "layout", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q4_k", "fp8", "awq"))]
 )
 def test_all_tiles_give_equal_bits(rig: KernelRig, layout: str) -> None:
-    """Rows, columns and the last part end inside a tile."""
+    """The last tiles of rows and of columns, and the last part, are incomplete."""
     rng = np.random.default_rng(2)
     x = random_bf16(rng, 130, 768)
     planes, _ = random_weight(rng, layout, 70, 768)
@@ -76,7 +76,7 @@ def test_a_row_s_bits_are_those_that_it_has_alone(rig: KernelRig) -> None:
 
 
 def test_parts_are_those_of_their_columns_alone(rig: KernelRig) -> None:
-    """The last part is shorter."""
+    """The last part has fewer columns."""
     rng = np.random.default_rng(4)
     x, w = random_bf16(rng, 5, 1120), random_bf16(rng, 40, 1120)
     parts = multiplied(rig, "bf16", 16, x, {"w": w}, 40, 512)
@@ -101,7 +101,7 @@ def test_sums_over_columns_ascend(rig: KernelRig) -> None:
 
 
 def random_weight(rng: np.random.Generator, layout: str, rows: int, columns: int) -> tuple[Planes, Array]:
-    """A weight's random planes, and its values as bf16, as gguf or the format's definition has them."""
+    """Return the random planes of a weight, and its values as bf16 by gguf or by the format's definition."""
     if layout == "bf16":
         w = random_bf16(rng, rows, columns)
         return {"w": w}, w
@@ -121,7 +121,7 @@ def random_weight(rng: np.random.Generator, layout: str, rows: int, columns: int
 
 
 def random_fp8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Planes, Array]:
-    """The codes nearest to normal values, and a scale for each 128 columns of a row."""
+    """Return the codes nearest to normally distributed values, with a scale for each 128 columns of a row."""
     codes = e4m3_codes(rng, rows, columns)
     scales = rng.normal(0, 0.01, (rows, -(-columns // 128))).astype(np.float32)
     values = E4M3[codes] * np.repeat(scales, 128, 1)[:, :columns]
@@ -129,7 +129,7 @@ def random_fp8(rng: np.random.Generator, rows: int, columns: int) -> tuple[Plane
 
 
 def random_awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Planes, Array]:
-    """4 bits, less a zero point, times a scale for each 128 columns of a row."""
+    """Return values of 4 bits minus a zero point, times a scale for each 128 columns of a row."""
     codes = rng.integers(0, 16, (rows, columns), np.uint8)
     zeros = rng.integers(0, 16, (rows, columns // 128), np.uint8)
     scales = rng.normal(0, 0.01, zeros.shape).astype(np.float16)
@@ -140,7 +140,7 @@ def random_awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Plane
 
 
 def test_every_code_of_fp8_has_its_value(rig: KernelRig) -> None:
-    """Sums with NaN are NaN, so its two codes stand in rows of their own."""
+    """A sum with a NaN is NaN, so each of the two codes for NaN has its own row."""
     codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
     w = np.concatenate([np.where(codes & 127 == 127, 0, codes), np.zeros((2, 32), np.uint8)])
     w[8:, 0] = 0x7F, 0xFF
@@ -150,7 +150,7 @@ def test_every_code_of_fp8_has_its_value(rig: KernelRig) -> None:
 
 
 def check_packed(rig: KernelRig, layout: str, tile: int, count: int, rows: int, columns: int) -> None:
-    """Compare every value, as rows of x pick them, and sums of random x."""
+    """Compare every value, with rows of x that select one each, and sums with random x."""
     rng = np.random.default_rng(columns)
     planes, w = random_weight(rng, layout, rows, columns)
     picked = multiplied(rig, layout, tile, bf16(np.eye(columns)), planes, rows, 256)
@@ -183,7 +183,7 @@ def test_packed_weights_of_many_shapes_are_their_format_s_values(
 @pytest.mark.parametrize("tile", [16, *(pytest.param(tile, marks=pytest.mark.exhaustive) for tile in (64, 128))])
 @pytest.mark.parametrize("gate", Gate)
 def test_gated_values_have_the_bits_of_linear_and_gate(rig: KernelRig, gate: Gate, tile: int) -> None:
-    """Rows, columns and depth end inside a tile."""
+    """The last tiles of rows, columns and depth are incomplete."""
     rng = np.random.default_rng(5)
     count, inner, columns = 20, 40, 176
     x, w = random_bf16(rng, count, columns), random_bf16(rng, 2 * inner, columns)

@@ -1,4 +1,4 @@
-"""`embed`, `add_rmsnorm`, `norm_add_rmsnorm`, `silu` and `gelu` against numpy's float64."""
+"""Compare `embed`, `add_rmsnorm`, `norm_add_rmsnorm`, `silu` and `gelu` with numpy's float64."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from gpulease.client.decode.row_records import PAGE, RESULT
 from helpers.decode_kernels import Array, KernelRig, bf16, floats, step_rows
 
 HALF_PLACE = 2.0**-8 * 1.01
-"""Relative error of a bf16 that was rounded once, and a hundredth for the f32 numbers before it."""
+"""Largest relative error of a bf16 that was rounded once, plus 1 % for the f32 numbers before it."""
 
 
 def added(parts: Array) -> Array:
-    """The sum of f32 parts in ascending order."""
+    """Return the sum of f32 parts, added in ascending order."""
     total: Array = parts[0].copy()
     for part in parts[1:]:
         total += part
@@ -111,7 +111,7 @@ def test_gelu(rig: KernelRig, inner: int, splits: int) -> None:
     gate, up = total[:, :inner], total[:, inner:]
     twice = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
     exact = gate * np.exp(-np.logaddexp(0, -twice)) * up
-    # e^-2u's relative error grows with its exponent, which is rounded in f32; it ends at 2^126.
+    # The relative error of e^-2u grows with its exponent, which is rounded to f32 and limited to 126.
     error = HALF_PLACE + 2.0**-22 * np.minimum(abs(twice), 90)
     assert (abs(floats(x) - exact) <= error * abs(exact) + 2.0**-125 * abs(gate * up)).all()
 
@@ -127,7 +127,7 @@ def test_silu(rig: KernelRig, inner: int, splits: int) -> None:
     total = added(parts).astype(np.float64)
     gate, up = total[:, :inner], total[:, inner:]
     exact = gate * np.exp(-np.logaddexp(0, -gate)) * up
-    # e^-gate ends at 2^126, so nothing smaller than gate / 2^126 is told from that.
+    # e^-gate is limited to 2^126, so results below gate / 2^126 are not exact.
     assert (abs(floats(x) - exact) <= HALF_PLACE * abs(exact) + 2.0**-125 * abs(gate * up)).all()
 
 

@@ -1,4 +1,4 @@
-"""`sample` against a separate implementation in numpy's float64."""
+"""Compare `sample` with a separate implementation in numpy's float64."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ from gpulease.client.decode.row_records import RESULT, log_probabilities
 from helpers.decode_kernels import Array, KernelRig, step_rows
 
 ROUNDING = 1e-5
-"""Share of the weights within which a sum of f32 may fall on the other side of a border."""
+"""Share of the weights. A sum of f32 that is this near to a border may be on either side of it."""
 
 
 def sampled(rig: KernelRig, logits: Array, rows: Array) -> Array:
-    """Results of logits [R, V], or of parts [splits, R, V]."""
+    """Return the results of logits [R, V], or of parts [splits, R, V]."""
     parts = np.ascontiguousarray(logits if logits.ndim == 3 else logits[None], np.float32)
     splits, count, vocabulary = parts.shape
     results = np.zeros(count, RESULT)
@@ -32,7 +32,7 @@ def sampled(rig: KernelRig, logits: Array, rows: Array) -> Array:
 
 
 def philox(seeds: Array, positions: Array) -> NDArray[np.uint32]:
-    """The first word of Philox4x32-10 (Salmon and others, SC11), of the counter (position, 0, 0, 0)."""
+    """Return the first word of Philox4x32-10 (Salmon and others, SC11) for the counter (position, 0, 0, 0)."""
     mask = np.uint64(0xFFFFFFFF)
     zeros = np.zeros(len(seeds), np.uint64)
     counter = [positions.astype(np.uint64), zeros, zeros, zeros]
@@ -54,7 +54,7 @@ def uniforms(rows: Array) -> NDArray[np.float64]:
 
 
 class Choice:
-    """What a row keeps, and which token its number chooses.
+    """The tokens that a row keeps, and the token that its random number chooses.
 
     `weights` [V] are 0 for what is not kept. `is_clear` is False where the kept set depends on a sum's rounding.
     """
@@ -75,7 +75,7 @@ class Choice:
         self.sums = weights.cumsum() / weights.sum()
 
     def token(self, u: float) -> int | None:
-        """The token of a number, None if it lies within rounding of a border."""
+        """Return the token that a number chooses; None if the number lies within rounding of a border."""
         at = int(np.searchsorted(self.sums, u, side="right"))
         return at if self.is_clear and abs(self.sums - u).min() > ROUNDING else None
 
@@ -114,7 +114,7 @@ def test_greedy_takes_the_highest_logit_and_of_equal_ones_the_lowest_token(rig: 
 
 
 def test_parts_of_logits_are_added_in_ascending_order(rig: KernelRig) -> None:
-    """1 is lost if it is added to 1e8 before that is taken away again."""
+    """In f32, 1 added to 1e8 is lost; it is kept if 1e8 is subtracted first."""
     parts = np.zeros((3, 1, 40), np.float32)
     parts[:, 0, 7] = 1e8, -1e8, 1
     parts[:, 0, 5] = 1, 1e8, -1e8
@@ -124,7 +124,7 @@ def test_parts_of_logits_are_added_in_ascending_order(rig: KernelRig) -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 2047, 2048, 2049])
 def test_every_token_of_a_vocabulary_can_be_chosen_and_none_behind_it(rig: KernelRig, vocabulary: int) -> None:
-    """The numbers behind a row's logits are the next row's, which are higher."""
+    """The values after a row's logits are the logits of the next row, which are higher."""
     logits = np.repeat(np.arange(4, dtype=np.float32)[:, None], vocabulary, 1)
     rows = step_rows(4, inverse_temperature=[0, 1, 1, 1], top_k=[0, 0, 1, 0], top_p=[1, 1, 1, 0.5])
     results = sampled(rig, logits, rows)
@@ -137,12 +137,12 @@ def test_every_token_of_a_vocabulary_can_be_chosen_and_none_behind_it(rig: Kerne
 
 
 def test_the_reference_s_philox_gives_the_authors_numbers() -> None:
-    """Random123's known answer for counter 0 and key 0."""
+    """The expected value is the known answer of Random123 for counter 0 and key 0."""
     assert philox(np.zeros(1, np.uint64), np.zeros(1)).tolist() == [0x6627E8D5]
 
 
 def test_numbers_are_philox_s_of_seed_and_position(rig: KernelRig) -> None:
-    """Of 4096 equal logits the first 12 bits choose one exactly."""
+    """Of 4096 equal logits, the first 12 bits of the number choose one exactly."""
     rng = np.random.default_rng(2)
     rows = random_rows(rng, 64, inverse_temperature=1)
     rows["seed"][:4] = 0, 1, 2**32, 2**64 - 1
@@ -181,7 +181,10 @@ SETTINGS: dict[str, dict[str, float]] = {
     "setting", ["temperature", "top_k", *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("top_p", "both"))]
 )
 def test_tokens_are_those_that_are_kept_as_often_as_is_probable(rig: KernelRig, setting: str) -> None:
-    """Chi-square of 240 fixed (seed, position) pairs; equal logits at the border of top_k are kept together."""
+    """Chi-square test of 240 fixed pairs of seed and position.
+
+    Tokens with logits equal at top_k's border are all kept.
+    """
     rng = np.random.default_rng(5)
     logits = rng.permutation(np.r_[np.round(rng.normal(1, 1, 14) * 2) / 2, np.full(20, -9.0)]).astype(np.float32)
     rows = random_rows(rng, 240, **SETTINGS[setting])
@@ -194,7 +197,7 @@ def test_tokens_are_those_that_are_kept_as_often_as_is_probable(rig: KernelRig, 
     assert found[expected > 8].all()
     often = expected >= 5
     spread = ((found - expected)[often] ** 2 / expected[often]).sum()
-    # The mean plus five standard deviations of chi-square.
+    # The mean of chi-square plus five standard deviations.
     assert spread < often.sum() + 5 * math.sqrt(2 * often.sum())
 
 
@@ -213,7 +216,7 @@ def test_every_row_of_many_chooses_what_numpy_does(rig: KernelRig, vocabulary: i
 
 
 def mixed(rng: np.random.Generator, count: int, vocabulary: int) -> tuple[Array, Array]:
-    """Logits of all kinds, many of them equal, and settings of all kinds."""
+    """Return logits of all sizes, many of them equal, and settings of all kinds."""
     logits = rng.normal(0, 1, (count, vocabulary)) * rng.choice([0.01, 1, 4, 30], (count, 1))
     logits = np.where(rng.random((count, 1)) < 0.5, np.round(logits), logits).astype(np.float32) + 0
     logits[rng.random(logits.shape) < 0.01] = -np.inf
@@ -236,7 +239,7 @@ def test_the_logarithm_of_probability_is_within_2e6_of_exact(rig: KernelRig) -> 
 
 
 def test_zeros_of_either_sign_are_equal(rig: KernelRig) -> None:
-    """Top_k of 1 keeps both, so that each is chosen by some number."""
+    """A top_k of 1 keeps both zeros, so some number chooses each."""
     logits = np.tile(np.array([-0.0, 0.0, -5], np.float32), (32, 1))
     rows = step_rows(32, position=np.arange(32), inverse_temperature=1, top_k=1, top_p=1)
     assert set(sampled(rig, logits, rows)["token"]) == {0, 1}

@@ -1,4 +1,4 @@
-"""Every end of a request and every error: the error in Python, the HTTP reply, the finish reason."""
+"""Every end of a request and every error: the exception in Python, the HTTP reply, and the finish reason."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -25,7 +25,7 @@ ENDS: Final[dict[CompletionReason, tuple[type[DecodeError] | None, str | None]]]
     CompletionReason.EXPIRED: (errors.SequenceEnded, None),
     CompletionReason.PREEMPTED: (errors.SequenceEnded, None),
 }
-"""Of each end: what the iterator raises, and the finish reason of an answer."""
+"""For each end of a request: what the iterator raises, and the finish reason of an answer."""
 
 ADMISSION: Final[dict[AdmissionReason, tuple[int, str, bool]]] = {
     AdmissionReason.QUOTA_EXCEEDED: (429, "quota_exceeded", True),
@@ -33,7 +33,7 @@ ADMISSION: Final[dict[AdmissionReason, tuple[int, str, bool]]] = {
     AdmissionReason.POOL_EXHAUSTED: (503, "pool_exhausted", True),
     AdmissionReason.TOO_LARGE: (400, "context_length_exceeded", False),
 }
-"""Of each refusal: status, code, and whether there is a Retry-After."""
+"""For each refusal: the status, the code, and whether the reply has a Retry-After."""
 
 MODELS: Final[dict[ModelRefusal, tuple[int, str, bool]]] = {
     ModelRefusal.UNKNOWN: (404, "model_not_found", False),
@@ -42,7 +42,7 @@ MODELS: Final[dict[ModelRefusal, tuple[int, str, bool]]] = {
     ModelRefusal.LOAD_FAILED: (503, "model_failed", True),
     ModelRefusal.STOPPING: (503, "stopping", True),
 }
-"""Of each model that is not there: status, code, and whether there is a Retry-After."""
+"""For each reason why a model does not serve a request: status, code, and whether there is a Retry-After."""
 
 ERRORS: Final[dict[type[GpuLeaseError], tuple[int, str, bool, bool]]] = {
     errors.RequestRejected: (400, "request_rejected", False, True),
@@ -61,7 +61,7 @@ ERRORS: Final[dict[type[GpuLeaseError], tuple[int, str, bool, bool]]] = {
     Disconnected: (503, "engine_unavailable", True, False),
     GpuLeaseError: (503, "engine_unavailable", True, False),
 }
-"""Of each other error: status, code, whether there is a Retry-After, and whether callers read its own text."""
+"""For each other error: the status, the code, whether there is a Retry-After, and whether callers see its text."""
 
 
 def kinds(kind: type[Any]) -> Iterator[type[Any]]:
@@ -71,7 +71,7 @@ def kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def made(kind: type[Any]) -> GpuLeaseError:
-    """An error of this class with a socket's path in its text, if the class takes a text."""
+    """Return an error of this class, with a socket's path in its text if the class takes a text."""
     if kind is errors.SequenceEnded:
         return errors.SequenceEnded(CompletionReason.REVOKED)
     more: dict[type[Any], tuple[Any, ...]] = {errors.RebindLimited: (2.5,), errors.TextNotRead: ("memory",)}
@@ -132,7 +132,7 @@ def test_every_error_has_its_status_and_shows_no_path_of_the_host(kind: type[Gpu
     assert (reply.status, reply.code, "Retry-After" in headers) == (status, code, is_retried)
     assert (reply.message == str(error)) is is_own_text
     assert is_own_text or PATH not in reply.message
-    # OpenAI's clients ask again by themselves for these, and would get the same.
+    # OpenAI's clients would send these requests again by themselves, and get the same reply.
     assert ("X-Should-Retry" in headers) is (status in (409, 500))
 
 

@@ -1,4 +1,4 @@
-"""Keys in headers: their tenants, any character set, and the refusal of keys that are too long."""
+"""API keys in headers: each key's tenant, keys with any characters, and the refusal of keys that are too long."""
 
 import hashlib
 
@@ -11,7 +11,7 @@ KEYS = distinct_keys({"ann": key_digest("key-of-ann"), "bob": key_digest(NAMED)}
 
 
 def header(key: bytes) -> str:
-    """A header as an ASGI framework has it."""
+    """Return a header as an ASGI framework passes it."""
     return (b"Bearer " + key).decode("latin-1")
 
 
@@ -21,7 +21,7 @@ def test_the_scheme_has_any_case_and_white_space_around_the_key_is_none_of_it(sa
 
 
 def test_a_key_in_utf_8_is_the_one_that_was_hashed() -> None:
-    """Its last byte is a space in Latin-1."""
+    """The key's last byte is a space in Latin-1."""
     assert KEYS.tenant(header(NAMED.encode())) == "bob"
     assert KEYS.tenant(header(NAMED.encode("latin-1"))) is None
 

@@ -114,7 +114,7 @@ def test_likeliest_tokens_of_a_chat(client: openai.OpenAI) -> None:
 
 
 def loglikelihoods(client: openai.OpenAI, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    """What lm-evaluation-harness's local-completions does for `loglikelihood`: its body, and how it reads the reply."""
+    """Send what lm-evaluation-harness's local-completions sends for `loglikelihood`, and read the reply as it does."""
     done = client.completions.create(
         model=MODEL,
         prompt=[context + continuation for context, continuation in pairs],
@@ -138,7 +138,7 @@ def loglikelihoods(client: openai.OpenAI, pairs: list[tuple[list[int], list[int]
 
 
 def test_a_task_of_lm_evaluation_harness_is_scored(rig: OpenAiRig, client: openai.OpenAI) -> None:
-    """Multiple choice: of four continuations, the model's own is the likeliest, and the greedy one."""
+    """In this multiple choice, the model's own continuation is the likeliest of four, and the only greedy one."""
 
     async def encoded(text: str) -> list[int]:
         return (await rig.decoder.tokenizer()).encode(text)
@@ -154,7 +154,7 @@ def test_a_task_of_lm_evaluation_harness_is_scored(rig: OpenAiRig, client: opena
 
 
 def test_template_variables_reach_the_model_s_template(rig: OpenAiRig, client: openai.OpenAI) -> None:
-    """The tiny model's template has no variables of its own, but every template has this one."""
+    """The tiny model's template has no variables of its own; add_generation_prompt exists in every template."""
     with_prompt = client.chat.completions.create(model=MODEL, messages=USER, max_tokens=2)  # type: ignore[arg-type]
     without = client.chat.completions.create(
         model=MODEL, messages=USER, max_tokens=2, extra_body={"chat_template_kwargs": {"add_generation_prompt": False}}  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Bodies of completions: what is accepted, and that anything else is an error in OpenAI's format."""
+"""Bodies of completions: which are accepted, and that any other is refused with an error in OpenAI's format."""
 
 import json
 from typing import Any
@@ -373,7 +373,7 @@ def test_a_bad_word_is_its_tokens_at_the_beginning_and_behind_a_space() -> None:
     tokenizer = open_model(TINY_MODEL).tokenizer()
     reader = PromptReader(tokenizer, 160)
     plain, spaced = (tuple(tokenizer.encode(text, begins=False)) for text in ("version", " version"))
-    # A space before the word itself changes nothing, as in vLLM.
+    # A bad word with a leading space gives the same tokens as without one, as in vLLM.
     for word in ("version", " version"):
         found = with_tokens(reader, parsed(bad_words=[word], seed=1)).sampling.bad_words
         assert found == ((plain, spaced) if len(plain) == len(spaced) else (plain,))
@@ -392,7 +392,7 @@ def test_a_begin_token_is_added_as_the_request_says() -> None:
         return read_prompts(reader, parsed(is_chat, **said))[0][0] == 7
 
     assert [first(False, **said) for said in ({}, BEGINS, NOT_BEGINS)] == [True, True, False]
-    # vLLM's default for chats is false: their template writes the token, if the model wants it.
+    # In vLLM the default for chats is false: the template writes the first token if the model needs it.
     assert [first(True, **said) for said in ({}, BEGINS, NOT_BEGINS)] == [False, True, False]
     tokenizer.chat_begins = True
     assert [first(True, **said) for said in ({}, NOT_BEGINS)] == [True, False]

@@ -1,4 +1,4 @@
-"""A decode server's settings: the example can be used, and mistakes are named."""
+"""A decode server's settings: the example is valid, and each mistake gives an error that names it."""
 
 import os
 import re
@@ -136,7 +136,7 @@ def test_many_models_have_settings_and_tenants_of_their_own(tmp_path: Path) -> N
     assert (small.path, large.path) == (tmp_path / "small", Path("/models/large.gguf"))
     assert (small.is_preloaded, large.is_preloaded) == (True, False)
     assert (small.settings.max_rows, large.settings.max_rows) == (8, 16)
-    # What a model does not replace is that of [engine].
+    # A model's setting that is not given is that of [engine].
     assert (small.wait_s, large.wait_s, large.chat_tokens) == (3, 3, 9)
     assert [[tenant.id for tenant in one.tenants] for one in (small, large)] == [["ann", "bob"], ["ann"]]
     assert settings.pool is not None
@@ -195,7 +195,7 @@ def test_prefixes_are_those_of_the_models_that_they_name(tmp_path: Path) -> None
     names = {model: [prefix.name for prefix in spec.prefixes] for model, spec in settings.models.items()}
     assert names == {"small": ["one"], "large": ["one", "two"]}
     assert settings.prefixes == ()
-    # Their order in the file is no other setting, which would open another engine at a reload.
+    # Another order in the file is not another setting: otherwise a reload would open a second engine.
     one, two = PREFIXES.split("[prefixes.two]")
     for kind in (MODEL, MANY):
         as_is, turned = (loaded(tmp_path, kind + said + TENANT) for said in (PREFIXES, f"[prefixes.two]{two}{one}"))
@@ -249,7 +249,7 @@ def test_the_page_s_key_is_the_operator_s(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A FIFO would wait for a writer."""
+    """Opening a FIFO would wait for a writer."""
     os.mkfifo(tmp_path / "key")
     text = MODEL + TENANT.replace(f'key_sha256 = "{DIGEST}"', 'key_file = "key"')
     with pytest.raises(InvalidRequest, match=r"key_file .*key: it must be a regular file, not a folder"):

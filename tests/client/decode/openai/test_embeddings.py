@@ -1,4 +1,4 @@
-"""Vectors of texts, by OpenAI's own client, against the numpy reference; and what models say about pooling."""
+"""Embeddings of texts: OpenAI's own client against the numpy reference, and the pooling that models' files name."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_forms_of_inputs_and_vectors(rig: OpenAiRig, client: openai.OpenAI, mode
     plain = vectors_of(embed(client, TEXTS[0]))
     for inputs in (tokens, [tokens], [TEXTS[0]]):
         assert (vectors_of(embed(client, inputs)) == plain).all()
-    # The client asks for base64 itself where nothing is said, and decodes it.
+    # Without encoding_format, the client requests base64 and decodes it.
     assert (vectors_of(embed(client, TEXTS[0], encoding_format="float")) == plain).all()
     with rig.http() as http:
         reply = http.post("/v1/embeddings", json={"input": TEXTS[0], "encoding_format": "base64"}).json()
     assert (np.frombuffer(base64.b64decode(reply["data"][0]["embedding"]), "<f4") == plain[0]).all()
     assert vectors_of(embed(client, TEXTS[0], dimensions=128)).shape == (1, 128)
-    # More inputs than the tenant may have sequences or waiting requests.
+    # These are more inputs than the tenant may have sequences or waiting requests.
     assert len(embed(client, [[7, number % 500] for number in range(100)]).data) == 100
 
 

@@ -42,7 +42,7 @@ def test_the_remote_tokenizer_has_all_that_it_asks_for(http: httpx.Client) -> No
     info = http.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"]) == ("<|end|>", None)
     assert "{% for message in messages %}" in info["chat_template"]
-    # The prefix of a text that is scored as a whole is the end token, which it gets by the token's text.
+    # A text that is scored as a whole is preceded by the end token; the harness encodes that token's text.
     assert encoded(http, info["eos_token"]) == [0]
     assert http.post("/detokenize", json={"tokens": encoded(http, "An iterator")}).json() == {"prompt": "An iterator"}
     assert http.get("/tokenizer_info?model=another").status_code == 404
@@ -51,7 +51,7 @@ def test_the_remote_tokenizer_has_all_that_it_asks_for(http: httpx.Client) -> No
 
 
 def scored(http: httpx.Client, prompts: Sequence[Any], contexts: Sequence[int]) -> list[tuple[float, bool]]:
-    """The log-likelihood of each prompt behind its context, and whether each of its tokens is the likeliest."""
+    """Return the log-likelihood of each prompt after its context, and whether it is the greedy continuation."""
     body = {"model": MODEL, "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
     reply = http.post("/v1/completions", json=body | {"echo": True}).json()
     found = []
@@ -78,7 +78,7 @@ def test_log_likelihoods_of_tokens_and_of_texts_are_the_reference_s(http: httpx.
     contexts = [encoded(http, context) for context, _ in PAIRS]
     wholes = [encoded(http, context + continuation) for context, continuation in PAIRS]
     begins = list(map(len, contexts))
-    # As a batch of token lists, as it sends them by default, and one text at a time, as without a tokenizer.
+    # By default the harness sends a batch of token lists; without a tokenizer, one text at a time.
     found = scored(http, wholes, begins)
     assert found == [scored(http, ["".join(pair)], [begin])[0] for pair, begin in zip(PAIRS, begins, strict=True)]
     for (total, is_greedy), whole, begin in zip(found, wholes, begins, strict=True):
@@ -95,14 +95,14 @@ def test_a_text_as_a_whole_is_scored_behind_the_end_token(http: httpx.Client) ->
 
 
 def test_texts_are_generated_to_any_of_a_task_s_stops(http: httpx.Client) -> None:
-    # humaneval has five, and the harness adds the end token's text.
+    # humaneval has five stops, and the harness adds the text of the end token.
     stops = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|end|>"]
     prompts = [encoded(http, context) for context, _ in PAIRS]
     body = {"model": MODEL, "max_tokens": 12, "temperature": 0, "stop": stops, "seed": 1234}
     reply = http.post("/v1/completions", json=body | {"prompt": prompts}).json()
     assert sorted(one["index"] for one in reply["choices"]) == [0, 1, 2, 3]
     assert reply["choices"][0]["text"].startswith(" 3.")
-    # A chat's stops are cut to four there.
+    # For chats the harness sends only the first four stops.
     messages = [{"role": "user", "content": "What does the with statement do?"}]
     chat = http.post("/v1/chat/completions", json=body | {"messages": messages, "stop": stops[:4]}).json()
     assert isinstance(chat["choices"][0]["message"]["content"], str)

@@ -1,4 +1,4 @@
-"""The table of features: each that the server has, or refuses, names a test that exists."""
+"""The table of features: each feature that the server has or refuses names a test, and that test exists."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_each_feature_that_is_claimed_names_a_test_that_exists() -> None:
     for row in rows:
         assert row is not None
         assert row["here"] in ("yes", "refused", "no"), row["feature"]
-        # What is not there can't be shown; all else is.
+        # A missing feature has no test; every other has one.
         assert (row["test"] is None) == (row["here"] == "no"), row["feature"]
         if row["test"] is not None:
             found = (ROOT / row["file"]).read_text()

@@ -28,7 +28,8 @@ RESUMED_AFTER_S: Final = 0.5
 
 @pytest.fixture(scope="module")
 def rig(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiRig]:
-    # The tiny model with a template of tools, vectors, and room for what clients put around a prompt.
+    # The tiny model, with a template that renders tools, a pooling for embeddings, and more positions, because clients
+    # add text to a prompt.
     folder = embedding_model(tmp_path_factory.mktemp("model") / "tiny", MEAN)
     change(folder / "tokenizer_config.json", chat_template=HERMES_TEMPLATE, model_max_length=POSITIONS)
     change(folder / "config.json", max_position_embeddings=POSITIONS)
@@ -45,7 +46,7 @@ def change(path: Path, **members: Any) -> None:
 def test_a_client_works_unchanged(rig: OpenAiRig, package: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install '.[clients]', in an environment of its own")
-    # What a package would fetch as it is imported is not to be had.
+    # Some packages download files when they are imported; the tests have no network.
     environment = python_environment() | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     command = [sys.executable, "-m", "helpers.decode.foreign_clients", package, rig.url]
     played = 0
@@ -59,7 +60,7 @@ def test_a_client_works_unchanged(rig: OpenAiRig, package: str) -> None:
                 case "played":
                     played += 1
                 case "suspend":
-                    # Her next request waits for her region, and gets a 503.
+                    # Ann's next request waits for her region, and gets a 503.
                     rig.wait_for(rig.decoder.suspend("ann"))
                 case "resume":
                     rig.wait_for(rig.decoder.resume("ann"))

@@ -57,7 +57,7 @@ MESSAGES = st.one_of(
 
 
 def read_all(data: bytes, step: int) -> list[FromFront]:
-    """What is read from bytes that arrive in pieces."""
+    """Return the messages read from bytes that arrive in pieces of `step` bytes."""
 
     async def read() -> list[FromFront]:
         reader = asyncio.StreamReader()
@@ -84,7 +84,7 @@ def read_all(data: bytes, step: int) -> list[FromFront]:
 def test_messages_are_read_as_they_were_sent_however_they_arrive(
     messages: list[FromFront], step: int, tail: bytes
 ) -> None:
-    # Less than a length behind them is the end of a stream that was cut.
+    # `tail`, shorter than a length, is the end of a stream that was cut off.
     assert read_all(b"".join(map(frame, messages)) + tail, step) == messages
 
 
@@ -102,7 +102,7 @@ def test_a_frame_is_refused_by_its_length_alone() -> None:
 
 
 def front_pids() -> list[int]:
-    """The fronts of this process."""
+    """Return the process ids of the fronts that this process started."""
     done = subprocess.run(
         ["pgrep", "-P", str(os.getpid()), "-f", "fronts.front_process"], capture_output=True, text=True, check=False
     )
@@ -124,7 +124,7 @@ def test_a_front_that_is_killed_loses_its_own_streams_alone(shared_daemon: Daemo
         expected = complete(rig).json()["choices"][0]["text"]
         asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "stream": True}
         (before,) = front_pids()
-        # A reload that is sent to the whole group ends none.
+        # A front ignores the SIGHUP of a reload that is sent to the whole process group.
         os.kill(before, signal.SIGHUP)
         with rig.http() as http, http.stream("POST", "/v1/completions", json=asked) as reply:
             pieces = reply.iter_bytes()
@@ -132,7 +132,7 @@ def test_a_front_that_is_killed_loses_its_own_streams_alone(shared_daemon: Daemo
             os.kill(before, signal.SIGKILL)
             with pytest.raises(httpx.RemoteProtocolError):
                 list(pieces)
-        # Its sequence is cancelled, its place given back, and the next process serves.
+        # Its sequence is cancelled and its place freed, and the next process serves.
         wait_until(lambda: live(rig) == 0, "the stream's sequence is cancelled")
         assert rig.do(lambda: rig.decoder.prompts.coming["ann"]) == 0
         wait_until(lambda: front_pids() not in ([], [before]), "another front was started")
@@ -140,8 +140,8 @@ def test_a_front_that_is_killed_loses_its_own_streams_alone(shared_daemon: Daemo
 
 
 def test_a_front_that_reads_nothing_is_ended(shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step loop never waits for it, and its memory is bounded."""
-    # Less than a step's message: the first one that the socket does not take is too many.
+    """The step loop never waits for a front, and the memory of unread messages is bounded."""
+    # The limit is below a message's size: the first message that the socket does not accept exceeds it.
     monkeypatch.setattr(front_server, "MAX_UNREAD_BYTES", -1)
     with pytest.raises(front_server.FrontsFailed), openai_rig(shared_daemon, http_processes=1):
         pass
@@ -237,7 +237,7 @@ def test_failures_outside_of_any_endpoint_have_the_shape_of_all_errors() -> None
     async def broken(_: Request) -> Response:
         raise ZeroDivisionError
 
-    # The decoder's process has stopped, or is about to.
+    # The decoder's process has stopped or is about to stop.
     routes = [Route("/broken", broken), Mount("/", InnerProxy("/nowhere/socket"))]
     app = Starlette(routes=routes, exception_handlers=ERROR_REPLIES)
     http = TestClient(app, raise_server_exceptions=False)

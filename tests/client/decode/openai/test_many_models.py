@@ -1,4 +1,4 @@
-"""A server with several models over HTTP: loads, parks and reloads change no token; what clients see meanwhile."""
+"""A server with several models over HTTP: loads, parks and reloads change no token; and what clients see meanwhile."""
 
 import asyncio
 import itertools
@@ -73,7 +73,7 @@ def rig(node: Daemon, paths: dict[str, Path], tmp_path_factory: pytest.TempPathF
     specs["ann-s"] = spec(paths["a"], [ANN])
     specs["broken"] = spec(tmp_path_factory.mktemp("broken") / "nothing.gguf")
     with pool_rig(node.address, specs, limits()) as rig:
-        # Each is loaded once, so that no test leaves another decoder open than it found.
+        # Load each model once, so that each test leaves the same decoders open as it found.
         for name in (*NAMES, "ann-s"):
             rig.text(name)
         yield rig
@@ -104,7 +104,7 @@ def test_requests_whose_bodies_are_read_or_whose_models_come_are_limited_by_tena
 def test_a_load_reads_no_tokenizer_again(rig: PoolRig, paths: dict[str, Path]) -> None:
     decoder, known = rig.pool.decoders["a"], rig.pool._tokenizers[paths["a"]][1]
     assert rig.wait_for(decoder.tokenizer()) is known
-    # Unless the files have changed.
+    # A changed file is read again.
     file = paths["a"] / "tokenizer.json"
     before = file.stat()
     assert rig.pool._tokenizer_of(paths["a"]) is known
@@ -115,7 +115,7 @@ def test_a_load_reads_no_tokenizer_again(rig: PoolRig, paths: dict[str, Path]) -
 
 
 def test_texts_are_the_same_before_and_after_a_park_and_a_reload(rig: PoolRig) -> None:
-    # Two models fit on the card, so each round parks and returns all of them.
+    # The card has room for two models, so each round parks every model and returns it to the card.
     first = {name: rig.text(name) for name in NAMES}
     assert len(set(first.values())) > 1
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_records_name_the_files_and_settings_of_each_load(tmp_path: Path) -> Non
         pool, path = ModelPool({}, ResidencyLimits(1)), make_model(tmp_path / "a", 0)
         first, again = [await pool._by("a", open_model(path), spec(path)) for _ in range(2)]
         assert again is first
-        # Other weights under the same name.
+        # Other weights, under the same name.
         (path / "model.safetensors").write_bytes((make_model(tmp_path / "b", 1) / "model.safetensors").read_bytes())
         other = await pool._by("a", open_model(path), spec(path))
         assert other.model_sha256 == open_model(path).sha256() != first.model_sha256
@@ -140,7 +140,7 @@ def test_records_name_the_files_and_settings_of_each_load(tmp_path: Path) -> Non
 
 
 def test_a_model_is_counted_although_its_texts_have_a_mistake(tmp_path: Path) -> None:
-    """Its load names the mistake then, rather than a size that was not counted."""
+    """Its load then raises an error about the texts, rather than one about a missing size."""
     pool, path = ModelPool({}, ResidencyLimits(1)), make_model(tmp_path / "a", 0)
     size = pool._measure("a", spec(path)).size_bytes
     assert size == model_bytes(path) > 0
@@ -209,7 +209,7 @@ def test_a_stream_gets_comments_while_its_model_comes(rig: PoolRig) -> None:
     assert comments[0] == ": loading"
     assert "".join(one["choices"][0]["text"] for one in objects) == wanted
     assert {one["model"] for one in objects} == {"d"}
-    # An error is the stream's last event, because its head was sent.
+    # The response has begun, so an error comes as the stream's last event.
     with rig.http() as http:
         broken = rig.pool.residency.models["broken"]
         wait_until(lambda: broken.retry_at < time.monotonic(), "the back-off's end")
@@ -224,7 +224,7 @@ def test_a_stream_gets_comments_while_its_model_comes(rig: PoolRig) -> None:
 def test_a_caller_that_takes_nothing_while_its_model_comes_has_no_tokens_computed(
     rig: PoolRig, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    # Two models fit on the card, so this one has to come.
+    # The card has room for two models, so this one has to be loaded.
     for name in ("b", "c"):
         rig.text(name)
     keys = distinct_keys({"ann": key_digest(key_of("ann"))})
@@ -272,7 +272,7 @@ def test_a_tenant_s_revocation_touches_its_own_requests_alone(rig: PoolRig) -> N
     rig.text("a")
     rig.wait_for(rig.pool.decoders["a"].regions.pools["ann"].region.revoke("test"))
     assert (rig.text("a"), rig.text("a", "bob"), rig.text("b")) == wanted
-    # And while the model is parked: its region is opened again with its next request.
+    # Also while the model is parked: the next request opens the region again.
     for name in ("c", "d"):
         rig.text(name)
     wait_until(lambda: rig.state("a") == "parked", "a to be parked")
@@ -290,7 +290,7 @@ def test_the_page_shows_the_models_and_revokes_a_tenant_s_regions(rig: PoolRig) 
         assert models["b"]["state"] == "loaded"
         assert [tenant["id"] for tenant in state["tenants"]] == ["ann", "bob"]
         revoked = http.delete("/page/tenants/ann/region")
-        # One of each model, loaded or parked, that is open.
+        # One region for each model that is open, loaded or parked.
         assert len(revoked.json()["region"].split(", ")) == 5
         assert http.delete("/page/tenants/zoe/region").status_code == 404
     pools = rig.do(lambda: [rig.pool.decoders[name].regions.pools["bob"] for name in NAMES])
@@ -320,7 +320,7 @@ def test_a_tenant_sees_the_counts_of_its_own_requests_alone(rig: PoolRig) -> Non
         assert (listed("ann"), listed("bob")) == ((0, 2), (0, 1))
         wait_until(lambda: (paged("ann"), paged("bob"), paged("operator")) == ((0, 2), (0, 1), (0, 3)), "the counts")
         with rig.http() as http:
-            # These need no key.
+            # These paths need no key.
             for path in ("/healthz", "/ready"):
                 assert http.get(path).json()["models"]["a"].keys() == {"state", "memory_bytes", "ready"}, path
     finally:
@@ -330,7 +330,7 @@ def test_a_tenant_sees_the_counts_of_its_own_requests_alone(rig: PoolRig) -> Non
 
 
 async def count_while_waiting(rig: PoolRig, paths: dict[str, Path]) -> None:
-    """Count a tenant's requests that wait for a model, which another tenant does not see."""
+    """Count a tenant's requests that wait for a model. Another tenant does not see them."""
     await rig.pool.change({"a": spec(paths["a"], wait_s=32.0)})
     waiting = asyncio.create_task(rig.pool.use("a", tenant="bob", wait_s=60).__aenter__())
     await asyncio.sleep(0)
@@ -343,7 +343,7 @@ async def count_while_waiting(rig: PoolRig, paths: dict[str, Path]) -> None:
 def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: dict[str, Path]) -> None:
     specs = {name: spec(paths[name]) for name in ("a", "b")}
     with pool_rig(node.address, specs, limits(models=1), load_wait_s=0.2) as rig, rig.http() as http:
-        # Its first load takes longer than a request without a stream waits.
+        # The first load takes longer than a request without a stream may wait.
         early = http.post("/v1/completions", json=asked("a"))
         assert (early.status_code, early.json()["error"]["code"]) == (503, "model_loading")
         assert early.headers["Retry-After"]
@@ -352,7 +352,7 @@ def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: di
         with http.stream("POST", "/v1/completions", json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
-            # A caller that does not wait for b any more is forgotten.
+            # A request that no longer waits for b is not counted any more.
             b = rig.pool.residency.models["b"]
             with (
                 rig.http("bob") as other,
@@ -362,7 +362,7 @@ def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: di
                 assert next(comments) == ": loading"
                 assert len(b.waiting) == 1
             wait_until(lambda: not b.waiting, "the end of the wait")
-            # It yields to b, whose request waits for its end.
+            # Then a makes room for b: the request for b waits until the one for a has ended.
             said = asked("b", stream=True)
             with rig.http("bob") as other, other.stream("POST", "/v1/completions", json=said) as waiting:
                 objects, _ = events_of(waiting.iter_lines())
@@ -374,9 +374,9 @@ def test_a_model_in_use_stays_until_its_stream_has_ended(node: Daemon, paths: di
 
 
 async def withdraw_while_waiting(rig: PoolRig, paths: dict[str, Path]) -> None:
-    """Have a reload withdraw a model from a tenant whose request waits for it: it is refused as by any other server."""
+    """Withdraw a model from a tenant with a waiting request, which is then refused as if the model did not exist."""
     ours, alone = spec(paths["a"], wait_s=31.0), spec(paths["a"], [ANN])
-    # Loaded again, so that the request waits.
+    # Changed settings load the model again, so the request waits.
     await rig.pool.change({"a": ours})
     waiting = asyncio.create_task(rig.pool.use("a", tenant="bob", wait_s=60).__aenter__())
     await asyncio.sleep(0)
@@ -387,7 +387,7 @@ async def withdraw_while_waiting(rig: PoolRig, paths: dict[str, Path]) -> None:
 
 
 async def remove_while_read(rig: PoolRig) -> None:
-    """Have a reload remove a model while the text of a front's request is read: the request is served."""
+    """Reload without a model while the server reads a front's request for it: the request is still served."""
     sent: list[ToFront] = []
     connection = FrontConnection(rig.models, sent.append)
     await connection.receive(PlaceRequest(1, "ann"))
@@ -421,7 +421,7 @@ def test_a_reload_adds_and_removes_models_while_others_serve(
             rig.wait_for(rig.pool.change(specs))
             assert (rig.text("a"), rig.text("b")) == wanted
         assert (count(rig, "a", "load"), count(rig, "b", "load")) == (2, 1)
-        # Another name is no other model: nothing is loaded again.
+        # A new alias does not make it another model: nothing is loaded again.
         named = {**specs, "b": replace(specs["b"], aliases=("org/b",))}
         rig.wait_for(rig.pool.change(named))
         listed = {one["id"]: one.get("root") for one in http.get("/v1/models").json()["data"]}
@@ -436,7 +436,7 @@ def test_a_reload_adds_and_removes_models_while_others_serve(
         rig.wait_for(count_while_waiting(rig, paths))
         rig.wait_for(withdraw_while_waiting(rig, paths))
         rig.wait_for(remove_while_read(rig))
-        # A model with other shared prefixes is loaded again. Neither tenant has sent one of them before.
+        # A model with other shared prefixes is loaded again. Neither tenant has sent a prompt with one of them before.
         text = "Changed in version 3.7: the with statement is an expression."
         prompt = {"prompt": f"{text} It ", "seed": 3}
         rig.wait_for(rig.pool.change({"b": specs["b"]}))
@@ -448,7 +448,7 @@ def test_a_reload_adds_and_removes_models_while_others_serve(
         cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in (*plain, *shared)]
         assert cached[:2] == [0, 0] != cached[2:] == [cached[2]] * 2
         assert cached[2] >= 16
-    # The records name the models as requests do, not by their files.
+    # The records contain the models' names in requests, not the files' names.
     names_of_records = re.findall(r'"event":"decode",.*?"model":\{"name":"(\w+)"', audit_text(audit))
     assert sorted(names_of_records) == ["a", "a", "a", *"bbbbbbb"]
 

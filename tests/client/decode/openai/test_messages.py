@@ -1,4 +1,4 @@
-"""Anthropic's messages: their texts, calls and events are those of the chats; the events are read by hand."""
+"""Anthropic's messages give the same texts, calls and events as chats. The tests parse the events themselves."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ OF_CHAT = [
 
 
 def called(**members: Any) -> dict[str, Any]:
-    """An assistant's message with a call."""
+    """Return an assistant's message with a call of a tool."""
     block = {"type": "tool_use", "id": "t1", "name": "look", "input": {"x": 1}} | members
     return {"role": "assistant", "content": [block]}
 
 
 @pytest.fixture(scope="module")
 def rig(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAiRig]:
-    """A server behind a front, on the tiny model with a template of tools."""
+    """A server with a front, and the tiny model with a template of tools."""
     folder = shutil.copytree(TINY_MODEL, tmp_path_factory.mktemp("model") / "tiny")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES_TEMPLATE}))
@@ -58,7 +58,7 @@ def rig(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture
 def http(rig: OpenAiRig) -> Iterator[httpx.Client]:
-    """A caller with the headers of Anthropic's client."""
+    """An HTTP client with the headers of Anthropic's client."""
     headers = {"X-Api-Key": key_of("ann"), "Anthropic-Version": "2023-06-01"}
     with httpx.Client(base_url=rig.url, headers=headers, timeout=60) as caller:
         yield caller
@@ -82,7 +82,7 @@ def refused(http: httpx.Client, path: str = "/v1/messages", **options: Any) -> A
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, each under its own name; comments are not events."""
+    """Return the events of a stream. Each must have its type as its name; comments are left out."""
     events = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         lines = [line for line in block.split("\n") if line and not line.startswith(":")]
@@ -95,7 +95,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that events add up to, as a client puts it together."""
+    """Return the message that events compose, as a client would compose it."""
     first, *middle, delta, last = events
     assert (first["type"], delta["type"], last) == ("message_start", "message_delta", {"type": "message_stop"})
     whole: dict[str, Any] = first["message"]
@@ -234,7 +234,8 @@ def test_what_is_not_supported_is_refused_by_name_in_anthropic_s_form(
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused(http: httpx.Client) -> None:
-    # Around what can just be read: the chat has more levels than the message that it is made of.
+    # These depths are around the largest that can be parsed: the chat made of a message has more levels than the
+    # message.
     text = json.dumps({"max_tokens": 4, "messages": [*USER, called(input="DEEP"), *USER]})
     for depth in range(940, 1000):
         reply = http.post("/v1/messages", content=text.replace('"DEEP"', '{"a":' * depth + "1" + "}" * depth))
@@ -275,7 +276,7 @@ def test_a_key_is_needed_in_either_header(rig: OpenAiRig, http: httpx.Client) ->
         for path in ("/v1/messages", "/v1/messages/count_tokens"):
             status, body = refused(anyone, path)
             assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
-        # The other header counts alone.
+        # If both headers are present, only Authorization counts.
         wrong = {"Authorization": "Bearer x", "X-Api-Key": key_of("ann")}
         assert anyone.post("/v1/messages", json={}, headers=wrong).status_code == 401
     assert http.get("/v1/models").status_code == 200
