@@ -114,7 +114,7 @@ def product(draw: np.random.Generator, kind: str) -> tuple[int, Words, Words, Wo
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_warp_at_once_has_the_bits_of_its_lanes(kind: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
-    for _ in range(3000 if seed else 300):
+    for _ in range(1000 if seed else 300):
         chunks, a, b, c = product(draw, kind)
         found, expected = at_once(kind, chunks, a, b, c), one_by_one(kind, chunks, a, b, c)
         assert np.array_equal(found, expected), (a, b, c)
