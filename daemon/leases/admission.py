@@ -346,7 +346,8 @@ class Admission:
     ) -> Denial | None:
         # Name the most specific obstacle: an unknown card, a card of the wrong kind, or a size that never fits.
         if event.selector is not None and not selected:
-            return denials.unknown_card(event.selector, [account.card for account in self._store.accounts])
+            cards = [account.card for account in self._store.accounts]
+            return denials.unknown_card(event.selector, cards, "leave the choice to the daemon")
         if selected and not suitable:
             return denials.no_partition()
         if not candidates:

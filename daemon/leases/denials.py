@@ -387,12 +387,15 @@ def no_latency(tenant: str) -> Denial:
 # --- cards and their room ---
 
 
-def unknown_card(selector: str, cards: Sequence[Card]) -> Denial:
-    """Deny a request with a selector that matches no card of this node."""
+def unknown_card(selector: str, cards: Sequence[Card], otherwise: str = "") -> Denial:
+    """Deny a request with a selector that matches no card of this node.
+
+    `otherwise` completes the hint if a request may name no card: what to do instead of naming one.
+    """
     names = ", ".join(f"{card.index} ({card.uuid}, {card.name})" for card in cards) or "none"
     return invalid(
         f"No card matches {selector[:MAX_QUOTED_CHARS]!r}; the cards of this node are: {names}.",
-        "Name a card by its uuid or its index, or leave the choice to the daemon.",
+        f"Name a card by its uuid or its index{otherwise and f', or {otherwise}'}.",
     )
 
 

@@ -556,7 +556,11 @@ class LeaseTable:
         selected = devices.select(self._store.accounts, event.card_uuid)
         if event.card_uuid is not None and not selected:
             cards = [account.card for account in self._store.accounts]
-            effects.append(RequestDenied(event.request, denials.unknown_card(event.card_uuid, cards)))
+            effects.append(
+                RequestDenied(
+                    event.request, denials.unknown_card(event.card_uuid, cards, "name none to clear every fence")
+                )
+            )
             return
         # Release leases with their regions, then lasting fences of regions in live leases, then warm contexts and
         # submits.

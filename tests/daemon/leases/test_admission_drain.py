@@ -11,6 +11,7 @@ from gpulease.daemon.leases import (
     DrainSet,
     DrainTimerFired,
     Effect,
+    FenceClearRequested,
     FreeRequested,
     LeaseState,
     LeaseTable,
@@ -294,8 +295,16 @@ def test_the_drains_of_the_node_and_of_a_card_are_independent() -> None:
 
 def test_who_names_no_card_is_refused() -> None:
     s = two_cards()
-    for event in (DrainRequested(90, 1000, "7"), DrainCancelled(90, "7")):
-        assert "No card matches" in denied(s.do(event)).message
+    name_one = "Name a card by its uuid or its index"
+    for effects, hint in (
+        (s.do(DrainRequested(90, 1000, "7")), f"{name_one}."),
+        (s.do(DrainCancelled(90, "7")), f"{name_one}."),
+        (s.do(FenceClearRequested(90, "7")), f"{name_one}, or name none to clear every fence."),
+        (s.acquire(91, selector="7"), f"{name_one}, or leave the choice to the daemon."),
+    ):
+        denial = denied(effects)
+        assert "No card matches" in denial.message
+        assert denial.hint == hint
     assert not s.table.has_drain
 
 
