@@ -106,7 +106,7 @@ def reconcile(
     # Step 2: decide about the remaining workers, oldest first.
     for candidate in others:
         spec = candidate.worker.spec
-        if spec.submit_of in open_for_submits:
+        if spec.submit_of in open_for_submits and not candidate.is_dropped:
             # A lease has one submit at a time. If there is a second one, an operator has cleared its fence, so it
             # belongs to no lease.
             open_for_submits.discard(spec.submit_of)

@@ -886,7 +886,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         open_for_submits = {kept.lease_id for kept in contents.leases if kept.state is not LeaseState.FENCED}
         for worker in list(self.workers.values()):
             worker.answers = [one for one in worker.answers if not isinstance(one, WorkerReady)]
-            if worker.submit_of in open_for_submits:
+            if worker.submit_of in open_for_submits and worker.ended is not Cause.ABANDONED:
                 open_for_submits.discard(worker.submit_of)
                 is_running = worker.is_leased and worker.ended is None
                 size = worker.submit_bytes
@@ -1301,4 +1301,21 @@ def test_a_worker_that_the_broker_before_has_dropped_is_not_continued() -> None:
     assert lease is not None
     assert lease.state is LeaseState.ACTIVE
     assert state.table.regions.open_ids()
+    state.teardown()
+
+
+def test_a_submit_that_the_broker_before_has_dropped_is_not_its_leases_again() -> None:
+    """Its end takes longer than the next broker lives."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire_and_park(pick=0, size=250, luck=0)
+    state.submit(pick=0, timeout_ms=500)
+    state.need_many(count=2, luck=990, needed=600, pick=1704, size=250)
+    state.end(pick=1545, is_revoked=True)
+    state.kills_happen()
+    state.acquire("bob", 400, 0, 0, is_quick=True)
+    state.broker_is_killed(lost=1, luck=0)
+    assert any(worker.submit_of and worker.ended is Cause.ABANDONED for worker in state.workers.values())
+    state.worker_dies(pick=0)
+    state.broker_is_killed(lost=1, luck=0)
     state.teardown()

@@ -289,6 +289,16 @@ def test_a_submit_whose_lease_takes_none_is_nobodys() -> None:
     assert [type(event) for event, _ in decide([KEPT], [one, another])] == [LeaseRestored, SubmitFound, WorkerFound]
 
 
+def test_a_submit_that_an_earlier_broker_has_dropped_is_not_its_leases() -> None:
+    """It is still ending, and the lease has another one by now."""
+    dropped = left(FIRST_SUBMIT_ID, PageState(Status.SESSION_FAILED, 1000, 3, cause="abandoned"), submit_of=5)
+    running = left(FIRST_SUBMIT_ID + 1, submit_of=5)
+    assert decide([KEPT], [left(5), dropped, running])[1:] == [
+        (WorkerFound(1000, CARD, 107, 5), dropped.worker.serial),
+        (SubmitFound(FIRST_SUBMIT_ID + 1, 5, CARD, True, 50, 100), running.worker.serial),
+    ]
+
+
 PAGES = st.builds(
     PageState,
     st.sampled_from([None, *Status]),
