@@ -53,4 +53,4 @@ TestRegionsInAnyOrder = RegionsInAnyOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestRegionsInManyOrders(TestRegionsInAnyOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=60)
+    settings = settings(FEW, max_examples=100)

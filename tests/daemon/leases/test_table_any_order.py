@@ -355,7 +355,7 @@ TestAnyOrder = AnyOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestManyOrders(TestAnyOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=80)
+    settings = settings(FEW, max_examples=150)
 
 
 def test_a_restart_ends_a_lease_past_its_nodes_isolation_whose_timer_is_late() -> None:

@@ -203,4 +203,4 @@ TestLine = Line.TestCase
 
 @pytest.mark.exhaustive
 class TestManyLines(TestLine):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=80)
+    settings = settings(FEW, max_examples=150)

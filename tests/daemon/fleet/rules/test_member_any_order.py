@@ -166,7 +166,7 @@ TestFleetOrder = FleetOrder.TestCase
 
 @pytest.mark.exhaustive
 class TestManyFleetOrders(TestFleetOrder):  # type: ignore[valid-type, misc]
-    settings = settings(FEW, max_examples=80, stateful_step_count=60)
+    settings = settings(FEW, max_examples=150, stateful_step_count=60)
 
 
 def test_a_paused_machine_s_name_is_another_s_only_where_a_reading_shows_the_pause() -> None:
