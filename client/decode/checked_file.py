@@ -3,12 +3,12 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.client.decode.decode_errors import DecodeError, ModelRejected
+from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.library_errors import rejected
 from gpulease.client.http.settings_file import open_regular
 from gpulease.client.texts import quoted
 
@@ -23,18 +23,6 @@ def quoted_value(value: Any) -> str:
         return quoted(str(value))
     except RecursionError:
         return "'lists in lists'"
-
-
-@contextmanager
-def rejected(kind: type[DecodeError], message: str) -> Iterator[None]:
-    """Turn any exception of a library, except a lack of memory, into an error of `kind`."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, DecodeError):
-        raise
-    # Panics of Rust libraries derive from BaseException, so Exception would miss them.
-    except BaseException as error:
-        raise kind(f"{message}: {error}") from None
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:

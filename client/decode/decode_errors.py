@@ -13,6 +13,7 @@ GpuLeaseError
     │       └── WaitedTooLong   it was not admitted before its deadline
     ├── ModelUnavailable    the model is not on the card, and can't be brought there in time (`reason`, `retry_after_s`)
     ├── TextProcessesFailed the processes that read texts can't be started
+    ├── LibraryPanicked     a library in Rust stopped at a mistake of its own, in one call
     ├── RebindLimited       a tenant's region was rebuilt too often; retry in `retry_after_s` seconds
     ├── SequenceEnded       a sequence was ended before its answer was complete (`reason`)
     └── EngineDecodeFailed  a step failed for all of the engine's sequences
@@ -127,7 +128,8 @@ class TextNotRead(RequestRejected):
     """Reading a text, or a chat in the model's template, exceeds a limit. Only this request fails.
 
     Attributes:
-        limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it.
+        limit: Which limit it exceeded: "memory", "processor", "time"; "process" if it ended the process that read it;
+            "library" if a library stopped at a mistake of its own.
     """
 
     def __init__(self, message: str, limit: str) -> None:
@@ -137,6 +139,13 @@ class TextNotRead(RequestRejected):
 
 class TextProcessesFailed(DecodeError):
     """The processes that read texts can't be started, or one failed. The operator's log has the cause."""
+
+
+class LibraryPanicked(DecodeError):
+    """A library that is written in Rust stopped at a mistake of its own, in one call. The message has what it said.
+
+    An object that the call has changed may be broken. A server does not show the message to tenants.
+    """
 
 
 class RebindLimited(DecodeError):

@@ -8,15 +8,9 @@ import json
 from pathlib import Path
 from typing import Final
 
-from gpulease.client.decode.checked_file import (
-    MAX_JSON_BYTES,
-    Members,
-    json_object,
-    quoted_value,
-    read_bytes,
-    rejected,
-)
+from gpulease.client.decode.checked_file import MAX_JSON_BYTES, Members, json_object, quoted_value, read_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.library_errors import rejected
 from gpulease.client.decode.pooling import Pooling
 from gpulease.client.texts import quoted
 

@@ -11,14 +11,7 @@ from typing import Final
 
 from safetensors import safe_open
 
-from gpulease.client.decode.checked_file import (
-    MAX_JSON_BYTES,
-    Members,
-    files_sha256,
-    json_object,
-    read_bytes,
-    rejected,
-)
+from gpulease.client.decode.checked_file import MAX_JSON_BYTES, Members, files_sha256, json_object, read_bytes
 from gpulease.client.decode.checkpoint.hugging_face_config import GEMMA3_IMAGES, hugging_face_config
 from gpulease.client.decode.checkpoint.model_tensors import (
     check_names,
@@ -33,6 +26,7 @@ from gpulease.client.decode.checkpoint.rotary import Rotation, rotation_of, turn
 from gpulease.client.decode.checkpoint.tensor_file import FileRows, TensorFile
 from gpulease.client.decode.checkpoint.tensors import Tensor, TensorType, reordered_heads, row_bytes, with_one_added
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.library_errors import rejected
 from gpulease.client.decode.model_config import Family, ModelConfig
 from gpulease.client.decode.text.hugging_face_text import folder_begin_token, folder_tokenizer
 from gpulease.client.decode.text.tokenizer import Tokenizer

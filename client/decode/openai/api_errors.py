@@ -15,6 +15,7 @@ from gpulease.client.decode.decode_errors import (
     DecodeError,
     EngineDecodeFailed,
     GrammarRefused,
+    LibraryPanicked,
     ModelRefusal,
     ModelRejected,
     ModelUnavailable,
@@ -103,6 +104,9 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
         OVERLOADED, "texts_unavailable", is_retried=True, message="No text can be parsed now. Send the request again."
     ),
     RebindLimited: ReplyTo(429, "rebind_limited", is_retried=True),
+    LibraryPanicked: ReplyTo(
+        FAILED, "library_failed", message="A library of the server failed; the server's log has details."
+    ),
     ModelRejected: ReplyTo(
         FAILED, "model_rejected", message="The model's files can't be used; the server's log says why."
     ),

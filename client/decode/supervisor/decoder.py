@@ -231,7 +231,9 @@ class Decoder:
             lambda report: self._ledger.report(lambda observer: observer.on_prompt_refused(report)),
             self.log,
         )
-        self.grammars = Grammars(self.tokenizer, spec.checkpoint.config.vocabulary, scheduler.settings.end_tokens)
+        self.grammars = Grammars(
+            self.tokenizer, spec.checkpoint.config.vocabulary, scheduler.settings.end_tokens, self.log
+        )
         # The supervisor owns the engine, the loop drives it, and the ledger knows the callers. They share the
         # scheduler.
         self._supervisor = EngineSupervisor(spec, address, scheduler, self._ledger, self.log, clock)

@@ -7,8 +7,9 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from gpulease.client.decode.checked_file import Members, rejected
+from gpulease.client.decode.checked_file import Members
 from gpulease.client.decode.decode_errors import ModelRejected
+from gpulease.client.decode.library_errors import rejected
 from gpulease.client.decode.text.chat_template import ChatTemplate
 from gpulease.client.decode.text.gguf_special_tokens import AT, control_tokens, special_token
 from gpulease.client.decode.text.tokenizer import Tokenizer

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpulease.client.decode.decode_errors import GrammarRefused
+from gpulease.client.decode.decode_errors import GrammarRefused, LibraryPanicked
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.library_errors import panics_caught
 from gpulease.client.decode.row_records import mask_words
 from gpulease.client.decode.text.tenant_turns import TenantTurns
 
@@ -111,6 +114,16 @@ _VERBOSE: Final = re.compile(r"\(\?[a-zA-Z]*x")
 MAX_ERROR_CHARACTERS: Final = 300
 """Maximum number of characters of the library's message in an error."""
 
+MAX_COMPILE_S: Final = 4.0
+"""Seconds of CPU time in which a grammar must compile. For some regular expressions, such as /a?a?a?.../, the library's
+time grows with the square of their length, and its own limits would end that only after a minute."""
+
+_PANIC: Final = "panic: "
+"""The beginning of a message by which the library reports that it stopped at a mistake of its own."""
+
+_TOKEN: Final = re.compile(r"<\[[\d,^ -]*\]>")
+"""Finds a grammar's tokens that are written as numbers."""
+
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """Return a grammar's rule for the JSON texts that a schema allows, with its objects closed (`closed`)."""
@@ -175,17 +188,20 @@ def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_grammar(text: str) -> None:
-    """Compile a grammar within the limits, without a vocabulary. Call this in a text process.
+    """Compile a grammar within the limits, for a vocabulary of bytes. Call this in a text process, which has limits.
 
-    Raises GrammarRefused, which describes the mistake in the grammar or in its schema.
+    Raises GrammarRefused, which describes the mistake in the grammar or in its schema, LibraryPanicked if the library
+    stops at a mistake of its own.
     """
     if len(text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise GrammarRefused(f"the schema, or the tools' schemas, must have at most {MAX_GRAMMAR_BYTES:,} bytes in all")
     _check_work(text)
-    library = _library()
-    error = library.LLMatcher.validate_grammar(text, None, limits=_limits())
-    if error and not error.startswith("WARNING"):
-        raise _refused(error)
+    begin_s = time.process_time()
+    # The tokens of the model are not known here, so replace their numbers by that of a byte.
+    matcher = _library().LLMatcher(_byte_tokenizer(), _TOKEN.sub("<[0]>", text), log_level=0, limits=_limits())
+    _check_matcher(matcher)
+    if time.process_time() - begin_s > MAX_COMPILE_S:
+        raise _refused(f"it takes more than {MAX_COMPILE_S:g} s of CPU time to compile")
 
 
 def grammar_digest(text: str) -> str:
@@ -210,10 +226,10 @@ class GrammarMasks:
 
     is_stepwise = True
 
-    def __init__(self, grammars: "Grammars", tenant_id: str, matcher: Any, mask: NDArray[np.uint32]) -> None:
+    def __init__(self, grammars: "Grammars", key: tuple[str, str], matcher: Any, mask: NDArray[np.uint32]) -> None:
         self.mask, self.is_ready = mask, True
         self.on_failed: Callable[[GrammarRefused], None] | None = None
-        self._grammars, self._tenant_id, self._matcher = grammars, tenant_id, matcher
+        self._grammars, self._key, self._matcher = grammars, key, matcher
 
     def accept(self, token: int, on_ready: Callable[[], None]) -> None:
         """Process the emitted token, and compute the next mask in a thread."""
@@ -226,15 +242,20 @@ class GrammarMasks:
             if error is None:
                 self.mask, self.is_ready = work.result(), True
                 on_ready()
-            elif isinstance(error, GrammarRefused) and self.on_failed is not None:
+                return
+            # Copies share the library's lexer. It may be full, or broken, so compile the grammar anew for others.
+            self._grammars.forget(self._key)
+            if self.on_failed is not None:
+                assert isinstance(error, GrammarRefused)
                 self.on_failed(error)
 
         matcher, words = self._matcher, self._grammars.words
-        self._grammars.run(self._tenant_id, lambda: _next_mask(matcher, token, words)).add_done_callback(done)
+        tenant_id, _ = self._key
+        self._grammars.run(tenant_id, lambda: _next_mask(matcher, token, words)).add_done_callback(done)
 
     def fork(self) -> "GrammarMasks":
         """Return a copy for another sequence. No token may have been accepted yet."""
-        return GrammarMasks(self._grammars, self._tenant_id, self._matcher.deep_copy(), self.mask)
+        return GrammarMasks(self._grammars, self._key, self._matcher.deep_copy(), self.mask)
 
 
 class Grammars:
@@ -245,7 +266,11 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer: "Callable[[], Awaitable[Tokenizer]]", vocabulary: int, end_tokens: frozenset[int]
+        self,
+        tokenizer: "Callable[[], Awaitable[Tokenizer]]",
+        vocabulary: int,
+        end_tokens: frozenset[int],
+        log: DecodeLog,
     ) -> None:
         """Prepare to compile.
 
@@ -253,7 +278,9 @@ class Grammars:
             tokenizer: Returns the model's tokenizer.
             vocabulary: Number of the model's tokens.
             end_tokens: The model's end tokens.
+            log: Gets the library's failures.
         """
+        self._log = log
         self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, sorted(end_tokens)
         # The library's masks may be slightly longer than the vocabulary.
         self.words = mask_words(vocabulary)
@@ -283,19 +310,22 @@ class Grammars:
             matcher = _library().LLMatcher(library, text, log_level=0, limits=_limits())
             return matcher, _mask(matcher, words)
 
-        masks = GrammarMasks(self, tenant_id, *await self.run(tenant_id, work))
+        masks = GrammarMasks(self, key, *await self.run(tenant_id, work))
         self._compiled[key] = masks
         if len(self._compiled) > MAX_GRAMMARS:
             self._compiled.popitem(last=False)
         return masks.fork()
 
     def run(self, tenant_id: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Run work in a thread, when it is the tenant's turn. Returns a future of its result."""
+        """Run work of the library in a thread, when it is the tenant's turn. Returns a future of its result.
+
+        The future's error is always GrammarRefused. If the library fails in another way, the log has the reason.
+        """
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
 
         def begin() -> None:
-            doing = loop.run_in_executor(None, work)
+            doing = loop.run_in_executor(None, _guarded, work)
             doing.add_done_callback(done)
 
         def done(doing: "asyncio.Future[T]") -> None:
@@ -304,14 +334,21 @@ class Grammars:
             self._begin()
             if outcome.cancelled() or doing.cancelled():
                 outcome.cancel()
-            elif (error := doing.exception()) is not None:
+            elif isinstance(error := doing.exception(), GrammarRefused):
                 outcome.set_exception(error)
+            elif error is not None:
+                self._log.failure("grammar_failed", error, tenant=tenant_id)
+                outcome.set_exception(_refused("the library that computes masks failed; the server's log has details"))
             else:
                 outcome.set_result(doing.result())
 
         self._turns.add(tenant_id, begin)
         self._begin()
         return outcome
+
+    def forget(self, key: tuple[str, str]) -> None:
+        """Compile a tenant's grammar anew for its next request."""
+        self._compiled.pop(key, None)
 
     async def stop(self) -> None:
         """Drop waiting jobs. Jobs in progress end soon, because their work is limited."""
@@ -329,7 +366,9 @@ class Grammars:
     async def _load(self) -> Any:
         """Return the library's form of the tokenizer: a tree with the bytes of every token."""
         tokenizer = await self._tokenizer()
-        return await asyncio.to_thread(_library_tokenizer, tokenizer, self._vocabulary, self._end_tokens)
+        return await asyncio.to_thread(
+            _guarded, lambda: _library_tokenizer(tokenizer, self._vocabulary, self._end_tokens)
+        )
 
 
 def _check_work(text: str) -> None:
@@ -457,24 +496,48 @@ class _Vocabulary:
 
 def _next_mask(matcher: Any, token: int, words: int) -> NDArray[np.uint32]:
     # The last token of a sequence that has ended may not match the grammar.
-    if not matcher.consume_token(token):
-        raise _refused(matcher.get_error())
+    matcher.consume_token(token)
     return _mask(matcher, words)
 
 
 def _mask(matcher: Any, words: int) -> NDArray[np.uint32]:
-    if matcher.is_error():
-        raise _refused(matcher.get_error())
+    _check_matcher(matcher)
     mask: NDArray[np.uint32] = np.frombuffer(matcher.compute_bitmask(), np.uint32)[:words]
     # If a limit is exceeded, the library still returns a mask, but a meaningless one.
-    if matcher.is_error() or not mask.any():
-        raise _refused(matcher.get_error() or "no token can follow")
+    _check_matcher(matcher)
+    if not mask.any():
+        raise _refused("no token can follow")
     return mask
+
+
+def _check_matcher(matcher: Any) -> None:
+    """Raise GrammarRefused if a grammar can't be followed any more, LibraryPanicked if the library has panicked in it.
+
+    The library catches panics of most calls. The matcher keeps the message, and refuses everything after it.
+    """
+    if not matcher.is_error():
+        return
+    error: str = matcher.get_error()
+    if error.startswith(_PANIC):
+        # A backtrace follows, of some kilobytes.
+        raise LibraryPanicked(error.splitlines()[0])
+    raise _refused(error)
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    with panics_caught():
+        return work()
 
 
 def _refused(reason: str) -> GrammarRefused:
     text = " ".join(reason.replace("<non-verbose/>", "").split())[:MAX_ERROR_CHARACTERS]
     return GrammarRefused(f"the schema or grammar can't be followed: {text}")
+
+
+@cache
+def _byte_tokenizer() -> Any:
+    """The library's own tokenizer, in which each byte is a token."""
+    return _library().LLTokenizer("byte")
 
 
 @cache

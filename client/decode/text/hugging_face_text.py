@@ -6,16 +6,10 @@ from typing import Any, Final
 import msgspec
 import tokenizers
 
-from gpulease.client.decode.checked_file import (
-    MAX_JSON_BYTES,
-    Members,
-    json_object,
-    quoted_value,
-    read_bytes,
-    rejected,
-)
+from gpulease.client.decode.checked_file import MAX_JSON_BYTES, Members, json_object, quoted_value, read_bytes
 from gpulease.client.decode.decode_errors import ModelRejected
 from gpulease.client.decode.file_keys import used_members
+from gpulease.client.decode.library_errors import rejected
 from gpulease.client.decode.text.chat_template import ChatTemplate
 from gpulease.client.decode.text.tokenizer import Tokenizer, library_tokenizer
 from gpulease.client.decode.text.tokenizer_keys import MODEL_KEYS, SETTINGS_KEYS, TOKENIZER_KEYS

@@ -27,7 +27,8 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any, Final, NoReturn
 
-from gpulease.client.decode.decode_errors import ModelRejected, RequestRejected
+from gpulease.client.decode.decode_errors import LibraryPanicked, ModelRejected, RequestRejected
+from gpulease.client.decode.library_errors import panics_caught
 from gpulease.client.decode.text.prompt_reader import PromptReader
 from gpulease.client.decode.text.text_jobs import LENGTH, TextLimits, framed, refusal, unpacked
 from gpulease.client.decode.text.tokenizer import Tokenizer
@@ -219,9 +220,13 @@ def _answer(reader: PromptReader, job: dict[str, Any]) -> dict[str, Any]:
         # The call is MODULE:NAME, and only the decode server writes it.
         module, _, name = job["call"].partition(":")
         call: Callable[..., dict[str, Any]] = getattr(importlib.import_module(module), name)
-        return call(reader, **job["arguments"])
+        with panics_caught():
+            return call(reader, **job["arguments"])
     except RequestRejected as error:
         return refusal(error)
+    # What the library has kept of the job may be broken, and with it this process.
+    except LibraryPanicked as error:
+        return {"failed": "panic", "said": error.message[:MAX_TRACEBACK_CHARACTERS]}
     except MemoryError:
         return {"failed": "memory"}
     except Exception:

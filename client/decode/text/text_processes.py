@@ -198,6 +198,9 @@ class TextProcesses:
             return worker
         if answer is not None and answer["failed"] == "memory":
             self._refuse(job, f"needs more than {self._limits.memory_bytes >> 20} MiB of memory", "memory")
+        elif answer is not None and answer["failed"] == "panic":
+            self._log.error("library_panicked", tenant=job.tenant_id, cause=str(answer["said"]))
+            self._refuse(job, "made a library of the server fail; the server's log has details", "library")
         elif answer is not None:
             self._log.error("text_failed", tenant=job.tenant_id, cause=str(answer["failed"]))
             _fail(job, TextProcessesFailed("a text could not be parsed; the server's log has details"))

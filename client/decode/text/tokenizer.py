@@ -14,8 +14,8 @@ from typing import Any, Final, Self
 import numpy as np
 import tokenizers
 
-from gpulease.client.decode.checked_file import rejected
 from gpulease.client.decode.decode_errors import ModelRejected, RequestRejected
+from gpulease.client.decode.library_errors import panics_caught, rejected
 from gpulease.client.decode.text.chat_template import ChatTemplate
 from gpulease.client.decode.text.letters import LETTERS
 from gpulease.client.decode.text.text_bound import most_bytes_per_token
@@ -128,9 +128,10 @@ class Tokenizer:
             text: The text.
             begins: Whether to put the model's begin token first, if it has one and the text does not begin with it.
 
-        Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode.
+        Raises RequestRejected for a text with an unpaired surrogate, which UTF-8 can't encode, LibraryPanicked if the
+        library stops at a mistake of its own.
         """
-        with rejected(RequestRejected, "the text can't be cut into tokens"):
+        with rejected(RequestRejected, "the text can't be cut into tokens"), panics_caught():
             tokens: list[int] = self.library.encode(text, add_special_tokens=False).ids
         # A text or template that already begins with the token must not get it twice.
         if begins and self.begin_token is not None and tokens[:1] != [self.begin_token]:

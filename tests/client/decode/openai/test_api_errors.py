@@ -52,6 +52,7 @@ ERRORS: Final[dict[type[GpuLeaseError], tuple[int, str, bool, bool]]] = {
     errors.TextProcessesFailed: (503, "texts_unavailable", True, False),
     errors.RequestIdInUse: (409, "request_id_in_use", False, True),
     errors.RebindLimited: (429, "rebind_limited", True, True),
+    errors.LibraryPanicked: (500, "library_failed", False, False),
     errors.ModelRejected: (500, "model_rejected", False, False),
     errors.NoModelLoaded: (503, "stopping", True, False),
     errors.SequenceEnded: (503, "sequence_ended", True, True),

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ import jsonschema
 import pytest
 
 from gpulease.client.decode import TINY_MODEL
+from gpulease.client.decode.text import grammar
 from helpers.daemon import Daemon
 from helpers.decode.openai_rig import MODEL, OpenAiRig, openai_rig
+from helpers.decode.text_jobs import PANICKING, panic
 from helpers.decode.tiny_copies import HERMES_TEMPLATE
 
 if TYPE_CHECKING:
@@ -296,6 +299,43 @@ def test_a_schema_that_explodes_is_refused_in_bounded_time_while_others_are_serv
             assert time.monotonic() - began < 20
             assert served.result(60).choices[0].finish_reason
     assert rig.do(lambda: rig.decoder.scheduler.tenants["ann"].is_idle)
+
+
+def test_a_panic_of_the_grammar_s_library_costs_its_own_request_alone(
+    shared_daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the check, and in the mask of a step beside other sequences."""
+    import openai
+
+    with (
+        openai_rig(shared_daemon, wait_s=60.0, http_processes=1) as rig,
+        rig.client() as client,
+        rig.client("bob") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        expected = chat(other, max_tokens=30).choices[0].message.content
+        served = pool.submit(chat, other, max_tokens=30)
+        with pytest.raises(openai.BadRequestError, match="made a library of the server fail") as refused:
+            chat(client, extra_body={"grammar": PANICKING})
+        assert refused.value.code == "text_not_read"
+        assert served.result(60).choices[0].message.content == expected
+
+        computed = grammar._next_mask
+        calls = count(1)
+
+        def next_mask(*arguments: Any) -> Any:
+            return panic() if next(calls) == 3 else computed(*arguments)
+
+        monkeypatch.setattr(grammar, "_next_mask", next_mask)
+        served = pool.submit(chat, other, max_tokens=30)
+        with pytest.raises(openai.BadRequestError, match="the library that computes masks failed") as refused:
+            chat(client, response_format=by_schema(PLACE))
+        assert refused.value.code == "grammar_refused"
+        assert served.result(60).choices[0].message.content == expected
+        # The third token's panic ended the request, and gave its blocks back.
+        assert rig.do(lambda: rig.decoder.scheduler.tenants["ann"].is_idle)
+        answer = chat(client, response_format=by_schema(PLACE)).choices[0].message.content
+        jsonschema.validate(json.loads(answer), PLACE)
 
 
 def test_a_model_without_tools_in_its_template_refuses_them(shared_daemon: Daemon) -> None:

@@ -4,13 +4,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gpulease.client.decode import TINY_MODEL, open_model
-from gpulease.client.decode.decode_errors import GrammarRefused
+from gpulease.client.decode.decode_errors import GrammarRefused, LibraryPanicked
+from gpulease.client.decode.decode_log import DecodeLog
+from gpulease.client.decode.text import grammar as grammar_module
 from gpulease.client.decode.text.grammar import (
     MASK_THREADS,
     MAX_GRAMMAR_BYTES,
@@ -21,6 +24,7 @@ from gpulease.client.decode.text.grammar import (
     json_rule,
     regex_rule,
 )
+from helpers.decode.text_jobs import PANICKING_LARK, fail, panic
 
 CHECKPOINT = open_model(TINY_MODEL)
 TOKENIZER = CHECKPOINT.tokenizer()
@@ -42,7 +46,9 @@ def played(part: Callable[[Grammars], Awaitable[None]]) -> None:
         return TOKENIZER
 
     async def play() -> None:
-        grammars = Grammars(tokenizer, CHECKPOINT.config.vocabulary, frozenset(CHECKPOINT.config.end_tokens))
+        grammars = Grammars(
+            tokenizer, CHECKPOINT.config.vocabulary, frozenset(CHECKPOINT.config.end_tokens), DecodeLog()
+        )
         try:
             await part(grammars)
         finally:
@@ -193,6 +199,82 @@ def test_a_grammar_that_needs_too_much_work_fails_alone_wherever_that_shows() ->
         assert (await grammars.compile("ann", DIGIT)).is_ready
 
     played(part)
+
+
+def test_a_grammar_has_its_time_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_COMPILE_S", -1.0)
+    with pytest.raises(GrammarRefused, match="CPU time to compile"):
+        check_grammar(DIGIT)
+
+
+def test_a_grammar_at_which_the_library_panics_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(LibraryPanicked, match=r"^panic: called `Option::unwrap\(\)` on a `None` value$"):
+        check_grammar(PANICKING_LARK)
+
+    async def part(grammars: Grammars) -> None:
+        with pytest.raises(GrammarRefused, match="the library that computes masks failed") as raised:
+            await grammars.compile("ann", PANICKING_LARK)
+        assert "unwrap" not in raised.value.message
+        assert (await grammars.compile("ann", DIGIT)).is_ready
+
+    played(part)
+    (line,) = caplog.messages
+    assert line.startswith("grammar_failed tenant=ann cause=")
+    assert "unwrap" in line
+
+
+@pytest.mark.parametrize("method", ["consume_token", "compute_bitmask"])
+@pytest.mark.parametrize("fault", [panic, fail])
+def test_a_fault_in_a_step_s_mask_ends_its_sequence_and_no_other(
+    method: str, fault: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the library raises, the sequence ends: one whose mask never comes would keep its blocks."""
+
+    async def part(grammars: Grammars) -> None:
+        masks, other = await grammars.compile("ann", DIGIT), await grammars.compile("bob", DIGIT)
+        failed, ready = asyncio.get_running_loop().create_future(), asyncio.Event()
+        masks.on_failed = failed.set_result
+        faulty = SimpleNamespace(consume_token=bool, compute_bitmask=panic, is_error=lambda: False)
+        setattr(faulty, method, fault)
+        masks._matcher, (token,) = faulty, TOKENIZER.encode("7", begins=False)
+        masks.accept(token, lambda: failed.set_exception(AssertionError("ready")))
+        other.accept(token, ready.set)
+        assert isinstance(await failed, GrammarRefused)
+        await ready.wait()
+        assert allowed(other.mask) == [b""]
+        # The copies share what may be broken, so the tenant's next request gets another one.
+        fresh = await grammars.compile("ann", DIGIT)
+        fresh.accept(token, ready.set)
+        assert ("ann", DIGIT) in grammars._compiled
+
+    played(part)
+    assert len([line for line in caplog.messages if line.startswith("grammar_failed")]) == 1
+
+
+def test_a_panic_while_a_text_is_tokenized_has_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = CHECKPOINT.tokenizer()
+    monkeypatch.setattr(tokenizer, "_loaded", SimpleNamespace(encode=lambda *_, **__: panic()))
+    with pytest.raises(LibraryPanicked, match="PanicException"):
+        tokenizer.encode("a")
+
+
+def test_a_vocabulary_at_which_the_library_panics_refuses_requests_and_is_tried_again() -> None:
+    tokenizer = CHECKPOINT.tokenizer()
+
+    async def loaded() -> Any:
+        return tokenizer
+
+    async def play() -> None:
+        grammars = Grammars(loaded, CHECKPOINT.config.vocabulary, frozenset({1}), DecodeLog())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizer, "bytes_of", panic)
+            for _ in range(2):
+                with pytest.raises(LibraryPanicked, match="PanicException"):
+                    await grammars.compile("ann", DIGIT)
+        assert (await grammars.compile("ann", DIGIT)).is_ready
+        await grammars.stop()
+
+    asyncio.run(play())
 
 
 def test_one_tenant_s_work_leaves_a_thread_to_the_others() -> None:

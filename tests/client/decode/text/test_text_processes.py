@@ -23,11 +23,12 @@ from gpulease.client.decode.decode_errors import (
 )
 from gpulease.client.decode.decode_log import DecodeLog
 from gpulease.client.decode.text.chat_template import ChatTemplate
+from gpulease.client.decode.text.grammar import regex_rule
 from gpulease.client.decode.text.letters import LETTERS
 from gpulease.client.decode.text.text_jobs import TextLimits, read_chat, read_text, unpacked_tokens
 from gpulease.client.decode.text.text_processes import TextProcesses
 from gpulease.client.decode.text.tokenizer import Tokenizer
-from helpers.decode.text_jobs import crash, fail
+from helpers.decode.text_jobs import check, crash, fail, panic
 from helpers.processes import own_descendants, process_info
 
 LIMITS: Final = TextLimits(memory_bytes=96 << 20, processor_s=1)
@@ -215,7 +216,26 @@ def test_a_fault_in_a_process_is_an_error_and_costs_no_other_text() -> None:
         assert raised.value.limit == "process"
         with pytest.raises(TextProcessesFailed, match="the server's log has details"):
             await processes.do("a", fail, {})
+        assert processes.replaced == 3
+        with pytest.raises(TextNotRead, match="made a library of the server fail") as raised:
+            await processes.do("a", panic, {})
+        assert (raised.value.limit, processes.replaced) == ("library", 4)
         assert len(await text_tokens(processes, "a")) == 2
+
+    play(scene)
+
+
+@pytest.mark.usefixtures("_helpers_are_there")
+@pytest.mark.parametrize("part", ["a?", ".?", "a*b*"])
+def test_a_grammar_that_takes_long_to_compile_is_found_in_a_process(part: str) -> None:
+    """The library would need the square of its length, in a thread of the server, which nothing can end."""
+
+    async def scene(processes: TextProcesses) -> None:
+        with pytest.raises(TextNotRead) as raised:
+            await processes.do("a", check, {"grammar": f"start: {regex_rule(part * 15_000)}"})
+        # Whichever it reaches first.
+        assert raised.value.limit in ("processor", "memory")
+        assert await processes.do("a", check, {"grammar": f"start: {regex_rule(part * 50)}"})
 
     play(scene)
 
