@@ -1,8 +1,8 @@
-"""The form of an answer that a request wants: JSON by a schema, a regular expression, a choice, a grammar, or tags.
+"""The form that a request requires of its answer: JSON by a schema, a regular expression, a choice, a grammar, or tags.
 
-OpenAI's API has `response_format`. vLLM has `structured_outputs` and `structural_tag`, before that `guided_json`,
-`guided_regex`, `guided_choice` and `guided_grammar`; llama.cpp has `json_schema` and `grammar`, SGLang `regex` and
-`ebnf`. All of them become one grammar.
+Each server's API has its own parameters for this. OpenAI: `response_format`. vLLM: `structured_outputs` and
+`structural_tag`, and in older versions `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. llama.cpp:
+`json_schema` and `grammar`. SGLang: `regex` and `ebnf`. This module translates each of them into one grammar.
 """
 
 import json
@@ -18,19 +18,19 @@ from gpulease.client.decode.text.written_grammar import lark_of
 from gpulease.client.texts import quoted
 
 MAX_FORM_CHOICES: Final = 1024
-"""Maximum number of texts of which an answer may be one."""
+"""Maximum number of texts from which an answer may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """The form of an answer; exactly one of the attributes but `parameter` is not None.
+    """The form of an answer. Apart from `parameter`, exactly one attribute is not None.
 
     Attributes:
-        parameter: The parameter that has it, for errors.
+        parameter: The name of the request's parameter that gave the form, for errors.
         schema: The JSON Schema of the answer.
         regex: A regular expression that the whole answer matches.
-        choices: The texts of which the answer is one.
-        grammar: A grammar of the answer, as its caller wrote it (text/written_grammar.py).
+        choices: The answer is exactly one of these texts.
+        grammar: A grammar of the answer in the syntax of the request, EBNF or Lark (see text/written_grammar.py).
         tags: The tags in the answer's text.
     """
 
@@ -43,34 +43,35 @@ class AnswerForm:
 
     @property
     def is_text(self) -> bool:
-        """Whether it may be any kind of text, of which a stop may end a part."""
+        """Whether the answer is text, not JSON or a choice. The part of a text before a stop is useful, too."""
         return not (self.regex is None and self.grammar is None and self.tags is None)
 
     @property
     def is_own_grammar(self) -> bool:
-        """Whether it is not a rule, which could be part of another grammar."""
+        """Whether the form is a complete grammar, which can't be a rule of another grammar."""
         return not (self.grammar is None and self.tags is None)
 
     def whole_grammar(self, special_token: Callable[[str], int | None]) -> str:
-        """Return the grammar of an answer. Raises GrammarRefused.
+        """Return the grammar of a whole answer.
 
-        `special_token` returns the model's special token with a name.
+        `special_token` maps the name of a special token to its id in the model; None if the model has no such token.
+        Raises GrammarRefused if the form can't be a grammar.
         """
         if self.tags is not None:
             return self.tags.grammar(special_token)
         return f"start: {self.rule()}" if self.grammar is None else lark_of(self.grammar)
 
     def rule(self) -> str:
-        """Return the grammar's rule for the texts that have the form, which is not a grammar of its own."""
+        """Return the grammar's rule for texts of this form. Only for a form with `is_own_grammar` = False."""
         if self.regex is not None:
             return regex_rule(self.regex)
         return json_rule(self.schema or {}) if self.choices is None else choice_rule(self.choices)
 
 
 def form_of(parameters: Mapping[str, Any], *, is_chat: bool) -> AnswerForm | None:
-    """Return the form of a request's answer; None for any text. Raises ApiError for a form that is wrong, or a second.
+    """Return the form of a request's answer; None if any text is allowed.
 
-    The names in the body were checked before.
+    The caller has checked the names of the parameters. Raises ApiError if a form is invalid, or if there are two.
     """
     forms = [form for name, read in _FORMS.items() if (form := read(name, parameters.get(name), is_chat)) is not None]
     if len(forms) > 1:
@@ -89,7 +90,8 @@ def _response_format(name: str, value: Any, _: bool) -> AnswerForm | None:
         return AnswerForm(name, tags=structural_tags(name, value, name))
     if kind not in ("json_object", "json_schema"):
         raise invalid("response_format must have the type text, json_object, json_schema or structural_tag", name)
-    # OpenAI's place for a schema, and llama.cpp's, which is also next to json_object.
+    # OpenAI's clients put the schema into the member json_schema; llama.cpp's put it next to the type, also for
+    # json_object.
     schema_object = value.get("json_schema") if kind == "json_schema" else None
     schema = schema_object.get("schema") if isinstance(schema_object, dict) else value.get("schema")
     if kind == "json_object" and schema is None:
@@ -157,7 +159,7 @@ def _choice(name: str, value: Any, _: bool) -> AnswerForm | None:
 
 
 def _grammar(name: str, value: Any, _: bool) -> AnswerForm | None:
-    # llama.cpp's clients send an empty one for none.
+    # llama.cpp's clients send an empty grammar if they want none.
     if value is None or (value == "" and name == "grammar"):
         return None
     if not _is_text(value):
@@ -172,7 +174,7 @@ def _structural_tag(name: str, value: Any, _: bool) -> AnswerForm | None:
 
 
 def _is_text(value: Any) -> bool:
-    """Return whether a value is a text with at least one character, and no part of one: JSON allows lone surrogates."""
+    """Return whether a value is a string that is not empty and has no lone surrogates, which JSON allows."""
     return isinstance(value, str) and bool(value) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
@@ -181,7 +183,7 @@ def _top_level_name(name: str) -> str:
 
 
 _Read = Callable[[str, Any, bool], AnswerForm | None]
-"""Reads one parameter: its name, its value, and whether the request is a chat."""
+"""Parses one parameter. Arguments: its name, its value, and whether the request is a chat."""
 
 _OUTPUTS: Final[Mapping[str, _Read]] = {
     "json": _json,
@@ -191,7 +193,7 @@ _OUTPUTS: Final[Mapping[str, _Read]] = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
 }
-"""The members of `structured_outputs` that are forms."""
+"""The members of `structured_outputs` that give a form."""
 
 _FORMS: Final[Mapping[str, _Read]] = {
     "response_format": _response_format,
@@ -206,4 +208,4 @@ _FORMS: Final[Mapping[str, _Read]] = {
     "ebnf": _grammar,
     "structural_tag": _structural_tag,
 }
-"""The parameters that are forms."""
+"""The parameters that give a form."""

@@ -1,4 +1,4 @@
-"""An answer as it grows: tokens become pieces of text, and the text ends before a stop."""
+"""Turns the tokens of an answer into pieces of text as they are computed, and ends the text before a stop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,10 +22,10 @@ class TokenText:
     """A token of an answer.
 
     Attributes:
-        data: The bytes that it stands for, possibly only part of a character.
+        data: The bytes that it represents, possibly only part of a character.
         log_probability: The logarithm of its probability; None for a prompt's first token, which has no probability.
-        begin: The offset of its text in the answer, in characters. An echoed prompt is part of the answer.
-        ranks: The bytes of the likeliest tokens at its position, with the logarithms of their probabilities.
+        begin: The offset of its text in the answer, in characters. An echoed prompt counts as part of the answer.
+        ranks: For each of the likeliest tokens at this position, its bytes and the logarithm of its probability.
     """
 
     data: bytes
@@ -41,7 +41,7 @@ class AnswerPiece:
     Attributes:
         text: The text.
         tokens: Its tokens.
-        replays: How often the sequence was replayed so far; None if the number is the same as at the last piece.
+        replays: How often the sequence was replayed so far; None if the number has not changed since the last piece.
         finish: Why the answer ended; "" if it continues.
         stop: The text of `stop` that ended it; "" if none did.
         calls: Pieces of tool calls.
@@ -58,7 +58,7 @@ class AnswerPiece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has neither text nor tokens, and does not end the answer."""
+        """Whether it has neither text nor tokens nor a finish reason. Calls do not count."""
         return not (self.text or self.tokens or self.finish)
 
 
@@ -80,12 +80,15 @@ class AnswerText:
         *,
         includes_stop: bool = False,
     ) -> None:
-        """Begin an answer, after `offset` characters of an echoed prompt.
+        """Begin an answer.
 
-        `shown` has special tokens that have a text in this answer, with their bytes.
-
-        Tokens in `end_tokens` end a sequence. Neither these tokens nor the stop that ends the text are part of the
-        answer, unless `includes_stop`.
+        Args:
+            tokenizer: The model's tokenizer.
+            stops: Texts that end the answer.
+            end_tokens: Tokens that end the sequence.
+            offset: Length of the echoed prompt before the answer, in characters.
+            shown: Special tokens that are shown as text in this answer, with their bytes. Others have no text.
+            includes_stop: Whether the stop or the end token is part of the answer.
         """
         self.completion_tokens = 0
         self.log_probability = 0.0
@@ -93,7 +96,7 @@ class AnswerText:
         self._bytes_of, self._end_tokens = tokenizer.bytes_of, end_tokens
         self._stream, self._filter = tokenizer.stream(shown or {}), StopFilter(stops, includes_stop=includes_stop)
         self._includes_stop = includes_stop
-        # Tokens with text that was not returned yet, each with the end of its text in the answer.
+        # Tokens that were not returned yet, because some of their text was not. Each has the offset of its text's end.
         self._waiting: list[tuple[TokenText, int]] = []
         self._decoded = self._emitted = 0
         self._replays = 0
@@ -103,7 +106,7 @@ class AnswerText:
         return self._filter.is_stopped
 
     def add(self, emitted: Emitted) -> AnswerPiece:
-        """Add a token. Returns the text that is certain now, with its tokens."""
+        """Add a token. Returns the text that is now certain to be part of the answer, with its tokens."""
         self.completion_tokens += 1
         self.log_probability += emitted.log_probability
         text = ""
@@ -122,7 +125,7 @@ class AnswerText:
 
     def end(self, finish: str) -> AnswerPiece:
         """End the answer. Returns the rest of the text, with the finish reason."""
-        # An incomplete character at the end becomes U+FFFD; the filter may still find a stop with it.
+        # An incomplete character at the end becomes U+FFFD, which may complete a stop.
         text = "" if self.is_stopped else self._filter.add(self._stream.end())
         piece = self._piece(text + self._filter.end(), is_last=True)
         piece.finish = "stop" if self.is_stopped else finish
@@ -139,7 +142,8 @@ class AnswerText:
             # After a stop, tokens that begin before it belong to the answer, because part of their text does.
             count = sum(token.begin < self._offset + self._emitted for token, _ in waiting)
         else:
-            # In between, return a token with the last part of its text. After a stop, wait for `end`.
+            # Before the end, return each token together with the last part of its text. After a stop, `end` decides
+            # which tokens are part of the answer.
             count = next((number for number, (_, end) in enumerate(waiting) if end > self._emitted), len(waiting))
             if self.is_stopped:
                 count = 0
@@ -156,7 +160,11 @@ def token_text(bytes_of: Callable[[int], bytes], emitted: Emitted, begin: int) -
 
 
 def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted]) -> AnswerPiece:
-    """Return a prompt as the first piece of its answer, with its tokens if they were scored."""
+    """Return a prompt as the first piece of its answer.
+
+    `scores` has the log-probabilities of the prompt's tokens from the second one on. The piece contains the first token
+    and the scored ones.
+    """
     stream, piece = tokenizer.stream(), AnswerPiece()
     for place, token in enumerate(prompt):
         begin = len(piece.text)
@@ -170,7 +178,7 @@ def echo(tokenizer: "Tokenizer", prompt: Sequence[int], scores: Sequence[Emitted
 
 
 PromptLogprobs = dict[str, dict[str, Any]]
-"""The log-probabilities at one token of a prompt, by the ids of tokens, as vLLM sends them."""
+"""The log-probabilities at one position of a prompt, by token id, in vLLM's format."""
 
 
 PROMPT_TOKENS_AT_ONCE: Final = 32
@@ -180,18 +188,18 @@ PROMPT_TOKENS_AT_ONCE: Final = 32
 async def prompt_logprobs(
     tokenizer: "Tokenizer", scores: Sequence[Emitted], ranks: int
 ) -> "list[PromptLogprobs | None]":
-    """Return the log-probabilities of a prompt: None for its first token, which has no probability.
+    """Return an entry for each token of a prompt.
 
-    Each other token has its own log-probability, and those of the `ranks` likeliest tokens at its position. The rank is
-    None for a token that is not among the likeliest computed. A long prompt takes seconds, so other tasks run in
-    between.
+    The first entry is None, because the first token has no probability. Each other entry has the log-probabilities of
+    the token itself and of the `ranks` likeliest tokens at its position. A token's rank is None if it is not among the
+    likeliest tokens that the engine computed. A long prompt takes seconds, so this lets other tasks run in between.
     """
     names, logprobs = tokenizer.special_tokens, list[PromptLogprobs | None]([None])
     for number, score in enumerate(scores):
         if number % PROMPT_TOKENS_AT_ONCE == 0:
             await asyncio.sleep(0)
         places = {token: place for place, (token, _) in enumerate(score.ranks, 1)}
-        # As in vLLM, the token itself comes first. It may be one of the likeliest.
+        # As in vLLM, the token itself comes first. It may also be one of the likeliest.
         logs = {score.token: score.log_probability} | dict(score.ranks[:ranks])
         logprobs.append(
             {
@@ -207,14 +215,14 @@ async def prompt_logprobs(
 
 
 async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[AnswerPiece]:
-    """Yield an answer's pieces as they come. The last one has the finish reason.
+    """Yield an answer's pieces as they are computed. The last one has the finish reason.
 
-    Raises the errors of the generation, and ApiError if it was cancelled before its answer was complete.
+    Raises the errors of the generation, and ApiError if the generation was cancelled before the answer was complete.
     """
     replays: int | None = None
     async for emitted in generation:
         piece = answer.add(emitted)
-        # Keep the number of replays until a piece is sent.
+        # Remember the number of replays until a piece is yielded.
         replays = piece.replays = replays if piece.replays is None else piece.replays
         # Stop the computation, because no further token can be part of the answer.
         if answer.is_stopped:
@@ -225,11 +233,11 @@ async def pieces(generation: Generation, answer: AnswerText) -> AsyncIterator[An
             yield piece
     else:
         piece = AnswerPiece(replays=replays)
-    # A stop cancels the generation, but for the caller that is a normal end.
+    # A stop cancels the generation, but the caller gets it as a normal end.
     finish = "stop" if answer.is_stopped else FINISHES.get(generation.reason) if generation.reason else None
     if finish is None:
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its answer was complete.")
-    # The last piece also contains what the loop has not yielded.
+    # The last piece also contains the text and tokens that the loop has not yielded.
     last = answer.end(finish)
     last.text, last.tokens = piece.text + last.text, piece.tokens + last.tokens
     last.replays = replays

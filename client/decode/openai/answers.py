@@ -1,4 +1,4 @@
-"""The answers of one request: as many as its prompts and choices, each from a generation of its own."""
+"""The answers of one request: one for each prompt and choice, each from a separate generation."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -25,8 +25,8 @@ class CompletionAnswer:
 
     Attributes:
         whole: The whole answer, once `collect` has returned.
-        completion_tokens: Tokens of the answer; those of an echo do not count.
-        likelihood: The mean logarithm of their probabilities.
+        completion_tokens: Number of tokens of the answer, without those of an echoed prompt.
+        likelihood: The mean log-probability of these tokens.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CompletionAnswer:
         self._calls: ToolCallParser | None = None
         visible_tokens: dict[int, bytes] = {}
         if request.tool_format:
-            # Where the trigger is a special token, it has no text elsewhere.
+            # If the trigger is a special token, it normally has no text, so show it for the parser.
             written = tool_format_of(request.tool_format)
             self._calls = ToolCallParser(written)
             trigger = written.trigger
@@ -59,7 +59,7 @@ class CompletionAnswer:
         return self._text.log_probability / max(1, self._text.completion_tokens)
 
     async def pieces(self) -> AsyncIterator[AnswerPiece]:
-        """Yield the answer's pieces as they come. The last one has the finish reason.
+        """Yield the answer's pieces as they are computed. The last one has the finish reason.
 
         Raises the errors of `answer_text.pieces`.
         """
@@ -71,13 +71,13 @@ class CompletionAnswer:
                 piece.text, piece.calls = self._calls.add(piece.text)
                 if piece.finish:
                     piece.text += self._calls.end()
-                # Calls that are cut off end as any answer that is: by its length.
+                # If the length limit cut the answer off, the reason stays `length`, even if the answer has calls.
                 if piece.finish == "stop" and self._calls.calls:
                     piece.finish = "tool_calls"
                 if piece.calls or not piece.is_empty:
                     yield piece
             return
-        # The prompt's scores are complete when the first token comes, so the echo is sent with it.
+        # The echo needs the prompt's scores. They are complete once the first token is, so the echo is yielded then.
         offset = len(echo(self._tokenizer, self._prompt, ()).text)
         self._text = AnswerText(
             self._tokenizer, self._request.stops, self._end_tokens, offset, includes_stop=self._request.includes_stop
@@ -93,7 +93,7 @@ class CompletionAnswer:
                 yield piece
 
     async def collect(self) -> None:
-        """Wait for the end of the answer, and put its pieces together. Raises the errors of `pieces`."""
+        """Wait for the end of the answer, and join its pieces in `whole`. Raises the errors of `pieces`."""
         whole = self.whole
         async for piece in self.pieces():
             whole.text += piece.text
@@ -103,7 +103,10 @@ class CompletionAnswer:
             whole.finish, whole.stop = piece.finish, piece.stop
 
     async def prompt_logprobs(self) -> list[PromptLogprobs | None] | None:
-        """Return the log-probabilities of its prompt, once `collect` has returned; None if they are not sent."""
+        """Return the log-probabilities of the prompt; None if the request did not ask for them.
+
+        `collect` must have returned before.
+        """
         ranks = self._request.prompt_ranks
         if ranks is None:
             return None
@@ -111,16 +114,16 @@ class CompletionAnswer:
 
 
 def best_of(answers: Sequence[CompletionAnswer], count: int) -> Sequence[CompletionAnswer]:
-    """Return the likeliest answers, the likeliest first; all of them in their order if that many are wanted."""
+    """Return the `count` likeliest answers, the likeliest first. If that is all of them, their order stays."""
     if count == len(answers):
         return answers
     return sorted(answers, key=lambda answer: -answer.likelihood)[:count]
 
 
 async def gather_or_cancel(parts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run coroutines at the same time. The first error ends the others, and is raised."""
+    """Run coroutines concurrently. On the first error, cancel the others, wait for them, and raise that error."""
     first, *others = parts
-    # For a single answer, a task would only cost time.
+    # A single coroutine needs no task.
     if not others:
         await first
         return

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, each with its HTTP status.
+"""Errors in OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, each with its HTTP status.
 
-`REPLIES` has the reply to every error of the decoder, and `FINISHES` the finish reason of every normal end.
+`REPLIES` maps each error of the library to its reply, and `FINISHES` maps each normal end to its finish reason.
 """
 
 import math
@@ -33,14 +33,14 @@ from gpulease.client.errors import GpuLeaseError
 from gpulease.client.http.problems import Problem, RequestRefused
 
 EXTENSION: Final = "gpulease"
-"""The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose it; in a
-stream's error `status`, and `retry_after` in seconds."""
+"""The member of replies that OpenAI's API does not have. It contains `replays`, and `seed` if the server chose it. In a
+stream's error it contains `status` and, if the caller may retry, `retry_after` in seconds."""
 
 INVALID: Final = "invalid_request_error"
 """The type of errors that the caller caused."""
 
 RETRY_AFTER_S: Final = 1.0
-"""Seconds of Retry-After if the time is unknown. Each end of a sequence frees room, so it is short."""
+"""Retry-After if nobody knows when there will be room. It is short, because each end of a sequence frees some room."""
 
 OVERLOADED: Final = 503
 CLOSED_REQUEST: Final = 499
@@ -61,9 +61,9 @@ class ReplyTo:
     Attributes:
         status: The HTTP status.
         code: The error's code, for programs.
-        is_retried: Whether the caller may retry: the reply then has Retry-After.
-        message: The text for the caller; "" for the error's own text. Errors of the host name its sockets, paths and
-            peers, which tenants must not see, so their own texts are only logged.
+        is_retried: Whether the caller may retry; the reply then has Retry-After.
+        message: The text for the caller; "" for the error's own text. Texts of errors of the host name its sockets,
+            paths and peers. Tenants must not see these, so such texts are only logged.
     """
 
     status: int
@@ -123,7 +123,7 @@ REPLIES: Final[Mapping[type[GpuLeaseError], ReplyTo]] = {
 
 _KINDS: Final = {401: "authentication_error", 429: "rate_limit_error"}
 _RETRIED_BY_CLIENTS: Final = (IN_USE, FAILED)
-"""Statuses that OpenAI's clients retry by themselves, although a retry would get the same reply here."""
+"""Statuses that OpenAI's clients retry by themselves, although here a retry would get the same reply."""
 
 
 class ApiError(Exception):
@@ -146,18 +146,18 @@ class ApiError(Exception):
 
     @property
     def parts(self) -> tuple[int, str, str, str | None, float | None]:
-        """Its arguments, for another process: `ApiError(*parts)` is the same error."""
+        """The constructor's arguments, so that another process can make the same error by `ApiError(*parts)`."""
         return self.status, self.code, self.message, self.param, self.retry_after_s
 
     def body(self) -> dict[str, Any]:
-        # OpenAI's clients choose an exception class by the status, and show the type.
+        # OpenAI's clients choose an exception class by the status, and show the member `type` to the user.
         kind = _KINDS.get(self.status, INVALID if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def event_body(self) -> dict[str, Any]:
-        """Return the JSON object for a stream's event.
+        """Return the JSON object of an error event in a stream.
 
-        It includes the status and Retry-After, as the headers are sent.
+        It includes the status and the value of Retry-After, because the stream's headers were sent before the error.
         """
         members = {"status": self.status} | ({} if self.retry_after_s is None else {"retry_after": self._whole_seconds})
         return self.body() | {EXTENSION: members}
@@ -165,7 +165,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self._whole_seconds)}
         if self.retry_after_s is None and self.status in _RETRIED_BY_CLIENTS:
-            # OpenAI's clients obey this header; without it they would retry a request that may end the next engine.
+            # OpenAI's clients obey this header. Without it, they would also retry a request that breaks the engine.
             headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -175,29 +175,29 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error 400 of an invalid request."""
+    """Return the error for an invalid request, with the status 400."""
     return ApiError(400, code, message, param)
 
 
 def too_long(limit: int, prompt_tokens: int, answer_tokens: int, parameter: str) -> ApiError:
-    """Return the error of a prompt and an answer that exceed the limit together. `parameter` has the prompt."""
+    """Return the error for a prompt and an answer that together exceed the limit. `parameter` names the prompt."""
     total = prompt_tokens + answer_tokens
     detail = f"you requested {total} tokens ({prompt_tokens} in the {parameter}, {answer_tokens} in the completion)"
     return _over_limit(limit, detail, parameter, f"{parameter} or completion")
 
 
 def prompt_too_long(limit: int, detail: str, parameter: str) -> ApiError:
-    """Return the error of a prompt that exceeds the limit by itself. `detail` is the end of a sentence."""
+    """Return the error for a prompt that alone exceeds the limit. `detail` follows "However, " in the message."""
     return _over_limit(limit, detail, parameter, parameter)
 
 
 def prompt_parameter(*, is_chat: bool) -> str:
-    """Return the parameter that has the prompt of a completion, or of a chat."""
+    """Return the name of the parameter with the prompt, which depends on the endpoint."""
     return "messages" if is_chat else "prompt"
 
 
 def _over_limit(limit: int, detail: str, param: str, reduced: str) -> ApiError:
-    # OpenAI's wording: clients that shorten a chat recognise the error by it, and parse the numbers.
+    # This is OpenAI's wording. Clients that shorten a chat recognise the error by it, and parse the numbers.
     text = (
         f"This model's maximum context length is {limit} tokens. However, {detail}."
         f" Please reduce the length of the {reduced}."
@@ -206,7 +206,7 @@ def _over_limit(limit: int, detail: str, param: str, reduced: str) -> ApiError:
 
 
 def error_of_problem(problem: Problem) -> ApiError:
-    """Return the error in OpenAI's shape for a problem of the HTTP server."""
+    """Return a problem of the HTTP server as an error in OpenAI's format."""
     return ApiError(problem.status, problem.code, problem.detail, None, problem.retry_after_s)
 
 
@@ -215,13 +215,13 @@ def api_error_of(error: Exception) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefused):
-        # From reading the body: too large or too slow.
+        # Raised while reading the body: it is too large or arrives too slowly.
         return error_of_problem(error.problem)
     # A bug: the caller gets a generic 500, and the log has the traceback.
     if not isinstance(error, GpuLeaseError):
         return None
     reply = reply_to(error)
-    # Errors that know when room comes say so; for others a short wait is as good as any.
+    # Some errors state when there will be room. For others, the best time to retry is unknown.
     retry_after_s = getattr(error, "retry_after_s", None) or RETRY_AFTER_S
     param = (error.parameter or None) if isinstance(error, RequestRejected) else None
     return ApiError(
@@ -231,7 +231,7 @@ def api_error_of(error: Exception) -> ApiError | None:
 
 def reply_to(error: GpuLeaseError) -> ReplyTo:
     """Return the reply to an error of the library."""
-    # Its class does not decide the status, but its reason.
+    # For these two classes, the status depends on the reason.
     if isinstance(error, AdmissionRefused):
         return ADMISSION_REPLIES[error.reason]
     if isinstance(error, ModelUnavailable):

@@ -1,4 +1,4 @@
-"""Callers' keys. Only their sha256 is kept, and they are compared in constant time."""
+"""Callers' keys. The server keeps only their sha256 and compares it in constant time."""
 
 import hashlib
 import hmac
@@ -13,12 +13,12 @@ MAX_KEY_BYTES: Final = 512
 
 class ApiKeys:
     def __init__(self, tenant_of: Mapping[bytes, str]) -> None:
-        """Args: tenant_of: The tenants' ids by the sha256 of their keys, 32 bytes."""
+        """`tenant_of` maps the sha256 of each key, 32 bytes, to the tenant's id."""
         self._tenant_of = dict(tenant_of)
 
     @property
     def digests(self) -> dict[str, bytes]:
-        """The sha256 of each tenant's key, for `distinct_keys`."""
+        """The sha256 of each tenant's key, in the form that `distinct_keys` takes."""
         return {tenant: digest for digest, tenant in self._tenant_of.items()}
 
     def tenant(self, authorization: str) -> str | None:
@@ -34,7 +34,7 @@ class ApiKeys:
 
 
 def key_digest(key: str) -> bytes:
-    """Return the sha256 of a key's UTF-8, which is all that the server keeps of it."""
+    """Return the sha256 of a key's UTF-8 bytes."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -42,12 +42,12 @@ def bearer_digest(authorization: str) -> bytes | None:
     """Return the sha256 of the key in a header `Authorization: Bearer KEY` (RFC 6750, 2.1).
 
     Args:
-        authorization: The header's value, its bytes as Latin-1, as ASGI frameworks have it.
+        authorization: The header's value, decoded as Latin-1, as ASGI frameworks do.
 
     Returns None for a header without a key, or with one that is too long.
     """
     scheme, _, token = authorization.partition(" ")
-    # Strip only HTTP's white space: in Latin-1, other white space may be part of a UTF-8 character.
+    # Strip only HTTP's white space. Other white space of Latin-1 may be a byte of a UTF-8 character.
     key = token.strip(" \t").encode("latin-1")
     if scheme.lower() != "bearer" or not 0 < len(key) <= MAX_KEY_BYTES:
         return None
@@ -55,7 +55,7 @@ def bearer_digest(authorization: str) -> bytes | None:
 
 
 def distinct_keys(keys: Mapping[str, bytes]) -> ApiKeys:
-    """Return the tenants' keys, from their digests by tenant.
+    """Return the keys of tenants. `keys` maps each tenant to the digest of its key.
 
     Raises InvalidRequest if two tenants have the same key.
     """

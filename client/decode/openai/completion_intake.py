@@ -1,7 +1,7 @@
 """Submits completions to the scheduler. This module does not depend on HTTP.
 
-`DecoderSource` is in the process of a model's decoder, and `served_models` finds it. A front has a source that sends
-requests to the decoder's process (`fronts`).
+`DecoderSource` runs in the process of a model's decoder; `served_models` finds the source for a request. A front has
+another kind of source, which sends requests to the decoder's process (`fronts/front_source.py`).
 """
 
 import asyncio
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_BODY_BYTES: Final = 4 << 20
-"""Maximum size of a body in bytes: about 500,000 tokens as text or as numbers."""
+"""Maximum size of a body in bytes. This is enough for about 500,000 tokens, as text or as numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request after its sequences were submitted.
+    """A request with submitted sequences.
 
     Attributes:
-        model: The name of its model.
+        model: The model's name.
         request: The request, without its texts.
-        prompts: The tokens of its prompts.
-        generations: Its sequences, in the order of its prompts.
+        prompts: The tokens of each prompt.
+        generations: The sequences, in the order of the prompts.
         end_tokens: The tokens that end the sequences.
     """
 
@@ -60,28 +60,28 @@ class Submitted:
 
 
 class QueuePlace(Protocol):
-    """A tenant's place for one request. It counts as a waiting request until its sequences are submitted."""
+    """A tenant's place for one request. The request counts as waiting until its sequences are submitted."""
 
     async def begin(
         self, body: bytes, request_id: str, *, is_chat: bool, on_loading: Callable[[], None] = lambda: None
     ) -> Submitted:
-        """Parse the body in another process, and submit its sequences. Raises ApiError, or an error of the decoder.
+        """Parse the body in another process, and submit its sequences. Raises ApiError and the errors of the decoder.
 
-        If the model is not on the card, first wait for it. `on_loading` is then called if the request is for a stream.
+        If the model is not on the card, this first waits for it, and calls `on_loading` if the request is for a stream.
         """
 
 
 class CompletionSource(Protocol):
-    """Computes completions for the HTTP front end.
+    """Submits completions for the code that serves HTTP.
 
     Attributes:
-        log: The log of the HTTP front end.
+        log: The log of the process that serves HTTP.
     """
 
     log: DecodeLog
 
     def place(self, tenant: str) -> AbstractAsyncContextManager[QueuePlace]:
-        """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has none left."""
+        """Take a place for a request. Raises AdmissionRefused or ApiError if the tenant has no place left."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":
         """Return the tokenizer of a model for which a request was submitted."""
@@ -99,7 +99,7 @@ class DecoderSource:
 
     Attributes:
         model: The model's name in requests.
-        names: All of its names in requests, that one first.
+        names: All names of the model in requests; the first is `model`.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DecoderSource:
         }
         if template is not None:
             source, tokens, _ = template.arguments
-            # The tokenizer's file overrides the model's tokens, which may include further end tokens.
+            # The tokenizer's file overrides the tokens of the model's configuration.
             info |= tokens | {"chat_template": source}
         return info
 
@@ -131,15 +131,15 @@ class DecoderSource:
 
     @contextmanager
     def place(self, tenant: str) -> Iterator[None]:
-        """Count one more waiting request of the tenant until the block ends. Raises AdmissionRefused."""
+        """Count a request of the tenant as waiting until the block ends. Raises AdmissionRefused."""
         with self._decoder.prompts.place(tenant):
             yield
 
     async def read(self, tenant: str, body: bytes, *, is_chat: bool, job: Job = read_completion) -> dict[str, Any]:
-        """Parse and tokenize a body in another process, by `job`. Returns the arguments of `completion_of`.
+        """Parse and tokenize a body with `job` in another process. Returns the job's result, for `completion_of`.
 
-        In this process, up to 4 MiB of JSON and text, or a template, would stall all streams. Raises ApiError for a
-        prompt that is longer than the context, and the errors of `PromptIntake.do`.
+        In this process, parsing up to 4 MiB of JSON and text, or running a template, would stall all streams. Raises
+        ApiError for a prompt that is longer than the context, and the errors of `PromptIntake.do`.
         """
         more = {"is_chat": is_chat, "fresh_seed": secrets.randbits(31)}
         return await self.do(tenant, job, body, more, is_chat=is_chat)
@@ -147,7 +147,7 @@ class DecoderSource:
     async def do(
         self, tenant: str, job: Job, body: bytes, more: Mapping[str, Any] | None = None, *, is_chat: bool = False
     ) -> dict[str, Any]:
-        """Run a job for a tenant's body in another process. `more` has the job's further arguments.
+        """Run a job on a tenant's body in another process, and return its result. `more` has the job's other arguments.
 
         Raises ApiError for a text that is longer than the context, and the errors of `PromptIntake.do`.
         """
@@ -162,11 +162,12 @@ class DecoderSource:
     async def submit(
         self, tenant: str, request_id: str, answer: dict[str, Any], *, is_chat: bool, parameter: str = ""
     ) -> Submitted:
-        """Submit the result of `read`. From here on the scheduler counts the request.
+        """Submit the result of `read`. From then on, the scheduler counts the request.
 
-        The error for a prompt that is too long names `parameter`, by default that of completions or chats.
+        If a prompt is too long, the error names `parameter`; the default is the prompt's parameter in completions or
+        chats.
 
-        Raises ApiError, and the error of a sequence that was refused at once, before its reply began.
+        Raises ApiError. If the scheduler refuses a sequence at once, cancels the others and raises its error.
         """
         request, prompts = completion_of(answer)
         masks = None
@@ -180,7 +181,7 @@ class DecoderSource:
             for other in generations:
                 other.cancel()
             if isinstance(refused, AdmissionRefused) and refused.reason is AdmissionReason.TOO_LARGE:
-                # Use OpenAI's words, from which clients parse by how much to shorten the prompt.
+                # Use OpenAI's wording: clients parse from it by how much they must shorten the prompt.
                 parameter = parameter or prompt_parameter(is_chat=is_chat)
                 raise too_long(
                     self.room(tenant), len(prompt_request.token_ids), prompt_request.max_emitted_tokens, parameter
@@ -191,11 +192,11 @@ class DecoderSource:
     async def embed(
         self, tenant: str, request_id: str, answer: dict[str, Any], generations: list[Generation]
     ) -> dict[str, Any]:
-        """Compute the vectors of the inputs that `embeddings.read_inputs` returned. Returns the reply.
+        """Compute the vectors of the inputs in `answer`, a result of `read_inputs`. Returns the reply's body.
 
-        At most as many inputs as the tenant may have live sequences are in progress at the same time. Their generations
-        are added to `generations`, so that the caller can cancel them. Raises ApiError, also for a model that does not
-        embed texts, and the errors of a generation.
+        At any time, at most `max_concurrent` of the tenant's inputs are in progress. Their generations are added to
+        `generations`, so that the caller can cancel them. Raises ApiError, for example if the model can't embed texts,
+        and the errors of a generation.
         """
         pooling = self._decoder.pooling
         if pooling is None:
@@ -216,7 +217,7 @@ class DecoderSource:
                         pooling=pooling,
                     )
                 except RequestRejected as error:
-                    # The decoder's errors name an input `prompt`.
+                    # The decoder's errors name the parameter `prompt`, which is `input` here.
                     error.parameter = error.parameter and "input"
                     raise
                 generations.append(generation)
@@ -237,7 +238,7 @@ class DecoderSource:
         return embeddings_reply(vectors, sum(map(len, inputs)), self.model, is_base64=is_base64)
 
     def room(self, tenant: str) -> int:
-        """Return how many positions a tenant's request may have: the context's, or its region's if those are fewer."""
+        """Return how many positions a tenant's sequence may have: the context length, or less in a small region."""
         scheduler = self._decoder.scheduler
         # While the tenant has no region, use the size of the largest that it may get.
         state = scheduler.tenants[tenant]
@@ -251,7 +252,7 @@ class DecoderSource:
         prompts: Sequence[tuple[int, ...]],
         masks: GrammarMasks | None,
     ) -> list[Generation]:
-        """Submit a request's sequences: for each prompt `tries` sequences, each with a different seed."""
+        """Submit a request's sequences: `tries` for each prompt, each with a different seed."""
         most = [self._max_tokens(request, len(prompt), tenant) for prompt in prompts]
         check_reply_scores(request, zip(map(len, prompts), most, strict=True))
         generations: list[Generation] = []
@@ -269,7 +270,7 @@ class DecoderSource:
                         request_id=_name_of(tenant, request_id, place),
                         priority=request.priority,
                         cache_salt=request.cache_salt,
-                        # Ranks of the prompt or of the answer that were not requested are left out of the reply.
+                        # A sequence has the same number of ranks for prompt and answer; the reply leaves out the rest.
                         ranks=max(request.ranks, request.prompt_ranks or 0),
                         scores_prompt=request.prompt_ranks is not None or (request.is_echo and request.has_logprobs),
                         masks=None if masks is None else masks.fork(),
@@ -283,16 +284,16 @@ class DecoderSource:
 
     def _max_tokens(self, request: CompletionRequest, prompt_tokens: int, tenant: str) -> int:
         if request.max_tokens is not None:
-            # If only an echo is requested, one token is computed and not sent, because the row of the prompt's last
-            # token yields it anyway.
+            # If only an echo is requested, compute one token and do not send it. The row of the prompt's last token
+            # computes it anyway.
             return max(1, request.max_tokens)
-        # Submit at least 1, so that the scheduler refuses a prompt that leaves no room.
+        # Submit at least 1, so that the scheduler refuses a prompt that leaves no room for an answer.
         return max(1, min(self._chat_tokens, self.room(tenant) - prompt_tokens + 1))
 
 
 def _name_of(tenant: str, request_id: str, place: int) -> str:
-    """Return the id of one of a request's sequences in the decoder."""
-    # Prefix the id with the tenant, so that two tenants may use the same id without noticing each other.
+    """Return the decoder's id for one of a request's sequences."""
+    # Prefix the id with the tenant, so that two tenants may use the same id and can't detect this.
     name = f"{tenant}/{request_id}"
     return f"{name}#{place}" if place else name
 
@@ -300,8 +301,8 @@ def _name_of(tenant: str, request_id: str, place: int) -> str:
 def reply_to_error(error: Exception, log: DecodeLog, tenant: str, request_id: str) -> ApiError:
     """Return the reply to an error. Details that the caller must not see are only logged."""
     api_error = api_error_of(error)
-    # Log unexpected errors, and those with texts that the caller must not see.
+    # Log unexpected errors, and errors with a text that the caller must not see.
     if api_error is None or api_error.message != str(error):
-        # The log limits its lines per tenant, so a caller that retries at once can't fill the disk.
+        # The log limits the lines of each tenant, so a caller that retries at once can't fill the disk.
         log.failure("request_failed", error, tenant=tenant, request=request_id)
     return api_error or ApiError(500, "internal_error", "The server failed; its log has details.")

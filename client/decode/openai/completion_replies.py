@@ -1,4 +1,4 @@
-"""Replies of `/v1/completions` and `/v1/chat/completions`: complete ones, and the events of a stream."""
+"""Replies of `/v1/completions` and `/v1/chat/completions`: complete replies, and the objects of a stream."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from gpulease.client.decode.openai.tool_formats import CallPart
 from gpulease.client.http.event_stream import event
 
 DONE: Final = event("[DONE]")
-"""The last event of a stream, which OpenAI's clients wait for."""
+"""The last event of a stream. OpenAI's clients wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """The tokens of one request.
+    """The numbers of tokens of one request.
 
     Attributes:
-        prompt: Those of its prompts.
-        completion: Those of its answers.
-        cached: Those of its prompts that were not computed, because the tenant's region had them.
+        prompt: Tokens of all prompts.
+        completion: Tokens of all answers.
+        cached: Tokens of prompts that were not computed, because their blocks could be reused.
     """
 
     prompt: int
@@ -31,17 +31,17 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """The members that all objects of one reply share.
+    """Makes the JSON objects of one reply, from what all of them have in common.
 
     Attributes:
         request_id: The request's id.
         model: The model's name.
-        created: Seconds since 1970.
-        is_chat: Whether it answers a chat.
+        created: When the reply began, in seconds since 1970.
+        is_chat: Whether the request is a chat.
         has_logprobs: Whether the caller requested log-probabilities.
-        ranks: How many of the likeliest tokens it requested with each.
+        ranks: For how many of the likeliest tokens at each position the caller requested log-probabilities.
         has_usage: Whether a stream ends with the token counts.
-        seed: The seed that the server chose; None if the caller did.
+        seed: The seed that the server chose; None if the caller chose it.
     """
 
     request_id: str
@@ -54,11 +54,11 @@ class ReplyHead:
     seed: int | None
 
     def whole(self, answers: Sequence[AnswerPiece], counts: TokenCounts) -> dict[str, Any]:
-        """Return the body of a reply that is not a stream, with each whole answer as one piece."""
+        """Return the body of a reply that is not a stream. Each piece is a complete answer."""
         choices = [self._choice(index, piece) for index, piece in enumerate(answers)]
         body = self._object(choices, is_chunk=False) | {"usage": usage(counts)}
         if self.is_chat and answers[0].prompt_logprobs is not None:
-            # All answers have the chat as their prompt. Completions may have several prompts.
+            # All answers to a chat have the same prompt. Completions may have several, so there each choice has it.
             body["prompt_logprobs"] = answers[0].prompt_logprobs
         replays = max((piece.replays for piece in answers if piece.replays is not None), default=None)
         return body | self._extension(replays, is_first=True)
@@ -69,7 +69,7 @@ class ReplyHead:
         if self.is_chat:
             message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
             if piece.calls:
-                # Next to calls, an answer without text has no content.
+                # As in OpenAI's API, content is null if the answer has calls and no text.
                 message["content"] = piece.text.strip() or None
                 message["tool_calls"] = self._whole_calls(index, piece)
             choice["message"] = message
@@ -80,9 +80,9 @@ class ReplyHead:
         return choice
 
     def chunk(self, piece: AnswerPiece, index: int = 0, *, is_first: bool) -> dict[str, Any]:
-        """Return the stream's object for a piece of an answer; `is_first` if it begins that answer."""
+        """Return the stream's object for a piece of an answer. `is_first`: whether it is the answer's first piece."""
         choice: dict[str, Any] = {"index": index, "finish_reason": piece.finish or None}
-        # Only the first chunk of a chat has the role, even if its content is still empty.
+        # Only the first chunk of a chat's answer has the role. It also has the content, even if that is empty.
         choice["logprobs"] = self._logprobs(piece.tokens) if piece.tokens else None
         if self.is_chat:
             role = {"role": "assistant"} if is_first else {}
@@ -97,7 +97,7 @@ class ReplyHead:
         return f"call_{self.request_id}_{index}_{call}"
 
     def _whole_calls(self, index: int, piece: AnswerPiece) -> list[dict[str, Any]]:
-        """Return an answer's calls, put together from their pieces."""
+        """Return an answer's complete calls, joined from their pieces."""
         names, arguments = dict[int, str](), defaultdict[int, str](str)
         for part in piece.calls:
             names.setdefault(part.index, part.name)
@@ -114,7 +114,7 @@ class ReplyHead:
     def _call_delta(self, index: int, part: CallPart) -> dict[str, Any]:
         delta: dict[str, Any] = {"index": part.index, "function": {"arguments": part.arguments}}
         if part.name:
-            # The first piece of a call; only this piece has the call's id and name.
+            # This is the first piece of a call. Only the first one has the call's id and name.
             delta |= {"id": self._call_id(index, part.index), "type": "function"}
             delta["function"]["name"] = part.name
         return delta
@@ -124,11 +124,11 @@ class ReplyHead:
         return self._object([], is_chunk=True) | {"usage": usage(counts)}
 
     def _object(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
-        # The names of OpenAI's object types; completions have one name for both.
+        # OpenAI's names of object types. Completions have the same name for complete replies and chunks.
         kind = ("chat.completion.chunk" if is_chunk else "chat.completion") if self.is_chat else "text_completion"
         name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.request_id}"
         body = {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        # OpenAI sends `usage: null` in all chunks before the one that has it.
+        # OpenAI sends `usage: null` in all chunks before the one with the token counts.
         return body | ({"usage": None} if is_chunk and self.has_usage else {})
 
     def _extension(self, replays: int | None, *, is_first: bool) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class ReplyHead:
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
         if not self.has_logprobs:
             return None
-        # A token may be part of a character: its text then has U+FFFD, and a chat's `bytes` are exact.
+        # A token may be only part of a character. Then its text contains U+FFFD, but the `bytes` of chats are exact.
         texts = [token.data.decode(errors="replace") for token in tokens]
         if not self.is_chat:
             return {
@@ -148,7 +148,7 @@ class ReplyHead:
                 "top_logprobs": [_top_logprobs(token, self.ranks) for token in tokens] if self.ranks else None,
                 "text_offset": [token.begin for token in tokens],
             }
-        # Chats and completions have different shapes for the same data.
+        # OpenAI's API has the same data in another format for chats.
         entries = [
             {
                 "token": text,
@@ -165,10 +165,13 @@ class ReplyHead:
 
 
 def _top_logprobs(token: TokenText, ranks: int) -> dict[str, float] | None:
-    """Return the `ranks` likeliest tokens by their texts, and the token itself, as completions have them."""
+    """Return the log-probabilities of the `ranks` likeliest tokens and of the token itself, by text.
+
+    This is the format of completions. Returns None for a prompt's first token.
+    """
     if token.log_probability is None:
         return None
-    # Several tokens may have the same text, such as parts of characters: the likeliest one counts.
+    # Several tokens may have the same text, for example U+FFFD for parts of characters. Keep the likeliest one.
     logprobs: dict[str, float] = {}
     for data, log in (*token.ranks[:ranks], (token.data, token.log_probability)):
         logprobs.setdefault(data.decode(errors="replace"), log)

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` and `/v1/chat/completions`: parsing, and errors that name the parameter."""
+"""Parses bodies of `/v1/completions` and `/v1/chat/completions`. Each error names the parameter that is wrong."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,27 +23,27 @@ from gpulease.client.decode.text.prompt_reader import Cut
 from gpulease.client.texts import quoted
 
 MAX_STOPS: Final = 16
-"""Maximum number of stops. OpenAI's API has 4, but lm-evaluation-harness's tasks send more. Every piece of text is
-searched for each."""
+"""Maximum number of stops. OpenAI's API allows 4, but tasks of lm-evaluation-harness send more. The limit bounds the
+time of the search, because every piece of text is searched for every stop."""
 
 MAX_STOP_CHARACTERS: Final = 1024
-"""Longest stop. Up to this much text is held back, and searched again with every token."""
+"""Maximum length of a stop. The server holds back up to this much text, and searches it again with every token."""
 
 MAX_REFUSAL_CHARACTERS: Final = 240
-"""Maximum number of characters of the reason why a value is refused, which may quote the value."""
+"""Maximum length of the text that says why a value is refused. It may quote the value, which may be long."""
 
 MAX_MESSAGES: Final = 4096
-"""Maximum number of messages of a chat. The model's template processes each, in a time that only the process's limits
-bound."""
+"""Maximum number of messages of a chat. The model's template processes each message, and nothing but the limits of the
+text process bounds the time that this takes."""
 
 MAX_BAD_WORDS: Final = MAX_BAD_SEQUENCES // 2
-"""Maximum number of bad words. Each is up to two sequences of tokens."""
+"""Maximum number of bad words. Each has up to two spellings in tokens, and each of them is a bad sequence."""
 
 MAX_CHOICES: Final = 128
-"""Maximum number of choices of one request: its prompts times `best_of`, or `n`. Each is a sequence of its own."""
+"""Maximum number of sequences of one request: the number of its prompts times `best_of`, which is `n` by default."""
 
 MAX_REPLY_SCORES: Final = 1 << 20
-"""Maximum number of log-probabilities of one reply, which is built in memory: about 64 MB of JSON."""
+"""Maximum number of log-probabilities in one reply. The reply is built in memory; this many are about 64 MB of JSON."""
 
 MAX_TOOLS: Final = 128
 """Maximum number of tools, as in OpenAI's API."""
@@ -52,20 +52,20 @@ MAX_CALLS: Final = 128
 """Maximum number of calls in one message of a chat."""
 
 MAX_VARIABLES: Final = 64
-"""Maximum number of variables that a chat gives its model's template."""
+"""Maximum number of variables in `chat_template_kwargs`, which are passed to the model's template."""
 
 _OWN_VARIABLES: Final = ("messages", "continue_final_message")
-"""Parameters of a chat that its template's variables can't replace."""
+"""Parameters of a chat that `chat_template_kwargs` must not contain."""
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""Default tokens of a completion, as in OpenAI's API."""
+"""Default of `max_tokens` in a completion, as in OpenAI's API."""
 
 ALL_TOKENS: Final = -1
-"""The top_k that keeps all tokens, and the truncate_prompt_tokens that keeps all that fit, in the API of other servers.
-"""
+"""In the APIs of other servers, the value of `top_k` that keeps all tokens, and the value of `truncate_prompt_tokens`
+that keeps as many tokens as fit."""
 
 MAX_TOKEN_DIGITS: Final = 10
-"""Maximum number of digits of a token's id. Python reads longer numbers in quadratic time."""
+"""Maximum number of digits of a token's id. Python needs quadratic time to convert long strings of digits."""
 
 _SAMPLING_NAMES: Final = (
     "temperature",
@@ -77,56 +77,56 @@ _SAMPLING_NAMES: Final = (
     "frequency_penalty",
     "min_tokens",
 )
-"""The parameters of SamplingParameters with the same name and type."""
+"""Parameters of a request that have the same name and type in SamplingParameters."""
 
 _OPENAI_NAMES: Final[Mapping[str, str]] = {"ignores_end": "ignore_eos"}
-"""Attributes of SamplingParameters that a request has by another name."""
+"""Attributes of SamplingParameters that have another name in a request, and that name."""
 
 _MESSAGE_MEMBERS: Final = ("role", "content", "name")
 _ROLE_MEMBERS: Final = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
-"""Members of messages: of each, and of some roles'."""
+"""Accepted members of messages: `_MESSAGE_MEMBERS` for every role, `_ROLE_MEMBERS` also for these roles."""
 
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""The accepted roles, and their names in models' templates."""
+"""Maps each accepted role to its name in the models' templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request as its caller sent it, validated.
+    """A validated request.
 
     Attributes:
         is_chat: Whether it is a chat.
-        model: The model's name; "" for the one that is served.
-        prompts: Texts, or their tokens; () for a chat.
+        model: The model's name; "" if the request names none.
+        prompts: Each prompt as text or as token ids; () for a chat.
         messages: A chat's messages, each with `role` and `content`; () for a completion.
-        variables: Further variables of the chat's template; the tools are one.
+        variables: Further variables for the chat's template, including the tools.
         continues: Whether the answer continues the chat's last message.
-        begins: Whether prompts begin with the tokenizer's begin token; None: those of completions do, those of chats as
-            the tokenizer's files say.
-        cut: What is kept of prompts that are too long; None: they are refused.
-        cache_salt: The prompts share blocks only with requests that have the same one.
-        form: The form of the answer; None for any text.
-        tools: What the model may call; () if it may call nothing.
-        must_call: Whether the answer consists only of calls.
-        is_parallel: Whether it may have several calls.
-        tool_format: How the model writes calls (tool_formats.py), once that is known; "" without tools.
+        begins: Whether prompts begin with the tokenizer's begin token. None means the default: completions do, and for
+            chats the tokenizer's files decide.
+        cut: Which part of a prompt that is too long is kept; None if such a prompt is refused.
+        cache_salt: Its prompts share cached blocks only with requests that have the same salt.
+        form: The form of the answer; None if any text is allowed.
+        tools: The tools that the model may call; () if it may call none.
+        must_call: Whether the answer must consist of calls only.
+        is_parallel: Whether the answer may have several calls.
+        tool_format: Name of the format in which the model writes calls (tool_formats.py). "" without tools, and until
+            the model is known.
         max_tokens: Maximum number of tokens to emit; None if the caller sent no limit. 0 only with `is_echo`.
-        choices: Answers to each prompt.
-        tries: Sequences for each prompt, of which the likeliest `choices` are sent.
+        choices: Number of answers to each prompt.
+        tries: Number of sequences that are computed for each prompt. The likeliest `choices` of them are sent.
         sampling: How tokens are chosen.
-        is_seed_chosen: Whether the caller left the seed to the server.
-        bad_words: Texts that the answer does not have; their tokens are part of `sampling` once they are read.
+        is_seed_chosen: Whether the server chose the seed, because the caller sent none.
+        bad_words: Texts that the answer must not contain. Once they are tokenized, their tokens are in `sampling`.
         stops: Texts that end the answer.
-        includes_stop: Whether the answer includes the stop, or the token, that ends it.
-        has_logprobs: Whether the tokens' log-probabilities are sent.
-        ranks: How many of the likeliest tokens are sent with each.
-        prompt_ranks: How many of the likeliest tokens are sent with each of the prompt's; None if the prompt's
-            log-probabilities are not sent.
-        is_echo: Whether the prompt is sent before its answer.
-        priority: Its place among the tenant's requests that wait.
+        includes_stop: Whether the answer includes the stop, or the end token, that ends it.
+        has_logprobs: Whether the reply has the log-probabilities of the answer's tokens.
+        ranks: For how many of the likeliest tokens at each position of the answer it has log-probabilities.
+        prompt_ranks: The same for each position of the prompt; None if the reply has no `prompt_logprobs`.
+        is_echo: Whether the reply has the prompt before the answer.
+        priority: Decides the order among the tenant's waiting requests; the lowest is admitted first.
         is_stream: Whether the answer is sent as it is computed.
         has_usage: Whether the stream ends with the token counts.
-        has_running_usage: Whether each object of the stream has those so far.
+        has_running_usage: Whether each object of the stream has the token counts so far.
     """
 
     is_chat: bool
@@ -165,14 +165,14 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
     """Parse a body.
 
     Args:
-        body: The bytes of the body, JSON.
-        is_chat: Whether it is a chat's.
+        body: The body, JSON.
+        is_chat: Whether the body is for `/v1/chat/completions`.
         fresh_seed: The seed to use if the caller sent none.
 
-    Raises ApiError for an invalid or unsupported parameter, which it names.
+    Raises ApiError, which names the invalid or unsupported parameter.
     """
     parameters = parse_object(body)
-    # Names first: an unknown or unsupported parameter is reported even if the others are wrong, too.
+    # Check names before values, so that an unknown or unsupported parameter is reported even if a value is invalid.
     check_parameters(parameters, PARAMETERS, is_chat=is_chat)
     seed = _integer(parameters, "seed")
     options = parameters.get("stream_options")
@@ -208,7 +208,7 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
         form=form,
         tools=tools,
         must_call=must_call,
-        # A tool that is named is called once, as by OpenAI's servers: clients take its one call for the answer.
+        # If tool_choice names a tool, the model calls it once, as on OpenAI's servers: clients expect exactly one call.
         is_parallel=bool(tools)
         and parameters.get("parallel_tool_calls") is not False
         and not isinstance(parameters.get("tool_choice"), dict),
@@ -233,9 +233,9 @@ def parse_request(body: bytes, *, is_chat: bool, fresh_seed: int) -> CompletionR
 
 
 def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str, Any], ...], Mapping[str, Any], bool]:
-    """Return a chat's messages, its template's variables, and whether the last message is to be continued.
+    """Return a chat's messages, its template's variables, and whether the answer continues the last message.
 
-    Raises ApiError for invalid ones.
+    Raises ApiError if one of them is invalid.
     """
     tools, _ = _tools(parameters)
     variables = _variables(parameters.get("chat_template_kwargs"))
@@ -260,14 +260,14 @@ def parse_chat_prompt(parameters: Mapping[str, Any]) -> tuple[tuple[Mapping[str,
 
 
 def parse_begins(parameters: Mapping[str, Any]) -> bool | None:
-    """Return a body's `add_special_tokens`; None if it leaves that out. Raises ApiError."""
+    """Return a body's `add_special_tokens`; None if the body has none. Raises ApiError if it is not a boolean."""
     return None if parameters.get("add_special_tokens") is None else _flag(parameters, "add_special_tokens")
 
 
 def parse_cut(parameters: Mapping[str, Any], answer_tokens: int) -> Cut | None:
-    """Return the part of prompts that a body's `truncate_prompt_tokens` keeps, before an answer of this many tokens.
+    """Return which part of a prompt `truncate_prompt_tokens` keeps; None if the body does not have that parameter.
 
-    Raises ApiError.
+    With the value -1, the prompt is cut so that an answer of `answer_tokens` tokens fits behind it. Raises ApiError.
     """
     most = _within(parameters, "truncate_prompt_tokens", 0, ALL_TOKENS, MAX_POSITIONS)
     side = parameters.get("truncation_side")
@@ -326,10 +326,10 @@ def _tool(number: int, tool: Any) -> Tool:
 def _check_stops(
     parameters: Mapping[str, Any], stops: tuple[str, ...], form: AnswerForm | None, *, has_tools: bool
 ) -> None:
-    """Refuse parameters that could end an answer in the middle of its form, or continue it after that has ended.
+    """Refuse parameters that could end an answer before its form is complete, or continue it after that.
 
-    Nor may lists of tokens leave none that the form needs. `stop` may end an answer that follows a regular expression
-    or a grammar, because callers who send both mean that, as vLLM's examples do.
+    Lists of tokens are refused, too, because they may exclude the tokens that the form needs. `stop` is accepted with a
+    regular expression, a grammar or tags, because callers who send both want this: vLLM's examples do. Raises ApiError.
     """
     label = "tools" if form is None else form.parameter
     if has_tools and form is not None and form.is_own_grammar:
@@ -342,7 +342,7 @@ def _check_stops(
 
 
 def check_model(name: str, names: Sequence[str]) -> None:
-    """Raise ApiError if a request names a model other than the served one, which has these names; "" means that one."""
+    """Raise ApiError if `name` is neither "" nor one of `names`, which are all names of the served model."""
     if name and name not in names:
         raise ApiError(404, "model_not_found", f"Model {quoted(name)} is not served here; use {names[0]}.", "model")
 
@@ -372,7 +372,7 @@ def _flag(parameters: Mapping[str, Any], name: str) -> bool:
 
 def _integer(parameters: Mapping[str, Any], name: str) -> int | None:
     value = parameters.get(name)
-    # Exactly int: JSON's true would otherwise count as 1.
+    # Compare the type with int, because JSON's true is an instance of int, too.
     if value is None or type(value) is int:
         return value
     raise invalid(f"{name} = {quoted(value)}; send an integer", name)
@@ -433,7 +433,7 @@ def _salt(parameters: Mapping[str, Any]) -> str:
 
 def _max_tokens(parameters: Mapping[str, Any], least: int, *, is_chat: bool) -> int | None:
     names = ["max_tokens", *(["max_completion_tokens"] if is_chat else [])]
-    # Chats have two names for the same limit. Both are accepted if they agree.
+    # Chats have two names for the same limit. A body may have both if they are equal.
     values = {name: value for name in names if (value := _integer(parameters, name)) is not None}
     if len(set(values.values())) > 1:
         raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
@@ -443,7 +443,7 @@ def _max_tokens(parameters: Mapping[str, Any], least: int, *, is_chat: bool) -> 
         if value > MAX_POSITIONS:
             raise invalid(f"{name} = {quoted(value)} is more than any model supports", name)
         return value
-    # A chat's default depends on the settings and on how many positions its prompt leaves.
+    # A chat's default depends on the settings and on the length of its prompt, so it is not known here.
     return None if is_chat else DEFAULT_COMPLETION_TOKENS
 
 
@@ -456,7 +456,7 @@ def _sampling(parameters: Mapping[str, Any], seed: int) -> SamplingParameters:
     # Other servers write -1 for "all", where this engine has 0.
     if type(values.get("top_k")) is int and values["top_k"] == ALL_TOKENS:
         values["top_k"] = 0
-    # Check each value separately first, so that the error can name its parameter.
+    # First check each value by itself, so that the error can name its parameter.
     for name, value in values.items():
         parameter = str(_OPENAI_NAMES.get(name, name))
         _built(lambda name=name, value=value: SamplingParameters(**{name: value}), parameter)  # type: ignore[misc]
@@ -488,7 +488,7 @@ def _tokens(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list):
         raise invalid(f"{name} must be a list of token ids", name)
-    # As in vLLM: a list without a token would allow none, not all.
+    # vLLM refuses this, too: an empty list would allow no token rather than all.
     if name == "allowed_token_ids" and not value:
         raise invalid(f"{name} must have at least one token; leave it out to allow all", name)
     return tuple(value)
@@ -499,12 +499,13 @@ def check_reply_scores(request: CompletionRequest, lengths: Iterable[tuple[int, 
 
     Args:
         request: The request.
-        lengths: For each prompt its number of tokens, and the most tokens of an answer to it.
+        lengths: For each prompt, its number of tokens and the maximum number of tokens of its answer.
     """
     scores_per_token = request.ranks + 1 if request.has_logprobs else 0
     scores = 0
     for prompt_tokens, max_tokens in lengths:
-        # A stream sends the answers' as they are computed. A chat's prompt is sent once, not in each choice.
+        # A stream does not collect the log-probabilities of its answers. `prompt_logprobs` is once in the reply to a
+        # chat, and in each choice of the reply to a completion.
         scores += (
             request.choices
             * scores_per_token
@@ -545,7 +546,7 @@ def _bad_words(value: Any) -> tuple[str, ...]:
     if not isinstance(words, list) or len(words) > MAX_BAD_WORDS:
         raise invalid(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
     for word in words:
-        # A space before a word is not part of it: the word is meant both with and without.
+        # A word is forbidden both with a space before it and without, so a word of spaces only would be empty.
         if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARACTERS:
             rule = f"each must be a string of at most {MAX_STOP_CHARACTERS} characters, not only spaces"
             raise invalid(f"bad_words: {quoted(word)}; {rule}", "bad_words")
@@ -577,7 +578,7 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
 def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str) and value:
         return value
-    # Token ids, which need no tokenizer.
+    # A list of token ids is not tokenized.
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         return tuple(value)
     raise invalid("prompt must be a string, a list of tokens, or a list of either, and not empty", "prompt")
@@ -597,7 +598,7 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}: role must be one of {', '.join(ROLES)}, not {quoted(role)}", "messages")
     for name, item in message.items():
-        # For example audio. Clients often send such members as null or [].
+        # Refuse other members, such as audio. Clients often send them as null or [], which means nothing.
         if name not in (*_MESSAGE_MEMBERS, *_ROLE_MEMBERS.get(role, ())) and item not in (None, []):
             raise invalid(f"{where}: {quoted(name)} is not supported", "messages", "unsupported_parameter")
     content, calls = message.get("content"), message.get("tool_calls")
@@ -608,14 +609,14 @@ def _message(number: int, message: Any) -> Mapping[str, Any]:
     read = {"role": ROLES[role], "content": _content(where, content)}
     if role == "tool":
         for name in ("tool_call_id", "name"):
-            # Templates show which call or tool the content is the result of.
+            # Some templates show to which call or tool the result belongs.
             if isinstance(message.get(name), str):
                 read[name] = message[name]
     return read
 
 
 def _tool_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return an assistant's calls as templates expect them: with the arguments as an object."""
+    """Return an assistant's calls with their arguments as objects, which models' templates expect."""
     if not isinstance(calls, list) or len(calls) > MAX_CALLS:
         raise invalid(f"{where}: tool_calls must be a list of at most {MAX_CALLS} calls", "messages")
     read = []
@@ -644,7 +645,7 @@ def _content(where: str, content: Any) -> str:
         raise invalid(f"{where}: content must be a string or a list of parts", "messages")
     texts = []
     for part in content:
-        # Parts other than texts, such as images, are refused by name below.
+        # Parts other than text, such as images, are refused.
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise invalid(f"{where}: each part of content must have the type text and a string as its text", "messages")

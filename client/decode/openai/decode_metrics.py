@@ -1,33 +1,33 @@
 """The metrics of a decode server, in Prometheus' text format.
 
     gpulease_decode_tokens_total{tenant, kind}             counter: tokens computed; kind: prompt, emitted, replayed
-    gpulease_decode_gpu_seconds_total{tenant}              counter: seconds of steps, shared by the tenants' rows
+    gpulease_decode_gpu_seconds_total{tenant}              counter: seconds of steps, divided by the tenants' rows
     gpulease_decode_rows_total{kind}                       counter: rows of steps; kind: decode, prompt
-    gpulease_decode_step_seconds                           histogram: a step; its count is that of the steps
-    gpulease_decode_first_token_seconds{tenant}            histogram: a request's time to its first token, at its end
-    gpulease_decode_inter_token_seconds{tenant}            histogram: between two tokens of a sequence, replays and all
-    gpulease_decode_rebind_seconds{tenant, scope}          histogram: from a request's loss to its next token
-    gpulease_decode_forward_revoked_seconds                histogram: from a region's flip to the refused step's report
-    gpulease_decode_forward_revoked_total{tenant}          counter: steps that a region's end kept from beginning
-    gpulease_decode_requests_total{tenant, reason}         counter: requests that ended or were refused, by reason
+    gpulease_decode_step_seconds                           histogram: duration of a step
+    gpulease_decode_first_token_seconds{tenant}            histogram: from a request to its first token
+    gpulease_decode_inter_token_seconds{tenant}            histogram: between two tokens, including replays
+    gpulease_decode_rebind_seconds{tenant, scope}          histogram: from a loss to the request's next token
+    gpulease_decode_forward_revoked_seconds                histogram: from a region's end to the refused step's report
+    gpulease_decode_forward_revoked_total{tenant}          counter: steps not begun because a region had ended
+    gpulease_decode_requests_total{tenant, reason}         counter: requests that ended or were refused
     gpulease_decode_engine_rebuild_seconds{kind}           histogram: without an engine; kind: planned, known, unknown
     gpulease_decode_waiting{tenant}                        gauge: requests that wait for their admission
-    gpulease_decode_coming{tenant}                         gauge: requests with prompts that are being read
-    gpulease_decode_text_processes_replaced                gauge: processes that read texts and were replaced so far
-    gpulease_decode_live_sequences{tenant}                 gauge: sequences that are computed
-    gpulease_decode_live_tenants                           gauge: tenants with a live sequence
-    gpulease_decode_blocks{tenant}                         gauge: blocks of the tenant's region; 0 while it has none
-    gpulease_decode_blocks_used{tenant}                    gauge: those of them that live sequences have
-    gpulease_decode_blocks_kept{tenant}                    gauge: those that no sequence has, kept for prompts to reuse
+    gpulease_decode_coming{tenant}                         gauge: requests with prompts that are being parsed
+    gpulease_decode_text_processes_replaced                gauge: replaced processes for parsing prompts, so far
+    gpulease_decode_live_sequences{tenant}                 gauge: sequences in progress
+    gpulease_decode_live_tenants                           gauge: tenants with a sequence in progress
+    gpulease_decode_blocks{tenant}                         gauge: blocks of the tenant's region; 0 without a region
+    gpulease_decode_blocks_used{tenant}                    gauge: blocks that sequences in progress use
+    gpulease_decode_blocks_kept{tenant}                    gauge: unused blocks, kept so that prompts can reuse them
     gpulease_decode_reused_prompt_tokens_total{tenant}     counter: tokens of prompts that were not computed again
-    gpulease_decode_evicted_blocks_total{tenant}           counter: kept blocks that were given up for their place
-    gpulease_decode_without_engine_seconds                 gauge: since the engine was lost; 0 while there is one
-    gpulease_decode_prefix_requests_total{prefix}          counter: requests that began with a shared prefix's blocks
-    gpulease_decode_prefix_reused_tokens_total{prefix}     counter: tokens of prompts that it saved
-    gpulease_decode_prefix_bytes{prefix}                   gauge: memory of its region; 0 if that has ended
+    gpulease_decode_evicted_blocks_total{tenant}           counter: kept blocks that were evicted to make room
+    gpulease_decode_without_engine_seconds                 gauge: since the engine was lost; 0 with an engine
+    gpulease_decode_prefix_requests_total{prefix}          counter: requests that began with the shared prefix
+    gpulease_decode_prefix_reused_tokens_total{prefix}     counter: tokens of prompts not computed because of it
+    gpulease_decode_prefix_bytes{prefix}                   gauge: memory of its region; 0 once the region has ended
     gpulease_decode_prefix_changes_total{prefix, kind}     counter; kind: load, rebuild (by another engine), end
 
-`scope` is region or engine: what was lost.
+`scope` says what was lost: region or engine.
 """
 
 import time
@@ -62,17 +62,17 @@ REBIND_BUCKETS_S: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 FLIP_BUCKETS_S: Final = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1)
 
 UNKNOWN_TENANT: Final = "other"
-"""The label of tenants that are not in the settings, so that the settings bound the number of series."""
+"""The label of all tenants that are not in the settings. So the settings bound the number of series."""
 
 MAX_FOLLOWED: Final = 65_536
-"""Maximum number of sequences for which the time of the last token is kept, so that unreported ends can't fill
-memory."""
+"""Maximum number of sequences for which the time of the last token is kept. The limit bounds the memory if the ends of
+sequences are not reported."""
 
 
 class GapHistogram(Collector):
     """A histogram of times between tokens, in which one call counts many sequences with the same gap.
 
-    prometheus_client's `Histogram` takes one observation at a time and locks for each; a step has a hundred of them.
+    prometheus_client's `Histogram` takes one observation per call and locks each time. A step has a hundred of them.
     """
 
     def __init__(self, tenants: Iterable[str]) -> None:
@@ -86,7 +86,7 @@ class GapHistogram(Collector):
         self._sums[tenant] += gap_s * count
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric family for a scrape. Prometheus's buckets are cumulative."""
+        """Yield the metric family. As Prometheus requires, its buckets are cumulative."""
         help_text = "Time between two tokens of a sequence."
         family = HistogramMetricFamily("gpulease_decode_inter_token_seconds", help_text, labels=["tenant"])
         for tenant, counts in self._counts.items():
@@ -105,7 +105,7 @@ class TenantGauges(Collector):
         self._decoder, self._clock = decoder, clock
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families; without a decoder, those by tenant are empty."""
+        """Yield the metric families. Without a decoder, the families with the label `tenant` are empty."""
         decoder = self._decoder()
         tenants = {} if decoder is None else decoder.scheduler.tenants
         values: dict[str, tuple[str, Callable[[TenantState], float]]] = {
@@ -163,13 +163,13 @@ class TenantGauges(Collector):
 
 
 class PrefixUses(Collector):
-    """How much each shared prefix is used, read from the decoder at each scrape."""
+    """The metrics of each shared prefix that are read from the decoder at each scrape."""
 
     def __init__(self, decoder: Callable[[], Decoder | None]) -> None:
         self._decoder = decoder
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families; without a decoder, or a shared prefix, they are empty."""
+        """Yield the metric families. They are empty without a decoder or a shared prefix."""
         decoder, names = self._decoder(), ["prefix"]
         requests = CounterMetricFamily(
             "gpulease_decode_prefix_requests", "Requests that began with the prefix.", labels=names
@@ -194,7 +194,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         tenants: The tenants of the settings.
         decoder: Returns the decoder; None while there is none.
         clock: Monotonic seconds.
-        on_gap: Called with a tenant, a time between two tokens in seconds, and how many of its sequences had it.
+        on_gap: Called with a tenant, a time between two tokens in seconds, and the number of its sequences with it.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         super().__init__()
         self._clock, self._on_gap = clock, on_gap
         self._tenants = dict.fromkeys([*tenants, UNKNOWN_TENANT])
-        # When each sequence had its last token, by the caller's id of its request.
+        # The time of each sequence's last token, by the id of the sequence's original request.
         self._last: dict[str, float] = {}
         registry, by_tenant = self.registry, ("tenant",)
 
@@ -230,7 +230,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             FLIP_BUCKETS_S,
         )
         rebuild = histogram("engine_rebuild", "Time without an engine.", REBIND_BUCKETS_S, ("kind",))
-        # Create every series at the start: `increase` of a series that first appears with the value 1 would be 0.
+        # Create all series at the start: if a series first appeared with the value 1, its `increase` would be 0.
         kinds = ("prompt", "emitted", "replayed")
         self._tokens = {(name, kind): tokens.labels(name, kind) for name in self._tenants for kind in kinds}
         self._rows = {kind: rows.labels(kind) for kind in ("decode", "prompt")}
@@ -242,19 +242,19 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._gaps = GapHistogram(self._tenants)
         registry.register(self._gaps)
         self._prefix_changes = counter("prefix_changes", "Loads and ends of shared prefixes.", ("prefix", "kind"))
-        # Gauges are read at the scrape, so no event needs to update them.
+        # These collectors read their values at each scrape, so no event needs to update them.
         registry.register(TenantGauges(decoder, clock))
         registry.register(PrefixUses(decoder))
 
     def on_step(self, report: StepReport) -> None:
-        """Count a step's rows, and its tokens and the gaps before them by tenant."""
+        """Count a step's rows, its tokens, and the times since the previous tokens."""
         now, last, tokens = self._clock(), self._last, report.tokens
-        # The first token of a prompt or a replay: all of its prompt was computed by now.
+        # These sequences got their first token in this step, so their whole prompt or replay has been computed.
         for request in tokens.requests[bisect_left(tokens.rows, report.decode_rows) :]:
             self._count_prompt(request.tenant_id, len(request.token_ids), is_replay=request.replayed_tokens > 0)
-        # A replay continues its sequence, so the gap includes the time of the replay.
+        # A replay continues a sequence under its original id, so the gap includes the time of the replay.
         names = [request.continues or request.request_id for request in tokens.requests]
-        # Sequences of a tenant that had their last token in the same step share one gap.
+        # Sequences of a tenant that got their previous token in the same step have the same gap.
         tenants = [request.tenant_id for request in tokens.requests]
         gaps = Counts(zip(tenants, map(last.get, names, repeat(0.0)), strict=True))
         last.update(dict.fromkeys(names, now))
@@ -264,7 +264,7 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
             if before:
                 self._gaps.observe(tenant, now - before, count)
                 self._on_gap(tenant_id, now - before, count)
-        # Start over: at worst one gap per sequence is not measured.
+        # If there are too many entries, drop all. At worst, one gap per sequence is not measured.
         if len(last) > MAX_FOLLOWED:
             last.clear()
         self._rows["decode"].inc(report.decode_rows)
@@ -274,12 +274,12 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
     def on_forward_revoked(self, report: ForwardRevoked) -> None:
         """Count a step that did not begin because a region had ended."""
         self._revoked[self._label(report.tenant_id)].inc()
-        # Unknown if the daemon is on another host: the clocks can't be compared.
+        # The time is unknown if the daemon is on another host, because the hosts' clocks can't be compared.
         if report.flip_to_report_s is not None:
             self._flip.observe(report.flip_to_report_s)
 
     def on_rebind(self, report: RebindReport) -> None:
-        """Count a request that continues after a loss."""
+        """Measure the time after which a request continues after a loss."""
         scope = "engine" if report.is_engine_scoped else "region"
         self._rebind[self._label(report.tenant_id), scope].observe(report.latency_s)
 
@@ -296,12 +296,13 @@ class DecodeMetrics(ServerMetrics, DecoderObserver):
         self._requests.labels(self._label(report.tenant_id), report.reason).inc()
 
     def on_engine_rebuilt(self, report: EngineRebuilt) -> None:
-        """Count a move to another engine, by its cause, with the time without an engine."""
+        """Measure the time without an engine, by the cause of the change to another engine."""
         kind = "planned" if report.is_planned else "known" if report.is_known else "unknown"
         self._rebuild[kind].observe(report.took_s)
 
     def on_prefix_changed(self, report: PrefixChanged) -> None:
-        # Each prefix is loaded first, so all of its series exist from then on. The operator chooses the names.
+        # A prefix's first change is its load, so create its series for all kinds then. The operator chooses the names,
+        # so their number is limited.
         for change in PrefixChange:
             self._prefix_changes.labels(report.name, change).inc(change is report.change)
 

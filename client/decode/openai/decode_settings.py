@@ -1,7 +1,4 @@
-"""The settings of a decode server: a TOML file, read at the start.
-
-`ServerTable` and its tables declare each setting.
-"""
+"""The settings of a decode server, from a TOML file. `ServerTable` and its tables declare each setting."""
 
 import os
 import re
@@ -38,24 +35,25 @@ MAX_PREFIXES: Final = 64
 """Maximum number of shared prefixes. Each has a region on the card, and is computed at every load."""
 
 MAX_ALIASES: Final = 16
-"""Maximum number of further names of a model. `/v1/models` lists it by each of them."""
+"""Maximum number of further names of a model. `/v1/models` has an entry for each of them."""
 
 MAX_ORIGINS: Final = 64
-"""Maximum number of origins of pages. Each request's is compared with all of them."""
+"""Maximum number of origins of pages. The server compares the origin of each request with all of them."""
 
 MAX_MODEL_QUEUE: Final = 4096
-"""Maximum number of requests that wait for one model in a settings file: each keeps its body, of up to 4 MiB, in
-memory."""
+"""Upper bound of the setting `pool.max_waiting`. Each waiting request keeps its body, of up to 4 MiB, in memory."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
-"""Seconds that a request waits for its admission. Clients give up or retry after a few minutes."""
+"""Default of the longest time that a request waits for its admission. It is less than a few minutes, after which
+clients give up or retry."""
 
 DEFAULT_CHAT_TOKENS: Final = 256
-"""Default tokens of a chat's answer. Blocks are reserved for all of them, so it is much less than the context."""
+"""Default of the maximum number of tokens of a chat's answer. The server reserves blocks for this many tokens, so it is
+much less than the context length."""
 
 MAX_HTTP_PROCESSES: Final = 64
-"""Maximum number of processes that speak HTTP. Each has a tokenizer of its own, about 100 MB."""
+"""Maximum number of processes that serve HTTP. Each loads its own copy of the tokenizer, about 100 MB."""
 
 MIN_CORES_FOR_FRONTS: Final = 4
 DEFAULT_MOST_FRONTS: Final = 8
@@ -94,7 +92,7 @@ def _read_digest(value: Any) -> bytes:
 
 
 def _read_tables(value: Any, *, kind: str, max_entries: int) -> Mapping[str, Any]:
-    """Return the tables `[kind.NAME]` by their names. Raises BadSetting for none, or for more than `max_entries`."""
+    """Return the tables `[kind.NAME]` by name. Raises BadSetting if there are none or more than `max_entries`."""
     if not isinstance(value, dict) or not 0 < len(value) <= max_entries:
         raise BadSetting(f"{{}} must be 1 to {max_entries} tables [{kind}.NAME]")
     return value
@@ -137,7 +135,7 @@ class KeyTable:
             "The key's sha256. To make a key: openssl rand -hex 32",
             what="64 hexadecimal digits, as `printf %s KEY | sha256sum` prints them",
             read=_read_digest,
-            # An operator may have written the key itself by mistake.
+            # The value is secret, because an operator may have written the key itself here by mistake.
             is_secret=True,
         ),
     ] = None
@@ -149,7 +147,7 @@ class KeyTable:
     ] = None
 
     def __post_init__(self) -> None:
-        # Exactly one of the two.
+        # Exactly one of the two must be set.
         if (self.key_sha256 is None) is (self.key_file is None):
             raise ValueError("set either key_sha256 or key_file")
 
@@ -211,7 +209,7 @@ class TenantTable(KeyTable):
 
 @dataclass(frozen=True, slots=True)
 class EngineTable(DecoderSettings):
-    """The table `[engine]`: the decoder's limits, and the server's limits of requests."""
+    """The table `[engine]`: the decoder's limits, and the server's limits for requests."""
 
     wait_s: Annotated[
         float,
@@ -239,7 +237,7 @@ class EngineTable(DecoderSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PooledModelTable:
-    """The table `[models.NAME]` of one of many models. Its table `engine` replaces settings of `[engine]`."""
+    """The table `[models.NAME]` of a model, on a server with several. Its `engine` overrides settings of `[engine]`."""
 
     model: Annotated[
         str,
@@ -489,26 +487,26 @@ class ServerTable:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """The checked settings of a decode server.
+    """The validated settings of a decode server, which serves either one model or several.
 
     Attributes:
-        model: The model's path; on a server of many, this file's folder.
-        name: Its name in requests; "" on a server of many.
-        listen: Where to listen.
-        address: The daemon's address; None for the usual one.
-        cors_origins: Origins of pages that may call it from a browser.
-        audit: Whether each request becomes a record of the daemon's audit log.
+        model: The model's path; with several models, the settings file's folder.
+        name: The model's name in requests; "" with several models.
+        listen: The address on which the server listens.
+        address: The daemon's address; None for the default.
+        cors_origins: Origins of web pages that may call the server from a browser.
+        audit: Whether the daemon's audit log gets a record of each finished request.
         decoder: The decoder's limits.
         wait_s: Seconds that a request may wait for its admission.
-        chat_tokens: Default tokens of a chat's answer; fewer if its prompt leaves less room.
+        chat_tokens: Default of the maximum number of tokens of a chat's answer; fewer if the prompt leaves less room.
         tenants: The tenants with their limits.
-        keys: Their keys.
+        keys: The tenants' keys.
         operator_digest: The sha256 of the operator's key; None for a server without the page.
-        http_processes: Processes that speak HTTP; 0: the decoder's own does.
-        pool: The memory of many models, and their times; None for a server of one.
-        models: The models by their names; none for a server of one.
-        prefixes: The prefixes that all tenants share, on a server with one model.
-        aliases: Its further names in requests, likewise.
+        http_processes: Number of processes that serve HTTP; 0 if the decoder's process does.
+        pool: The table `[pool]`; None with one model.
+        models: The models by name; empty with one model.
+        prefixes: The prefixes that all tenants share; with several models empty, because `models` has them.
+        aliases: Further names of the only model; empty with several models.
     """
 
     model: Path
@@ -531,9 +529,9 @@ class DecodeSettings:
 
 
 def default_http_processes() -> int:
-    """Return how many processes speak HTTP unless a setting says so."""
+    """Return how many processes serve HTTP if the settings do not say."""
     cores = len(os.sched_getaffinity(0))
-    # On a small host they would only take the cores that compute.
+    # On a small host, more processes would only compete with the engine's process for cores.
     return 0 if cores < MIN_CORES_FOR_FRONTS else min(DEFAULT_MOST_FRONTS, cores // 2)
 
 
@@ -551,7 +549,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
         raise InvalidRequest(f"{path}: [pool] must be given with [models.NAME], and only then")
     model, name = path.parent, ""
     if file.model is not None:
-        # Relative to the settings file, so that the server can be started from any folder.
+        # A relative path starts from the settings file's folder, so that the server can be started from any folder.
         model = path.parent / file.model
         name = model.stem if file.name is None else file.name
         if not _NAME.fullmatch(name):
@@ -566,7 +564,7 @@ def load_decode_settings(path: Path) -> DecodeSettings:
     for tenant_id, table in file.tenants.items():
         if not _NAME.fullmatch(tenant_id):
             raise InvalidRequest(f"{path}: a tenant's name must be {_NAME_TEXT}, not {tenant_id!r}")
-        # Tenants' names are keys of the file, so their tables are read one by one.
+        # Tenants' names are free, so no declaration can list their tables. Read each one separately.
         tenant = settings_of(path, TenantTable, table, "tenants", tenant_id)
         tenants.append(TenantConfig(tenant_id, tenant.max_concurrent, tenant.blocks, tenant.weight, tenant.max_waiting))
         digests[tenant_id] = _digest(path, f"tenants.{tenant_id}", tenant)
@@ -599,21 +597,21 @@ def load_decode_settings(path: Path) -> DecodeSettings:
 def _prefixes(
     path: Path, tables: Mapping[str, Any], models: Mapping[str, Any] | None
 ) -> list[tuple[NamedPrefix, Sequence[str]]]:
-    """Return the shared prefixes, each with the models that have it."""
+    """Return the shared prefixes, each with the names of its models, sorted by the prefix's name."""
     prefixes: list[tuple[NamedPrefix, Sequence[str]]] = []
     for name, values in tables.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: a prefix's name must be {_NAME_TEXT}, not {name!r}")
         table = settings_of(path, PrefixTable, values, "prefixes", name)
         if table.models is not None and not table.models:
-            # A table that shares nothing is rather a mistake than a wish.
+            # A prefix for no model is probably a mistake.
             raise InvalidRequest(
                 f"{path}: prefixes.{name}.models must name at least one model, not []", "Leave it out for all models"
             )
         if unknown := [model for model in table.models or () if model not in (models or {})]:
             raise InvalidRequest(f"{path}: prefixes.{name}.models: there is no [models.{unknown[0]}]")
         prefixes.append((table.named(name), tuple(models or ()) if table.models is None else table.models))
-    # In one order, however the file has them: only other prefixes are a reason to load a model again.
+    # Sort them, so that a file with the same prefixes in another order does not count as a change of the model.
     return sorted(prefixes, key=lambda entry: entry[0].name)
 
 
@@ -625,13 +623,13 @@ def _models(
     permitted: Mapping[str, Sequence[str]],
     prefixes: Sequence[tuple[NamedPrefix, Sequence[str]]],
 ) -> dict[str, ModelSpec]:
-    """Return the models of many, each with the tenants that may use it."""
+    """Return the models of a server with several, by name. Each lists the tenants that may use it."""
     models, names = {}, Counter(tables.keys())
     for name, values in tables.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest(f"{path}: a model's name must be {_NAME_TEXT}, not {name!r}")
         table = settings_of(path, PooledModelTable, values, "models", name)
-        # The model's own settings, and those of [engine] that it does not replace.
+        # The model's own settings override those of [engine].
         engine_table = settings_of(path, EngineTable, {**engine, **table.engine}, "models", name, "engine")
         names.update(table.aliases)
         if twice := [alias for alias in table.aliases if names[alias] > 1]:
@@ -656,15 +654,15 @@ def _digest(path: Path, name: str, table: KeyTable) -> bytes:
     """Return the digest of a table's key, which may be in a separate file."""
     if table.key_sha256 is not None:
         return table.key_sha256
-    # Only the digest stays in memory; the key itself is needed no more.
+    # Keep only the digest in memory.
     return key_digest(_read_key(f"{path}: {name}", path.parent / str(table.key_file)))
 
 
 def _read_key(where: str, file: Path) -> str:
-    """Return the key in a file, which only its owner, root or this user, may be able to read."""
+    """Return the key in a file. Raises InvalidRequest unless root or this user owns it, and nobody else can read it."""
     try:
         with open_regular(file) as opened:
-            # Check the file that is open, not the path, which could be exchanged in between.
+            # Check the open file rather than the path, at which another file could appear in between.
             status = os.fstat(opened.fileno())
             if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest(f"{where}: other users can access key_file {file}", f"chmod 600 {file}")

@@ -1,7 +1,7 @@
-"""`/v1/embeddings`: vectors of texts, for models with files that say how they pool.
+"""`/v1/embeddings`: vectors of texts, for models with files that say how to pool them.
 
-Each input is a prompt of its own, in steps that it shares with everybody's. Its vector has a length of 1, and the same
-bits whatever else is in the batch.
+Each input is a separate prompt. Its rows share steps with the rows of all other requests, but the bits of its vector do
+not depend on them. The vector has the length 1.
 """
 
 import base64
@@ -29,7 +29,7 @@ FORMATS: Final = ("float", "base64")
 
 
 def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
-    """The job of a body in a text process: checks it, and tokenizes its inputs. `inputs_of` unpacks the answer."""
+    """Check a body and tokenize its inputs, in a text process. `inputs_of` unpacks the result."""
     try:
         parameters = parse_object(body)
         check_parameters(parameters, EMBEDDINGS)
@@ -52,9 +52,10 @@ def read_inputs(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
 
 
 def inputs_of(answer: dict[str, Any], width: int) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the tokens of each input, and whether vectors are sent as base64.
+    """Return the tokens of each input, and whether the vectors are sent as base64.
 
-    Raises ApiError for an invalid body, and for other dimensions than the model's `width`.
+    `answer` is the result of `read_inputs`. Raises ApiError if the body was invalid, or if its `dimensions` are not the
+    model's `width`.
     """
     if "error" in answer:
         raise ApiError(*answer["error"])
@@ -66,7 +67,7 @@ def inputs_of(answer: dict[str, Any], width: int) -> tuple[list[tuple[int, ...]]
 
 def _inputs(value: Any) -> list[Any]:
     """Return a body's inputs: texts, or lists of tokens."""
-    # A list of tokens is one input; a list of texts, or of lists of tokens, has several.
+    # A list of tokens is one input. A list of texts or of lists of tokens has several inputs.
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and type(value[0]) is int)
     inputs = [value] if is_one else value
     if not isinstance(inputs, list) or not 0 < len(inputs) <= MAX_INPUTS:
@@ -79,9 +80,9 @@ def _inputs(value: Any) -> list[Any]:
 
 
 async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
-    """Wait for the vector of an input's generation. Raises the errors of the generation, and ApiError if cancelled."""
+    """Wait for the vector of an input. Raises the errors of the generation, and ApiError if that was cancelled."""
     async for _ in generation:
-        # One token is emitted, after the last row. It is not used.
+        # After the last row, one token is emitted. Ignore it.
         pass
     if generation.pooled is None or generation.pooled.count < len(generation.request.token_ids):
         raise ApiError(CLOSED_REQUEST, "closed", "The request was cancelled before its vectors were complete.")
@@ -91,7 +92,7 @@ async def vector_of(generation: "Generation") -> "NDArray[np.float32]":
 def embeddings_reply(
     vectors: Sequence["NDArray[np.float32]"], tokens: int, model: str, *, is_base64: bool
 ) -> dict[str, Any]:
-    """Return the body of the reply: each input's vector, in their order."""
+    """Return the body of the reply: the vectors in the order of the inputs. `tokens` is the number of all tokens."""
     data = [
         {
             "object": "embedding",

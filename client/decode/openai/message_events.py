@@ -1,4 +1,4 @@
-"""Replies of `/v1/messages`: the events of a stream, the message that they add up to, and errors."""
+"""Replies of `/v1/messages`: the events of a stream, the complete message, and errors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from gpulease.client.decode.openai.completion_replies import TokenCounts
 from gpulease.client.decode.openai.tool_formats import CallPart
 
 _REASONS: Final[Mapping[str, str]] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-"""Anthropic's `stop_reason` for each finish reason of an answer."""
+"""Maps each finish reason of an answer to Anthropic's `stop_reason`."""
 
 _ERROR_TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",
@@ -20,41 +20,41 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's types of errors, by the status."""
+"""Maps HTTP statuses to Anthropic's error types."""
 
 Event = dict[str, Any]
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """Return the body of an error. `param` and `code` are those of this server's other endpoints."""
+    """Return the body of an error. In addition to Anthropic's members it has `param` and `code`, as on other paths."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     members = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
     return {"type": "error", "error": members}
 
 
 class MessageEvents:
-    """One message as it grows: pieces of the answer become events. A text is one block of the content, a call another.
+    """Turns the pieces of one answer into events of one message. Each text and each call is a block of its content.
 
     Attributes:
-        content: The blocks that are complete.
+        content: The complete blocks.
     """
 
     def __init__(self, request_id: str, model: str, prompt_tokens: int, seed: int | None) -> None:
         """Begin a message.
 
         Args:
-            request_id: The request's id, from which all ids are derived.
+            request_id: The request's id. The ids in the reply are derived from it.
             model: The model's name.
-            prompt_tokens: Tokens of the prompt.
-            seed: The seed of its sampling; None if the caller chose it.
+            prompt_tokens: Number of tokens of the prompt.
+            seed: The seed of the sampling; None if the caller chose it.
         """
         self.content: list[dict[str, Any]] = []
         self._id, self._model, self._prompt_tokens, self._seed = request_id, model, prompt_tokens, seed
-        # The block that grows now, of a call with its arguments' text; None between blocks.
+        # The incomplete block, and the text of its arguments so far if it is a call. None between blocks.
         self._block: dict[str, Any] | None = None
         self._arguments = ""
         self._index = 0
-        # Blanks at the beginning of an answer, which calls replace and a text begins with.
+        # White space that belongs to no block yet: dropped if a call follows, put before the text if text follows.
         self._blanks = ""
         self._replays: int | None = None
         self._stop: str | None = None
@@ -65,7 +65,7 @@ class MessageEvents:
         yield {"type": "message_start", "message": self._message(None, counts)}
 
     def add(self, piece: AnswerPiece) -> Iterator[Event]:
-        """Take a piece of the answer. Yield its events."""
+        """Add a piece of the answer. Yield its events."""
         self._replays = self._replays if piece.replays is None else piece.replays
         self._stop = piece.stop or None
         if piece.text:
@@ -76,7 +76,7 @@ class MessageEvents:
     def end(self, finish: str, counts: TokenCounts) -> Iterator[Event]:
         """End the message with the finish reason of its answer. Yield the last events."""
         if not self.content and (self._block is None or self._blanks):
-            # An answer without calls has a text, even if that is empty.
+            # An answer without calls has a text block, even if the text is empty.
             yield from self._open_text()
         yield from self._close()
         message = self._message(finish, counts)
@@ -119,7 +119,7 @@ class MessageEvents:
 
     def _add_call(self, part: CallPart) -> Iterator[Event]:
         if part.name:
-            # Blanks before a call are not a text block.
+            # White space before a call is not a text block.
             self._blanks = ""
             yield from self._close()
             call_id = f"toolu_{self._id}_{part.index}"
@@ -136,7 +136,7 @@ class MessageEvents:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _close(self) -> Iterator[Event]:
-        """End the block that grows, if there is one."""
+        """End the incomplete block, if there is one."""
         block, self._block = self._block, None
         if block is None:
             return
@@ -146,7 +146,7 @@ class MessageEvents:
             try:
                 block["input"] = json.loads(self._arguments)
             except (ValueError, RecursionError):
-                # A call that is cut off is not valid JSON. A whole message omits it; its stop_reason says why.
+                # A call that was cut off is not valid JSON. Leave it out of the message; stop_reason says why.
                 return
         self.content.append(block)
 
@@ -163,7 +163,7 @@ class MessageEvents:
             "stop_reason": "stop_sequence" if self._stop is not None and reason == "end_turn" else reason,
             "stop_sequence": self._stop,
             "usage": {
-                # As in Anthropic's API, tokens that were not computed again are counted apart.
+                # As in Anthropic's API, `input_tokens` does not include the reused tokens.
                 "input_tokens": counts.prompt - counts.cached,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": counts.cached,

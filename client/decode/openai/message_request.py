@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages`, Anthropic's API: the subset with texts and tools, as the chat that the model gets.
+"""Translates bodies of `/v1/messages`, Anthropic's API, into chats; texts and tools are supported.
 
 A parameter that would change the answer but is not supported is refused by name, as for completions.
 """
@@ -26,11 +26,11 @@ _IGNORED: Final = RequestParameter(is_ignored=True)
 _REFUSED: Final = RequestParameter()
 
 COUNTED: Final[Mapping[str, RequestParameter]] = {
-    # Says what to keep for later requests; here all is kept.
+    # This says which blocks of the prompt to cache. The server caches all of them.
     "cache_control": _IGNORED,
     "messages": _USED,
     "model": _USED,
-    # The form of the answer is no part of its prompt.
+    # The form of the answer does not change the prompt, so it does not change the count.
     "output_config": _USED,
     "speed": RequestParameter(neutral=("standard",)),
     "system": _USED,
@@ -38,7 +38,7 @@ COUNTED: Final[Mapping[str, RequestParameter]] = {
     "tool_choice": _USED,
     "tools": _USED,
 }
-"""The parameters of `/v1/messages/count_tokens`, by their names."""
+"""The parameters of `/v1/messages/count_tokens`, by name."""
 
 PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     **COUNTED,
@@ -59,10 +59,10 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "user_profile_id": _REFUSED,
     "workspace_id": _REFUSED,
 }
-"""The parameters of a message's body, by their names."""
+"""The parameters of `/v1/messages`, by name."""
 
 _SAME_NAMES: Final = ("model", "max_tokens", "stream", "temperature", "top_k", "top_p")
-"""The parameters that a chat has by the same name and with the same values."""
+"""The parameters that a chat has under the same name and with the same values."""
 
 _NAMES: Final = {
     "stop": "stop_sequences",
@@ -70,13 +70,13 @@ _NAMES: Final = {
     "continue_final_message": "messages",
     "response_format": "output_config",
 }
-"""The message's parameters by those of a chat with other names. Errors of the chat are translated by this table."""
+"""Maps a chat's parameters to those of `/v1/messages` with another name. Used to translate errors of the chat."""
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-"""Chats' values of `tool_choice`, by the types of messages'."""
+"""Maps the types of `tool_choice` in Anthropic's API to a chat's values of `tool_choice`."""
 
 TURN_GAP: Final = "\n\n"
-"""What separates the texts of consecutive messages of one role."""
+"""Separates the texts of consecutive messages of the same role."""
 
 _TEXT_AFTER_CALL: Final = "a text after a tool_use is not supported"
 
@@ -89,7 +89,8 @@ _BLOCK_MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "tool_use": ("type", "id", "name", "input", "cache_control"),
     "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
 }
-"""The members of each type of block. Others may be null or empty, as clients send back what they have received."""
+"""The accepted members of each type of block. Other members must be null or []: clients send back blocks of earlier
+replies, which contain such members."""
 
 
 def read_message(
@@ -99,10 +100,10 @@ def read_message(
 
     Args:
         reader: Tokenizes the prompt.
-        body: The bytes of the body, JSON.
-        is_chat: Whether it is a chat's: always.
+        body: The body, JSON.
+        is_chat: Not used; `read_completion` has the same parameters.
         fresh_seed: The seed to use.
-        names: The names of the model that is served.
+        names: The names of the served model.
     """
     try:
         parameters = parse_object(body)
@@ -116,7 +117,7 @@ def read_message(
 
 
 def count_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
-    """Count the tokens of a message's prompt in a text process. Returns the reply's body, or an error."""
+    """Count the tokens of a prompt in a text process. Returns the reply's body, or `error` with an ApiError's parts."""
     try:
         parameters = parse_object(body)
         check_parameters(parameters, COUNTED, is_chat=True)
@@ -129,10 +130,10 @@ def count_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[
 
 
 def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of the chat that a message's body means. Raises ApiError."""
+    """Return the body of the chat request with the same meaning. Raises ApiError."""
     chat = {name: parameters[name] for name in _SAME_NAMES if parameters.get(name) is not None}
     messages = _messages(parameters.get("messages"))
-    # The answer continues an assistant's message at the end.
+    # If the last message is the assistant's, the answer continues it.
     if messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
             raise invalid("messages end with a tool_use; send its tool_result after it", "messages")
@@ -154,7 +155,7 @@ def chat_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer_form(config: Any) -> dict[str, Any] | None:
-    """Return the chat's `response_format` for an `output_config`; None for any text."""
+    """Return the chat's `response_format` for an `output_config`; None if the answer may be any text."""
     if config is None:
         return None
     if not isinstance(config, dict):
@@ -171,7 +172,7 @@ def _answer_form(config: Any) -> dict[str, Any] | None:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return a chat's messages. The chat checks their contents."""
+    """Return a chat's messages. Their contents are checked when the chat is parsed."""
     if not isinstance(value, list) or not value:
         raise invalid("messages must be a list of messages, and not empty", "messages")
     messages: list[dict[str, Any]] = []
@@ -195,7 +196,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _add_turn(where: str, messages: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    """Add a message of a chat. Consecutive ones of one role are one turn, as in Anthropic's API."""
+    """Add a message to a chat. As in Anthropic's API, consecutive messages of the same role are joined."""
     last = messages[-1] if messages else {}
     if last.get("role") != turn["role"] or turn["role"] == "tool":
         messages.append(turn)
@@ -209,13 +210,13 @@ def _add_turn(where: str, messages: list[dict[str, Any]], turn: dict[str, Any]) 
 
 
 def _user(where: str, blocks: list[Any]) -> list[dict[str, Any]]:
-    """Return a user's message as the results of tools in it, and its texts between them."""
+    """Return a user's message as several messages of a chat: one per tool result, and one per text between results."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if _kind(block) == "tool_result":
             _check_members(where, block, _BLOCK_MEMBERS["tool_result"], "messages")
             _check_text(where, block, "tool_use_id")
-            # Templates have no field for `is_error`; the content describes the error.
+            # Leave `is_error` out, because templates have no field for it. The content describes the error.
             content = block.get("content")
             text = "" if content is None else _text(where, content, "messages")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
@@ -263,7 +264,7 @@ def _check_text(where: str, block: Mapping[str, Any], name: str) -> None:
 
 
 def _text(where: str, content: Any, parameter: str) -> str:
-    """Return the text of a string, or of a list of blocks with texts. Raises ApiError for other blocks."""
+    """Return the text of a string or of a list of text blocks. Raises ApiError for other blocks."""
     if isinstance(content, str):
         return content
     texts = []
@@ -279,7 +280,7 @@ def _text(where: str, content: Any, parameter: str) -> str:
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
-    """Return the chat's tools. The chat checks their names."""
+    """Return the chat's tools. Their names are checked when the chat is parsed."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise invalid(f"tools must be a list of at most {MAX_TOOLS} tools", "tools")
     functions = []
@@ -297,7 +298,7 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def _tool_choice(choice: Any, names: list[Any]) -> dict[str, Any]:
-    """Return the parameters of a chat for a `tool_choice` among tools with these names."""
+    """Return a chat's parameters for a `tool_choice`. `names` are the names of the tools."""
     if not isinstance(choice, dict) or choice.get("type") not in (*_CHOICES, "tool"):
         raise invalid("tool_choice must have the type auto, any, tool or none", "tool_choice")
     _check_members("tool_choice", choice, _CHOICE_MEMBERS, "tool_choice")

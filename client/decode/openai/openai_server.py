@@ -1,4 +1,4 @@
-"""The ASGI application of a decoder: OpenAI's completions and chat completions, for programs that use that API.
+"""The ASGI application of a decode server. It serves OpenAI's API and parts of Anthropic's.
 
     POST /v1/completions, /v1/chat/completions   as one reply, or as server-sent events
     GET  /v1/models, /v1/models/{id}             the models that are served
@@ -7,13 +7,13 @@
     POST /v1/embeddings                          vectors of texts, if the model has them
     POST /tokenize, /detokenize                  a prompt's tokens, and the text of tokens
     GET  /tokenizer_info                         texts of special tokens, and the chat template
-    GET  /healthz, /health, /v1/health, /ping    200 while it serves, 503 while its engine is lost
-    GET  /ready                                  the same without a report
+    GET  /healthz, /health, /v1/health, /ping    a report; 503 while the only model's engine is lost, otherwise 200
+    GET  /ready                                  200 if requests (for ?model=MODEL) would be served, otherwise 503
     GET  /version                                the server's version
     GET  /metrics                                Prometheus' text format
 
-Each caller has a key (`Authorization: Bearer KEY`, or `X-Api-Key: KEY`), which identifies its tenant. After the loss of
-a region, the caller only sees the member `gpulease` in the first object after the replay.
+Each caller has a key (`Authorization: Bearer KEY`, or `X-Api-Key: KEY`), which identifies its tenant. If a region is
+lost, its sequences are replayed. All that the caller sees of this is the member `gpulease` in the next object.
 """
 
 import asyncio
@@ -81,15 +81,15 @@ from gpulease.client.texts import quoted
 T = TypeVar("T")
 
 ErrorForm = Callable[[ApiError], dict[str, Any]]
-"""Makes the body of an error's reply."""
+"""Returns the body of the reply to an error."""
 
 SEND_LIMIT_S: Final = 60.0
-"""Longest time, in seconds, for a caller to receive a piece of a stream. Without a limit, the answers of callers that
-do not read would stay in memory."""
+"""Maximum time, in seconds, in which a caller must receive a piece of a reply. Without a limit, the answers of callers
+that do not read would stay in memory."""
 
 SILENCE_S: Final = 5.0
-"""A stream without events gets a comment after this many seconds, or at most twice as many. Proxies close connections
-that are silent for 60 s, some after 30 s."""
+"""If a stream has no events, the server sends a comment after this many seconds, at most after twice as many. Many
+proxies close connections that are silent for 60 s, some after 30 s."""
 
 SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 """The form of X-Request-Id that is accepted, because the id appears in logs, the audit log and replies."""
@@ -101,7 +101,7 @@ MESSAGES_PATH: Final = "/v1/messages"
 """The path of Anthropic's API."""
 
 LOADING: Final = b": loading\n\n"
-"""The comment in a stream while its model is being loaded (HTML, 9.2.6). Clients ignore comments."""
+"""The comment that is sent in a stream while its model is being loaded. Clients ignore comments (HTML, 9.2.6)."""
 
 # Without X-Accel-Buffering, nginx would hold back events until its buffer is full.
 _STREAM_HEADERS: Final = {"Content-Type": EVENT_STREAM, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -131,14 +131,14 @@ def make_openai_application(
         routes: Further routes.
         metrics: Renders the metrics.
         health: Returns further members of the health report.
-        cors_origins: Origins of pages that may call it from a browser; "*" for all.
+        cors_origins: Origins of web pages that may call the server from a browser; "*" for all.
         aliases: Further names of the model in requests.
     """
 
     async def show_health(_: Request) -> Response:
         is_serving = decoder.is_serving
         report = {"status": "ok" if is_serving else "engine_lost", "model": model} | dict(health())
-        # Load balancers read the status. Operators can also read since when there is no engine, and why.
+        # Load balancers use the status. Operators also read since when there has been no engine, and why.
         if outage := decoder.outage:
             report |= {"engine_lost": outage.report(time.monotonic(), time.time())}
         return Response(json.dumps(report), 200 if is_serving else OVERLOADED, media_type=JSON)
@@ -163,11 +163,11 @@ def make_pool_application(
 
     Args:
         pool: The pool, which must stay open for as long as the application serves.
-        models: The server's models, of this pool.
+        models: The server's models, which are those of the pool.
         keys: The tenants' keys.
         routes: Further routes.
         metrics: Renders the metrics.
-        cors_origins: Origins of pages that may call it from a browser; "*" for all.
+        cors_origins: Origins of web pages that may call the server from a browser; "*" for all.
     """
 
     def reports() -> dict[str, Any]:
@@ -177,7 +177,7 @@ def make_pool_application(
         return Response(json.dumps({"status": "ok", "models": reports()}), media_type=JSON)
 
     async def show_ready(request: Request) -> Response:
-        """Reply 200 if a request for the model in `?model=`, or without it for any model, would be served."""
+        """Reply 200 if the model in `?model=`, or without that parameter any model, is ready to serve requests."""
         states, requested = reports(), request.query_params.get("model")
         model = None if requested is None else pool.name_of(requested)
         if requested is not None and model not in states:
@@ -229,10 +229,10 @@ def _application(
 
 
 def browsers_of(origins: Sequence[str]) -> list[Middleware]:
-    """Return the middleware that lets pages of some origins call an application from a browser."""
+    """Return the middleware that lets web pages of these origins call an application from a browser."""
     if not origins:
         return []
-    # This is safe: every endpoint that a page could use needs a key, which the page must know.
+    # This is safe, because every endpoint that a page could misuse requires a key in a header.
     return [
         Middleware(
             CORSMiddleware,
@@ -245,7 +245,7 @@ def browsers_of(origins: Sequence[str]) -> list[Middleware]:
 
 
 class OpenAiFace:
-    """Serves completions over HTTP, for `make_openai_application` and for fronts."""
+    """Serves completions and chat completions over HTTP, in the decoder's process or in a front."""
 
     def __init__(self, source: CompletionSource, keys: ApiKeys) -> None:
         """Prepare to serve.
@@ -263,18 +263,19 @@ class OpenAiFace:
 
     async def _serve(self, request: Request, reply: "_Reply", *, is_chat: bool) -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        # Step 1: take a place before reading the body, so that the number of bodies in memory is limited, too.
+        # Step 1: take a place before reading the body, so that the tenant's limits also bound the bodies in memory.
         with _cancelled_on_failure() as started:
             async with self._source.place(tenant) as place:
                 body = await reply.read(request)
-                # Step 2: submit. A request that is refused at once gets a status, unless its stream has already begun
-                # because its model was being loaded.
+                # Step 2: submit. If the request is refused, the reply has the error's status, unless the stream has
+                # already begun because the model was being loaded.
                 async with reply.loading() as on_loading:
                     beginning = place.begin(body, reply.request_id, is_chat=is_chat, on_loading=on_loading)
                     submitted = await _unless_disconnected(beginning, request.receive)
                     started += submitted.generations
         async with _cancelled_after(submitted.generations, request.receive):
-            # Step 3: send the tokens. The end of this block cancels the generations, and so does a disconnect.
+            # Step 3: send the tokens. The generations are cancelled at the end of this block, or if the caller
+            # disconnects.
             await self._answer(submitted, reply)
 
     async def _answer(self, submitted: Submitted, reply: "_Reply") -> None:
@@ -292,11 +293,11 @@ class OpenAiFace:
         tokenizer = await self._source.tokenizer(submitted.model)
         answers = [CompletionAnswer(tokenizer, request, submitted.end_tokens, begun) for begun in generations]
         if not request.is_stream:
-            # Collect all pieces first, so that an error can still determine the reply's status.
+            # Collect all pieces before sending anything, so that an error can still determine the reply's status.
             await gather_or_cancel(answer.collect() for answer in answers)
             wholes: list[AnswerPiece] = []
             for first in range(0, len(answers), request.tries):
-                # Compute these once for all answers to a prompt, because 128 copies would fill the memory.
+                # Compute this once for all answers to a prompt, because 128 copies would use too much memory.
                 prompt_logprobs = await answers[first].prompt_logprobs()
                 for answer in best_of(answers[first : first + request.tries], request.choices):
                     answer.whole.prompt_logprobs = prompt_logprobs
@@ -323,7 +324,7 @@ class OpenAiFace:
             for generation in generations:
                 generation.cancel()
 
-        # While the request waits, the stream sends its head and comments. If the caller does not read them, abort.
+        # The head is sent at once, and comments while no tokens are ready. If the caller does not read them, abort.
         async with reply.stream(abort):
             await gather_or_cancel(send(index, answer) for index, answer in enumerate(answers))
             # OpenAI sends the token counts in a last object without choices.
@@ -333,9 +334,9 @@ class OpenAiFace:
 
 
 def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> TokenCounts:
-    """Return the token counts of a request after all its answers."""
-    # Count the reused tokens of a prompt once, however many answers it has: only the first answer's sequence reused
-    # blocks of earlier requests.
+    """Return the token counts of a request so far."""
+    # Count the reused tokens of each prompt once, even if it has several answers: only the sequence of the first answer
+    # reused blocks of earlier requests.
     firsts = submitted.generations[:: submitted.request.tries]
     return TokenCounts(
         sum(map(len, submitted.prompts)),
@@ -345,7 +346,7 @@ def counts_of(submitted: Submitted, answers: Sequence[CompletionAnswer]) -> Toke
 
 
 class _Models:
-    """The endpoints of the models that are served.
+    """The endpoints that describe the served models.
 
     Args:
         models: The models.
@@ -421,9 +422,9 @@ class _Texts:
         return await self._reply(request, run)
 
     async def show_tokenizer(self, request: Request) -> Response:
-        """Reply with the data for programs that put chats into the template themselves, in the form of vLLM's reply.
+        """Reply with the special tokens and the chat template of the model in `?model=`, in the format of vLLM.
 
-        The model is the one in `?model=`.
+        Some programs need them because they apply the template themselves.
         """
         model = request.query_params.get("model", "")
 
@@ -439,12 +440,12 @@ class _Texts:
         run: Callable[[DecoderSource, str, bytes], Awaitable[dict[str, Any]]],
         body: bytes | None = None,
     ) -> Response:
-        """Reply with the result of `run` for the model that `body`, by default the request's body, names."""
+        """Reply with the result of `run` for the model that `body` names. `body` is by default the request's body."""
         tenant, request_id = "", request_id_of(request)
         headers = id_headers_of(request.scope, request_id)
         try:
             tenant = tenant_of(self._keys, request)
-            # Reading a text costs as much as reading a prompt, so take a place for it.
+            # Tokenizing a text costs as much as tokenizing a prompt, so this needs a place, too.
             async with self._models.place(tenant) as place:
                 if body is None:
                     body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
@@ -458,7 +459,7 @@ class _Texts:
 
 
 class _EngineEndpoint(ABC):
-    """An endpoint that computes with the engine: an ASGI application that notices when its caller disconnects.
+    """An endpoint that uses the engine. It is an ASGI application, so that it can detect that its caller disconnects.
 
     Args:
         models: The server's models.
@@ -475,11 +476,11 @@ class _EngineEndpoint(ABC):
 
     @abstractmethod
     async def _serve(self, request: Request, reply: "_Reply") -> None:
-        """Answer one request. The caller turns any exception into an error reply."""
+        """Serve one request. `__call__` turns any exception into an error reply."""
 
 
 class _AnswerEvents(Protocol):
-    """A growing answer in the form of an API other than that of completions. Its events have a `type`."""
+    """Turns the pieces of an answer into the events of another API. Each event has a `type`."""
 
     def begin(self) -> Iterator[dict[str, Any]]:
         """Yield the events at the beginning of a stream."""
@@ -498,11 +499,11 @@ class _AnswerEvents(Protocol):
 
 
 class _ChatEndpoint(_EngineEndpoint):
-    """An endpoint for chats in the form of another API, with a complete reply or a stream of events.
+    """An endpoint for chats in the format of another API. It sends a complete reply or a stream of events.
 
     Attributes:
-        job: Reads the chat from a body.
-        prompt: The name of the prompt's parameter.
+        job: The job of a text process that parses a body into a chat.
+        prompt: The name of the parameter with the prompt.
     """
 
     job: Job
@@ -510,7 +511,7 @@ class _ChatEndpoint(_EngineEndpoint):
 
     @abstractmethod
     def _events(self, submitted: Submitted, answer: Mapping[str, Any], reply: "_Reply") -> _AnswerEvents:
-        """Return the answer's events, from the result of `job`."""
+        """Return the object that makes the events of the answer. `answer` is the result of `job`."""
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
@@ -549,7 +550,7 @@ class _ChatEndpoint(_EngineEndpoint):
             except TimeoutError:
                 raise
             except Exception as error:
-                # The head was sent, so send the error as an event in the form of this API.
+                # The head was already sent, so send the error as an event in this API's format.
                 event = events.fail(_api_error(self._models.log, reply, error))
                 await reply.end(named_event(event["type"], event))
                 return
@@ -559,7 +560,7 @@ class _ChatEndpoint(_EngineEndpoint):
 
 
 class _Responses(_ChatEndpoint):
-    """POST /v1/responses: a chat in the form of OpenAI's Responses API."""
+    """POST /v1/responses: a chat in the format of OpenAI's Responses API."""
 
     job = staticmethod(read_response)
     prompt = "input"
@@ -570,7 +571,7 @@ class _Responses(_ChatEndpoint):
 
 
 class _Messages(_ChatEndpoint):
-    """POST /v1/messages: a chat in the form of Anthropic's Messages API."""
+    """POST /v1/messages: a chat in the format of Anthropic's Messages API."""
 
     job = staticmethod(read_message)
     prompt = "messages"
@@ -581,7 +582,7 @@ class _Messages(_ChatEndpoint):
 
 
 def _chosen_seed(submitted: Submitted) -> int | None:
-    """Return the seed of a request if the server chose it."""
+    """Return the seed of a request if the server chose it; otherwise None."""
     return submitted.request.sampling.seed if submitted.request.is_seed_chosen else None
 
 
@@ -590,7 +591,7 @@ class _Embeddings(_EngineEndpoint):
 
     async def _serve(self, request: Request, reply: "_Reply") -> None:
         reply.tenant = tenant = tenant_of(self._keys, request)
-        # The request keeps its place while it has inputs that are not submitted.
+        # The request keeps its place until all inputs are computed, because some are submitted only then.
         async with self._models.place(tenant) as place:
             body = await reply.read(request)
             source = await _unless_disconnected(place.source(body), request.receive)
@@ -602,7 +603,7 @@ class _Embeddings(_EngineEndpoint):
 
 
 def tenant_of(keys: ApiKeys, request: Request) -> str:
-    """Return the tenant of a request's key. Keys never appear in replies or in the log. Raises ApiError."""
+    """Return the tenant of a request's key. Raises ApiError for an unknown key; the error does not contain the key."""
     authorization = request.headers.get("Authorization", "")
     if not authorization and (key := request.headers.get("X-Api-Key")):
         # Clients of Anthropic's API send the key in this header.
@@ -621,10 +622,7 @@ def completion_routes(face: OpenAiFace) -> list[Route]:
 
 
 class _Endpoint:
-    """The ASGI application of one path.
-
-    Unlike a Starlette endpoint function, it can notice that the caller disconnects.
-    """
+    """The ASGI application of one path. Unlike a Starlette endpoint function, it can detect a disconnect."""
 
     def __init__(self, face: OpenAiFace, *, is_chat: bool) -> None:
         self._face, self._is_chat = face, is_chat
@@ -634,7 +632,7 @@ class _Endpoint:
 
 
 async def _served(log: DecodeLog, reply: "_Reply", serving: Coroutine[Any, Any, None]) -> None:
-    """Serve one request. Every failure becomes a reply in OpenAI's format, or the last event of a stream."""
+    """Run `serving`. An error becomes an error reply or, if the head was sent, the last event of the stream."""
     try:
         try:
             await serving
@@ -654,13 +652,13 @@ def _api_error(log: DecodeLog, reply: "_Reply", error: Exception) -> ApiError:
 
 
 class _Reply:
-    """A reply that is being sent.
+    """Sends the reply to one request.
 
     Attributes:
         request_id: The request's id.
-        tenant: The tenant's id; "" until the key is known.
+        tenant: The tenant's id; "" until the key was checked.
         is_body_read: Whether the request's body was read. If not, the connection can't be reused.
-        is_started: Whether the head was sent. From then on, an error can only be an event of the stream.
+        is_started: Whether the head was sent. From then on, an error can only be sent as an event of the stream.
     """
 
     def __init__(self, send: Send, request: Request) -> None:
@@ -684,17 +682,17 @@ class _Reply:
 
     @asynccontextmanager
     async def stream(self, abort: Callable[[], None]) -> AsyncIterator[None]:
-        """Begin a stream at once. Send comments whenever the block sends no event for a while.
+        """Begin a stream. Send comments whenever the block sends no event for SILENCE_S.
 
         Args:
-            abort: Called if the HTTP client does not receive a comment in time. It must make the block end.
+            abort: Called if the HTTP client does not receive a comment within SEND_LIMIT_S. It must make the block end.
         """
         if not self.is_started:
             await self._begin(200, _STREAM_HEADERS)
             await self._put(COMMENT)
 
         async def comment() -> None:
-            # `event` clears the flag, which is cheaper than reading a clock for each token.
+            # `event` clears the flag. That is cheaper than reading a clock for each token.
             with suppress(TimeoutError):
                 while True:
                     self._is_silent = True
@@ -713,7 +711,7 @@ class _Reply:
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[Callable[[], None]]:
-        """Yield a callback that begins a stream at once, and sends comments in it until the block ends."""
+        """Yield a function that begins a stream and, from then until the block ends, sends comments in the stream."""
         is_over, commenting = asyncio.Event(), list[asyncio.Task[None]]()
 
         async def comment() -> None:
@@ -727,8 +725,8 @@ class _Reply:
         try:
             yield lambda: commenting.append(asyncio.create_task(comment()))
         finally:
-            # Do not cancel the tasks, because the head may be in the middle of being sent. If the caller does not
-            # receive it in time, this raises.
+            # Wait for the task instead of cancelling it, because it may be sending the head. This raises TimeoutError
+            # if the caller does not receive that in time.
             is_over.set()
             await asyncio.gather(*commenting)
 
@@ -740,23 +738,23 @@ class _Reply:
         await self._put(data, is_last=True)
 
     async def refuse(self, error: ApiError) -> None:
-        """Send an error: as the reply, or if the head was sent, as the last event of the stream."""
+        """Send an error as the reply or, if the head was sent, as the last event of the stream."""
         body = self._error_form(error)
         if self.is_started:
             event = body | {EXTENSION: error.event_body()[EXTENSION]}
-            # Events of other APIs have a type, which is also the event's name.
+            # In APIs other than OpenAI's, an event has a type, which is also its name in the stream.
             await self.end(named_event(event["type"], event) if "type" in event else json_event(event))
             return
         data = json.dumps(body).encode()
         headers = error.headers() | {"Content-Type": JSON, "Content-Length": str(len(data))}
-        # If the body was not read, it may still be arriving, so the connection can't be reused.
+        # If the body was not read, the rest of it may still arrive, so the connection can't be reused.
         await self._begin(error.status, headers | ({} if self.is_body_read else {"Connection": "close"}))
         await self._put(data, is_last=True)
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_started = True
         sent = {**self._id_headers, **headers}
-        # ASGI's headers are pairs of bytes with names in lower case.
+        # ASGI requires pairs of bytes, with names in lower case.
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in sent.items()]
         await self._timely({"type": "http.response.start", "status": status, "headers": pairs})
 
@@ -779,10 +777,10 @@ async def _unless_disconnected(work: Coroutine[Any, Any, T], receive: Receive) -
 
 @contextmanager
 def _cancelled_on_failure() -> Iterator[list[Generation]]:
-    """If the block fails, cancel the generations that it has put into the list, because no caller will read them.
+    """If the block fails, cancel the generations that it has added to the list, because no caller will read them.
 
-    This may happen after the sequences were submitted: if a caller did not read while its model was being loaded, the
-    request fails only at the end of `_Reply.loading`.
+    The block can fail after the sequences were submitted: if the caller does not read while its model is being loaded,
+    the exception is raised at the end of `_Reply.loading`.
     """
     started: list[Generation] = []
     try:
@@ -795,7 +793,7 @@ def _cancelled_on_failure() -> Iterator[list[Generation]]:
 
 @asynccontextmanager
 async def _cancelled_after(generations: Sequence[Generation], receive: Receive) -> AsyncIterator[None]:
-    """Cancel the generations at the end of the block, or as soon as their caller disconnects."""
+    """Cancel the generations at the end of the block, or as soon as the caller disconnects."""
 
     def cancel() -> None:
         for generation in generations:
@@ -815,18 +813,18 @@ async def _cancelled_after(generations: Sequence[Generation], receive: Receive) 
 
 
 def request_id_of(request: Request) -> str:
-    """Return the caller's X-Request-Id if it has the accepted form, otherwise a new id."""
+    """Return the request's X-Request-Id if it has the accepted form; otherwise a new id."""
     request_id = request.headers.get("X-Request-Id", "")
     return request_id if SANE_ID.fullmatch(request_id) else secrets.token_hex(12)
 
 
 def error_form_of(scope: Scope) -> ErrorForm:
-    """Return the form of errors at a request's path: Anthropic's at the paths of its API, otherwise OpenAI's."""
+    """Return the format of errors at a request's path: Anthropic's on the paths of its API, otherwise OpenAI's."""
     return message_events.error_body if _is_message(scope) else ApiError.body
 
 
 def id_headers_of(scope: Scope, request_id: str) -> dict[str, str]:
-    """Return the headers with a request's id. Anthropic's clients read it from a different header."""
+    """Return the headers with a request's id. Anthropic's clients read the id from another header."""
     headers = {"X-Request-Id": request_id}
     return headers | {"Request-Id": request_id} if _is_message(scope) else headers
 
@@ -842,8 +840,8 @@ def refusal_of(error: ApiError, headers: Mapping[str, str] | None = None, form: 
 
 
 def refuse(scope: Scope, problem: Problem) -> Response:
-    """Return the reply to a request that is refused before the application gets it, in the form of its path."""
-    # The operator's page reads problems; all other paths are for clients of OpenAI's API.
+    """Return the reply to a request that is refused before the application gets it, in the format of its path."""
+    # The operator's page expects RFC 9457 problems; all other paths are for clients of OpenAI's or Anthropic's API.
     if scope["path"] == "/" or scope["path"].startswith("/page/"):
         return refuse_as_problem(scope, problem)
     headers = {"Connection": "close", **id_headers_of(scope, request_id_of(Request(scope)))}
@@ -866,11 +864,11 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    # Starlette raises the error again after the reply, so the log has its traceback.
+    # Starlette raises the error again after the reply, so the traceback is in the log.
     text = "The server failed; its log has details."
     headers = id_headers_of(request.scope, request_id_of(request))
     return refusal_of(ApiError(FAILED, "internal_error", text), headers, error_form_of(request.scope))
 
 
 ERROR_REPLIES: Final = {404: _not_found, 405: _not_found, 500: _failed}
-"""Replies to errors outside of any endpoint, by their status."""
+"""Functions that make the replies to errors outside of endpoints, by status."""

@@ -1,15 +1,15 @@
-"""The metrics of a server with several models: each model's, with the label `model`, and those of the pool.
+"""The metrics of a server with several models.
 
-Next to the families of `decode_metrics`, each with the label `model`:
+They are all families of `decode_metrics`, with the label `model` added to each, and these:
 
     gpulease_decode_model_state{model, state}        gauge: 1 for the state of the model, 0 for the others
     gpulease_decode_model_bytes{model}               gauge: memory of its lease
     gpulease_decode_model_waiting{model}             gauge: requests that wait until it is on the card
     gpulease_decode_model_in_use{model}              gauge: requests that use it
-    gpulease_decode_model_load_seconds{model}        gauge: its last load
+    gpulease_decode_model_load_seconds{model}        gauge: duration of its last load
     gpulease_decode_model_changes_total{model, kind} counter; kind: load, load_failed, park, return, unload
-    gpulease_decode_models_card_bytes                gauge: memory of the models on the card, or on their way
-    gpulease_decode_models_parked_bytes              gauge: memory of the parked ones in the host, likewise
+    gpulease_decode_models_card_bytes                gauge: memory of models that are on the card or moving onto it
+    gpulease_decode_models_parked_bytes              gauge: memory of models that are parked in the host or being parked
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +34,7 @@ class PoolMetrics(ServerMetrics):
     Args:
         tenants: The tenants of the settings.
         pool: Returns the pool; None while there is none.
-        on_gap: As of DecodeMetrics, for all models.
+        on_gap: See DecodeMetrics; called for all models.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class PoolMetrics(ServerMetrics):
     ) -> None:
         super().__init__()
         self._tenants, self._pool, self._on_gap = tuple(tenants), pool, on_gap
-        # Kept while a model is served: its counters continue when it is loaded again.
+        # A model's entry is kept while the model is unloaded, so that its counters continue when it is loaded again.
         self._models: dict[str, DecodeMetrics] = {}
         self.registry.register(_ByModel(self._served))
         self.registry.register(_OfPool(pool))
 
     def observer(self, model: str) -> DecoderObserver:
-        """Return the observer for a model's decoders, one after the other."""
+        """Return a model's observer. Each decoder that the model gets over time has the same one."""
         if model not in self._models:
 
             def decoder() -> Decoder | None:
@@ -62,7 +62,7 @@ class PoolMetrics(ServerMetrics):
         return self._models[model]
 
     def _served(self) -> dict[str, DecodeMetrics]:
-        # Those that a reload removed would otherwise be kept forever.
+        # Drop models that a reload of the settings has removed.
         if (pool := self._pool()) is not None:
             self._models = {name: counts for name, counts in self._models.items() if name in pool.residency.models}
         return self._models

@@ -1,4 +1,7 @@
-"""The job that parses a request's body in a text process: JSON of up to 4 MiB is also a tenant's text."""
+"""The job that parses a request's body and tokenizes its prompts, in a text process.
+
+The JSON is parsed there, too, because a tenant can send up to 4 MiB of it.
+"""
 
 import json
 import re
@@ -22,26 +25,28 @@ if TYPE_CHECKING:
 def read_completion(
     reader: "PromptReader", body: bytes, is_chat: bool, fresh_seed: int, names: list[str]
 ) -> dict[str, Any]:
-    """Parse a body and tokenize its prompts. `completion_of` unpacks the answer.
+    """Parse a body and tokenize its prompts. `completion_of` unpacks the result.
 
     Args:
         reader: Tokenizes the prompts.
-        body: The bytes of the body, JSON.
-        is_chat: Whether it is a chat's.
+        body: The body, JSON.
+        is_chat: Whether the body is for `/v1/chat/completions`.
         fresh_seed: The seed to use if the caller sent none.
-        names: The names of the model that is served.
+        names: The names of the served model.
+
+    Raises the errors of the reader. An ApiError becomes the result's member `error`.
     """
     try:
-        # Check everything about the request before its texts are tokenized.
+        # Check the whole request before tokenizing its texts.
         request = parse_request(body, is_chat=is_chat, fresh_seed=fresh_seed)
         check_model(request.model, names)
         request = with_tokens(reader, with_grammar(reader, request))
     except ApiError as error:
-        # An ApiError is a reply, not a failure of the worker: send its parts back.
+        # An ApiError is the reply to the caller, not a failure of this process, so return its parts.
         return {"error": error.parts}
     with about(prompt_parameter(is_chat=is_chat)):
         prompts = read_prompts(reader, request)
-    # Only the tokens are needed from here on, so the texts are not sent back.
+    # The texts are not needed any more, so don't send them back.
     short = replace(request, prompts=(), messages=(), variables={}, cut=None, form=None, tools=(), bad_words=())
     return {"asked": asdict(short), "prompts": [packed_tokens(tokens) for tokens in prompts]}
 
@@ -49,19 +54,19 @@ def read_completion(
 def read_as_chat(
     reader: "PromptReader", chat: Mapping[str, Any], parameters: Mapping[str, str], fresh_seed: int, names: list[str]
 ) -> dict[str, Any]:
-    """Read the chat that a body of another API means, as `read_completion` does.
+    """Parse a chat that was made from a body of another API, as `read_completion` does.
 
     Args:
         reader: Tokenizes the prompt.
         chat: The body of the chat.
-        parameters: What errors of the chat are about: names of the other API, by those of chats.
+        parameters: Maps a chat's parameters to the other API's names for them. Used to translate errors.
         fresh_seed: The seed to use if the chat has none.
-        names: The names of the model that is served.
+        names: The names of the served model.
     """
     try:
         body = json.dumps(chat).encode()
     except RecursionError:
-        # The chat is nested deeper than the body that it was made of, which could just be read.
+        # The chat is nested deeper than the other API's body, which was just within the limit.
         return {"error": invalid("the body is nested too deeply", code="invalid_json").parts}
     try:
         answer = read_completion(reader, body, True, fresh_seed, names)
@@ -71,7 +76,8 @@ def read_as_chat(
     if "error" in answer:
         status, code, message, param, retry_after_s = answer["error"]
         for name, other in parameters.items():
-            # Errors begin with their parameter. Elsewhere, a name without an underline may be a word of the text.
+            # A message begins with the parameter's name. A name without an underscore may also be an ordinary word of
+            # the message, so replace it only at the beginning.
             message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}\b", other, message)
         return {"error": (status, code, message, parameters.get(param or "", param), retry_after_s)}
     return answer
@@ -79,7 +85,7 @@ def read_as_chat(
 
 @contextmanager
 def about(parameter: str) -> Iterator[None]:
-    """Name the parameter in errors of the block that name none."""
+    """Set the parameter of each RequestRejected that the block raises, unless it has one."""
     try:
         yield
     except RequestRejected as error:
@@ -108,7 +114,7 @@ def read_prompts(reader: "PromptReader", request: CompletionRequest) -> list[lis
 
 
 def with_tokens(reader: "PromptReader", request: CompletionRequest) -> CompletionRequest:
-    """Return a request with its bad words as tokens. Raises ApiError if those can't be followed."""
+    """Return the request with its bad words as tokens in `sampling`. Raises ApiError if a word can't be forbidden."""
     if not request.bad_words:
         return request
     try:
@@ -119,7 +125,10 @@ def with_tokens(reader: "PromptReader", request: CompletionRequest) -> Completio
 
 
 def with_grammar(reader: "PromptReader", request: CompletionRequest) -> CompletionRequest:
-    """Return a request with the grammar of its form or its tools. Raises ApiError if that can't be followed."""
+    """Return the request with the grammar of its form or tools in `sampling`.
+
+    Raises ApiError if the model has no known format of tool calls, or if the grammar is refused.
+    """
     form, written = request.form, None
     if form is None and not request.tools:
         return request
@@ -149,7 +158,10 @@ def with_grammar(reader: "PromptReader", request: CompletionRequest) -> Completi
 
 
 def completion_of(answer: dict[str, Any]) -> tuple[CompletionRequest, list[tuple[int, ...]]]:
-    """Return the request without its texts, and each prompt's tokens. Raises ApiError for an invalid request."""
+    """Return the request without its texts, and the tokens of each prompt.
+
+    `answer` is the result of `read_completion`. Raises ApiError if the result is an error.
+    """
     if "error" in answer:
         raise ApiError(*answer["error"])
     fields = answer["asked"]

@@ -1,8 +1,8 @@
-"""All known parameters of completions and chats: which ones are used, and which values of the others are accepted.
+"""All known parameters of completions and chats: which are used, and which values are accepted of the others.
 
-The names are OpenAI's, and those that clients of other model servers send with default values. A parameter that would
-change the answer but is not supported is refused, unless its value changes nothing. null counts as left out. An unknown
-name is refused, because a misspelt parameter would silently give a wrong answer.
+They are the parameters of OpenAI's API, and those that clients of other model servers send. A parameter that is not
+supported is refused, unless its value does not change the answer. null counts as left out. An unknown name is refused,
+because it may be misspelt, and then the answer would be wrong without an error.
 """
 
 import json
@@ -14,7 +14,7 @@ from gpulease.client.decode.openai.api_errors import invalid
 from gpulease.client.texts import quoted
 
 MAX_NAME_CHARACTERS: Final = 128
-"""Longest name of an unknown parameter that an error has as its `param`."""
+"""Maximum length of an unknown parameter's name in the error's `param`. For a longer name, the error has no `param`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,12 @@ class RequestParameter:
     """How a parameter is treated.
 
     Attributes:
-        is_used: Whether the server obeys it.
-        is_ignored: Whether any value is accepted, because none changes the answer.
-        neutral: The values that are accepted where it is not used, because they change nothing.
-        is_of_chats: Whether a chat may have it.
-        is_of_completions: Whether a completion may have it.
+        is_used: Whether the server supports it.
+        is_ignored: Whether every value is accepted and ignored, because none changes the answer.
+        neutral: The values that do not change the answer. They are accepted even if the parameter is not supported, or
+            belongs to the other endpoint.
+        is_of_chats: Whether it is a parameter of chats.
+        is_of_completions: Whether it is a parameter of completions.
     """
 
     is_used: bool = False
@@ -45,7 +46,7 @@ _IGNORED: Final = RequestParameter(is_ignored=True)
 _REFUSED: Final = RequestParameter()
 
 PARAMETERS: Final[Mapping[str, RequestParameter]] = {
-    # OpenAI's.
+    # Parameters of OpenAI's API.
     "audio": _REFUSED,
     "best_of": RequestParameter(is_used=True, neutral=(1,), is_of_chats=False),
     "echo": RequestParameter(is_used=True, neutral=(False,), is_of_chats=False),
@@ -87,7 +88,7 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "user": _IGNORED,
     "verbosity": _REFUSED,
     "web_search_options": _REFUSED,
-    # Other servers': vLLM's, llama.cpp's and SGLang's.
+    # Parameters of vLLM, llama.cpp and SGLang.
     "add_generation_prompt": RequestParameter(is_used=True, neutral=(True,), is_of_completions=False),
     "add_special_tokens": _USED,
     "allowed_token_ids": _USED,
@@ -190,14 +191,14 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "xtc_probability": _neutral(0),
     "xtc_threshold": _neutral(0.1),
 }
-"""The parameters of a request's body, by their names."""
+"""The parameters of completions and chats, by name."""
 
 STREAM_OPTIONS: Final[Mapping[str, RequestParameter]] = {
     "continuous_usage_stats": _USED,
     "include_obfuscation": _IGNORED,
     "include_usage": _USED,
 }
-"""The members of the parameter `stream_options`, by their names."""
+"""The members of the parameter `stream_options`, by name."""
 
 STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
     "choice": _USED,
@@ -211,7 +212,7 @@ STRUCTURED_OUTPUTS: Final[Mapping[str, RequestParameter]] = {
     "structural_tag": _USED,
     "whitespace_pattern": _REFUSED,
 }
-"""The members of the parameter `structured_outputs`, by their names."""
+"""The members of the parameter `structured_outputs`, by name."""
 
 
 EMBEDDINGS: Final[Mapping[str, RequestParameter]] = {
@@ -223,7 +224,7 @@ EMBEDDINGS: Final[Mapping[str, RequestParameter]] = {
     "truncation_side": _USED,
     "user": _IGNORED,
 }
-"""The parameters of `/v1/embeddings`, by their names."""
+"""The parameters of `/v1/embeddings`, by name."""
 
 TOKENIZE: Final[Mapping[str, RequestParameter]] = {
     "add_generation_prompt": _USED,
@@ -236,10 +237,10 @@ TOKENIZE: Final[Mapping[str, RequestParameter]] = {
     "return_token_strs": _neutral(False),
     "tools": _USED,
 }
-"""The parameters of `/tokenize`: those of vLLM's that change the tokens of a prompt."""
+"""The parameters of `/tokenize`, by name: those of vLLM's parameters that change the tokens of a prompt."""
 
 DETOKENIZE: Final[Mapping[str, RequestParameter]] = {"model": _USED, "tokens": _USED}
-"""The parameters of `/detokenize`, by their names."""
+"""The parameters of `/detokenize`, by name."""
 
 
 def check_parameters(
@@ -261,23 +262,23 @@ def check_parameters(
             continue
         parameter = table.get(name)
         is_known = parameter is not None and (parameter.is_of_chats if is_chat else parameter.is_of_completions)
-        # Clients that always send a parameter of the other endpoint may do so if it changes nothing.
+        # Some clients always send a parameter of the other endpoint. Accept it if its value changes nothing.
         if parameter is not None and not is_known and any(_is_alike(value, neutral) for neutral in parameter.neutral):
             continue
         if parameter is None or not is_known:
             text = f"{where}{quoted(name)} is not a known parameter here; leave it out"
-            # The caller chose the name, so it may be any text.
+            # The caller chose the name, so it may be any text. Return it as `param` only if it is short and printable.
             is_name = name.isascii() and name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
             raise invalid(text, where + name if is_name else None, "unknown_parameter")
         if parameter.is_used or parameter.is_ignored:
             continue
         if not any(_is_alike(value, neutral) for neutral in parameter.neutral):
-            # The error says which values would be accepted, for clients that always send the parameter.
+            # Name the accepted values in the error, for clients that always send the parameter.
             offered = " or ".join(["null", *(json.dumps(neutral) for neutral in parameter.neutral)])
             text = f"{where}{name} = {quoted(value)} is not supported; leave it out, or send {offered}"
             raise invalid(text, where + name, "unsupported_parameter")
 
 
 def _is_alike(value: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal. Unlike in Python, true is not 1; but 1 is 1.0."""
+    """Return whether two JSON values are equal. 1 equals 1.0 but, unlike in Python, not true."""
     return value == other and isinstance(value, bool) is isinstance(other, bool)

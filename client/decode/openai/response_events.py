@@ -1,4 +1,4 @@
-"""Replies of `/v1/responses`: the events of a stream, and the response that they add up to."""
+"""Replies of `/v1/responses`: the events of a stream, and the complete response."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -20,7 +20,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "top_p": 1.0,
     "user": None,
 }
-"""The values that the reply contains if the request has none."""
+"""The values of parameters in the reply if the request does not have them."""
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
@@ -29,10 +29,10 @@ Event = dict[str, Any]
 
 
 class ResponseEvents:
-    """One response as it grows: pieces of the answer become events. A text is one item of the output, a call another.
+    """Turns the pieces of one answer into events of one response. Each text and each call is an item of its output.
 
     Attributes:
-        output: The items that are complete.
+        output: The complete items.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class ResponseEvents:
         """Begin a response.
 
         Args:
-            request_id: The request's id, from which all ids are made.
+            request_id: The request's id. The ids in the reply are derived from it.
             model: The model's name.
             created: Seconds since 1970.
             parameters: The request's parameters that the reply repeats (`response_request.ECHOED`).
-            seed: The seed of its sampling.
+            seed: The seed of the sampling; None if the caller chose it.
         """
         self.output: list[dict[str, Any]] = []
         self._id, self._model, self._created, self._parameters, self._seed = (
@@ -56,9 +56,9 @@ class ResponseEvents:
             seed,
         )
         self._number = 0
-        # The item that grows now; None between items.
+        # The incomplete item; None between items.
         self._item: dict[str, Any] | None = None
-        # Blanks at the beginning of an answer, which calls replace and a text begins with.
+        # White space that belongs to no item yet: dropped if a call follows, put before the text if text follows.
         self._blanks = ""
         self._replays: int | None = None
 
@@ -68,7 +68,7 @@ class ResponseEvents:
             yield self._event(kind, response=self._response("in_progress"))
 
     def add(self, piece: AnswerPiece) -> Iterator[Event]:
-        """Take a piece of the answer. Yield its events."""
+        """Add a piece of the answer. Yield its events."""
         self._replays = self._replays if piece.replays is None else piece.replays
         if piece.text:
             yield from self._add_text(piece.text)
@@ -126,7 +126,7 @@ class ResponseEvents:
 
     def _add_call(self, part: CallPart) -> Iterator[Event]:
         if part.name:
-            # Blanks before a call are not a text.
+            # White space before a call is not a text item.
             self._blanks = ""
             yield from self._close(COMPLETED)
             self._item = {
@@ -143,7 +143,7 @@ class ResponseEvents:
             yield self._event("response.function_call_arguments.delta", **self._place(), delta=part.arguments)
 
     def _close(self, status: str) -> Iterator[Event]:
-        """End the item that grows, if there is one."""
+        """End the incomplete item, if there is one."""
         if self._item is None:
             return
         item, place = self._item, self._place()
@@ -190,7 +190,7 @@ class ResponseEvents:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
-            # Nothing is kept, whatever the request says.
+            # The server stores no response, whatever the request says.
             "store": False,
             "truncation": "disabled",
             "usage": None if counts is None else _usage(counts),

@@ -24,7 +24,8 @@ PARAMETERS: Final[Mapping[str, RequestParameter]] = {
     "background": RequestParameter(neutral=(False,)),
     "context_management": _REFUSED,
     "conversation": _REFUSED,
-    # Clients that have no responses stored ask for reasoning in this form. It is accepted, but replies contain none.
+    # Clients that ask the server to store nothing request the reasoning in this form. The server accepts the value, but
+    # has no reasoning to return.
     "include": RequestParameter(neutral=([], ["reasoning.encrypted_content"])),
     "input": _USED,
     "instructions": _USED,
@@ -74,7 +75,7 @@ _SAME_NAMES: Final = ("model", "parallel_tool_calls", "stream", "temperature", "
 """The parameters that a chat has under the same name and with the same values."""
 
 _NAMES: Final = {"messages": "input", "response_format": "text", "max_tokens": "max_output_tokens"}
-"""The parameter of this request that stands in errors in place of a chat's parameter."""
+"""Maps a chat's parameters to those of `/v1/responses` with another name. Used to translate errors of the chat."""
 
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _MESSAGE_MEMBERS: Final = ("type", "role", "content", "id", "status", "phase")

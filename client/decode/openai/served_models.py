@@ -1,7 +1,7 @@
-"""The models of a server, and how a request finds the model that it names. This module does not depend on HTTP.
+"""The models of a server, and how the model that a request names is found. This module does not depend on HTTP.
 
-`OneModel` is a server with one model, which is always loaded. `ManyModels` has a pool, which brings the model onto the
-card before the request continues.
+`OneModel` is a server with one model, which is always loaded. `ManyModels` has a pool of models. The pool loads a
+request's model onto the card before the request continues.
 """
 
 from collections import Counter
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 DEFAULT_LOAD_WAIT_S: Final = 60.0
-"""Seconds that a request without a stream waits for its model. Many proxies give up after the same time of silence."""
+"""Default of the longest time that a request without a stream waits for its model. Many proxies close a connection that
+is silent for this long."""
 
 
 class RequestPlace(Protocol):
-    """A tenant's place for one request, from before its body is read to the end of its block."""
+    """A tenant's place for one request, from before the request's body is read until the block of `place` ends."""
 
     async def source(
         self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
@@ -46,10 +47,10 @@ class RequestPlace(Protocol):
         """
 
     def hold(self, generations: Sequence[Generation]) -> None:
-        """Keep the model on the card until these sequences have ended, too."""
+        """Keep the model on the card also after the block, until these sequences have ended."""
 
     def path(self) -> str:
-        """Return the path of the files of the model that `source` found, even if a reload has changed it since then."""
+        """Return the path of the model that `source` found: the path at that time, even if a reload has changed it."""
 
 
 class ServedModels(Protocol):
@@ -67,10 +68,10 @@ class ServedModels(Protocol):
         """Take a place for a request before its body is read. Raises AdmissionRefused if the tenant has none left."""
 
     def described(self, tenant: str) -> list[dict[str, Any]]:
-        """Return the models that a tenant may use, each with its `id` and whatever else is known about it."""
+        """Return a description of each model that a tenant may use: its `id` and everything else that is known."""
 
     async def tokenizer(self, model: str) -> "Tokenizer":
-        """Return the tokenizer of a model with a submitted request."""
+        """Return the tokenizer of a model for which a request was submitted."""
 
 
 class OneModel:
@@ -108,7 +109,7 @@ class _SingleModelPlace:
     async def source(
         self, body: bytes, on_loading: Callable[[], None] = lambda: None, route: "Route | None" = None
     ) -> DecoderSource:
-        # The process that parses the body checks the name.
+        # The process that parses the body checks the model's name.
         return self._source
 
     def hold(self, generations: Sequence[Generation]) -> None:
@@ -123,8 +124,8 @@ class ManyModels:
 
     Args:
         pool: The pool, which must stay open.
-        tenants: All tenants with their limits. The limits apply to each model, and to the server while a request's
-            model is not known.
+        tenants: All tenants with their limits. Each limit applies to each model separately, and also to all requests
+            whose model is not on the card yet.
         load_wait_s: Seconds that a request without a stream waits for its model.
     """
 
@@ -132,7 +133,7 @@ class ManyModels:
         self.log = pool.log
         self._pool, self.load_wait_s = pool, load_wait_s
         self._tenants = {tenant.id: tenant for tenant in tenants}
-        # By tenant: the number of requests that wait for the rest of their bodies, or for their models to load.
+        # By tenant: the number of requests that wait for the rest of their bodies, or for their models to be loaded.
         self.coming: Counter[str] = Counter()
 
     def has_tenant(self, tenant: str) -> bool:
@@ -177,7 +178,7 @@ class ManyModels:
 
     def _length_of(self, model: str, tenant: str) -> dict[str, int]:
         decoder, spec = self._pool.decoders.get(model), self._pool.specs[model]
-        # If a model was never loaded, nothing about its files is known here.
+        # If a model was never loaded, its context length is not known.
         if decoder is None or not DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).has_tenant(tenant):
             return {}
         return {"max_model_len": DecoderSource(decoder, model, spec.wait_s, spec.chat_tokens).room(tenant)}
@@ -185,7 +186,7 @@ class ManyModels:
     async def tokenizer(self, model: str) -> "Tokenizer":
         decoder = self._pool.decoders.get(model)
         if decoder is None:
-            # An internal error has ended the decoder since the request was submitted.
+            # An internal error has ended the decoder after the request was submitted.
             raise decoder_closed()
         return await decoder.tokenizer()
 
@@ -204,7 +205,7 @@ class _RoutedPlace:
         route = route or route_of(body)
         if not route.model:
             raise invalid("you must provide a model parameter", "model", "missing_model")
-        # Refuse a name that is unknown, or that this tenant may not use, before waiting.
+        # Before waiting, refuse a name that is unknown or that this tenant may not use.
         model = self._pool.name_of(route.model)
         if not self._pool.is_permitted(self._tenant, model):
             raise unknown_model(route.model)
@@ -216,9 +217,9 @@ class _RoutedPlace:
             on_wait=on_loading if is_stream else lambda: None,
         )
         use = self._use = await self._stack.enter_async_context(using)
-        # Accept the name in the request: a reload may have changed the model's names since the model was loaded.
+        # Accept the name of the request, because a reload may have changed the model's names since it was loaded.
         source = DecoderSource(use.decoder, use.model, use.spec.wait_s, use.spec.chat_tokens, (route.model,))
-        # From here on the decoder counts the request.
+        # From here on, the decoder counts the request.
         self._stack.enter_context(source.place(self._tenant))
         self._release()
         return source
@@ -232,17 +233,17 @@ class _RoutedPlace:
 
 
 def _by_names(names: Sequence[str], fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a description for each name of a model. Those of aliases have the model's own name as `root`."""
+    """Return a description for each name of a model. For an alias, `root` is the model's own name."""
     name, *aliases = names
     return [{"id": name, **fields}, *({"id": alias, "root": name, **fields} for alias in aliases)]
 
 
 class Route(msgspec.Struct):
-    """The part of a body that is needed to find its model. The rest is parsed in another process.
+    """The members of a body that are needed to find its model. Another process parses the rest.
 
     Attributes:
-        model: The model's name.
-        stream: Whether the request is for a stream.
+        model: The model's name; None if the body has none.
+        stream: Whether the request is for a stream; None if the body does not say.
     """
 
     model: str | None = None
@@ -253,9 +254,9 @@ _ROUTES: Final = msgspec.json.Decoder(Route)
 
 
 def route_of(body: bytes) -> Route:
-    """Return the route of a body. Raises ApiError for a body that is not JSON, or has another form.
+    """Return the route of a body. Raises ApiError if the body is not a JSON object with members of these types.
 
-    This makes no objects for other members, so 4 MiB take about 10 ms; `json` would take up to 500.
+    This creates no objects for other members, so 4 MiB take about 10 ms; the module json would take up to 500 ms.
     """
     try:
         return _ROUTES.decode(body)

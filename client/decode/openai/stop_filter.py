@@ -1,18 +1,17 @@
-"""Ends a text before its first stop, or after it, however the text is split into pieces."""
+"""Ends a text before or after its first stop. The result does not depend on how the text is split into pieces."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """A text that grows piece by piece and ends before a stop; with `includes_stop`, after it.
+    """Takes a text piece by piece, and ends it before a stop or, with `includes_stop`, after it.
 
-    The stop that is completed first ends the text; of several completed by the same character, the longest one. So the
-    result does not depend on the pieces. Text that may be the beginning of a stop is held back: fewer characters than
-    the longest stop has.
+    The stop that is completed first ends the text. If one character completes several stops, the longest one counts.
+    Text that may be the beginning of a stop is held back. It is always shorter than the longest stop.
 
     Attributes:
-        is_stopped: Whether a stop was found. Then no more text is given out.
-        found: That stop; "" if none was found.
+        is_stopped: Whether a stop was found. After that, no text is returned.
+        found: The stop that was found; "" if none was.
     """
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False) -> None:
@@ -22,18 +21,18 @@ class StopFilter:
         self.found = ""
 
     def add(self, text: str) -> str:
-        """Add a piece. Returns the text that is certain to be given out."""
+        """Add a piece. Returns the text that is certain to be part of the result."""
         if self.is_stopped or not self._stops:
             return "" if self.is_stopped else text
         pending = self._pending + text
-        # Order by end, then by begin: the stop completed first, and of those the longest.
+        # The smallest pair is the stop that ends first. Of several with the same end, it is the one that begins first.
         matches = [(begin + len(stop), begin) for stop in self._stops if (begin := pending.find(stop)) >= 0]
         if matches:
             self.is_stopped, self._pending = True, ""
             end, begin = min(matches)
             self.found = pending[begin:end]
             return pending[: end if self._includes_stop else begin]
-        # Hold back the longest end of the text that may still become a stop.
+        # Hold back the longest end of the text with which a stop may begin.
         overlap = max(_overlap(pending, stop) for stop in self._stops)
         self._pending = pending[len(pending) - overlap :]
         return pending[: len(pending) - overlap]
@@ -46,6 +45,6 @@ class StopFilter:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest proper prefix of the stop with which the text ends."""
-    # A whole stop would have been found before, so only proper prefixes matter.
+    # The caller has already searched for complete stops, so only proper prefixes matter.
     longest = min(len(text), len(stop) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)

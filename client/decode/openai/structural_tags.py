@@ -1,11 +1,12 @@
-"""Structural tags: text in which a trigger begins a tag, whose content has a form, as vLLM's `structural_tag` has them.
+"""Structural tags, as in vLLM's `structural_tag`: free text that contains tags with a content of a given form.
 
-The answer is free text up to a trigger. From there it is one of the tags that begin with this trigger: the rest of the
-tag's begin, its content, and its end. Then text follows again. In a request this is either
+A trigger is a text that begins one or more of the tags. The answer is free text up to a trigger. From there on it is
+one of the tags that begin with this trigger: the rest of the tag's `begin`, the content, and the tag's `end`. Then free
+text follows again. A request has either this form:
 
     {"triggers": ["<f="], "structures": [{"begin": "<f=add>", "schema": {...}, "end": "</f>"}]}
 
-or xgrammar's form of it, in which a content may also be a regular expression or one text:
+or xgrammar's form, in which a content may also be a regular expression or a fixed text:
 
     {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [
         {"begin": "<f=add>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}]}}
@@ -21,10 +22,10 @@ from gpulease.client.decode.text.grammar import json_rule, regex_rule, string_li
 from gpulease.client.texts import quoted
 
 MAX_TAGS: Final = 128
-"""Maximum number of tags, and of triggers, as of tools."""
+"""Maximum number of tags, and of triggers. Equal to MAX_TOOLS, because tags are often calls of tools."""
 
 MAX_TAG_CHARACTERS: Final = 1024
-"""Longest begin, end or trigger of a tag. As long as a stop."""
+"""Maximum length of a tag's begin, end or trigger. Equal to MAX_STOP_CHARACTERS."""
 
 _FORMAT_MEMBERS: Final = ("type", "triggers", "tags", "at_least_one", "stop_after_first")
 
@@ -34,10 +35,10 @@ class Tag:
     """A tag.
 
     Attributes:
-        trigger: The trigger with which it begins.
-        begin: What is before its content, with the trigger.
-        rule: The grammar's rule of its content.
-        end: What is behind its content; "" for nothing.
+        trigger: The trigger with which the tag begins.
+        begin: The text before the content, including the trigger.
+        rule: The grammar's rule for the content.
+        end: The text after the content; may be "".
     """
 
     trigger: str
@@ -51,10 +52,10 @@ class StructuralTags:
     """The tags of an answer.
 
     Attributes:
-        triggers: What begins them, none of which is part of another.
+        triggers: The triggers. None of them is part of another.
         tags: The tags, at least one for each trigger.
-        is_required: Whether the answer has at least one.
-        is_single: Whether the answer ends behind the first.
+        is_required: Whether the answer must have at least one tag.
+        is_single: Whether the answer ends after its first tag.
     """
 
     triggers: tuple[str, ...]
@@ -63,15 +64,16 @@ class StructuralTags:
     is_single: bool
 
     def grammar(self, special_token: Callable[[str], int | None]) -> str:
-        """Return the answer's grammar. `special_token` returns the model's special token with a name, if there is one.
+        """Return the answer's grammar.
 
-        The model writes a trigger that is a special token as that token, which no text has.
+        `special_token` maps the name of a special token to its id in the model; None if the model has no such token. If
+        a trigger is the name of a special token, the model emits that token for it, which never matches text.
         """
         rules = []
         for number, trigger in enumerate(self.triggers):
             token = special_token(trigger)
             if token is None:
-                # Text until the trigger, wherever it comes: the shortest lexeme that ends with it.
+                # Match text up to the first occurrence of the trigger: the shortest lexeme that ends with the trigger.
                 rules.append(f"until_{number}[lazy]: TEXT {string_literal(trigger)}")
             begin = f"until_{number}" if token is None else f"TEXT? <[{token}]>"
             own = [place for place, tag in enumerate(self.tags) if tag.trigger == trigger]
@@ -79,7 +81,8 @@ class StructuralTags:
         for place, tag in enumerate(self.tags):
             parts = [tag.begin.removeprefix(tag.trigger), tag.end]
             before, behind = (f"{string_literal(part)} " if part else "" for part in parts)
-            # On a line of its own, where the work for a regular expression is counted.
+            # Put the content on a separate line, because the check of the grammar counts the cost of regular
+            # expressions by line.
             rules += [f"content_{place}: {tag.rule}", f"tag_{place}: {before}content_{place} {behind}".rstrip()]
         rules.append("tagged: " + " | ".join(f"tagged_{number}" for number in range(len(self.triggers))))
         if self.is_single:
@@ -90,7 +93,7 @@ class StructuralTags:
 
 
 def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
-    """Read a structural tag, an object or a string of JSON. Raises ApiError, which is about `parameter`."""
+    """Parse a structural tag, an object or a string of JSON. Raises ApiError with `parameter` as its parameter."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -113,7 +116,7 @@ def structural_tags(name: str, value: Any, parameter: str) -> StructuralTags:
 
 
 class _Reader:
-    """Reads the parts of one structural tag; errors are about `parameter` and begin with `name`."""
+    """Parses the parts of one structural tag. Messages of errors begin with `name`; their parameter is `parameter`."""
 
     def __init__(self, name: str, parameter: str) -> None:
         self._name, self._parameter = name, parameter
@@ -155,7 +158,7 @@ class _Reader:
         return StructuralTags(tuple(texts), tuple(tags), is_required, is_single)
 
     def items(self, where: str, value: Any) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return a list's objects, each with its place."""
+        """Return the objects of a list, each with its place for errors, such as "structures[0]". Raises ApiError."""
         if (
             not isinstance(value, list)
             or not 0 < len(value) <= MAX_TAGS
@@ -196,7 +199,7 @@ class _Reader:
 
     def _text(self, where: str, value: Any) -> str:
         is_text = isinstance(value, str) and 0 < len(value) <= MAX_TAG_CHARACTERS
-        # JSON allows lone surrogates.
+        # Refuse lone surrogates, which JSON allows.
         if not is_text or any("\ud800" <= character <= "\udfff" for character in value):
             raise self._wrong(f"{where} must be a string of 1 to {MAX_TAG_CHARACTERS} characters")
         return str(value)

@@ -1,4 +1,4 @@
-"""The jobs of `/tokenize` and `/detokenize`, in a text process: both bodies are a tenant's."""
+"""The jobs of `/tokenize` and `/detokenize`. They run in a text process, because a tenant sends the bodies."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
-    """Tokenize the prompt or the chat of a body; `tokens_of` unpacks the answer."""
+    """Tokenize the prompt or the chat of a body. `tokens_of` unpacks the result."""
     try:
         parameters = parse_object(body)
         check_parameters(parameters, TOKENIZE)
@@ -34,14 +34,14 @@ def read_tokens(reader: "PromptReader", body: bytes, names: list[str]) -> dict[s
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
-    """Return the tokens that `read_tokens` found. Raises ApiError for an invalid body."""
+    """Return the tokens in a result of `read_tokens`. Raises ApiError if the body was invalid."""
     if "error" in answer:
         raise ApiError(*answer["error"])
     return list(unpacked_tokens(answer["tokens"]))
 
 
 def read_back(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str, Any]:
-    """Return the text of a body's tokens; `text_of` unpacks the answer."""
+    """Turn the tokens of a body back into text. `text_of` unpacks the result."""
     try:
         parameters = parse_object(body)
         check_parameters(parameters, DETOKENIZE)
@@ -56,12 +56,12 @@ def read_back(reader: "PromptReader", body: bytes, names: list[str]) -> dict[str
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """Return the text that `read_back` found. Raises ApiError for an invalid body."""
+    """Return the text in a result of `read_back`. Raises ApiError if the body was invalid."""
     if "error" in answer:
         raise ApiError(*answer["error"])
     return str(answer["text"])
 
 
 def _packed(error: ApiError) -> dict[str, Any]:
-    # An ApiError is a reply, not a failure of the worker.
+    # An ApiError is the reply to the caller, not a failure of this process.
     return {"error": [error.status, error.code, error.message, error.param, error.retry_after_s]}

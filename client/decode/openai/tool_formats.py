@@ -1,7 +1,8 @@
-"""How models write calls of tools: a grammar that makes them write calls, and a parser of the calls.
+"""The formats in which models write calls of tools: a grammar that enforces the format, and a parser of the calls.
 
-A model's chat template shows its format. The grammar fixes all of it but the arguments, which follow the tool's schema,
-so the parser needs no guesses. The formats are those of Hermes (Qwen2.5, Qwen3), Llama 3 and Mistral.
+The format is recognised by the model's chat template. The grammar fixes every character of a call except for its
+arguments, and these match the tool's schema. So the parser never has to guess. The supported formats are those of
+Hermes (Qwen2.5, Qwen3), Llama 3 and Mistral.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any, Final
 from gpulease.client.decode.text.grammar import json_rule
 
 NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""The form of a tool's name in OpenAI's API; it needs no escapes in JSON."""
+"""The form of a tool's name in OpenAI's API. In JSON, such a name needs no escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,17 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """The format in which a family of models writes calls.
 
     Attributes:
-        name: Its name.
-        mark: What shows it in a chat template.
-        trigger: The text or special token that begins calls; "" if the answer's first character does.
-        first: What is between the trigger and the first call.
+        name: The format's name.
+        mark: A text that occurs in the chat templates of these models only.
+        trigger: The text or special token before the first call; "" if there is none. Without a trigger, an answer
+            consists of calls if its first character is "{".
+        first: The text between the trigger and the first call.
         arguments: The name of the member with the arguments.
-        between: What is between two calls, with the trigger if that is repeated.
-        last: What follows the last call.
+        between: The text between two calls, including the trigger if it is repeated.
+        last: The text after the last call.
     """
 
     name: str
@@ -67,7 +69,7 @@ FORMATS: Final = (HERMES, MISTRAL, LLAMA_3)
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """Return the format of a model's chat template; None if the template has no tools, or none that is known."""
+    """Return the format that a model's chat template uses; None if the template has no tools or an unknown format."""
     if "tools" not in template:
         return None
     return next((tool_format for tool_format in FORMATS if tool_format.mark in template), None)
@@ -91,10 +93,10 @@ def tool_grammar(
     Args:
         written: The format.
         tools: The tools that may be called.
-        is_required: Whether the answer is at least one call; otherwise it may be text, or text and then calls.
-        is_parallel: Whether it may have several calls.
-        trigger_token: The special token that is the format's trigger; None if the trigger is text.
-        answer: The grammar's rule for an answer without calls (`json_rule`); "" for any text.
+        is_required: Whether the answer must consist of calls. Otherwise it may also be text, or text and then calls.
+        is_parallel: Whether the answer may have several calls.
+        trigger_token: The id of the special token that is the format's trigger; None if the trigger is text.
+        answer: The grammar's rule for an answer without calls (`json_rule`); "" if any text is allowed.
     """
     quote = json.dumps
     trigger = f"<[{trigger_token}]>" if trigger_token is not None else quote(written.trigger) if written.trigger else ""
@@ -116,10 +118,10 @@ def tool_grammar(
         # Text never matches a special token, so the token alone begins calls.
         rules += [f"start: TEXT? ({begin}calls)?", r"TEXT: /(.|\n)+/"]
     elif written.trigger:
-        # Text until the trigger, wherever it comes: the shortest lexeme that ends with it.
+        # Match text up to the first occurrence of the trigger: the shortest lexeme that ends with the trigger.
         rules += ["start: called | TEXT", "called: until calls", f"until[lazy]: TEXT {trigger}", r"TEXT: /(.|\n)*/"]
     else:
-        # Without a trigger, an answer that begins like a call is one.
+        # Without a trigger, the first character decides: "{" begins a call, anything else begins text.
         rules += ["start: calls | TEXT", r"TEXT: /([^{](.|\n)*)?/"]
     return "%llguidance {}\n" + "\n".join(rules)
 
@@ -140,10 +142,10 @@ class CallPart:
 
 
 class ToolCallParser:
-    """Separates an answer's text from its calls, as both grow.
+    """Separates the calls from the text of an answer that arrives piece by piece.
 
     Attributes:
-        calls: Calls that have begun.
+        calls: Number of calls that have begun.
     """
 
     def __init__(self, written: ToolFormat) -> None:
@@ -156,7 +158,7 @@ class ToolCallParser:
         self._depth, self._in_text, self._is_escaped = 0, False, False
 
     def add(self, text: str) -> tuple[str, list[CallPart]]:
-        """Add text of the answer. Returns the answer's own text in it, and pieces of calls."""
+        """Add a piece of the answer. Returns its text outside of calls, and its pieces of calls."""
         self._buffer += text
         visible, parts = "", list[CallPart]()
         while self._buffer:
@@ -167,20 +169,20 @@ class ToolCallParser:
                 self._read_call_head(parts)
             else:
                 parts.append(CallPart(self.calls - 1, "", self._read_arguments()))
-            # Nothing moved: more text is needed.
+            # If nothing changed, the parser needs more text.
             if before == (self._state, len(self._buffer)):
                 break
         return visible, [part for part in parts if part.name or part.arguments]
 
     def end(self) -> str:
-        """End the answer. Returns the text that was held back because it could have begun a call."""
+        """End the answer. Returns the text that was held back because it could have been the beginning of a trigger."""
         text, self._buffer = self._buffer, ""
         return text if self._state == "text" else ""
 
     def _read_text(self) -> str:
         trigger = self._written.trigger
         if not trigger:
-            # The first character decides.
+            # The first character decides whether the answer is calls or text.
             if self._buffer.startswith("{"):
                 self._state = "between"
                 return ""
@@ -197,7 +199,7 @@ class ToolCallParser:
         return visible
 
     def _read_call_head(self, parts: list[CallPart]) -> None:
-        """Skip the text between calls, and take the head of the next call once it is complete."""
+        """Skip the text between calls, and parse the head of the next call once it is complete."""
         if (match := self._head.search(self._buffer)) is not None:
             parts.append(CallPart(self.calls, match[1], ""))
             self.calls += 1
@@ -205,7 +207,7 @@ class ToolCallParser:
             self._state, self._depth, self._in_text, self._is_escaped = "arguments", 0, False, False
 
     def _read_arguments(self) -> str:
-        """Take the arguments' JSON text up to its end: the bracket that closes the object of the call."""
+        """Return the available part of the arguments' JSON text, which ends before the call's closing bracket."""
         for place, letter in enumerate(self._buffer):
             if self._in_text:
                 self._in_text = self._is_escaped or letter != '"'
@@ -225,4 +227,4 @@ class ToolCallParser:
 
 
 _TEXT_ONLY: Final = ToolFormat("text", "", "\x00\x00", "", "", "", "")
-"""A format with a trigger that never occurs: for an answer that turned out to be text."""
+"""A format with a trigger that never occurs. The parser switches to it once an answer has turned out to be text."""

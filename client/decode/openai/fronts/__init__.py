@@ -1,1 +1,1 @@
-"""HTTP in processes of its own: fronts accept connections and write streams, the decoder's process computes."""
+"""HTTP in separate processes: the fronts accept connections and write streams, and the decoder's process computes."""

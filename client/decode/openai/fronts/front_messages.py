@@ -1,7 +1,7 @@
-"""The messages between the decoder's process and a front: frames of msgpack on a socket pair.
+"""The messages between the decoder's process and a front, as frames of msgpack on a socket pair.
 
-A front parses HTTP from anybody, so the decoder's process does not trust it: each frame has a maximum size, and a frame
-that does not match its message's declaration is refused.
+A front is a process that serves HTTP. It parses bytes from anybody, so the decoder's process does not trust it: each
+frame has a maximum size, and a frame that does not match the declaration of its message is refused.
 
     front                                   decoder's process
       <- Welcome                              the facts that a front needs
@@ -11,7 +11,7 @@ that does not match its message's declaration is refused.
                                               <- Step(...)    tokens and ends, one message per step
       -> Cancel(number, sequence), Drop(number)
 
-`number` is the front's number of an HTTP request, and is used only once. Drop ends the rest of a request.
+The front gives each HTTP request a `number` that it uses only once. Drop ends a request with all of its sequences.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from gpulease.client.decode.supervisor.generation import EmittedParts
 from gpulease.client.errors import GpuLeaseError
 
 MAX_FRAME_BYTES: Final = MAX_BODY_BYTES + (64 << 10)
-"""Maximum size of a frame from a front, in bytes: a request's body and the rest of its message. Without a limit, a
-front that was taken over could fill the memory of the decoder's process."""
+"""Maximum size of a frame from a front, in bytes: the largest body and the rest of its message fit. Without this limit,
+an attacker who has taken over a front could fill the memory of the decoder's process."""
 
 MAX_STEP_BYTES: Final = 256 << 20
-"""Maximum size of a frame to a front, in bytes: a scored prompt with all its ranks fits. A front trusts the decoder's
-process."""
+"""Maximum size of a frame to a front, in bytes. The scores of a long prompt with all ranks fit. It may be this large,
+because a front trusts the decoder's process."""
 
 _LENGTH_BYTES: Final = 4
 
@@ -41,7 +41,7 @@ class FrontProtocolError(GpuLeaseError):
 
 
 class PlaceRequest(msgspec.Struct, tag="take_place", frozen=True):
-    """A tenant's request begins, before its body is read."""
+    """Requests a place for a tenant's request, before the front reads the request's body."""
 
     number: int
     tenant: str
@@ -67,20 +67,20 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """A sequence of a request needs no more tokens."""
+    """The front needs no more tokens of a sequence."""
 
     number: int
     sequence: int
 
 
 class Drop(msgspec.Struct, tag="drop", frozen=True):
-    """A request has ended, answered or not: its place and the rest of its sequences are released."""
+    """A request has ended, with or without a reply. Its place is released, and its other sequences are cancelled."""
 
     number: int
 
 
 class FrontReady(msgspec.Struct, tag="ready", frozen=True):
-    """The front accepts connections. When all fronts have sent this, the server reports that it serves."""
+    """The front accepts connections. When all fronts have sent this, the server reports that it is ready."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -91,7 +91,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
             `RequestSubmitted` has the path.
         tenant_keys: The sha256 of each tenant's key, by tenant.
         host_names: Further names of the server.
-        cors_origins: Origins of pages that may call it from a browser.
+        cors_origins: Origins of web pages that may call the server from a browser.
         stop_s: Seconds for streams to finish when the server stops.
         inner_path: The Unix socket of the decoder's process, which serves all other HTTP paths.
     """
@@ -111,7 +111,7 @@ class Placed(msgspec.Struct, tag="placed", frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """The model of a request for a stream is being loaded. The front sends comments to the caller meanwhile."""
+    """The model of a streaming request is being loaded. Until it is, the front sends comments in the stream."""
 
     number: int
 
@@ -158,7 +158,7 @@ class RequestSubmitted(msgspec.Struct, tag="begun", frozen=True):
 
 
 class SequenceTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of a sequence, each as the parts of an `Emitted`."""
+    """Tokens of a sequence, each as the tuple `Emitted.parts`."""
 
     number: int
     sequence: int
@@ -166,7 +166,7 @@ class SequenceTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a sequence, with the reply to its error if it has one."""
+    """The end of a sequence: its reason, and the parts of an ApiError if it ended by an error."""
 
     number: int
     sequence: int
@@ -201,7 +201,7 @@ _TO_FRONT: Final = msgspec.msgpack.Decoder(ToFront)
 
 
 def frame(message: FromFront | ToFront) -> bytes:
-    """Return a message as it is sent: its length, an unsigned integer of four bytes, and msgpack."""
+    """Return the bytes of a frame: the length of the message, four bytes big-endian, then the message as msgpack."""
     data = _ENCODER.encode(message)
     return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 

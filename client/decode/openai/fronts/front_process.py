@@ -1,7 +1,7 @@
-"""The program of a front: `python -m ...front_process CONTROL LISTENING`, two inherited descriptors.
+"""The program of a front: `python -m ...front_process CONTROL LISTENING`.
 
-The decoder's process starts it (`front_server`). It ends on SIGTERM, once its streams have, and at once when the
-decoder's process is gone.
+CONTROL and LISTENING are inherited descriptors. The decoder's process starts the program (`front_server`). On SIGTERM,
+it exits once its streams have ended. If the decoder's process ends, it exits at once.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from gpulease.client.decode.text.tokenizer import Tokenizer
 
 MAX_TOKENIZERS: Final = 16
-"""Maximum number of tokenizers that a front keeps. Each may take about 12 MB, and models come and go."""
+"""Maximum number of tokenizers that a front keeps. Each may take about 12 MB, and a reload can replace the models."""
 
 LOST: Final = 1
 """Exit status of a front after its decoder's process has ended."""
 
 
 class Tokenizers:
-    """The tokenizers of models' files, each read when it is first needed: by another process, as streams go on here."""
+    """The tokenizers of models. Another process reads each at its first use, so that streams here don't stall."""
 
     def __init__(self) -> None:
-        # By path, the one used least recently first.
+        # By the model's path, the least recently used first.
         self._loads: dict[str, asyncio.Future[Tokenizer]] = {}
 
     async def of(self, path: str) -> "Tokenizer":
@@ -60,7 +60,7 @@ class Tokenizers:
         self._loads[path] = load
         if len(self._loads) > MAX_TOKENIZERS:
             del self._loads[next(iter(self._loads))]
-        # One load serves all callers, so a caller that is cancelled must not cancel it.
+        # Several callers may wait for the same load, so cancelling one of them must not cancel the load.
         return await asyncio.shield(load)
 
 
@@ -73,11 +73,11 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
         raise FrontProtocolError("the first message must be Welcome")
     tokenizers = Tokenizers()
     if welcome.model_path:
-        # The tokenizer takes a while, and no connection is accepted meanwhile.
+        # Load the tokenizer before the first connection is accepted.
         await tokenizers.of(welcome.model_path)
     source = FrontSource(reader, writer, tokenizers.of, has_many=not welcome.model_path)
     face = OpenAiFace(source, distinct_keys(welcome.tenant_keys))
-    # All else is the decoder's process's: the page, metrics, health, the model's description.
+    # The decoder's process serves all other paths: the page, metrics, health, and the model's description.
     routes = [*completion_routes(face), Mount("/", InnerProxy(welcome.inner_path))]
     app = Starlette(routes=routes, exception_handlers=ERROR_REPLIES, middleware=browsers_of(welcome.cors_origins))
 
@@ -86,7 +86,7 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
 
     async def receive() -> None:
         await source.run()
-        # Nothing can be computed any more. Callers see at once that their connections end.
+        # Nothing can be computed any more. Exit, so that the callers' connections close at once.
         os._exit(LOST)
 
     receiving = asyncio.create_task(receive())
@@ -94,14 +94,14 @@ async def serve_front(control: socket.socket, listening: socket.socket) -> None:
     await serve_within(
         app, listening, hosts=hosts, stop_s=welcome.stop_s, began=on_begin, keeps_path=False, refuse=refuse
     )
-    # The streams are over. The task must not see the end of the connection, which would be a failure.
+    # The streams have ended. Cancel the task first: if it saw the connection close, it would exit with LOST.
     receiving.cancel()
     await asyncio.gather(receiving, return_exceptions=True)
     writer.close()
 
 
 def main() -> None:
-    # Sent to the whole group, it means that the decoder's process is to read the settings again.
+    # SIGHUP makes the decoder's process reload its settings. If it is sent to the process group, ignore it here.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     control, listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:3])
     asyncio.run(serve_front(control, listening))

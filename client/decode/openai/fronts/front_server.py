@@ -1,7 +1,7 @@
-"""The decoder's side of fronts: starts their processes, submits their requests, and sends them each step's tokens.
+"""Runs in the decoder's process: starts the fronts, submits their requests, and sends them the tokens of each step.
 
 If a front ends, stops reading or sends an invalid message, its streams are lost, its requests are cancelled, and
-another process takes its place. Callers of other fronts are not affected.
+another process is started. Callers of other fronts are not affected.
 """
 
 import asyncio
@@ -49,16 +49,16 @@ from gpulease.client.http.uvicorn_server import MAX_CONNECTIONS, listening
 from gpulease.protocol.back_off import back_off_s
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Maximum number of bytes that wait for a front to read them. Without a limit, a front that hangs would fill the memory
-of the decoder's process. A step of a thousand tokens has about 50 kB."""
+"""Maximum number of bytes that wait until a front reads them. Without this limit, a front that hangs would fill the
+memory of the decoder's process. The message for a step with a thousand tokens has about 50 kB."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 5.0
-"""First and longest pause, in seconds, before a front is started again. Each pause is twice the previous one, so that a
-front that can't start does not use up a core."""
+"""First and longest pause, in seconds, before a front is started again. Each pause is twice the previous one. Without
+pauses, restarts of a front that fails at its start would use a whole core."""
 
 START_LIMIT_S: Final = 60.0
-"""Longest time, in seconds, for a front to load the tokenizer and to accept connections."""
+"""Maximum time, in seconds, until a front has loaded its tokenizer and accepts connections."""
 
 
 class FrontsFailed(GpuLeaseError):
@@ -69,7 +69,7 @@ class FrontsFailed(GpuLeaseError):
 
 @dataclass(eq=False, slots=True)
 class _FrontRequest:
-    """A front's request, from its place to the end of its last sequence."""
+    """A request of a front, from when it gets its place until its last sequence ends."""
 
     tenant: str
     place: AsyncExitStack
@@ -91,12 +91,12 @@ class FrontConnection:
         self._models, self._send = models, send
         self._requests: dict[int, _FrontRequest] = {}
         self._last_number = 0
-        # Sequences with something to send, in the order in which it came. One call at the end of this turn of the event
-        # loop sends it all, so that each step needs one message.
+        # Sequences with results that were not sent, in the order of their first such result. A callback in the next
+        # iteration of the event loop sends all of them, so that each step needs only one message.
         self._changed: dict[tuple[int, int], Generation] = {}
 
     async def receive(self, message: FromFront) -> None:
-        """Act on a message. Raises FrontProtocolError for one that a front never sends."""
+        """Handle a message. Raises FrontProtocolError for a message that a correct front would not send."""
         if isinstance(message, PlaceRequest):
             await self._acquire_place(message)
         elif isinstance(message, Begin):
@@ -137,7 +137,7 @@ class FrontConnection:
 
     async def _begin(self, request: _FrontRequest, message: Begin) -> None:
         try:
-            # Read and submit, as `DirectSource` does. The front also needs the answer of `read`.
+            # The front needs the answer of `read`, too, so read and submit separately.
             async with request.place:
                 route = Route(message.model or None, message.is_stream)
                 source = await request.request_place.source(
@@ -152,7 +152,7 @@ class FrontConnection:
             return
         request.generations = dict(enumerate(submitted.generations))
         self._send(_submitted_message(message.number, packed(answer), submitted, request.request_place.path()))
-        # Watch only after sending RequestSubmitted, because sequences may have tokens already.
+        # Watch the sequences only after sending RequestSubmitted. They may already have tokens, which must come later.
         for sequence, generation in list(request.generations.items()):
             self._watch(message.number, sequence, generation)
 
@@ -177,7 +177,7 @@ class FrontConnection:
             if request is None:
                 continue
             emitted = generation.take()
-            # A prompt's scores are complete when its first token comes, so send them with it.
+            # The scores of a prompt are complete when its first token is emitted, so send them with that token.
             if emitted and len(emitted) == len(generation.tokens):
                 if generation.reused_tokens:
                     reuses.append(Reuse(number, sequence, generation.reused_tokens))
@@ -208,7 +208,7 @@ class FrontConnection:
         if request.task is not None:
             request.task.cancel()
             await asyncio.gather(request.task, return_exceptions=True)
-        # This has no effect if the request has released its place.
+        # This has no effect if the request has already released its place.
         await request.place.aclose()
         for generation in request.generations.values():
             generation.cancel()
@@ -219,7 +219,7 @@ class FrontConnection:
 
 
 def _submitted_message(number: int, answer: bytes, submitted: Submitted, path: str) -> RequestSubmitted:
-    # The sequences are in the order of their prompts. Each prompt has the same number of sequences.
+    # The sequences are in the order of their prompts, and each prompt has `tries` of them.
     sequences = tuple(
         Sequence(place // submitted.request.tries, request.sampling.seed, request.max_emitted_tokens)
         for place, request in enumerate(generation.request for generation in submitted.generations)
@@ -236,18 +236,18 @@ async def fronts(
 ) -> AsyncIterator[socket.socket]:
     """Serve HTTP in `count` processes during the block. When the block begins, all of them accept connections.
 
-    At its end they finish their streams, for at most `welcome.stop_s` seconds.
+    When the block ends, they get `welcome.stop_s` seconds to finish their streams.
 
     Args:
         count: The number of processes.
-        sock: The listening socket, on which all of them accept connections.
+        sock: The listening socket, on which all processes accept connections.
         models: The server's models.
         welcome: The facts that the fronts need, except for `inner_path`.
 
-    Yields the listening socket on which this process must serve the requests that the fronts pass on. Raises
-    FrontsFailed if one of them does not start.
+    Yields the listening socket on which this process must serve the requests that the fronts forward. Raises
+    FrontsFailed if a front does not start.
     """
-    # Only this user may open the folder, because the fronts have already checked the requests that they pass on.
+    # Only this user may enter the folder, because this process does not repeat the fronts' checks of a request.
     with tempfile.TemporaryDirectory(prefix="gpulease-decode-") as folder:
         path = f"{folder}/inner.sock"
         with listening(f"unix:{path}") as (inner, _):
@@ -277,7 +277,7 @@ async def _processes(count: int, sock: socket.socket, models: ServedModels, welc
 
 
 class _Front:
-    """One front: starts its process, and another one if that ends."""
+    """One front: starts its process, and starts another one when that ends."""
 
     def __init__(self, sock: socket.socket, models: ServedModels, welcome: Welcome) -> None:
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -300,12 +300,12 @@ class _Front:
             await self._serve_once()
             if self._is_stopping:
                 return
-            # If this happens at the start, end the server with an error, which the operator will see.
+            # If this happens at the start, fail the start of the server, so that the operator sees the error.
             if not self.started.done():
                 self.started.set_exception(FrontsFailed("a front ended before it accepted connections"))
                 return
             self._models.log.error("front_lost", status=self._process.returncode or 0 if self._process else 0)
-            # A front that has served for a while can start, so reset the count of failures.
+            # If the front ran for a while, it can start, so reset the count of failures.
             if asyncio.get_running_loop().time() - began_s > LONGEST_PAUSE_S:
                 failures = 0
             await asyncio.sleep(back_off_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S))
@@ -327,7 +327,7 @@ class _Front:
         def send(message: ToFront) -> None:
             if writer.is_closing():
                 return
-            # Never wait for a front, because the step loop runs in this process.
+            # Never wait for a front to read, because the step loop runs in this process.
             if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self._models.log.error("front_reads_nothing", unread_bytes=writer.transport.get_write_buffer_size())
                 writer.transport.abort()
@@ -346,7 +346,7 @@ class _Front:
         except FrontProtocolError as error:
             self._models.log.failure("front_protocol", error)
         finally:
-            # Without its connection the process is useless, whatever has ended the connection.
+            # Whatever ended the connection, the process can do nothing without it.
             if not self._is_stopping:
                 self.kill()
             await connection.close()

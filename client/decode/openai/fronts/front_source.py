@@ -1,4 +1,4 @@
-"""A front's side of the socket pair: completions are computed in the decoder's process."""
+"""Runs in a front: sends its requests to the decoder's process over a socket pair, and receives their tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -39,12 +39,12 @@ class FrontSource:
     """A CompletionSource with its decoder in another process.
 
     Args:
-        reader, writer: The connection.
-        tokenizer: Loads the tokenizer of a model's path, in a thread.
-        has_many: Whether the server has many models, which bodies name.
+        reader, writer: The connection to that process.
+        tokenizer: Loads the tokenizer of the model at a path.
+        has_many: Whether the server has several models, so that bodies name their model.
 
     Attributes:
-        log: Where the front logs.
+        log: The front's log.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class FrontSource:
     ) -> None:
         self.log = DecodeLog()
         self._reader, self._writer, self._load, self._has_many = reader, writer, tokenizer, has_many
-        # By model: the path of the last request's. A reload may change it.
+        # The path of each model, as the last request for it had it. A reload may change the path.
         self._paths: dict[str, str] = {}
         self._on_loading: dict[int, Callable[[], None]] = {}
         self._number = 0
-        # By request: who waits for the next message about it.
+        # By the request's number: the future of the caller that waits for the reply to PlaceRequest or Begin.
         self._waiters: dict[int, asyncio.Future[Placed | Submitted]] = {}
         self._generations: dict[tuple[int, int], Generation] = {}
         self._tenants: dict[int, tuple[str, str]] = {}
@@ -78,7 +78,7 @@ class FrontSource:
             await self._request(number, PlaceRequest(number, tenant))
             yield _FrontPlace(self, number, tenant)
         except BaseException:
-            # Refused, or its caller is gone: the other side forgets it, if it has not done so.
+            # The request was refused or its caller has disconnected. Make the decoder's process release the request.
             self._send(Drop(number))
             raise
 
@@ -92,8 +92,11 @@ class FrontSource:
         is_chat: bool,
         on_loading: Callable[[], None],
     ) -> Submitted:
-        """Have a request's sequences submitted. Raises ApiError."""
-        # Read here, because a large body takes milliseconds, in which no step could be planned there.
+        """Send a request's body to the decoder's process, and wait until its sequences are submitted.
+
+        Raises ApiError.
+        """
+        # Find the model here: for a large body this takes milliseconds, and would delay steps in the decoder's process.
         route = route_of(body) if self._has_many else Route()
         self._tenants[number], self._on_loading[number] = (tenant, request_id), on_loading
         message = Begin(number, body, is_chat, request_id, route.model or "", bool(route.stream))
@@ -121,7 +124,7 @@ class FrontSource:
                     for parts in scores.tokens:
                         generation.score(Emitted(*parts))
             for tokens in message.tokens:
-                # Gone if its caller cancelled it while the tokens were on their way.
+                # The caller may have cancelled the sequence after the tokens were sent.
                 if generation := self._generations.get((tokens.number, tokens.sequence)):
                     for token, position, log_probability, attempt, ranks in tokens.tokens:
                         generation.replays = attempt
@@ -139,8 +142,8 @@ class FrontSource:
                 waiter.set_exception(ApiError(*message.reply))
         elif isinstance(message, Placed | RequestSubmitted):
             waiter = self._waiters.pop(message.number, None)
-            # Without a waiter, its caller is gone, and Drop is on its way. The generations exist before the waiter
-            # runs, because their tokens, and even their ends, may be in the next message.
+            # Without a waiter, the caller has disconnected and Drop was sent. `_open` creates the generations before
+            # the waiter runs, because the next message may already have their tokens, and even their ends.
             if waiter is not None and not waiter.done():
                 waiter.set_result(self._open(message) if isinstance(message, RequestSubmitted) else message)
 
@@ -154,7 +157,7 @@ class FrontSource:
             request = PromptRequest(tenant, request_id, prompts[sequence.prompt], sampling, sequence.max_tokens, 0.0)
 
             def cancel(generation: Generation, key: tuple[int, int] = key) -> None:
-                # Once: a generation that has ended is not known here any more.
+                # Act only once. A generation that has ended is no longer in the dictionary.
                 if self._generations.pop(key, None) is not None:
                     self._send(Cancel(*key))
                     generation.end(CompletionReason.CANCELLED)
@@ -171,7 +174,8 @@ class FrontSource:
             self._send(message)
             return await waiter
         except asyncio.CancelledError:
-            # The caller has gone in the turn in which its sequences came: nothing else knows them, or would end them.
+            # The caller was cancelled after the reply had arrived. Nothing else has a reference to the sequences of the
+            # reply, so cancel them here.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 reply = waiter.result()
                 for generation in reply.generations if isinstance(reply, Submitted) else ():

@@ -1,4 +1,4 @@
-"""Passes requests on to the decoder's process: the page, metrics, health, and whatever else is not a completion."""
+"""Forwards requests to the decoder's process: the page, metrics, health, and everything else but completions."""
 
 import asyncio
 import socket
@@ -21,14 +21,14 @@ PIECE_BYTES: Final = 64 << 10
 STOPPING: Final = Problem(
     OVERLOADED, "stopping", "The server is stopping. Send the request again.", retry_after_s=RETRY_AFTER_S
 )
-"""The reply once the decoder's process takes no connections any more."""
+"""The reply when the decoder's process no longer accepts connections."""
 
 _HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"})
-"""Headers of one connection, which a proxy does not pass on (RFC 9110, section 7.6.1)."""
+"""Headers that concern one connection only, which a proxy must not forward (RFC 9110, section 7.6.1)."""
 
 
 class InnerProxy:
-    """The ASGI application that passes requests on.
+    """The ASGI application that forwards requests.
 
     Args:
         path: The Unix socket on which the decoder's process serves HTTP.
@@ -38,25 +38,25 @@ class InnerProxy:
         self._path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the request over a connection of its own, and pass the reply on as it comes."""
+        """Forward the request over a new connection, and forward the reply as it arrives."""
         request = Request(scope, receive)
         try:
             body = await read_body(request, MAX_BODY_BYTES, BODY_LIMIT_S, "The body")
             sock = await self._connected()
         except (RequestRefused, OSError) as error:
             problem = error.problem if isinstance(error, RequestRefused) else STOPPING
-            # The body may still be arriving, so this connection can't carry another request.
+            # The rest of the body may still arrive, so this connection can't be used for another request.
             headers = {"Connection": "close", **id_headers_of(scope, request_id_of(request))}
             await refusal_of(error_of_problem(problem), headers, error_form_of(scope))(scope, receive, send)
             return
         with sock:
-            # A stream, such as that of the page's events, lasts until either side ends it.
+            # A stream, such as the page's events, lasts until the decoder's process or the caller closes it.
             answering, _ = await first_ended(self._answer(scope, body, sock, send), disconnected(receive))
             if answering is not None:
                 answering.result()
 
     async def _connected(self) -> socket.socket:
-        """Return a connection of its own to the decoder's process. Raises OSError."""
+        """Return a new connection to the decoder's process. Raises OSError."""
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.setblocking(False)
@@ -76,11 +76,11 @@ class InnerProxy:
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         request = h11.Request(method=scope["method"], target=target, headers=headers)
         events = (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage())
-        # In one piece: a request that is refused for its head has no connection after its reply, and a body that comes
-        # later would reset it.
+        # Send head and body in one piece. If the server refuses the head, it closes the connection after its reply, and
+        # a body that arrives after that would reset the connection.
         data = b"".join(connection.send(event) or b"" for event in events)
-        # A reply may come before all of the body was read, and then the rest can't be sent: a stream of asyncio would
-        # lose the reply with it.
+        # The reply may arrive before the whole body was read, and then the rest can't be sent. An asyncio stream would
+        # lose the reply in this case, so send in a separate task and ignore its errors.
         sending = asyncio.create_task(loop.sock_sendall(sock, data))
         try:
             await self._pass_on(connection, sock, send)
@@ -89,7 +89,7 @@ class InnerProxy:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _pass_on(self, connection: h11.Connection, sock: socket.socket, send: Send) -> None:
-        """Step 2: forward the reply, piece by piece. Raises ClientDisconnect if the connection ends before it does."""
+        """Step 2: forward the reply piece by piece. Raises ClientDisconnect if the connection ends before the reply."""
         while True:
             try:
                 part = connection.next_event()
@@ -102,7 +102,7 @@ class InnerProxy:
                     piece = await asyncio.get_running_loop().sock_recv(sock, PIECE_BYTES)
                 connection.receive_data(piece)
             elif isinstance(part, h11.Response):
-                # The front adds a Date of its own.
+                # The front adds its own Date.
                 excluded = _HOP_BY_HOP | {b"date"}
                 forwarded = [(bytes(name), bytes(value)) for name, value in part.headers if name not in excluded]
                 await send({"type": "http.response.start", "status": part.status_code, "headers": forwarded})
@@ -112,5 +112,5 @@ class InnerProxy:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return
             elif not isinstance(part, h11.InformationalResponse):
-                # It ended in the middle, for example because the server stops.
+                # The connection ended before the reply was complete, for example because the server is stopping.
                 raise ClientDisconnect
