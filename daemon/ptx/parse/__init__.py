@@ -1,1 +1,1 @@
-"""PTX text to a typed tree. Nothing in here depends on the meaning of an instruction."""
+"""Parses PTX text into a typed tree. Nothing here depends on the meaning of an instruction, except for `alloca`."""

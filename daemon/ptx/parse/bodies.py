@@ -1,4 +1,4 @@
-"""Parse a function's body: its declarations, labels and instructions (PTX ISA section 4.3)."""
+"""Parses the body of a function: its declarations, labels and instructions (PTX ISA section 4.3)."""
 
 from collections.abc import Mapping
 from dataclasses import field, replace
@@ -31,15 +31,16 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 _AREA_LIMITS = {Space.SHARED: MAX_STATIC_SHARED_BYTES, Space.LOCAL: MAX_LOCAL_BYTES, Space.CALL: MAX_CALL_BYTES}
 
-# Refused here, because their operands have forms of their own (PTX ISA sections 9.7.10 and 9.7.11).
+# These are refused before their operands are parsed, because the operands have a different syntax (PTX ISA sections
+# 9.7.10 and 9.7.11).
 _TEXTURED = frozenset(("tex", "tld4", "suld", "sust", "sured"))
 
-# Refused as well: products by groups of warps, with up to 128 registers as operands.
+# Matrix products by groups of warps, with up to 128 registers as operands. They are refused in the same way.
 _GROUPED = "wgmma"
 
 
 def _advice(opcode: str, modifiers: list[str]) -> str | None:
-    """Return what to do without an instruction that is refused whatever its operands; None for any other."""
+    """Return what to use in place of an instruction that is refused with any operands; None for other instructions."""
     if opcode in _TEXTURED:
         return "read and write plain memory instead of textures and surfaces"
     if opcode == _GROUPED or "tensor" in modifiers:
@@ -49,16 +50,16 @@ def _advice(opcode: str, modifiers: list[str]) -> str | None:
 
 @dataclass(slots=True)
 class Area:
-    """Bytes of one space that a kernel's variables take, growing as declarations are parsed."""
+    """The memory that a function's variables in one space take. It grows as declarations are parsed."""
 
     space: Space
     size: int = 0
     alignment: int = 1
-    # Module-wide shared variables take room only in the kernels that name them.
+    # Module-wide shared variables take memory only in the functions that name them.
     adopted: dict[str, DeclaredVariable] = field(default_factory=dict)
 
     def place(self, variable: DeclaredVariable) -> DeclaredVariable:
-        """Return the variable at the area's end, aligned, and extend the area past it."""
+        """Append a variable to the area, aligned. Returns the variable with its offset."""
         offset = round_up(self.size, variable.alignment)
         self.size = offset + variable.size
         self.alignment = max(self.alignment, variable.alignment)
@@ -66,14 +67,14 @@ class Area:
 
 
 class BodyParser(CallParser):
-    """Parses one body. Nested blocks are kept on a list, not on Python's stack."""
+    """Parses one body. Nested blocks do not use Python's stack, so deep nesting can't overflow it."""
 
     def __init__(self, cursor: Cursor, outer: Scope, signature: Signature, signatures: Mapping[str, Signature]) -> None:
         super().__init__(cursor, signatures)
         self.scope = Scope(outer)
         self.registers = RegisterFile()
         self.instructions: list[Instruction] = []
-        # Counts instructions, and the labels of indexed branches, which become instructions' operands.
+        # Number of instructions, and of labels of indexed branches, which become operands.
         self.steps = 0
         self.shared = Area(Space.SHARED)
         self.local = Area(Space.LOCAL)
@@ -81,7 +82,7 @@ class BodyParser(CallParser):
         self._pending: list[tuple[int, Scope, Lexeme]] = []
         self._depth = 0
         self._stack: stack_memory.StackMemory | None = None
-        # Parameters are names of the outermost block.
+        # Parameters and results are names of the outermost block.
         for parameter in (*signature.parameters, *signature.results):
             self.scope.declare(parameter.name, parameter)
 
@@ -100,13 +101,16 @@ class BodyParser(CallParser):
                     self._enter()
                 case _:
                     self._parse_statement()
-        # Only now are all labels known.
+        # All labels are known only now.
         self._resolve_labels()
 
     def find(self, name: str) -> Register | DeclaredVariable | None:
-        """Resolve a name in the current block; a module's shared variable gets its place here when first named."""
+        """Return what a name means in the current block; None if it is unknown.
+
+        A module's shared variable gets its offset when the function first names it.
+        """
         declared = self.scope.find(name, self.registers)
-        # Everything but a sized, module-wide shared variable means the same everywhere.
+        # Only a module-wide shared variable with a size has a different offset in each function.
         if not isinstance(declared, DeclaredVariable) or declared.space is not Space.SHARED or declared.is_dynamic:
             return declared
         if declared.offset >= 0:
@@ -130,7 +134,7 @@ class BodyParser(CallParser):
     def _parse_statement(self) -> None:
         cursor = self.cursor
         at = cursor.peek
-        # Errors that the scopes raise know no line; add it here.
+        # The scopes do not know the line, so add it to their errors here.
         try:
             match at.kind:
                 case "directive":
@@ -158,7 +162,7 @@ class BodyParser(CallParser):
             case "param":
                 self._declare(parse_variable(cursor, Space.CALL), self.calls, at)
             case "loc" | "file":
-                # Debug information and hints do not change the kernel's results.
+                # Skip debug information.
                 cursor.skip_line(at.line)
             case "pragma":
                 cursor.expect("string")
@@ -171,14 +175,14 @@ class BodyParser(CallParser):
 
     def _place(self, area: Area, variable: DeclaredVariable, at: Lexeme) -> DeclaredVariable:
         placed = area.place(variable)
-        # Declared sizes are a tenant's: the limit applies to the sum, before anything is allocated.
+        # A tenant chooses the declared sizes, so check their sum before anything is allocated.
         limit = _AREA_LIMITS[area.space]
         if area.size > limit:
             raise self.cursor.problem(f"the kernel needs over {limit} bytes of .{area.space.value} memory", at)
         return placed
 
     def _parse_registers(self) -> None:
-        """Take `.reg .b32 %r<10>, %x;` (PTX ISA section 5.1.1)."""
+        """Parse the rest of `.reg .b32 %r<10>, %x;` (PTX ISA section 5.1.1)."""
         cursor = self.cursor
         scalar = parse_scalar(cursor)
         # Ranges and single registers may be mixed in one directive.
@@ -190,7 +194,7 @@ class BodyParser(CallParser):
                 if count > MAX_REGISTERS_PER_RANGE:
                     raise cursor.problem(f"{count} registers are more than {MAX_REGISTERS_PER_RANGE}", at)
                 cursor.expect(">")
-                # A range is kept as a range; its members exist only when an instruction names them.
+                # Keep a range as a range. A member becomes a register only if an instruction names it.
                 self.scope.declare_range(name, count, scalar)
             else:
                 self.scope.declare(name, self.registers.add(name, scalar))
@@ -201,7 +205,7 @@ class BodyParser(CallParser):
     def _parse_instruction_or_label(self) -> None:
         cursor = self.cursor
         first = cursor.peek
-        # Step 1: a guard, then a word: the opcode, or a label if a colon follows.
+        # Step 1: an optional guard, then a word. If a colon follows, the word is a label, otherwise an opcode.
         guard = self._parse_guard()
         opcode = cursor.expect("word")
         if guard is None and cursor.accept(":"):
@@ -213,21 +217,21 @@ class BodyParser(CallParser):
         modifiers = []
         while (modifier := cursor.directive()) is not None:
             modifiers.append(modifier)
-        # Step 3: refuse instructions that are unsupported with any operands, with advice instead of an error about the
-        # operands.
+        # Step 3: refuse instructions that are not supported with any operands. The error gives advice. Without this
+        # step, it would be about the syntax of the operands.
         if advice := _advice(opcode.text, modifiers):
             spelling = ".".join((opcode.text, *modifiers))
             reason = f"the instruction {spelling[:80]} is not supported by the embedded driver: {advice}"
             raise cursor.problem(reason, opcode)
-        # Step 4: operands, in the form that the opcode asks for.
+        # Step 4: the operands. Those of `call` have a different syntax.
         operands: tuple[Operand, ...]
         operands = self.parse_call() if opcode.text == "call" else self.parse_operands()
         if len(self.instructions) >= MAX_INSTRUCTIONS:
             raise cursor.problem(f"more than {MAX_INSTRUCTIONS} instructions", first)
-        # A label may be defined later, and is looked up from the block that names it.
+        # A label may be defined later, so remember the block from which to look it up.
         if any(isinstance(operand, Target) for operand in operands):
             self._pending.append((len(self.instructions), self.scope, first))
-        # Step 5: `alloca` and its kin are replaced by the instructions that perform them.
+        # Step 5: replace the instructions for stack memory, such as `alloca`, by simpler ones.
         text = cursor.source.line_text(first.start)
         instruction = Instruction(first.line, text, guard, opcode.text, tuple(modifiers), operands)
         self.instructions.extend(
@@ -254,9 +258,10 @@ class BodyParser(CallParser):
         return PredicateGuard(self._parse_register(), negated)
 
     def _resolve_labels(self) -> None:
-        """Replace labels' names by places; a label may follow the branch to it."""
+        """Replace the names of labels in operands by indices of instructions."""
         self.steps = len(self.instructions)
-        # An indexed branch carries all labels of its list: a short text can name very many, so count them here.
+        # An indexed branch gets all labels of its list as operands. A short text can have many branches with a long
+        # list, so count these operands, too.
         for index, scope, at in self._pending:
             instruction = self.instructions[index]
             operands: list[Operand] = []
@@ -272,7 +277,7 @@ class BodyParser(CallParser):
             self.instructions[index] = replace(instruction, operands=tuple(operands))
 
     def _listed(self, name: str, scope: Scope) -> tuple[str, ...]:
-        """Return the labels of a .branchtargets, or the name itself if it names none."""
+        """Return the labels of the .branchtargets with this name; the name itself if there is none."""
         listing = scope.find_listing(name)
         return listing.names if isinstance(listing, Listing) and listing.kind == ".branchtargets" else (name,)
 

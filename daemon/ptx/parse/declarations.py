@@ -1,7 +1,7 @@
-"""Declarations: parameters, variables and their initialisers (PTX ISA section 5.4), and parameter lists of functions.
+"""Parses declarations of parameters and variables with their initialisers (PTX ISA section 5.4), and parameter lists.
 
-An initialiser may hold addresses (section 5.4.4): `x`, `x+4`, `generic(x)+4` and `0xFF00(generic(x)+4)`. Parameter
-lists are those of kernels, functions and prototypes (sections 5.1.6 and 11.3).
+An initialiser may contain addresses (section 5.4.4): `x`, `x+4`, `generic(x)+4` and `0xFF00(generic(x)+4)`. Kernels,
+functions and prototypes have parameter lists (sections 5.1.6 and 11.3).
 """
 
 import struct
@@ -14,11 +14,11 @@ _POINTER_BYTES = 8
 
 
 def parse_relocation(cursor: Cursor, first: Lexeme, scalar: Scalar, offset: int) -> Relocation:
-    """Parse an address that fills one element of a type; its first token was taken before."""
-    # `0xFF00(x)`: a number comes first, a mask.
+    """Parse an address, which initialises one element of type `scalar`. `first` is its first token, already taken."""
+    # In `0xFF00(x)`, the number before the parenthesis is a mask.
     if first.kind != "word":
         return _parse_masked(cursor, first, scalar, offset)
-    # A whole address needs an integer element of 64 bits.
+    # An address without a mask needs an element of 64 bits that is not a float.
     if scalar.is_float or scalar.size != _POINTER_BYTES:
         raise cursor.problem(f"an address does not fit a .{scalar.name}", first)
     symbol, addend = _parse_symbol(cursor, first)
@@ -57,12 +57,12 @@ def _parse_addend(cursor: Cursor) -> int:
 
 
 _OPAQUE = frozenset({"texref", "samplerref", "surfref"})
-"""Handles of images (PTX ISA section 5.3). A kernel that uses one is refused; its module's other kernels run."""
+"""Handles of textures and surfaces (PTX ISA section 5.3). A kernel that uses one is refused; other kernels run."""
 
-# Device memory is handed out in steps of 256 bytes: a stricter alignment could not be kept.
+# Device memory is allocated in multiples of 256 bytes, so a larger alignment could not be guaranteed.
 MAX_ALIGNMENT = 256
 
-# A declared size past any card's memory is refused; this keeps every sum of offsets far from 64 bits.
+# Maximum size of a variable: more than the memory of any card. The limit keeps sums of offsets far below 2^64.
 MAX_VARIABLE_BYTES = 1 << 40
 
 _VECTOR_LENGTHS = {"v2": 2, "v4": 4}
@@ -91,7 +91,7 @@ def parse_alignment(cursor: Cursor) -> int:
 
 
 def parse_parameter(cursor: Cursor, offset: int, space: Space = Space.PARAM) -> DeclaredVariable:
-    """Parse one parameter or result, to be placed at `offset` or after it, as its alignment demands (section 5.1.6)."""
+    """Parse one parameter or result. It is placed at the first aligned offset from `offset` on (section 5.1.6)."""
     at = cursor.peek
     if cursor.directive() != "param":
         raise cursor.problem("expected a .param", at)
@@ -106,7 +106,7 @@ def parse_variable(cursor: Cursor, space: Space, *, is_extern: bool = False) -> 
 
 
 def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: bool = False) -> DeclaredVariable:
-    # Step 1: attributes, name and lengths. A vector counts as one element, aligned to its whole size.
+    # Step 1: parse attributes, name and lengths. A vector counts as one element and is aligned to its whole size.
     alignment, lanes, scalar = _parse_attributes(cursor)
     name = cursor.expect("word")
     lengths = _parse_lengths(cursor)
@@ -116,13 +116,13 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
         size *= length or 0
     if size > MAX_VARIABLE_BYTES:
         raise cursor.problem(f"{name.text[:60]} has {size} bytes", name)
-    # Step 2: only dynamic shared memory may have no size; everything else needs a definition in this image.
+    # Step 2: refuse variables without a definition in this image. Only dynamic shared memory may have no size.
     is_dynamic = space is Space.SHARED and is_extern
     if (None in lengths or is_extern) and not is_dynamic and cursor.peek.kind != "=":
         raise cursor.problem(f"{name.text[:60]} is declared here but defined nowhere", name)
     initial = b""
     relocations: tuple[Relocation, ...] = ()
-    # Step 3: the initialiser, which can also give an array its first length.
+    # Step 3: parse the initialiser. If the first length of an array is left out, the initialiser determines it.
     if cursor.peek.kind == "=":
         initial, relocations = _parse_initialiser(cursor, space, scalar)
         if None in lengths:
@@ -139,18 +139,18 @@ def _parse_variable(cursor: Cursor, space: Space, offset: int, *, is_extern: boo
 
 
 def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
-    """Parse alignment, vector length and type, in nvcc's order; `.ptr` and what follows it changes nothing here."""
+    """Parse alignment, vector length and type, in nvcc's order. `.ptr` and the words after it are ignored."""
     alignment, lanes, scalar = 0, 1, None
     while cursor.peek.kind == "directive":
         at = cursor.take()
         name = at.text[1:]
         if name == "align":
-            # After the type it belongs to .ptr: the alignment of what the parameter points to, not of the parameter.
+            # After the type, .align belongs to .ptr: it is the alignment of the memory to which the parameter points.
             parsed = parse_alignment(cursor)
             alignment = alignment if scalar else parsed
         elif name in _VECTOR_LENGTHS:
             lanes = _VECTOR_LENGTHS[name]
-        # A handle of an image takes 64 bits.
+        # A handle of a texture or surface has 64 bits.
         elif name in _OPAQUE and scalar is None:
             scalar = SCALARS["b64"]
         elif name in SCALARS and scalar is None and SCALARS[name] != PREDICATE:
@@ -165,7 +165,7 @@ def _parse_attributes(cursor: Cursor) -> tuple[int, int, Scalar]:
 def _parse_lengths(cursor: Cursor) -> list[int | None]:
     lengths: list[int | None] = []
     while cursor.accept("["):
-        # `x[]` is an array that gets its length from its initialiser, or dynamic shared memory.
+        # `x[]` is an array with the length of its initialiser, or it is dynamic shared memory.
         if lengths and cursor.peek.kind == "]":
             raise cursor.problem("only the first length of an array may be left out")
         lengths.append(None if cursor.peek.kind == "]" else cursor.integer())
@@ -180,7 +180,7 @@ def _parse_initialiser(cursor: Cursor, space: Space, scalar: Scalar) -> tuple[by
     if space not in (Space.GLOBAL, Space.CONST):
         raise cursor.problem(f"a .{space.value} variable can't be initialised")
     cursor.expect("=")
-    # Bytes go into `parts`; addresses are known only at load, so their bytes are zeros for now.
+    # Collect the bytes in `parts`. Addresses are known only when the image is loaded, so their bytes are zeros here.
     relocations: list[Relocation] = []
     if not cursor.accept("{"):
         return _parse_initial(cursor, scalar, 0, relocations), tuple(relocations)
@@ -207,13 +207,13 @@ def _parse_initial(cursor: Cursor, scalar: Scalar, offset: int, relocations: lis
 
 
 def _number_pattern(token: Lexeme, scalar: Scalar, negative: bool) -> int | None:
-    """Return the bits of a literal as one element, or None if the literal is not one of that type."""
+    """Return the bits of a literal as one element of a type; None if the literal does not fit the type."""
     if token.kind == "number" and not scalar.is_float:
         value = parse_integer(token.text)
         return None if value is None else (-value if negative else value) & (2**scalar.bits - 1)
     if token.kind != "real" or negative or not scalar.is_float:
         return None
-    # `0f` and `0d` literals give the bits; a decimal one is a double, rounded to the element's type.
+    # Literals with `0f` and `0d` give the exact bits. A decimal literal is a double, which is rounded to the type.
     real = parse_real(token.text)
     if real is None:
         return None
@@ -224,19 +224,22 @@ def _number_pattern(token: Lexeme, scalar: Scalar, negative: bool) -> int | None
 
 
 def parse_real(text: str) -> tuple[int, int] | None:
-    """Parse a real literal to its bits and width; width 0 means a decimal literal, kept as a double (section 4.5.2)."""
+    """Parse a real literal (section 4.5.2). Returns its bits and their number; None if the literal is too long.
+
+    For a decimal literal, the bits are those of a double, and their number is returned as 0.
+    """
     if text[:2] in ("0f", "0F"):
         return int(text[2:], 16), 32
     if text[:2] in ("0d", "0D"):
         return int(text[2:], 16), 64
-    # float() takes time in the square of the digits.
+    # Limit the length, because float() takes time in proportion to the square of the number of digits.
     if len(text) > 64:
         return None
     return int.from_bytes(struct.pack("<d", float(text)), "little"), 0
 
 
 def decimal_pattern(pattern: int, bits: int) -> int | None:
-    """Round a double, given as bits, to a type of `bits` bits; None if it overflows."""
+    """Round a double, given by its bits, to a float of `bits` bits; return that float's bits, or None on overflow."""
     if bits == 64:
         return pattern
     try:
@@ -249,12 +252,12 @@ def decimal_pattern(pattern: int, bits: int) -> int | None:
 def parse_parameters(
     cursor: Cursor, space: Space, most_bytes: int = MAX_PARAMETER_BYTES
 ) -> tuple[tuple[DeclaredVariable, ...], int]:
-    """Parse `(.param .u32 a, ...)`, or nothing. Returns the parameters and their size in bytes."""
+    """Parse `(.param .u32 a, ...)` if it is there. Returns the parameters and their size in bytes."""
     parameters: list[DeclaredVariable] = []
     size = 0
     if not cursor.accept("("):
         return (), 0
-    # Each parameter begins at the next offset that its alignment allows, as the driver API lays them out.
+    # As in the driver API, each parameter begins at the next offset that its alignment allows.
     while not cursor.accept(")"):
         if parameters:
             cursor.expect(",")
@@ -269,7 +272,10 @@ def parse_parameters(
 
 
 def skip_function_directives(cursor: Cursor) -> None:
-    """Skip the directives after a function's parameters, which have no effect here (PTX ISA section 11.4)."""
+    """Skip the directive .noreturn after a function's parameters; it has no effect here (PTX ISA section 11.4).
+
+    Raises ImageRejected for any other directive.
+    """
     while cursor.peek.kind == "directive":
         at = cursor.take()
         if at.text != ".noreturn":

@@ -1,4 +1,4 @@
-"""PTX text to tokens (PTX ISA section 4, "Syntax"), and a cursor over them with one token of look-ahead."""
+"""Splits PTX text into tokens (PTX ISA section 4, "Syntax"), and provides a cursor with one token of look-ahead."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,14 @@ from gpulease.daemon.ptx.limits import MAX_NUMBER_CHARACTERS, rejected
 
 
 class Lexeme(NamedTuple):
-    """A token with its kind: "word", "directive", "number", "real", "string", a sign itself, or "end"."""
+    """A token.
+
+    Attributes:
+        kind: "word", "directive", "number", "real", "string" or "end"; for a sign such as "{", the sign itself.
+        text: The token's text.
+        start: Its position in the source text.
+        line: Its line, from 1.
+    """
 
     kind: str
     text: str
@@ -17,8 +24,9 @@ class Lexeme(NamedTuple):
     line: int
 
 
-# Every alternative takes linear time: no nested repetition, and an unclosed comment ends the scan instead of being
-# searched for again at each "/*", so hostile text can't make the scan quadratic.
+# Every alternative takes linear time, because none has nested repetitions. A comment that is not closed ends the scan.
+# If the scan went on, it would search the rest of the text again at each "/*", and hostile text could make it
+# quadratic.
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n\f\v]+|//[^\n]*|/\*.*?\*/)
     |(?P<unclosed>/\*)
@@ -46,15 +54,15 @@ class Source:
         return self.text[start : end if end >= 0 else position + 200]
 
     def problem(self, reason: str, at: Lexeme, *, kernel: str = "", hint: str = "") -> ImageRejected:
-        """Word the refusal of a token, with its line and kernel."""
+        """Return the error for a token that is refused, with its line and kernel."""
         return rejected(reason, line=at.line, text=self.line_text(at.start), kernel=kernel, hint=hint)
 
     def tokens(self, position: int = 0, line: int = 1) -> Iterator[Lexeme]:
-        """Yield the tokens from a position on, then one of kind "end". Memory does not grow with the text."""
+        """Yield the tokens from a position on, then one of kind "end". Tokens are made one by one, to save memory."""
         length, match = len(self.text), _TOKEN.match
         while position < length:
             matched = match(self.text, position)
-            # The text is a tenant's: an unknown character ends the scan with a refusal.
+            # The text comes from a tenant, so refuse unknown characters.
             if matched is None or matched.lastgroup == "unclosed":
                 at = Lexeme("?", self.text[position], position, line)
                 raise self.problem("this comment never ends" if matched else "unexpected character", at)
@@ -68,13 +76,13 @@ class Source:
 
 
 def parse_integer(text: str) -> int | None:
-    """Parse an integer literal cut to 64 bits as PTX does (section 4.5.1), or return None if the text is not one."""
+    """Return the value of an integer literal modulo 2^64, as PTX defines it (section 4.5.1); None for other text."""
     value = parse_whole_integer(text)
     return None if value is None else value & (2**64 - 1)
 
 
 def parse_whole_integer(text: str) -> int | None:
-    """Parse an integer literal as written, however large, or return None if the text is not one."""
+    """Return the full value of an integer literal, however large; None for other text."""
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
     matched = _INTEGER.fullmatch(text)
@@ -87,46 +95,54 @@ def parse_whole_integer(text: str) -> int | None:
 
 
 class Cursor:
-    """Reads tokens one by one; `peek` is the next one."""
+    """Reads tokens one by one.
+
+    Attributes:
+        source: The text.
+        peek: The next token.
+        kernel: The name of the function that is being parsed, for error messages.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._tokens = source.tokens()
         self.peek = next(self._tokens)
-        # The function being read, for messages.
         self.kernel = ""
 
     def take(self) -> Lexeme:
-        """Take and return the next token. At the end of the text it is "end" every time."""
+        """Take the next token and return it. At the end of the text, this returns the "end" token every time."""
         token = self.peek
         if token.kind != "end":
             self.peek = next(self._tokens)
         return token
 
     def go_back(self, token: Lexeme) -> None:
-        """Move the cursor back to a token that was taken before; scanning restarts there."""
+        """Move the cursor back to an earlier token, and scan the text again from there."""
         self._tokens = self.source.tokens(token.start, token.line)
         self.peek = next(self._tokens)
 
     def accept(self, kind: str) -> bool:
-        """Take the next token if it is of this kind; say whether it was."""
+        """Take the next token if it is of this kind. Returns whether it was."""
         if self.peek.kind != kind:
             return False
         self.take()
         return True
 
     def expect(self, kind: str) -> Lexeme:
-        """Take the next token. Raises ImageRejected if it is of another kind."""
+        """Take the next token and return it. Raises ImageRejected if it is of another kind."""
         if self.peek.kind != kind:
             raise self.problem(f"expected {kind!r}, found {self.peek.text[:60] or 'the end'!r}")
         return self.take()
 
     def directive(self) -> str | None:
-        """Take a directive and return its name without the dot; take nothing and return None for any other token."""
+        """Take a directive and return its name without the dot. For any other token, take nothing and return None."""
         return self.take().text[1:] if self.peek.kind == "directive" else None
 
     def integer(self) -> int:
-        """Take an unsigned integer literal: a size or a count. Beyond 64 bits it is refused, not cut like operands."""
+        """Take an unsigned integer literal, which is a size or a count, and return its value.
+
+        Raises ImageRejected if it does not fit 64 bits. Integers in operands are reduced modulo 2^64 instead.
+        """
         token = self.expect("number")
         value = parse_whole_integer(token.text)
         if value is None:
@@ -136,12 +152,12 @@ class Cursor:
         return value
 
     def skip_line(self, line: int) -> None:
-        """Take the remaining tokens of a line: some directives end with it."""
+        """Take the remaining tokens of a line. Some directives end at the end of their line."""
         while self.peek.line == line and self.peek.kind != "end":
             self.take()
 
     def skip_braces(self) -> None:
-        """Take a balanced `{...}`: debug sections, and the bodies of refused functions."""
+        """Take a balanced `{...}`. Raises ImageRejected if it is not closed."""
         self.expect("{")
         depth = 1
         while depth:
@@ -151,5 +167,5 @@ class Cursor:
             depth += (token.kind == "{") - (token.kind == "}")
 
     def problem(self, reason: str, at: Lexeme | None = None, *, hint: str = "") -> ImageRejected:
-        """Word the refusal of a token, by default the next one."""
+        """Return the error for a token that is refused, by default the next one."""
         return self.source.problem(reason, at or self.peek, kernel=self.kernel, hint=hint)

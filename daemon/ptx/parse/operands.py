@@ -1,4 +1,7 @@
-"""Operands of instructions (PTX ISA section 6); `call`, its lists and prototypes (sections 9.7.12.5 and 11.2)."""
+"""Parses operands of instructions (PTX ISA section 6), calls, and the lists and prototypes that calls refer to.
+
+Calls are in section 9.7.12.5, lists of targets and prototypes in section 11.2.
+"""
 
 from collections.abc import Mapping
 
@@ -25,15 +28,15 @@ from gpulease.daemon.ptx.parse.syntax import (
     Vector,
 )
 
-# Stands for a label that is resolved when its function is complete.
+# The index of a label until the whole function has been parsed.
 UNRESOLVED = -1
 
-# PTX ISA section 4.5.4: the one predefined constant.
+# PTX has one predefined constant (PTX ISA section 4.5.4).
 _PREDEFINED = {"WARP_SZ": 32}
 
 
 class OperandParser:
-    """Parses operands; a subclass resolves the name at the cursor."""
+    """Parses operands. A subclass resolves names in `find`."""
 
     def __init__(self, cursor: Cursor) -> None:
         self.cursor = cursor
@@ -65,7 +68,7 @@ class OperandParser:
                 return Negated(self._parse_register())
             case _:
                 first = self._parse_single()
-                # `p|q`: two destinations.
+                # `p|q` is a pair of destinations.
                 if not cursor.accept("|"):
                     return first
                 return Pair(first, self._parse_single())
@@ -85,7 +88,7 @@ class OperandParser:
         return self._parse_name(token)
 
     def _parse_name(self, token: Lexeme) -> Operand:
-        # In this order: a declared name; then a special register, which begins with a percent sign; else a label.
+        # A declared name has precedence. Other names are special registers if they begin with "%", otherwise labels.
         declared = self._find(token)
         if isinstance(declared, Register):
             if self.cursor.peek.kind == "directive":
@@ -109,7 +112,7 @@ class OperandParser:
         raise self.cursor.problem(f"expected a number, found {token.text[:60]!r}", token)
 
     def _parse_offset(self) -> int:
-        """Parse `+4`, `-4` or `+-4`; without a sign, take nothing and return 0."""
+        """Parse `+4`, `-4` or `+-4`. Without a sign, take nothing and return 0."""
         cursor = self.cursor
         if cursor.peek.kind not in ("+", "-"):
             return 0
@@ -169,7 +172,7 @@ LISTS = (".branchtargets", ".calltargets", ".callprototype")
 
 
 class CallParser(OperandParser):
-    """Parses calls; arguments and results are .param variables, as compilers write them."""
+    """Parses calls. Arguments and results must be .param variables, as in the output of compilers."""
 
     scope: Scope
 
@@ -178,10 +181,13 @@ class CallParser(OperandParser):
         self._signatures = signatures
 
     def parse_call(self) -> tuple[Operand, ...]:
-        """Parse `(result), function, (arguments), prototype;` to a CallSite, which follows a pointer's register."""
+        """Parse `(result), function, (arguments), prototype;`.
+
+        Returns a CallSite, preceded by the register with the function's address if the call is through a pointer.
+        """
         cursor = self.cursor
         at = cursor.peek
-        # Step 1: the parts; only the function is always present (PTX ISA section 9.7.12.5, "call").
+        # Step 1: parse the parts. Only the function is always present (PTX ISA section 9.7.12.5, "call").
         results: tuple[DeclaredVariable, ...] = ()
         if cursor.peek.kind == "(":
             results = self._parse_passed()
@@ -196,7 +202,7 @@ class CallParser(OperandParser):
             else:
                 listed = cursor.expect("word")
         cursor.expect(";")
-        # Step 2: the signature: the prototype's for a call through a register, else the function's own.
+        # Step 2: find the signature. A call through a register has that of its prototype or list of targets.
         declared = self._find(target)
         if isinstance(declared, Register):
             site = CallSite("", self._listed_signature(listed, target), arguments, results)
@@ -204,7 +210,7 @@ class CallParser(OperandParser):
             site = CallSite(declared.name, self._signatures[declared.name], arguments, results)
         else:
             raise cursor.problem(f"{target.text[:60]} is not a function", target)
-        # Step 3: compare the passed operands with the signature.
+        # Step 3: check the sizes of arguments and results against the signature.
         self._check(site, at)
         return (declared, site) if isinstance(declared, Register) else (site,)
 
@@ -212,7 +218,7 @@ class CallParser(OperandParser):
         """Parse the directive after a label: `.branchtargets L1, L2;`, `.calltargets f, g;` or a prototype."""
         cursor = self.cursor
         kind = cursor.take().text
-        # The prototype's own name is a placeholder.
+        # The name in a prototype is a placeholder, so ignore it.
         if kind == ".callprototype":
             results, result_bytes = parse_parameters(cursor, Space.RESULT)
             cursor.expect("word")
@@ -228,7 +234,7 @@ class CallParser(OperandParser):
         cursor.expect(";")
         if kind == ".branchtargets":
             return Listing(kind, tuple(names))
-        # The common signature stands for all targets, so the call needs no prototype.
+        # All targets must have the same signature, so the call needs no prototype.
         signatures = [self._signatures.get(name) for name in names]
         if signatures[0] is None or any(other is None or other.layout != signatures[0].layout for other in signatures):
             raise cursor.problem("the functions of a .calltargets must be declared and have the same parameters")

@@ -1,7 +1,7 @@
-"""Parse a whole PTX text to an `Image` (PTX ISA sections 4 and 11).
+"""Parses a whole PTX text into an `Image` (PTX ISA sections 4 and 11).
 
-Whatever the text, the only error raised is `ImageRejected`. A function with a refused body is skipped: the other
-kernels of its module can run.
+For any text, the only error raised is ImageRejected. If the body of a function is refused, the function is skipped, so
+that the other kernels of its module can run.
 """
 
 from dataclasses import replace
@@ -29,16 +29,16 @@ from gpulease.daemon.ptx.parse.syntax import Bounds, DeclaredVariable, Function,
 _LINKAGE = ("visible", "extern", "weak", "common")
 _SPACES = {"global": Space.GLOBAL, "const": Space.CONST, "shared": Space.SHARED}
 
-# Marks a module's shared variable: each kernel that names the variable gives it a separate place.
+# The offset of a module's shared variable, which has a separate offset in each kernel that names it.
 _NO_PLACE = -1
 
-# Shared memory that belongs to CUDA (PTX ISA section 10, %reserved_smem_offset): a kernel that reads its address gets
-# it like a variable. Cooperative groups need 288 bytes there, for the barriers of tiles of several warps.
+# Shared memory that is reserved for CUDA (PTX ISA section 10, %reserved_smem_offset). A kernel that reads its address
+# gets it like a variable. Cooperative groups need 288 bytes of it for the barriers of tiles of several warps.
 _RESERVED_SHARED = DeclaredVariable("%reserved_smem_offset_1", Space.SHARED, 288, 16, _NO_PLACE)
 
 
 def parse(text: str, architecture: Architecture = SM_90) -> Image:
-    """Parse a PTX text that a device of this architecture can run. Raises ImageRejected."""
+    """Parse a PTX text for a device of this architecture. Raises ImageRejected, also if the device can't run it."""
     return _ImageParser(Cursor(Source(text)), architecture).parse()
 
 
@@ -60,7 +60,7 @@ class _ImageParser:
         self._max_parameter_bytes = MAX_PARAMETER_BYTES
 
     def parse(self) -> Image:
-        # Step 1: read the two directives that begin every module, which decide whether this device runs it at all.
+        # Step 1: parse the two directives at the beginning of every module. They decide whether this device can run it.
         version, at = self._parse_version(), self.cursor.peek
         target = self._parse_target()
         if not takes_long_parameters(version, target):
@@ -68,10 +68,10 @@ class _ImageParser:
         if reason := self._architecture.rejection(version, target):
             hint = f"Compile it for this device with a toolkit that it knows: nvcc -ptx -arch={self._architecture}."
             raise self.cursor.problem(reason, at, hint=hint)
-        # Step 2: read everything else, in any order.
+        # Step 2: parse everything else, in any order.
         while self.cursor.peek.kind != "end":
             self._parse_item()
-        # Step 3: check what can only be checked when all names are known.
+        # Step 3: do the checks for which all names must be known.
         self._resolve_aliases()
         self._check_relocations()
         image = Image(
@@ -82,12 +82,12 @@ class _ImageParser:
             tuple(self.subroutines.values()),
             refusals=self._refusals,
         )
-        # Raises if every kernel was refused.
+        # This raises ImageRejected if every kernel was refused.
         image.check()
         return image
 
     def _parse_version(self) -> tuple[int, int]:
-        """Take `.version 9.0`, which must come first (PTX ISA section 11.1.1)."""
+        """Parse `.version 9.0`, which must come first (PTX ISA section 11.1.1)."""
         cursor = self.cursor
         if cursor.directive() != "version":
             raise cursor.problem("the image must begin with .version", hint="Load PTX text as nvcc -ptx writes it.")
@@ -98,12 +98,12 @@ class _ImageParser:
         return int(major), int(minor)
 
     def _parse_target(self) -> str:
-        """Take `.target sm_75, debug` (PTX ISA section 11.1.2)."""
+        """Parse `.target sm_75, debug` (PTX ISA section 11.1.2)."""
         cursor = self.cursor
         if cursor.directive() != "target":
             raise cursor.problem("expected .target")
         name = cursor.expect("word").text
-        # Further words are options such as `debug`, which change nothing here.
+        # Further words are options such as `debug`, which have no effect here.
         while cursor.accept(","):
             cursor.expect("word")
         return name
@@ -133,7 +133,7 @@ class _ImageParser:
                 self._parse_alias(at)
             case "global" | "const" | "shared":
                 self._parse_variable(_SPACES[name], is_extern="extern" in linkage)
-            # The only address size that PTX for a 64-bit host can have.
+            # PTX for a 64-bit host always has this address size.
             case "address_size":
                 if cursor.integer() != 64:
                     raise cursor.problem("only 64-bit addresses are supported", at)
@@ -153,7 +153,8 @@ class _ImageParser:
 
     def _parse_variable(self, space: Space, *, is_extern: bool) -> None:
         variable = parse_variable(self.cursor, space, is_extern=is_extern)
-        # Shared variables get their place from the kernel; the most aligned dynamic array decides where theirs begin.
+        # A shared variable gets its offset in each kernel that names it. Dynamic arrays begin at the largest alignment
+        # that one of them has.
         if space is Space.SHARED:
             variable = replace(variable, offset=_NO_PLACE)
             if variable.is_dynamic:
@@ -163,7 +164,7 @@ class _ImageParser:
         self.scope.declare(variable.name, variable)
 
     def _parse_entry(self, at: Lexeme) -> None:
-        """Take `.entry name(parameters) directives { body }` (PTX ISA section 11.3.1)."""
+        """Parse the rest of `.entry name(parameters) directives { body }` (PTX ISA section 11.3.1)."""
         cursor = self.cursor
         name = cursor.expect("word").text
         cursor.kernel = name[:60]
@@ -173,18 +174,18 @@ class _ImageParser:
         self.functions[name] = self._parse_function(name, at, Signature(parameters, size), is_kernel=True)
 
     def _parse_func(self, at: Lexeme) -> None:
-        """Take `.func (results) name(parameters) { body }`, or a declaration (PTX ISA section 11.3.2)."""
+        """Parse the rest of `.func (results) name(parameters) { body }`, or of a declaration (section 11.3.2)."""
         cursor = self.cursor
         results, result_bytes = parse_parameters(cursor, Space.RESULT)
         name = cursor.expect("word").text
         cursor.kernel = name[:60]
         signature = Signature(*parse_parameters(cursor, Space.PARAM), results, result_bytes)
         skip_function_directives(cursor)
-        # A function may be declared any number of times, and defined once.
+        # A function may be declared any number of times, but defined only once.
         earlier = self.signatures.get(name)
         if name in self.subroutines or name in self.functions:
             raise NameTaken(name)
-        # The name can be called and its address taken from here on.
+        # From here on, the function can be called and its address can be taken.
         if earlier is None:
             self.scope.declare(name, DeclaredVariable(name, Space.CODE, 0, 1))
         elif earlier.layout != signature.layout:
@@ -197,32 +198,32 @@ class _ImageParser:
         cursor.kernel = ""
 
     def _parse_function(self, name: str, at: Lexeme, signature: Signature, *, is_kernel: bool) -> Function:
-        """Parse the part after the parameters. If that is refused, keep the refusal and no instructions."""
+        """Parse directives and body, which follow the parameters. If they are refused, keep only the error."""
         cursor, start = self.cursor, self.cursor.peek
         if len(self.functions) + len(self.subroutines) >= MAX_FUNCTIONS:
             raise cursor.problem(f"more than {MAX_FUNCTIONS} kernels", at)
         body, bounds = BodyParser(cursor, self.scope, signature, self.signatures), Bounds()
-        # Only kernels have performance directives; a refusal anywhere in the body concerns this function alone.
+        # Only kernels have performance directives. An error from here on concerns this function only.
         try:
             bounds = self._parse_bounds() if is_kernel else bounds
             body.parse()
             self._count_instructions(body.steps, at)
         except ImageRejected as error:
             self._refusals[name] = error
-            # Recovery: forget the half-parsed body, and continue after its closing brace.
+            # To recover, drop what was parsed of the body, and continue after its closing brace.
             body = BodyParser(cursor, self.scope, signature, self.signatures)
             self._skip_body(start, error)
         cursor.kernel = ""
         return replace(self._function(name, at, signature, body), bounds=bounds, is_kernel=is_kernel)
 
     def _count_instructions(self, count: int, at: Lexeme) -> None:
-        # An image's sum, so that many small functions are bounded as one large one is.
+        # The limit is for the whole image, because many small functions take as long as a large one.
         if count > self._instruction_budget:
             raise self.cursor.problem(f"the image has more than {MAX_IMAGE_INSTRUCTIONS} instructions", at)
         self._instruction_budget -= count
 
     def _skip_body(self, start: Lexeme, error: ImageRejected) -> None:
-        """Go back to the end of a function's parameters, and take its braces. Raises `error` if they don't balance."""
+        """Go back to `start`, and skip the function's body. Raises `error` if the braces of the body don't balance."""
         self.cursor.go_back(start)
         try:
             while self.cursor.peek.kind not in ("{", ";", "end"):
@@ -253,7 +254,7 @@ class _ImageParser:
         )
 
     def _parse_alias(self, at: Lexeme) -> None:
-        """Take `.alias name, function;` (PTX ISA section 11.3.3)."""
+        """Parse the rest of `.alias name, function;` (PTX ISA section 11.3.3)."""
         cursor = self.cursor
         name = cursor.expect("word").text
         cursor.expect(",")
@@ -261,7 +262,7 @@ class _ImageParser:
         cursor.expect(";")
 
     def _resolve_aliases(self) -> None:
-        """Give each alias the body of the function that it names (PTX ISA section 11.3.3)."""
+        """Copy the function that each alias names (PTX ISA section 11.3.3)."""
         defined = dict(self.subroutines)
         for name, (target, at) in self._aliases.items():
             function = defined.get(target)
@@ -269,14 +270,14 @@ class _ImageParser:
                 raise self.cursor.problem("an alias must be declared and not defined, and name a defined function", at)
             if self.signatures[name].layout != function.signature.layout:
                 raise self.cursor.problem(f"{name[:60]} is declared with other parameters", at)
-            # A copy counts like the original: a chain of aliases must not multiply the work.
+            # Count the instructions of the copy, so that many aliases can't multiply the work.
             self._count_instructions(len(function.instructions), at)
             self.subroutines[name] = replace(function, name=name)
             if target in self._refusals:
                 self._refusals[name] = self._refusals[target]
 
     def _check_relocations(self) -> None:
-        """Raise ImageRejected for an initialiser that names something without an address in device memory."""
+        """Raise ImageRejected if an initialiser names something other than a variable of this image or a function."""
         names = {variable.name for variable in self.variables} | self.subroutines.keys()
         for variable in self.variables:
             for relocation in variable.relocations:
@@ -285,7 +286,7 @@ class _ImageParser:
                     raise self.cursor.problem(f"the address of {name}, which initialises a variable, is unknown")
 
     def _parse_bounds(self) -> Bounds:
-        """Parse performance directives (PTX ISA section 11.4); those that limit no launch have no effect here."""
+        """Parse performance directives (PTX ISA section 11.4). Only those that limit launches have an effect here."""
         cursor = self.cursor
         bounds = Bounds()
         while cursor.peek.kind == "directive":

@@ -1,4 +1,4 @@
-"""Resolve names block by block: registers, variables and labels (PTX ISA sections 4.4 and 5.4)."""
+"""Resolves the names of registers, variables and labels in nested blocks (PTX ISA sections 4.4 and 5.4)."""
 
 from dataclasses import field
 
@@ -6,12 +6,13 @@ from gpulease.daemon.ptx.limits import MAX_REGISTERS_PER_FUNCTION
 from gpulease.daemon.ptx.parse.syntax import DeclaredVariable, Register, Scalar, Signature
 from gpulease.protocol.fast_dataclass import dataclass
 
-# `%r<100>` declares %r0 to %r99 (PTX ISA section 5.4.6): at most this many digits, see MAX_REGISTERS_PER_RANGE.
+# Maximum number of digits after the prefix of a range: `%r<100>` declares %r0 to %r99 (PTX ISA section 5.4.6). It must
+# fit MAX_REGISTERS_PER_RANGE.
 _RANGE_DIGITS = 7
 
 
 class NameTaken(Exception):
-    """A name was declared twice in the same block of a function, or of the module."""
+    """A name was declared twice in the same block of a function, or twice in the module."""
 
 
 class TooManyRegisters(Exception):
@@ -20,7 +21,13 @@ class TooManyRegisters(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A label's .branchtargets, .calltargets or .callprototype, and the list that follows."""
+    """The directive after a label: .branchtargets, .calltargets or .callprototype.
+
+    Attributes:
+        kind: The directive, with its dot.
+        names: The names in the list; () for a prototype.
+        signature: The signature of the prototype or of all functions in the list; None for .branchtargets.
+    """
 
     kind: str
     names: tuple[str, ...] = ()
@@ -29,7 +36,7 @@ class Listing:
 
 @dataclass(slots=True)
 class RegisterFile:
-    """The registers that a function really names, in order of their first mention."""
+    """The registers that a function's instructions name, and those that were declared singly, in this order."""
 
     registers: list[Register] = field(default_factory=list)
 
@@ -43,7 +50,7 @@ class RegisterFile:
 
 @dataclass(slots=True)
 class Scope:
-    """The names of one block. A range of registers stays a range; a member is made when it is first named."""
+    """The names of one block. A range of registers stays a range; a member becomes a register when first named."""
 
     parent: "Scope | None"
     names: dict[str, Register | DeclaredVariable] = field(default_factory=dict)
@@ -59,29 +66,31 @@ class Scope:
         self.names[name] = declared
 
     def declare_range(self, prefix: str, count: int, scalar: Scalar) -> None:
-        """Declare prefix0 to prefix(count-1). Raises NameTaken if one of them certainly exists."""
-        # Two ranges can overlap only if one prefix is the other plus digits: then one is a stem of the other.
+        """Declare the registers prefix0 to prefix(count-1). Raises NameTaken; not all conflicts are detected."""
+        # Two ranges can overlap only if their prefixes are equal, or one is the other plus digits, so that the other is
+        # a stem of it.
         stems = list(_stems(prefix))
         if prefix in self._ranges or prefix in self._stems or any(stem in self._ranges for stem in stems):
             raise NameTaken(prefix)
-        # Not all members are looked up, because a range can have a million: nvcc never mixes both kinds of names.
+        # Look up only the first and the last member, because a range can have a million. nvcc never declares a name
+        # both in a range and singly.
         if any(self.names.get(f"{prefix}{n}") for n in (0, count - 1)):
             raise NameTaken(prefix)
         self._ranges[prefix] = (count, scalar)
         self._stems.update(stems)
 
     def declare_label(self, name: str, index: int) -> None:
-        """Declare a label before the instruction of this index. Raises NameTaken."""
+        """Declare a label before the instruction with this index. Raises NameTaken."""
         if name in self.labels or name in self.names:
             raise NameTaken(name)
         self.labels[name] = index
 
     def find(self, name: str, registers: RegisterFile) -> Register | DeclaredVariable | None:
-        """Resolve a name in this block or in those around it; None if it is not declared."""
+        """Return what a name means in this block or in the blocks around it; None if it is not declared."""
         scope: Scope | None = self
         while scope is not None:
             declared = scope.names.get(name)
-            # A member of a range becomes a register when it is first named, and from then on is a name like any other.
+            # When a member of a range is first named, make a register, and remember it like any other name.
             if declared is None and (scalar := scope._range_of(name)):
                 declared = scope.names[name] = registers.add(name, scalar)
             if declared is not None:
@@ -90,7 +99,7 @@ class Scope:
         return None
 
     def find_label(self, name: str) -> int | None:
-        """Return the index of the instruction that a label precedes, as seen from this block, or None."""
+        """Return the index of the instruction after a label; None if no block from this one outwards has the label."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.labels:
@@ -99,7 +108,7 @@ class Scope:
         return None
 
     def find_listing(self, name: str) -> Listing | None:
-        """Return a label's list of targets or prototype, as seen from this block, or None."""
+        """Return the directive after a label; None if no block from this one outwards has one with this label."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.listings:
@@ -111,14 +120,14 @@ class Scope:
         for prefix in _stems(name):
             register_range = self._ranges.get(prefix)
             number = name[len(prefix) :]
-            # `%r01` does not belong to `%r<100>`: members are written without leading zeros.
+            # Members have no leading zeros: `%r01` does not belong to `%r<100>`.
             if register_range and (number == "0" or number[0] != "0") and int(number) < register_range[0]:
                 return register_range[1]
         return None
 
 
 def _stems(name: str) -> list[str]:
-    """Return what precedes the trailing digits of a name: without its last digit, its last two, and so on."""
+    """Return a name without its last digit, without its last two digits, and so on, at most _RANGE_DIGITS of them."""
     stems = []
     for cut in range(1, min(_RANGE_DIGITS, len(name) - 1) + 1):
         if not "0" <= name[-cut] <= "9":

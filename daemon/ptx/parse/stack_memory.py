@@ -1,7 +1,7 @@
-"""Memory taken from the stack while a function runs (PTX ISA section 9.7.17), as the instructions that take it.
+"""Replaces the instructions for stack memory, such as `alloca` (PTX ISA section 9.7.17), by simpler instructions.
 
-A function with `alloca` gets a local variable, and a register that counts the bytes taken of it. The register begins at
-0, as all do. `stacksave` and `stackrestore` read and write it.
+A function with `alloca` gets a local variable as its stack, and a register with the number of bytes in use. Like all
+registers, it is 0 at first. `stacksave` reads it, and `stackrestore` writes it.
 """
 
 from gpulease.daemon.ptx.limits import MAX_STACK_BYTES
@@ -20,7 +20,7 @@ from gpulease.protocol.fast_dataclass import dataclass
 OPCODES = frozenset(("alloca", "stacksave", "stackrestore"))
 
 ROOM = DeclaredVariable("alloca", Space.LOCAL, MAX_STACK_BYTES, 16, 0, b"", False, ())
-"""The variable, to be placed in the function's local memory. Its alignment is the largest that `alloca` can ask for."""
+"""The stack, to be placed in the function's local memory. Its alignment is the largest that `alloca` may request."""
 
 _DEFAULT_ALIGNMENT = 8
 
@@ -29,12 +29,12 @@ _U64, _B64, _PRED = ("u64",), ("b64",), ("gt", "u64")
 
 @dataclass(frozen=True, slots=True)
 class StackMemory:
-    """A function's memory for `alloca`.
+    """A function's stack.
 
     Attributes:
         room: The variable.
-        taken: The register that counts the bytes taken, .u64.
-        is_over: A predicate for the check against the limit.
+        taken: The register with the number of bytes in use, .u64.
+        is_over: A predicate register for the checks against the limit.
     """
 
     room: DeclaredVariable
@@ -42,9 +42,9 @@ class StackMemory:
     is_over: Register
 
     def steps(self, first: Instruction) -> list[Instruction] | None:
-        """Write an instruction of OPCODES as others. None if its operands or its type are not those of the ISA."""
+        """Return the instructions that replace an instruction of OPCODES; None if that one is not valid."""
         operands = first.operands
-        # Only the 64-bit forms exist in 64-bit PTX; `.local` says that the address is one of local memory.
+        # 64-bit PTX has only the 64-bit forms. With `.local`, the result is an address of local memory.
         if first.modifiers not in (("u64",), ("local", "u64")) or not operands:
             return None
         match first.opcode, operands:
@@ -64,13 +64,13 @@ class StackMemory:
         limit, taken, over = Integer(MAX_STACK_BYTES), self.taken, self.is_over
         stop = self._step(first, "trap", (), guard=PredicateGuard(over, negated=False))
         return [
-            # Check both the size and the sum: a huge size alone could wrap around to a small sum.
+            # Check both the size and the sum, because with a huge size the sum could wrap around to a small number.
             self._step(first, "setp", _PRED, over, size, limit),
             stop,
             # Round the count up to the alignment.
             self._step(first, "add", _U64, taken, taken, Integer(alignment - 1)),
             self._step(first, "and", _B64, taken, taken, Integer(-alignment & 2**64 - 1)),
-            # The address is the variable's plus the count; then the size is taken.
+            # The result is the variable's address plus the count. Then add the size to the count.
             self._step(first, "mov", _U64, into, Symbol(self.room)),
             self._step(first, "add", _U64, into, into, taken),
             self._step(first, "add", _U64, taken, taken, size),

@@ -1,6 +1,6 @@
-"""The tree that a PTX text becomes, and PTX's fundamental types (PTX ISA section 5.2, "Types").
+"""The tree of a parsed PTX text, and PTX's fundamental types (PTX ISA section 5.2, "Types").
 
-Names are resolved: an operand holds the register or variable that it names.
+Names are resolved: an operand contains the register or variable itself, not its name.
 """
 
 from dataclasses import field
@@ -33,7 +33,7 @@ class Scalar:
 
     @property
     def is_float(self) -> bool:
-        """Whether the type is .f32 or .f64; .f16 and its kin are bits to this driver."""
+        """Whether the type is .f32 or .f64. For this driver, .f16 and .bf16 are types of bits."""
         return self.kind is Kind.FLOAT
 
     @property
@@ -41,8 +41,9 @@ class Scalar:
         return self.kind is Kind.SIGNED
 
     def accepts(self, register: "Scalar") -> bool:
-        """Say whether an operand of this type may be a register of the other type (PTX ISA section 9.2)."""
-        # Sizes must agree, and a predicate matches only itself. Then bits match everything, integers each other.
+        """Return whether an operand of this type may be a register of the other type (PTX ISA section 9.2)."""
+        # The sizes must be equal, and a predicate matches only a predicate. Then a type of bits matches every type, and
+        # integers match each other.
         if self.bits != register.bits or Kind.PREDICATE in (self.kind, register.kind):
             return self == register
         return Kind.BITS in (self.kind, register.kind) or self.is_float == register.is_float
@@ -55,8 +56,8 @@ def _scalars() -> dict[str, Scalar]:
             table[f"{kind.value}{bits}"] = Scalar(f"{kind.value}{bits}", bits, kind)
     for bits in (32, 64):
         table[f"f{bits}"] = Scalar(f"f{bits}", bits, Kind.FLOAT)
-    # Section 5.2.3: these are held in .b16 and .b32 registers as well. The host has no such types, so the instruction
-    # decides the meaning of the bits. instruction.
+    # Registers of the types .b16 and .b32 may also contain these (section 5.2.3). So they are types of bits here, and
+    # the instruction decides the meaning of the bits.
     for name, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32)):
         table[name] = Scalar(name, bits, Kind.BITS)
     return table
@@ -75,7 +76,8 @@ class Space(Enum):
     SHARED = "shared"
     LOCAL = "local"
     PARAM = "param"
-    # Not spelled in PTX: the .param variables of a function's results and of calls, and the space of functions' names.
+    # PTX has no names for these. RESULT and CALL are .param variables of a function's results and of its calls. CODE is
+    # the space of functions.
     RESULT = "result"
     CALL = "call"
     CODE = "code"
@@ -92,7 +94,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Relocation:
-    """A part of an initialiser that is an address: `size` bytes of `symbol + addend`, from bit `shift` on."""
+    """An address in an initialiser: at `offset`, `size` bytes of `symbol + addend` from its bit `shift` on."""
 
     offset: int
     size: int
@@ -106,11 +108,15 @@ class DeclaredVariable:
     """A declared variable of any space.
 
     Attributes:
-        offset: Bytes from the start of its function's or module's area of that space; without meaning for GLOBAL and
-            CONST, which are placed at load.
-        initial: Its first bytes, b"" for zeros.
-        is_dynamic: `.extern .shared x[]`: it begins where the static shared memory ends.
-        relocations: The parts of `initial` that are known only at load.
+        name: Its name.
+        space: Its state space.
+        size: Its size in bytes.
+        alignment: Its alignment in bytes, a power of two.
+        offset: Bytes from the start of its function's area of that space. It has no meaning for GLOBAL and CONST:
+            these variables get their addresses when the image is loaded.
+        initial: Its first bytes. The rest are zeros.
+        is_dynamic: Whether it is `.extern .shared x[]`, which begins after the static shared memory.
+        relocations: The parts of `initial` that are known only when the image is loaded.
     """
 
     name: str
@@ -125,7 +131,7 @@ class DeclaredVariable:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The parameters and results of a function or prototype, with their places in their buffers."""
+    """The parameters and results of a function or prototype, with their offsets in the buffers that pass them."""
 
     parameters: tuple[DeclaredVariable, ...] = ()
     parameter_bytes: int = 0
@@ -134,21 +140,26 @@ class Signature:
 
     @property
     def layout(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Return offsets and sizes; a function can be called through a pointer if its prototype has the same."""
+        """Offsets and sizes of parameters and results. A call through a pointer requires equal layouts."""
         parameters = tuple((v.offset, v.size) for v in self.parameters)
         return parameters, tuple((v.offset, v.size) for v in self.results)
 
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """An integer literal, already cut to 64 bits (PTX ISA section 4.5.1)."""
+    """An integer literal modulo 2^64 (PTX ISA section 4.5.1)."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """A floating-point literal; `bits` is 32 or 64 for the 0f and 0d forms, 0 for a decimal one (section 4.5.2)."""
+    """A floating-point literal (section 4.5.2).
+
+    Attributes:
+        pattern: The bits of the number; for a decimal literal, those of a double.
+        bits: The width: 32 for the form 0f, 64 for the form 0d, 0 for a decimal literal.
+    """
 
     pattern: int
     bits: int
@@ -163,7 +174,7 @@ class Special:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A label, as the index of the instruction it stands before."""
+    """A label. `index` is that of the instruction after it."""
 
     name: str
     index: int
@@ -202,7 +213,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Negated:
-    """`!p`, a predicate used as its complement."""
+    """`!p`, the complement of a predicate."""
 
     register: Register
 
@@ -214,7 +225,7 @@ class Sink:
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """Arguments and results of a `call`; `name` is empty for a call through the register in the other operand."""
+    """Arguments and results of a `call`. `name` is "" for a call through a register, which is then another operand."""
 
     name: str
     signature: Signature
@@ -227,7 +238,7 @@ Operand = Register | Integer | Real | Special | Target | Symbol | Address | Vect
 
 @dataclass(frozen=True, slots=True)
 class PredicateGuard:
-    """`@p` or `@!p`, which predicates an instruction (PTX ISA section 9.3)."""
+    """`@p` or `@!p`: the instruction is executed only if the predicate is true, or false (PTX ISA section 9.3)."""
 
     register: Register
     negated: bool
@@ -235,7 +246,16 @@ class PredicateGuard:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction. `modifiers` follow the opcode, one per dot; `line` is 1-based."""
+    """An instruction.
+
+    Attributes:
+        line: Its line, from 1.
+        text: That line of the source.
+        guard: Its predicate; None if it is always executed.
+        opcode: Its name, such as "add".
+        modifiers: The words after the opcode, without their dots.
+        operands: Its operands.
+    """
 
     line: int
     text: str
@@ -251,11 +271,11 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Performance directives that limit a launch (PTX ISA section 11.4); 0 where the kernel has none.
+    """The performance directives that limit a launch (PTX ISA section 11.4).
 
     Attributes:
-        max_threads: The product of .maxntid.
-        required: The block that .reqntid demands, or None.
+        max_threads: Maximum number of threads of a block, the product of .maxntid; 0 if the kernel has no limit.
+        required: The dimensions of a block that .reqntid requires; None if the kernel accepts any.
     """
 
     max_threads: int = 0
@@ -267,11 +287,11 @@ class Function:
     """An .entry or .func with its body. Sizes are in bytes.
 
     Attributes:
-        shared_bytes: Bytes of the shared variables with a declared size.
-        dynamic_shared_offset: Where `.extern` shared arrays begin, which get their size at launch.
-        results: What a .func returns; their sum is `result_bytes`.
-        call_bytes: Bytes of the .param variables of its calls.
-        module_shared: The module's shared variables that it names.
+        shared_bytes: Size of the shared variables that have a declared size.
+        dynamic_shared_offset: Offset at which `.extern` shared arrays begin. They get their size at launch.
+        results: The results of a .func; `result_bytes` is their size.
+        call_bytes: Size of the .param variables for its calls.
+        module_shared: The module's shared variables that the function names.
     """
 
     name: str
@@ -295,19 +315,23 @@ class Function:
 
     @property
     def signature(self) -> Signature:
-        """Return the layout of the function's parameters and results."""
         return Signature(self.parameters, self.parameter_bytes, self.results, self.result_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A whole PTX module: version, target, its kernels, the variables that live in device memory, its functions.
+    """A whole PTX module.
 
     Attributes:
-        addressed: The functions that are addressed; the table of addresses has them in this order, after the
-            variables. None until the image is linked (translate/call_graph.py).
-        refusals: Why kernels and functions can't be translated, by name, as far as known. A refused one that could
-            not be parsed has no instructions.
+        version: The PTX version: major, minor.
+        target: The target architecture, such as "sm_90".
+        functions: The kernels.
+        variables: The variables in device memory.
+        subroutines: The functions with a body that are not kernels.
+        addressed: The functions with addresses that are taken, in the order of the table of addresses, where they
+            follow the variables. None until the image is linked (translate/call_graph.py).
+        refusals: By name, the errors of kernels and functions that can't be translated, as far as they are known. If
+            the body could not be parsed, the function has no instructions.
     """
 
     version: tuple[int, int]
@@ -319,6 +343,6 @@ class Image:
     refusals: dict[str, ImageRejected] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise the first refusal, an ImageRejected, if it leaves no kernel that could run."""
+        """Raise the first refusal, an ImageRejected, if all kernels were refused."""
         if self.refusals and all(kernel.name in self.refusals for kernel in self.functions):
             raise next(iter(self.refusals.values()))

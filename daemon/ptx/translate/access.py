@@ -1,15 +1,15 @@
-"""Compute an access's address, and check that the access is allowed (PTX ISA sections 5.1 and 6.4).
+"""Computes the address of an access, and checks that the access is allowed (PTX ISA sections 5.1 and 6.4).
 
-Global addresses are host addresses in the context's arena. The arena's shadow table records, for each granule of 256
-bytes, how many of the granule's bytes may be accessed. An access is aligned and at most 16 bytes long, so it never
-spans two granules, and one load and one comparison decide whether it is allowed. The last granule is never allocated:
-addresses outside of the arena are clamped to it.
+Global addresses are host addresses in the context's arena. The arena's shadow table has an entry for each granule of
+256 bytes: how many of the granule's bytes may be accessed. An access is aligned and at most 16 bytes long, so it never
+spans two granules, and one load and one comparison decide whether it is allowed. The last granule is never allocated,
+and addresses outside of the arena are clamped to it.
 
-If this check forbids an access, its address is looked up among the regions that have ended (drivers/interface.py). An
-access to such a region is counted and redirected: a load reads zeros, and a store writes memory that is never read.
+If this check forbids an access, its address is searched for in the regions that have ended (drivers/interface.py). An
+access to such a region is counted and redirected: a load reads zeros, and a store writes to memory that is never read.
 
 Shared, local and parameter addresses are offsets into a window of known size. A generic address is valid if it is
-valid as a global one, or is in the host memory of the block's shared or the thread's local window.
+valid as a global one, or if it is in the host memory of the block's shared window or of the thread's local window.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ from gpulease.daemon.ptx.translate.callees import PASSED, RETURNED
 from gpulease.daemon.ptx.translate.ir import INVARIANT, LIKELY, IrWriter, Value, constant
 from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH, OperandTranslator, bits_type
 
-# Bytes that one entry of the shadow table describes.
+# Number of bytes that one entry of the shadow table describes, and its logarithm.
 GRANULE_SHIFT = 8
 GRANULE_BYTES = 1 << GRANULE_SHIFT
 
 # The widest access: a vector of four 32-bit or two 64-bit elements (PTX ISA section 6.4.2).
 MAX_ACCESS_BYTES = 16
 
-# The .param variables of a function's calls.
+# The host address of the .param variables for a function's calls.
 CALLS = Value("ptr", "%calls")
 
 # Spaces in which an address is an offset into a window.
@@ -43,12 +43,12 @@ _WINDOWS = tuple(space for space in Space if space not in (Space.GENERIC, Space.
 
 NULL = Value("ptr", "null")
 
-# Spaces' numbers in fault records.
+# The number of each space in fault records.
 SPACE_NUMBERS = {space: number for number, space in enumerate(Space)}
 
 RECORD_FAULT = "record_fault"
 
-# Kept out of line: it runs once per fault, and every access contains a call of it.
+# This is a separate function that is not inlined, because every access contains a call of it, which hardly ever runs.
 RECORD_FAULT_IR = f"""
 define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, i32 %access, i32 %space, i32 %line)
     noinline cold {{
@@ -69,8 +69,8 @@ define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, 
 
 _STAND_IN = "stand_in"
 
-# Stands in for an access in an ended region. It touches no memory that the kernel knows and preserves all registers,
-# so a loop with an access is compiled as well as one without.
+# Returns the substitute for an access in an ended region. It accesses no memory of the kernel and preserves all
+# registers, so LLVM can optimize a loop around the access as if there were no call.
 STAND_IN_IR = f"""
 define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
     noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{
@@ -128,13 +128,13 @@ def checked_pointer(
     *,
     needed_bytes: Value | None = None,
 ) -> Value:
-    """Return a host pointer for an access of `size` bytes; where the access is not allowed, the thread faults.
+    """Return a host pointer for an access of `size` bytes. If the access is not allowed, the kernel ends with a fault.
 
-    With `needed_bytes`, an i64, only that many bytes must exist. The others can be read, and their values mean
-    nothing.
+    With `needed_bytes`, an i64, only that many bytes must be allocated. The others can be read, but their values are
+    undefined.
     """
     address, space = address_in(t, operand, space)
-    # A constant offset within the static size needs no check at all.
+    # A constant offset within the static size needs no check.
     if space in _WINDOWS and _is_surely_inside(address, size, _static_limit(t, space)):
         return t.ir.offset(window_base(t, space), address)
     fault, go_on = t.ir.fresh("fault"), t.ir.fresh("valid")
@@ -153,16 +153,16 @@ def checked_access(
     size_and_access: tuple[int, Access],
     operation: Callable[[Value], Sequence[Value]],
 ) -> Sequence[Value]:
-    """Perform a load or store of this size and kind, and return what `operation` returns; zeros for an ended region.
+    """Perform a load or store of this size and kind. Return the results of `operation`; zeros for an ended region.
 
-    `operation` writes a single basic block for the pointer that it gets. So the loop around the access stays simple.
+    `operation` gets a pointer and must write a single basic block, so that a loop around the access stays simple.
     """
     size, access = size_and_access
     address, space = address_in(t, operand, space)
     if space in _WINDOWS:
         return operation(checked_pointer(t, operand, space, size, access))
     ir = t.ir
-    # There are three cases: the access is allowed; it is in an ended region, where no memory is accessed; or it faults.
+    # There are three cases: the access is allowed; it is in an ended region, and no memory is accessed; or it faults.
     inside, outside, fault, done = (ir.fresh(stem) for stem in ("inside", "outside", "fault", "done"))
     ir.branch_if(is_valid(t, address, space, size), inside, outside, extra=LIKELY)
     ir.block(outside)
@@ -188,7 +188,7 @@ def reach(
     otherwise: str,
     needed_bytes: Value | None = None,
 ) -> Value:
-    """Return a host pointer for an access of this size and kind; branches to `otherwise` where it is not allowed."""
+    """Return a host pointer for an access of this size and kind. If it is not allowed, the code goes to `otherwise`."""
     size, _ = size_and_access
     valid = is_valid(t, address, space, size, needed_bytes)
     if space not in _WINDOWS:
@@ -205,7 +205,7 @@ def reach_global(
     """Return a host pointer for a global access, or for its substitute in an ended region."""
     size, access = size_and_access
     inside, outside, there = (ir.fresh(stem) for stem in ("inside", "outside", "there"))
-    # LIKELY keeps the code for the substitute out of the loop that LLVM lays out.
+    # Because of LIKELY, LLVM places the code for the substitute outside of the loop.
     ir.branch_if(valid, inside, outside, extra=LIKELY)
     ir.block(outside)
     placeholder = stand_in(ir, address, size, access)
@@ -218,13 +218,13 @@ def reach_global(
 
 
 def stand_in(ir: IrWriter, address: Value, size: int, access: Access) -> Value:
-    """Return a pointer to the substitute for an access in an ended region; null if the address is in none."""
+    """Return a pointer to the substitute for an access in an ended region; null if the address is in no such region."""
     arguments = ", ".join(map(str, (ENVIRONMENT, address, constant("i32", size), constant("i32", access))))
     return ir.value("ptr", f"call preserve_allcc ptr @{_STAND_IN}({arguments})")
 
 
 def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Value, Space]:
-    """Return the address that an operand names, as i64, and the space that it is in."""
+    """Return the address in an operand, as i64, and its space."""
     if not isinstance(operand, Address):
         raise t.problem("expected an address in brackets")
     if isinstance(operand.base, DeclaredVariable):
@@ -233,7 +233,7 @@ def address_in(t: OperandTranslator, operand: Operand, space: Space) -> tuple[Va
 
 
 def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -> Value:
-    """Return the offset in shared memory that an operand names, directly or as a generic address; not checked yet."""
+    """Return the offset in shared memory of an operand, which may be a generic address. The offset is not checked."""
     address, space = address_in(t, operand, Space.GENERIC if is_generic else Space.SHARED)
     if space is Space.GENERIC:
         return t.ir.binary("sub", address, t.ir.cast("ptrtoint", window_base(t, Space.SHARED), "i64"))
@@ -243,7 +243,7 @@ def shared_offset(t: OperandTranslator, operand: Operand, *, is_generic: bool) -
 
 
 def shared_pointer(t: OperandTranslator, operand: Operand, size: int, access: Access, *, is_generic: bool) -> Value:
-    """Return a host pointer for an access of shared memory, however its address is written."""
+    """Return a host pointer for an access of shared memory, at a shared or generic address."""
     offset = shared_offset(t, operand, is_generic=is_generic)
     fail_unless(t, is_valid(t, offset, Space.SHARED, size), access, Space.SHARED, offset, size)
     return pointer_at(t, offset, Space.SHARED)
@@ -258,14 +258,14 @@ def is_valid(t: OperandTranslator, address: Value, space: Space, size: int, need
 
 
 def pointer_at(t: OperandTranslator, address: Value, space: Space) -> Value:
-    """Return the host pointer for an address that was found valid."""
+    """Return the host pointer for an address that is known to be valid."""
     if space in _WINDOWS:
         return t.ir.offset(window_base(t, space), address)
     return t.ir.cast("inttoptr", address, "ptr")
 
 
 def fail_unless(t: OperandTranslator, valid: Value, access: Access, space: Space, address: Value, size: int) -> None:
-    """End the kernel with a fault unless the flag is set."""
+    """End the kernel with a fault unless `valid` is true."""
     ir = t.ir
     go_on, fail = ir.fresh("valid"), ir.fresh("fault")
     ir.branch_if(valid, go_on, fail, extra=LIKELY)
@@ -306,7 +306,7 @@ def window_base(t: OperandTranslator, space: Space) -> Value:
 
 
 def window_limit(t: OperandTranslator, space: Space) -> Value:
-    """Return a window's size as i64; the size of shared memory is known only at launch."""
+    """Return a window's size as i64. The size of shared memory is known only at launch, so it is loaded."""
     if space is not Space.SHARED:
         return constant("i64", _static_limit(t, space))
     size = t.ir.fixed("i32", LAUNCH, QueuedLaunch.shared_bytes.offset)
@@ -327,7 +327,10 @@ def _static_limit(t: OperandTranslator, space: Space) -> int:
 
 
 def _space_of(t: OperandTranslator, variable: DeclaredVariable, space: Space) -> Space:
-    """Return the space of an access that names a variable: the variable's own. Raises ImageRejected for another."""
+    """Return the space of an access that names a variable, which is the variable's.
+
+    Raises ImageRejected if the instruction gives another space.
+    """
     if variable.space is Space.CODE:
         raise t.problem(f"{variable.name[:60]} is a function")
     # PTX writes .param for a kernel's parameters, a function's results and a call's variables alike.
@@ -346,7 +349,7 @@ def _address(t: OperandTranslator, operand: Address, *, wraps: bool) -> Value:
             return constant("i64", (value + operand.offset) & (2**64 - 1))
         case Register() as register:
             base = t.read(register, address_type(t, register))
-            # In a window a 32-bit address wraps at 32 bits, so it is extended after the addition.
+            # In a window, a 32-bit address wraps at 32 bits, so extend it only after the addition.
             if wraps and register.type.bits == 32:
                 return t.ir.resize(add_wrapping(t.ir, base, operand.offset), "i64", signed=False)
             base = t.ir.resize(base, "i64", signed=False)
@@ -354,28 +357,28 @@ def _address(t: OperandTranslator, operand: Address, *, wraps: bool) -> Value:
 
 
 def add_wrapping(ir: IrWriter, base: Value, offset: int) -> Value:
-    """Add an offset to a window's 32-bit addresses, which wrap at 32 bits as on a card."""
+    """Add an offset to a window's 32-bit address. As on a card, the sum wraps at 32 bits."""
     signed = (offset + (1 << 31)) % (1 << 32) - (1 << 31)
     return ir.binary("add", base, signed) if signed else base
 
 
 def address_type(t: OperandTranslator, register: Register) -> Scalar:
-    """Return the type as which to read a register that holds an address. Raises ImageRejected if it can hold none."""
+    """Return the type for reading an address from a register. Raises ImageRejected if it can't contain an address."""
     if register.type.bits not in (32, 64) or register.type.is_float:
         raise t.problem(f"{register.name} is .{register.type.name}, which can't hold an address")
     return bits_type(register.type.bits)
 
 
 def global_is_valid(ir: IrWriter, address: Value, size: int, needed_bytes: Value | None = None) -> Value:
-    """Compute whether a global address may be accessed; with `needed_bytes`, only that many bytes must exist."""
+    """Compute whether a global address may be accessed. With `needed_bytes`, only that many bytes must be allocated."""
     # These three never change while a kernel runs, so LLVM hoists them out of loops.
     arena = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.arena.offset)
     shadow = ir.fixed("ptr", ENVIRONMENT, BlockEnvironment.shadow.offset)
     last = ir.fixed("i64", ENVIRONMENT, BlockEnvironment.last_granule.offset)
-    # An address below the arena wraps to a huge offset, and is clamped like one above.
+    # An address below the arena wraps to a huge offset, so it is clamped like an address above the arena.
     offset = ir.binary("sub", address, arena)
     granule = ir.intrinsic("llvm.umin.i64", "i64", ir.binary("lshr", offset, GRANULE_SHIFT), last)
-    # The granule's entry says how many of its bytes exist, from its start.
+    # The granule's entry is the number of its allocated bytes, which are at its beginning.
     entry = ir.offset(shadow, ir.binary("shl", granule, 1))
     allowed = ir.cast("zext", ir.load("i16", entry, extra=", align 2" + INVARIANT), "i64")
     end = ir.binary("add", ir.binary("and", offset, GRANULE_BYTES - 1), needed_bytes or constant("i64", size))
@@ -383,15 +386,15 @@ def global_is_valid(ir: IrWriter, address: Value, size: int, needed_bytes: Value
 
 
 def window_is_valid(ir: IrWriter, offset: Value, size: int, limit: Value) -> Value:
-    """Compute whether `size` bytes at an offset lie within a window of `limit` bytes."""
-    # Two comparisons, because the sum of offset and size could wrap.
+    """Compute whether `size` bytes at an offset are within a window of `limit` bytes."""
+    # Use two comparisons, because the sum of offset and size could wrap.
     inside = ir.compare("icmp ult", offset, limit)
     room = ir.compare("icmp uge", ir.binary("sub", limit, offset), size)
     return ir.binary("and", ir.binary("and", inside, room), _is_aligned(ir, offset, size))
 
 
 def _generic_is_valid(t: OperandTranslator, address: Value, size: int, valid: Value) -> Value:
-    # Whichever window the address is in, its offset from the window's host address is small.
+    # If the address is in one of the windows, its offset from the window's host address is less than the window's size.
     for space in (Space.SHARED, Space.LOCAL):
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
         offset = t.ir.binary("sub", address, base)
@@ -405,7 +408,7 @@ def _is_aligned(ir: IrWriter, address: Value, size: int) -> Value:
 
 
 def _is_surely_inside(address: Value, size: int, limit: int) -> bool:
-    """Return whether a constant offset lies within memory that exists at every launch."""
+    """Return whether an address is a constant offset, aligned and within memory that exists at every launch."""
     if not address.text.isdigit():
         return False
     offset = int(address.text)

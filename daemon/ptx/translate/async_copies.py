@@ -1,4 +1,4 @@
-"""Asynchronous copies to shared memory (PTX ISA section 9.7.9.25, "cp.async"), made at once."""
+"""Asynchronous copies to shared memory (PTX ISA section 9.7.9.25, "cp.async"). They are made synchronously."""
 
 from typing import TYPE_CHECKING
 
@@ -38,17 +38,17 @@ _WORD = SCALARS["u32"]
     prefetch=_PREFETCHES,
 )
 def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`cp.async`: copy 4, 8 or 16 bytes; with a source size or predicate, the bytes not copied are zeros."""
+    """Copy 4, 8 or 16 bytes. With a source size or a predicate, the bytes that are not copied become zeros."""
     ir, size = t.ir, copied_bytes(t, i, m)
     kind = f"i{8 * size}"
     into = checked_pointer(t, i.operands[0], Space.SHARED, size, Access.STORE)
-    # The optional fourth operand is the number of bytes, or the predicate; a cache policy may follow.
+    # The optional fourth operand is the number of bytes, or a predicate. A cache policy may follow.
     count = len(i.operands) - ("policy" in m)
     check_policy(t, i, m, 3 if count == 3 else 4)
     if count == 3:
         ir.emit(f"store {_source(t, i, size, None)}, {into}, align {size}")
         return
-    # Only the bytes to be copied need to exist, so write zeros first, and read the source only if there are such bytes.
+    # Only the bytes that are copied must be allocated. So write zeros, then read the source only if any are copied.
     source_bytes = bytes_taken(t, i.operands[3], size)
     ir.emit(f"store {kind} 0, {into}, align {size}")
     some, done = ir.fresh("some"), ir.fresh("copied")
@@ -66,13 +66,13 @@ def copy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cp.async.wait_all", 0, writes=False)
 @FAMILY.form("cp.async.wait_group", 1, writes=False)
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: every copy was made at once, so no group is pending."""
+    """Do nothing, because every copy is already complete."""
     if i.operands and not isinstance(i.operands[0], Integer):
         raise t.problem("the number of groups must be a constant")
 
 
 def copied_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> int:
-    """Return the size of a copy. Raises ImageRejected for a size that the instruction does not have."""
+    """Return the size of a copy in bytes. Raises ImageRejected if the instruction can't have this size."""
     size = i.operands[2]
     if not isinstance(size, Integer) or size.value not in ((16,) if m["way"] == "cg" else (4, 8, 16)):
         raise t.problem("a copy must be of 4, 8 or 16 bytes, with .cg of 16")
@@ -80,13 +80,13 @@ def copied_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> int:
 
 
 def _source(t: "ThreadTranslator", i: Instruction, size: int, needed_bytes: Value | None) -> Value:
-    """Load the source; only its first `needed_bytes` bytes must exist."""
+    """Load the source. Only its first `needed_bytes` bytes must be allocated; None for all."""
     source = checked_pointer(t, i.operands[1], Space.GLOBAL, size, Access.LOAD, needed_bytes=needed_bytes)
     return t.ir.value(f"i{8 * size}", f"load i{8 * size}, {source}, align {size}")
 
 
 def bytes_taken(t: "ThreadTranslator", operand: Operand, size: int) -> Value:
-    """Compute how many bytes to copy: a number up to `size`, or all or none by a predicate that ignores the source."""
+    """Compute how many bytes to copy, at most `size`. If the operand is a predicate, true means none, false all."""
     is_flag = isinstance(operand, Negated) or (isinstance(operand, Register) and operand.type == PREDICATE)
     if is_flag:
         ignored = t.read(operand, PREDICATE)

@@ -1,11 +1,11 @@
 """Atomic operations (PTX ISA section 9.7.13, "atom" and "red").
 
-Shared memory belongs to one block, and its threads run on one host thread, so a load, the operation and a store are
-enough there. Elsewhere the host's atomic instructions are used, because other host threads may access the memory. Both
-order all accesses, so orderings and scopes need nothing more.
+Shared memory belongs to one block, and one host thread runs all threads of the block. So a load, the operation and a
+store are enough there. Other host threads may access global memory, so the host's atomic instructions are used for it.
+Both ways order all accesses, so nothing more is needed for orderings and scopes.
 
-Sums of 16-bit floats (PTX ISA section 9.7.4, "add") are first made in f32, exactly or with more than twice the
-precision, so another rounding gives the correctly rounded sum.
+Sums of 16-bit floats (PTX ISA section 9.7.4, "add") are computed in f32 and rounded again. The result is the correctly
+rounded sum, because f32 has more than twice the precision.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
-# CUDA's NaN of both 16-bit formats.
+# The NaN that CUDA uses in both 16-bit formats.
 _NAN = 0x7FFF
 
 
@@ -45,7 +45,7 @@ def by_halves(ir: IrWriter, add: Callable[[IrWriter, Value, Value], Value], left
 
 
 def add_f16(ir: IrWriter, left: Value, right: Value) -> Value:
-    """Add two .f16, rounded to nearest even, with subnormals kept."""
+    """Add two .f16, rounded to nearest even. Subnormals are not flushed."""
     wide = [ir.cast("fpext", ir.cast("bitcast", value, "half"), "float") for value in (left, right)]
     total = ir.binary("fadd", *wide)
     rounded = ir.cast("bitcast", ir.cast("fptrunc", total, "half"), "i16")
@@ -53,19 +53,19 @@ def add_f16(ir: IrWriter, left: Value, right: Value) -> Value:
 
 
 def add_bf16(ir: IrWriter, left: Value, right: Value) -> Value:
-    """Add two .bf16, rounded to nearest even, with subnormals kept."""
+    """Add two .bf16, rounded to nearest even. Subnormals are not flushed."""
     # A .bf16 is the upper half of an f32.
     shifted = [ir.binary("shl", ir.cast("zext", value, "i32"), 16) for value in (left, right)]
     wide = [ir.cast("bitcast", value, "float") for value in shifted]
     total = ir.binary("fadd", *wide)
     bits = ir.cast("bitcast", total, "i32")
-    # Round half to even: add just under half a unit, and the last kept bit.
+    # To round half to even, add just under half a unit, plus the lowest bit that is kept.
     odd = ir.binary("and", ir.binary("lshr", bits, 16), 1)
     rounded = ir.binary("lshr", ir.binary("add", bits, ir.binary("add", odd, 0x7FFF)), 16)
     return ir.select(ir.compare("fcmp uno", total, total), constant("i16", _NAN), ir.cast("trunc", rounded, "i16"))
 
 
-# Cooperative groups write order, scope and space after the operation, Triton before it; ptxas accepts both.
+# Cooperative groups write order, scope and space after the operation, Triton before it. ptxas accepts both.
 FAMILY = InstructionFamily("Atomic operations", "9.7.13")
 
 _ORDERS = ("relaxed", "acquire", "release", "acq_rel")
@@ -85,10 +85,10 @@ _TYPES = {
 }
 _HALF_TYPES = ("f16", "bf16", "f16x2", "bf16x2")
 
-# Types of the registers that hold operands of these types.
+# Types of the registers that contain operands of these types.
 _HELD = {"f16": "b16", "bf16": "b16", "f16x2": "b32", "bf16x2": "b32"}
 
-# Computes the new value from the old one; both are integers of the operand's width.
+# Computes the new value from the old one. Both are integers of the operand's width.
 Update = Callable[[Value], Value]
 
 
@@ -109,7 +109,7 @@ def _register(
 
 
 def combine(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom`, `red`: combine the old value with an operand and store the result; `atom` returns the old value."""
+    """Combine the old value with an operand, and store the result. `atom` also returns the old value."""
     place, source = i.operands[-2:]
     into = i.operands[0] if i.opcode == "atom" else None
     kind = m["type"]
@@ -127,14 +127,14 @@ _forms(combine)
 
 
 def combine_vector(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom`, `red` on vectors: each element separately; the whole vector must be aligned."""
+    """Combine each element of a vector separately. The whole vector must be aligned."""
     place, source = i.operands[-2:]
     into = i.operands[0] if i.opcode == "atom" else None
     kind, count = m["type"], int(m["vec"][1:])
     scalar = SCALARS[_HELD.get(kind, kind)]
     sources, results = _elements(t, source, count), None if into is None else _elements(t, into, count)
     operands = [t.to_bits(t.read(element, scalar), scalar) for element in sources]
-    # Check the whole vector once. Then each element is an atomic operation of its own, as the ISA allows.
+    # Check the whole vector once. Then make a separate atomic operation for each element, which the ISA allows.
     pointer = checked_pointer(t, place, Space.GLOBAL, scalar.size * count, Access.ATOMIC)
     for number, operand in enumerate(operands):
         update = _update(t, "add", kind, m, operand, TRUE)
@@ -155,7 +155,7 @@ for _rest, _vectors, _kinds in (
     "atom{.order}{.scope}{.space}.exch.type", 3, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b32", "b64")
 )
 def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom.exch`: store an operand; the result is the old value."""
+    """Store an operand, and return the old value."""
     scalar = m.scalar()
     operand = t.read(i.operands[2], scalar)
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
@@ -168,7 +168,7 @@ def swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     "atom{.order}{.scope}{.space}.cas.type", 4, order=_ORDERS, scope=_SCOPES, space=_SPACES, type=("b16", "b32", "b64")
 )
 def compare_and_swap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`atom.cas`: store the second operand if the old value equals the first; the result is the old value."""
+    """Store the second operand if the old value equals the first, and return the old value."""
     scalar, ir = m.scalar(), t.ir
     expected, operand = (t.read(i.operands[n], scalar) for n in (2, 3))
     pointer = checked_pointer(t, i.operands[1], _space(m), scalar.size, Access.ATOMIC)
@@ -184,7 +184,7 @@ def _update(t: OperandTranslator, operation: str, kind: str, m: Modifiers, opera
     """Return the function that computes the new value from the old one."""
     ir = t.ir
     match operation, kind:
-        # inc and dec wrap at the operand (section 9.7.13, "atom").
+        # `inc` and `dec` wrap at the operand (section 9.7.13, "atom").
         case "inc", _:
             return lambda old: ir.select(
                 ir.compare("icmp uge", old, operand), constant("i32", 0), ir.binary("add", old, 1)
@@ -208,20 +208,20 @@ def _update(t: OperandTranslator, operation: str, kind: str, m: Modifiers, opera
 
 
 def _add_float(t: OperandTranslator, scalar: Scalar, m: Modifiers, old: Value, operand: Value, flushes: Value) -> Value:
-    """Add floats, rounded to nearest even. A sum of f32 flushes subnormals in global memory, but not in shared."""
+    """Add floats, rounded to nearest even. For f32, subnormals are flushed in global memory, but not in shared."""
     ir = t.ir
     left, right = t.from_bits(old, scalar), t.from_bits(operand, scalar)
     exact = t.to_bits(finish(t, scalar, m, ir.binary("fadd", left, right)), scalar)
     if scalar.bits == 64 or flushes == FALSE:
         return exact
-    # Whether the address is shared may be known only at run time, so both sums are computed.
+    # Whether the address is in shared memory may be known only at run time, so compute both sums.
     total = flush(t, ir.binary("fadd", flush(t, left), flush(t, right)))
     flushed = t.to_bits(finish(t, scalar, m, total), scalar)
     return ir.select(flushes, flushed, exact)
 
 
 def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value) -> Value:
-    """Compute whether an address lies outside of shared memory."""
+    """Compute whether an f32 sum at an address flushes subnormals: whether the address is outside of shared memory."""
     space = _space_of(t, place, m)
     if space is not Space.GENERIC:
         return FALSE if space is Space.SHARED else TRUE
@@ -230,7 +230,7 @@ def _flushes(t: "ThreadTranslator", place: Operand, m: Modifiers, pointer: Value
     return t.ir.compare("icmp uge", offset, window_limit(t, Space.SHARED))
 
 
-# The operations that the host has, by LLVM's names; all others are loops of compare-and-exchange.
+# LLVM's names of the operations that the host has. All others need a loop of compare-and-exchange.
 _NATIVE = {
     (operation, kind): {"min": "umin", "max": "umax"}.get(operation, operation) if kind[0] != "s" else operation
     for operation in ("add", "min", "max", "and", "or", "xor")
@@ -240,22 +240,22 @@ _NATIVE = {
 
 
 def _apply(t: OperandTranslator, space: Space, pointer: Value, operand: Value, native: str, update: Update) -> Value:
-    """Change the value at an address in one atomic step; return the old value."""
+    """Change the value at an address atomically, and return the old value."""
     ir, kind = t.ir, operand.type
-    # Way 1: shared memory, which no other host thread accesses.
+    # Case 1: shared memory, which no other host thread accesses.
     if space is Space.SHARED:
         before = ir.load(kind, pointer)
         ir.store(update(before), pointer)
         return before
-    # Way 2: an instruction of the host.
+    # Case 2: the host has an instruction for it.
     if native:
         return ir.value(kind, f"atomicrmw {native} {pointer}, {operand} seq_cst")
-    # Way 3: compute and compare-and-exchange, until no other thread changes the value in between.
+    # Case 3: compute the new value and compare-and-exchange, until no other thread has changed the value in between.
     start, again, done, seen = (ir.fresh(stem) for stem in ("start", "try", "tried", "seen"))
     ir.block(start)
     first = ir.value(kind, f"load atomic {kind}, {pointer} seq_cst, align {int(kind[1:]) // 8}")
     ir.block(again)
-    # A failed attempt's value is named in advance, because the phi that uses it comes first.
+    # Name the value of a failed attempt in advance, because the phi that uses it comes before it.
     expected = ir.value(kind, f"phi {kind} [ {first.text}, %{start} ], [ %{seen}, %{again} ]")
     before, swapped = _exchange(t, pointer, expected, update(expected))
     ir.emit(f"%{seen} = freeze {before}")
@@ -275,7 +275,7 @@ def _space(m: Modifiers) -> Space:
 
 
 def _space_of(t: OperandTranslator, place: Operand, m: Modifiers) -> Space:
-    """Return the space of an access: the variable's own, or the one named."""
+    """Return the space of an access: that of the variable in its address, otherwise the instruction's."""
     if not isinstance(place, Address) or not isinstance(place.base, DeclaredVariable):
         return _space(m)
     if place.base.space not in (Space.GLOBAL, Space.SHARED):

@@ -1,9 +1,9 @@
 """Barriers of a block (PTX ISA section 9.7.13.1, "bar, barrier").
 
 A barrier for all threads is complete when all threads that have not ended wait at it. A barrier for a number of threads
-counts whole warps: lanes that have ended, or that a partial warp never had, count with the rest of their warp. Threads
-that wait at the same barrier with different thread counts or operations are never released, and neither are more
-threads than the barrier's number. Both are faults.
+counts whole warps. Lanes that have ended, and lanes that a partial warp does not have, count with the rest of their
+warp. If threads wait at the same barrier with different thread counts or operations, or if more threads wait than the
+barrier's number, they are never released. Both are faults.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ FAMILY = InstructionFamily("Barriers", "9.7.13.1")
 _WORD = SCALARS["b32"]
 _MAX_COUNT = 1024
 
-# A barrier's kind: its number in the low bits, and the operation above this bit.
+# A barrier's kind is its number in the bits below this one, and the operation in the bits from this one on.
 _KIND_SHIFT = 4
 _REDUCTIONS = ("popc", "and", "or")
 _CLUSTER = (1 + len(_REDUCTIONS)) << _KIND_SHIFT
@@ -34,7 +34,7 @@ _CLUSTER = (1 + len(_REDUCTIONS)) << _KIND_SHIFT
 @FAMILY.form("bar{.cta}.sync", (1, 2), writes=False)
 @FAMILY.form("barrier{.cta}.sync{.aligned}", (1, 2), writes=False)
 def barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait for all threads of the block, or for a number of them."""
+    """Wait for all threads of the block, or for the given number of them."""
     number = _number(t, i.operands[0])
     wait_at_barrier(t, number, _count(t, i.operands[1:], number))
 
@@ -42,15 +42,15 @@ def barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.arrive", 2, writes=False)
 @FAMILY.form("barrier{.cta}.arrive{.aligned}", 2, writes=False)
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Count as one of the threads that a barrier waits for, without waiting."""
+    """Count as one of the threads for which a barrier waits, without waiting."""
     ir = t.ir
     number = _number(t, i.operands[0])
     _count(t, i.operands[1:], number)
-    # Arrivals are counted on a board in front of the block's frames, which native/block.ll reads.
+    # Arrivals are counted in an array before the block's frames, which native/block.ll reads.
     board = ir.load("ptr", ir.offset(ENVIRONMENT, BlockEnvironment.frames.offset))
     place = ir.offset(board, ir.binary("shl", ir.cast("zext", number, "i64"), 2))
     threads = block_threads(ir)
-    # The block's last thread also counts the lanes that its warp lacks.
+    # The block's last thread also counts the lanes that its warp does not have.
     is_last = ir.compare("icmp eq", ir.binary("add", flat_thread(ir), 1), threads)
     lacking = ir.binary("and", ir.binary("sub", constant("i32", 0), threads), WARP_THREADS - 1)
     arrived = ir.binary("add", ir.select(is_last, lacking, constant("i32", 0)), 1)
@@ -60,7 +60,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.red.popc.u32", (3, 4))
 @FAMILY.form("barrier{.cta}.red.popc{.aligned}.u32", (3, 4))
 def count_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait, and return for how many threads the predicate is true."""
+    """Wait, and return the number of threads with a true predicate."""
     _, trues = _reduce(t, i, "popc")
     t.write(i.operands[0], SCALARS["u32"], trues)
 
@@ -68,7 +68,7 @@ def count_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("bar{.cta}.red.op.pred", (3, 4), op=("and", "or"))
 @FAMILY.form("barrier{.cta}.red.op{.aligned}.pred", (3, 4), op=("and", "or"))
 def combine_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait, and return whether the predicate is true for all threads, or for any."""
+    """Wait, and return whether the predicate is true in all threads (`and`), or in any thread (`or`)."""
     arrived, trues = _reduce(t, i, m["op"])
     result = t.ir.compare("icmp eq", trues, arrived) if m["op"] == "and" else t.ir.compare("icmp ne", trues, 0)
     t.write(i.operands[0], PREDICATE, result)
@@ -76,12 +76,12 @@ def combine_flags(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("barrier.cluster.arrive{.order}{.aligned}", 0, writes=False, order=("release", "relaxed"))
 def arrive_in_cluster(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: the wait that follows waits for all threads (section 9.7.13.3)."""
+    """Do nothing, because the wait that follows waits for all threads (section 9.7.13.3)."""
 
 
 @FAMILY.form("barrier.cluster.wait{.acquire}{.aligned}", 0, writes=False)
 def wait_in_cluster(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Wait for all threads of the cluster, which is the block."""
+    """Wait for all threads of the cluster, which always consists of one block."""
     wait_at_barrier(t, constant("i32", _CLUSTER), constant("i32", 0))
 
 
@@ -89,14 +89,14 @@ def _reduce(t: "ThreadTranslator", i: Instruction, operation: str) -> tuple[Valu
     number = _number(t, i.operands[1])
     count = _count(t, i.operands[2:-1], number)
     flag = t.read(i.operands[-1], PREDICATE)
-    # Threads at the same barrier with another operation must not be combined, so the kind contains the operation.
+    # Threads at the same barrier with different operations must not match, so the kind contains the operation.
     kind = t.ir.binary("or", number, (1 + _REDUCTIONS.index(operation)) << _KIND_SHIFT)
     return wait_at_barrier(t, kind, count, flag)
 
 
 def _number(t: "ThreadTranslator", operand: Operand) -> Value:
     number = t.read(operand, _WORD)
-    # A constant is checked now, a register when the kernel runs.
+    # Check a constant now, a register when the kernel runs.
     if isinstance(operand, Integer):
         if operand.value >= BARRIERS:
             raise t.problem(f"barriers are numbered 0 to {BARRIERS - 1}")
@@ -106,7 +106,7 @@ def _number(t: "ThreadTranslator", operand: Operand) -> Value:
 
 
 def _count(t: "ThreadTranslator", operands: tuple[Operand, ...], number: Value) -> Value:
-    """Return the number of threads that a barrier is for, 0 for all."""
+    """Return the number of threads for which a barrier waits; 0 for all."""
     if not operands:
         return constant("i32", 0)
     count = t.read(operands[0], _WORD)

@@ -1,4 +1,4 @@
-"""Bulk copies (PTX ISA section 9.7.9.25.4, "cp.async.bulk"), made at once. Copies of tensors are refused."""
+"""Bulk copies (PTX ISA section 9.7.9.25.4, "cp.async.bulk"), made synchronously. Copies of tensors are refused."""
 
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,13 @@ _WORD = SCALARS["u32"]
 _COUNTED = "mbarrier::complete_tx::bytes"
 _HINT = "L2::cache_hint"
 
-# Addresses and sizes must be multiples of it, in bytes.
+# Addresses and sizes must be multiples of this number of bytes. A copy is made in steps of this size.
 _STEP = 16
 
 _OFFSET = Value("ptr", "%offset")
 
-# Numbers by which a copy's function reports the side that it could not access. They are less than a step, so they can
-# be added to the number of bytes copied.
+# A copy's function adds one of these numbers to the number of copied bytes if it was not allowed to read the source or
+# to write the destination. They are less than _STEP, so the two parts of the sum can be separated.
 _FAILED = {Access.LOAD: 1, Access.STORE: 2}
 
 
@@ -48,9 +48,9 @@ _FAILED = {Access.LOAD: 1, Access.STORE: 2}
     counted=(_COUNTED,),
 )
 def copy_counted(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Copy to shared memory, and count the bytes as arrived at an mbarrier."""
+    """Copy to shared memory, and report the bytes as arrived to an mbarrier."""
     spaces = [Space(m[name].split("::")[0]) for name in ("into", "source")]
-    # The mbarrier's address is checked before anything is copied.
+    # Check the mbarrier's address before copying anything.
     place = object_of(t, i.operands[3], is_generic=False)
     size = _copy(t, i, spaces, m, 4)
     update_counts(t, place, added_bytes=t.ir.binary("sub", constant("i64", 0), size))
@@ -65,14 +65,14 @@ def copy_grouped(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cp.async.bulk.commit_group", 0, writes=False)
 @FAMILY.form("cp.async.bulk.wait_group{.read}", 1, writes=False)
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: every copy was made at once, so no group is pending."""
+    """Do nothing, because every copy is already complete."""
     if i.operands and not isinstance(i.operands[0], Integer):
         raise t.problem("the number of groups must be a constant")
 
 
 @FAMILY.form("cp.async.bulk.prefetch.L2.global{.policy}", (2, 3), writes=False, policy=(_HINT,))
 def prefetch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Check the operands and do nothing: a prefetch is about caches."""
+    """Check the operands, and do nothing else, because a prefetch only affects caches."""
     address_in(t, i.operands[0], Space.GLOBAL)
     t.read(i.operands[1], _WORD)
     check_policy(t, i, m, 2)
@@ -81,7 +81,7 @@ def prefetch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifiers, count: int) -> Value:
     ir = t.ir
     check_policy(t, i, m, count)
-    # Step 1: addresses, and the size, which must be whole steps.
+    # Step 1: read the addresses and the size, which must be a multiple of _STEP.
     (into, into_space), (source, source_space) = (
         address_in(t, operand, space) for operand, space in zip(i.operands, spaces, strict=False)
     )
@@ -90,12 +90,12 @@ def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifie
     size = ir.cast("zext", t.read(i.operands[2], _WORD), "i64")
     is_whole = ir.compare("icmp eq", ir.binary("and", size, _STEP - 1), 0)
     fail_unless(t, is_whole, Access.STORE, into_space, ir.binary("add", into, size), _STEP)
-    # Step 2: the copy, in a function for these two spaces.
+    # Step 2: copy, by a function for these two spaces.
     name = f"bulk.{into_space.value}.{source_space.value}"
     _define(t, name, into_space, source_space)
     arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, LOCAL, into, source, size)))
     ended = ir.value("i64", f"call i64 @{name}({arguments})")
-    # Step 3: the function returns the number of bytes copied, plus a number that says which access failed.
+    # Step 3: split the function's result into the number of copied bytes and the access that failed, if one did.
     done = ir.binary("and", ended, -_STEP)
     places = ((source, source_space, Access.LOAD), (into, into_space, Access.STORE))
     for address, space, access in places:
@@ -105,9 +105,9 @@ def _copy(t: "ThreadTranslator", i: Instruction, spaces: list[Space], m: Modifie
 
 
 def _define(t: "ThreadTranslator", name: str, into_space: Space, source_space: Space) -> None:
-    """Define a function that copies step by step until it is done or may not access a step.
+    """Define a function that copies step by step, until all bytes are copied or an access is not allowed.
 
-    It returns the number of bytes copied, plus one of `_FAILED` if an access was not allowed.
+    The function returns the number of copied bytes, plus one of `_FAILED` if an access was not allowed.
     """
     inner = OperandTranslator(t.function, {}, IrWriter(t.declarations))
     ir = inner.ir

@@ -1,7 +1,7 @@
-"""Link the kernels and functions of one image before any is translated.
+"""Links the kernels and functions of one image before any of them is translated.
 
-This module decides which functions a kernel can reach, which functions are inlined, and where the shared variables that
-functions name lie, which is the same place for every kernel.
+This module decides which functions a kernel can reach, which functions are inlined, and the offsets of the shared
+variables that functions name. These offsets are the same for all kernels.
 """
 
 from collections.abc import Iterator
@@ -33,11 +33,14 @@ from gpulease.daemon.ptx.translate.waits import find_waits, watches
 
 
 def link(image: Image) -> Image:
-    """Return the image with its kernels in the form to translate, and the refusals of others. Raises ImageRejected."""
-    # Already linked.
+    """Return the image ready for translation. Raises ImageRejected.
+
+    Kernels that can't be linked are added to the image's refusals.
+    """
+    # The image is already linked.
     if image.addressed is not None:
         return image
-    # Step 1: number the functions that are addressed, and place shared variables, before bodies are copied.
+    # Step 1: before bodies are copied, number the functions with addresses that are taken, and place shared variables.
     refusals, variables = dict(image.refusals), with_heap(image)
     image = replace(image, addressed=_addressed(image), refusals=refusals, variables=variables)
     image = _place_shared(image)
@@ -45,10 +48,10 @@ def link(image: Image) -> Image:
     functions = {function.name: function for function in image.subroutines}
     callers, watching = _callers(image), watching_functions(image)
     meeting = _spread({name for name, function in functions.items() if meets(function)}, callers)
-    # Step 3: functions that wait in a loop should also be inlined: inside a call a thread can't let others run, so it
-    # would wait there forever.
+    # Step 3: functions that wait in a loop should also be inlined. Inside a call, a thread can't let other threads run,
+    # so it would wait forever.
     turning = {name for name, function in functions.items() if find_waits(function.instructions, watching).yields}
-    # If that makes a kernel too large, call these functions instead, so that at least the image loads.
+    # If a kernel gets too large by this, call these functions instead, so that the image can at least be loaded.
     if turning - meeting:
         to_inline = meeting | _spread(turning, callers)
         inlined = _inlined(image, functions, to_inline, MAX_WATCHING_INSTRUCTIONS)
@@ -58,7 +61,7 @@ def link(image: Image) -> Image:
 
 
 def _inlined(image: Image, functions: dict[str, Function], to_inline: set[str], max_instructions: int) -> Image:
-    # A kernel that can't be expanded is refused alone.
+    # If a kernel can't be expanded, refuse only this kernel.
     inliner = Inliner(functions, to_inline, max_instructions)
     refusals, kernels = dict(image.refusals), []
     for kernel in image.functions:
@@ -77,7 +80,7 @@ def callees_of(function: Function) -> set[str]:
 
 
 class CallGraph:
-    """Answers which functions a kernel reaches; hostile images are bounded by MAX_CALL_GRAPH_STEPS."""
+    """Finds the functions that a kernel reaches. MAX_CALL_GRAPH_STEPS bounds the work for hostile images."""
 
     def __init__(self, image: Image) -> None:
         self._addressed = image.addressed or ()
@@ -85,12 +88,15 @@ class CallGraph:
         self._steps = 0
 
     def reached(self, kernel: Function) -> set[str]:
-        """Return the functions that may run when a kernel does; a pointer may lead to any that is addressed."""
+        """Return the functions that a kernel may call, directly or not. Raises ImageRejected.
+
+        A call through a pointer may call every function with an address that is taken.
+        """
         reachable: set[str] = set()
         pending = [callees_of(kernel)]
         while pending:
             names = pending.pop()
-            # Callees count as often as they are seen: hostile images could make this kernels times functions.
+            # Count each callee of each kernel, because in a hostile image every kernel could reach every function.
             self._steps += len(names)
             if self._steps > MAX_CALL_GRAPH_STEPS:
                 raise rejected("too many kernels call too many functions", line=kernel.line, kernel=kernel.name)
@@ -104,10 +110,13 @@ class CallGraph:
 
 
 def watching_functions(image: Image) -> frozenset[str]:
-    """Return the functions in which a thread may poll memory that others write; "" if a pointer may lead to one."""
+    """Return the functions that may poll memory which other threads write, themselves or in a function they call.
+
+    "" is one of them if a call through a pointer may call one.
+    """
     callers = _callers(image)
     watching = _spread({f.name for f in image.subroutines if any(watches(i) for i in f.instructions)}, callers)
-    # A call through a pointer polls if any function behind a pointer does, and then so do that call's callers.
+    # A call through a pointer may poll if any function with an address that is taken does. Then its callers may, too.
     return frozenset(_spread({*watching, ""}, callers) if watching.intersection(image.addressed or ()) else watching)
 
 
@@ -120,7 +129,7 @@ def _callers(image: Image) -> dict[str, set[str]]:
 
 
 def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
-    """Return the seeds and everything that calls them, directly or not."""
+    """Return the seeds and all functions that call them, directly or not."""
     spread, pending = set(seeds), list(seeds)
     while pending:
         fresh = callers.get(pending.pop(), set()) - spread
@@ -130,8 +139,8 @@ def _spread(seeds: set[str], callers: dict[str, set[str]]) -> set[str]:
 
 
 def variables_of(function: Function) -> Iterator[DeclaredVariable]:
-    """Yield the variables that a function's instructions name, each time they do."""
-    # The list grows while it is iterated: elements of vectors are operands, too.
+    """Yield the variables that a function's instructions name. A variable may be yielded several times."""
+    # Elements of vectors are operands, too. They are appended to the list while it is iterated.
     pending: list[Operand] = [operand for i in function.instructions for operand in i.operands]
     for operand in pending:
         match operand:
@@ -142,7 +151,7 @@ def variables_of(function: Function) -> Iterator[DeclaredVariable]:
 
 
 def _addressed(image: Image) -> tuple[str, ...]:
-    # Addresses are taken by instructions and by initialisers of variables.
+    # Instructions and initialisers of variables can take a function's address.
     defined = {function.name for function in image.subroutines}
     names = {v.name for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.space is Space.CODE}
     names.update(relocation.symbol for variable in image.variables for relocation in variable.relocations)
@@ -150,7 +159,7 @@ def _addressed(image: Image) -> tuple[str, ...]:
 
 
 class _Shared:
-    """The offsets of shared variables, one after another; the variables of `before` come first."""
+    """The offsets of shared variables, one variable after another. Those of `before` come first."""
 
     def __init__(self, before: "_Shared | None" = None) -> None:
         self.size: int = before.size if before else 0
@@ -158,44 +167,45 @@ class _Shared:
         self._places: dict[tuple[str, DeclaredVariable], DeclaredVariable] = {}
 
     def add(self, owner: str, variable: DeclaredVariable) -> None:
-        """Place a variable unless it has a place; the owner of a module's variable is ""."""
+        """Give a variable an offset unless it has one. The owner is a function's name; "" for the module."""
         if self.find(owner, variable) is None:
             offset = round_up(self.size, variable.alignment)
             self.size = offset + variable.size
             self._places[owner, variable] = replace(variable, offset=offset)
 
     def find(self, owner: str, variable: DeclaredVariable) -> DeclaredVariable | None:
-        """Return a variable in its place, or None if it has none."""
+        """Return a variable with its offset; None if it has none."""
         place = self._places.get((owner, variable))
         return self._before.find(owner, variable) if place is None and self._before else place
 
 
 def _static(function: Function) -> dict[DeclaredVariable, str]:
-    """Return the sized shared variables that a function names, and the owner of each."""
+    """Return the shared variables with a size that a function names, each with its owner."""
     variables = {v for v in variables_of(function) if v.space is Space.SHARED and not v.is_dynamic}
     return {v: "" if v in function.module_shared else function.name for v in sorted(variables, key=lambda v: v.offset)}
 
 
 def _key(variable: DeclaredVariable, owner: str) -> DeclaredVariable:
-    """A module's variable has a different place in each function; give it one identity."""
+    """Return a key for a variable. A module's variable has a different offset in each function, so its offset is 0."""
     return variable if owner else replace(variable, offset=0)
 
 
 def _place_shared(image: Image) -> Image:
-    """Place functions' shared variables first, at the same offsets for all kernels; a kernel's own come after them."""
-    # Step 1: one layout for the variables of all functions.
+    """Place the shared variables of functions first, at the same offsets for all kernels, then those of each kernel."""
+    # Step 1: lay out the variables of all functions.
     shared, sharing = _Shared(), set()
     for function in image.subroutines:
         for variable, owner in _static(function).items():
             shared.add(owner, _key(variable, owner))
             sharing.add(function.name)
-    # Step 2: dynamic shared memory begins after everything, and functions know only one offset for it.
+    # Step 2: find the functions that use dynamic shared memory. It begins after all variables, and a function needs the
+    # same offset for it in all kernels.
     dynamic = [v for f in (*image.functions, *image.subroutines) for v in variables_of(f) if v.is_dynamic]
     alignment = max([1, *(variable.alignment for variable in dynamic)])
     uses_dynamic = {f.name for f in image.subroutines if any(v.is_dynamic for v in variables_of(f))}
     graph = CallGraph(image)
     kernels, common = [], 0
-    # Step 3: kernels that reach a function with shared variables move their own to the end; other kernels don't change.
+    # Step 3: in kernels that reach a function with shared variables, move the kernel's own variables to the end.
     for kernel in image.functions:
         reached = graph.reached(kernel)
         if sharing & reached:
@@ -206,7 +216,7 @@ def _place_shared(image: Image) -> Image:
         if uses_dynamic & reached:
             common = max(common, kernel.dynamic_shared_offset)
         kernels.append((kernel, bool(uses_dynamic & reached)))
-    # Step 4: every kernel and function that can see dynamic memory uses the largest of the offsets.
+    # Step 4: let all kernels and functions that use dynamic memory in common use the largest of the offsets.
     return replace(
         image,
         functions=tuple(

@@ -1,7 +1,8 @@
-"""The native functions that a part's kernels call, by name or through a pointer (PTX ISA section 9.7.12.5).
+"""The native functions that kernels call by name or through a pointer (PTX ISA section 9.7.12.5).
 
-A function's address is a number from the module's table of variables, not a memory address. A call through a pointer
-looks the number up, so it reaches a function of this image or none.
+A function's address is not a memory address, but a number from the module's table of variables. A call through a
+pointer looks up the number, so it can only reach a function of the same image. An image is compiled in parts; each part
+has its own functions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ RETURNED = Value("ptr", "%results")
 STACK = Value("i64", "%stack")
 STACK_END = Value("i64", "%stack_end")
 
-# Arguments that are the same for every function; the other arguments differ from call to call.
+# The arguments of every native function that a caller passes on unchanged. The other arguments differ between calls.
 GIVEN = (LAUNCH, Value("ptr", "%environment"), Value("ptr", "%local"), *(Value("i32", f"%{n}") for n in ARGUMENTS))
 SIGNATURE = ", ".join(map(str, (*GIVEN, PASSED, RETURNED, STACK, STACK_END)))
 
-# Functions' numbers are this far apart, and begin at addresses that device memory never has.
+# The difference between the numbers of two functions, and the first number. Device memory never has such addresses.
 HANDLE_STEP = 16
 FIRST_HANDLE = 1 << 56
 
@@ -35,14 +36,16 @@ Layout = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
 @dataclass(slots=True)
 class Callees:
-    """Names the functions of one part; a function that is named will be translated.
+    """Names the functions of one part. A function that gets a name will be translated.
 
     Attributes:
-        addressed: Functions that are addressed; `first_place` is the first one's place in the table.
-        watching: Functions that poll memory which other threads may write; "" stands for one behind a pointer.
+        functions: The functions of the image, by their names in PTX.
+        addressed: The functions with addresses that are taken, in their order in the table of variables.
+        first_place: The index of the first of them in the table.
+        watching: The result of `call_graph.watching_functions`.
         prints: Whether translated code prints.
         allocates: Whether translated code calls malloc or free.
-        pending: Functions that have a name but no body yet.
+        pending: Functions that have a name in the IR but are not translated yet.
     """
 
     functions: Mapping[str, Function] = field(default_factory=dict)
@@ -61,7 +64,7 @@ class Callees:
             self._by_layout.setdefault(self.functions[name].signature.layout, []).append((place, name))
 
     def mark(self) -> tuple[int, int]:
-        """Return how many names exist, for `undo`; called while none is pending."""
+        """Return the numbers of names, for `undo`. No function may be pending."""
         return len(self._names), len(self._dispatchers)
 
     def undo(self, mark: tuple[int, int]) -> None:
@@ -73,12 +76,12 @@ class Callees:
             self._dispatchers.popitem()
 
     def calls(self, instruction: Instruction) -> bool:
-        """Return whether an instruction calls, or may call, a function that has a body."""
+        """Return whether an instruction calls, or may call through a pointer, a function with a body."""
         site = instruction.operands[-1] if instruction.operands else None
         return isinstance(site, CallSite) and (not site.name or site.name in self.functions)
 
     def name(self, function: str) -> str | None:
-        """Return a function's name in the IR, or None if it has no body; its first use makes it pending."""
+        """Return a function's name in the IR; None if it has no body. When first named, a function becomes pending."""
         if function not in self.functions:
             return None
         if function not in self._names:
@@ -87,26 +90,26 @@ class Callees:
         return self._names[function]
 
     def dispatcher(self, signature: Signature) -> str:
-        """Return the name of the function that calls through pointers of this signature."""
+        """Return the name of the dispatcher, the function that makes calls through pointers with this signature."""
         layout = signature.layout
         if layout not in self._dispatchers:
             self._dispatchers[layout] = f"dispatch{len(self._dispatchers)}"
-            # The pointer may refer to any of them, so all must be translated.
+            # The pointer may refer to any function with this layout, so all of them must be translated.
             for _, function in self._by_layout.get(layout, ()):
                 self.name(function)
         return self._dispatchers[layout]
 
     def dispatchers(self, declarations: set[str]) -> list[str]:
-        """Return the IR of all dispatchers named so far."""
+        """Return the IR of all dispatchers that have a name so far."""
         return [self._dispatcher(layout, name, declarations) for layout, name in self._dispatchers.items()]
 
     def _dispatcher(self, layout: Layout, name: str, declarations: set[str]) -> str:
-        """Write a dispatcher: it selects by the function's number, among the functions with these parameters."""
+        """Return the IR of a dispatcher. By the function's number it selects one of the functions with this layout."""
         ir = IrWriter(declarations)
         table = ir.load("ptr", ir.offset(LAUNCH, QueuedLaunch.variables.offset), extra=INVARIANT)
         first = ir.load("i64", ir.offset(table, 8 * self.first_place), extra=INVARIANT)
-        # Turn the number into an index into the addressed functions by a rotation, which makes a number between two
-        # functions a huge index.
+        # Turn the number into an index of `addressed` by a rotation. A number between those of two functions becomes a
+        # huge index, because its low bits are rotated to the top.
         distance = ir.binary("sub", _HANDLE, first)
         step = constant("i64", HANDLE_STEP.bit_length() - 1)
         number = ir.intrinsic("llvm.fshr.i64", "i64", distance, distance, step)
@@ -122,11 +125,11 @@ class Callees:
 
 
 def frame_address(ir: IrWriter) -> Value:
-    """Return the address of the native frame, as i64."""
+    """Return the address of the current native stack frame, as i64."""
     address = ir.intrinsic("llvm.frameaddress.p0", "ptr", constant("i32", 0))
     return ir.cast("ptrtoint", address, "i64")
 
 
 def name_stack_end(ir: IrWriter) -> None:
-    """Name the address below which frames of a kernel's calls may not reach."""
+    """Compute STACK_END, the lowest address that the stack frames of a kernel's calls may have."""
     ir.emit(f"{STACK_END.text} = sub {frame_address(ir)}, {MAX_CALL_STACK_BYTES}")

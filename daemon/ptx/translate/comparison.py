@@ -1,4 +1,4 @@
-"""Comparison and selection, `set`, and comparisons of .f16 and .bf16 (PTX ISA sections 9.7.6 and 9.7.7)."""
+"""Comparison and selection, including those of .f16 and .bf16 (PTX ISA sections 9.7.6 and 9.7.7)."""
 
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, Instruction, Operand, Pair, Scalar
 from gpulease.daemon.ptx.translate.floating import flush
@@ -9,7 +9,7 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
 COMPARISON = InstructionFamily("Comparison and selection", "9.7.6")
 
-# Section 9.3.1: the conditions that end in u are true if either operand is NaN.
+# The conditions that end in u are true if either operand is NaN (section 9.3.1).
 FLOAT_CONDITIONS = {
     **{name: f"fcmp o{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     **{f"{name}u": f"fcmp u{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge")},
@@ -17,7 +17,7 @@ FLOAT_CONDITIONS = {
     "nan": "fcmp uno",
 }
 
-# lo, ls, hi and hs are spellings of unsigned comparisons.
+# lo, ls, hi and hs are other names of the unsigned comparisons.
 _UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 INTEGER_CONDITIONS = ("eq", "ne", "lt", "le", "gt", "ge")
 UNSIGNED_CONDITIONS = (*INTEGER_CONDITIONS, *_UNSIGNED_NAMES)
@@ -43,7 +43,7 @@ def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     if "ftz" in m:
         left, right = flush(t, left), flush(t, right)
     result = t.ir.compare(condition_of(m["cmp"], scalar), left, right)
-    # The second destination gets the complement before the combination, not after it.
+    # The complement for the second destination is computed before the combination with c.
     other = t.ir.invert(result)
     if "bool" in m:
         with_this = t.read(i.operands[3], PREDICATE)
@@ -53,7 +53,7 @@ def set_predicate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @COMPARISON.form("selp.type", 4, type=(*BITS, *INTEGERS, *FLOATS))
 def select(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`selp`: one of two values by a predicate (section 9.7.6.3)."""
+    """Select one of two values by a predicate (section 9.7.6.3)."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     t.write(i.operands[0], scalar, t.ir.select(t.read(i.operands[3], PREDICATE), left, right))
@@ -99,7 +99,11 @@ _TRUE = {
 @SET.form("setp.cmp.source", 3, cmp=_FLOAT, source=("bf16", "bf16x2"))
 @SET.form("setp.cmp.bool.source", 4, cmp=_FLOAT, bool=COMBINE, source=("bf16", "bf16x2"))
 def set_predicate_of_halves(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`setp` of 16-bit floats: p|q get the result and its opposite, for a pair its two results, the lower first."""
+    """`setp` of 16-bit floats.
+
+    For single numbers, p|q get the result and its complement. For pairs they get the results of the lower and the upper
+    numbers.
+    """
     results = _compare(t, i, m)
     if len(results) == 1:
         results.append(t.ir.invert(results[0]))
@@ -127,7 +131,7 @@ def set_predicate_of_halves(t: OperandTranslator, i: Instruction, m: Modifiers) 
 @SET.form("set.cmp.into.source", 3, cmp=_FLOAT, into=(*_WORDS, "bf16x2"), source=("bf16x2",))
 @SET.form("set.cmp.bool.into.source", 4, cmp=_FLOAT, bool=COMBINE, into=(*_WORDS, "bf16x2"), source=("bf16x2",))
 def set_number(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`set`: all ones or 1.0 for true, 0 for false; for a pair each half is a result."""
+    """`set`: write all ones or 1.0 for true, 0 for false. For pairs, each half of the destination gets a result."""
     results = _compare(t, i, m)
     scalar = m.scalar("into")
     kind = f"i{scalar.bits}"
@@ -142,12 +146,12 @@ def set_number(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def _compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> list[Value]:
-    """Compare; return the result, or one result for each number of a pair."""
+    """Compare two operands. Returns one result, or for pairs two results, the lower numbers' first."""
     source, scalar, ir = m["source"], m.scalar("source"), t.ir
     operands = [t.read(i.operands[n], scalar) for n in (1, 2)]
     layout = FORMATS.get(source.removesuffix("x2"))
     if layout is None or source == "f32":
-        # Types that LLVM compares itself; the others are compared as doubles, exactly.
+        # LLVM can compare these types. The others are converted to doubles, which is exact.
         if "ftz" in m:
             operands = [flush(t, value) for value in operands]
         return [ir.compare(condition_of(m["cmp"], scalar), *operands)]

@@ -19,11 +19,11 @@ CONTROL = InstructionFamily("Control flow", "9.7.12")
 
 @CONTROL.form("bra{.uni}", 1, writes=False)
 def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`bra`: continue at a label, where a loop that polls memory may first let others run."""
+    """Jump to a label. In a loop that polls memory, this may first let other threads run."""
     target = i.operands[0]
     if not isinstance(target, Target):
         raise t.problem("a branch goes to a label")
-    # Before the jump, because a loop ends with a branch: here a watching thread may let others run.
+    # Every loop ends with a branch, so a thread that polls memory can let other threads run here.
     count_turn(t)
     t.jump(target.index)
 
@@ -31,7 +31,7 @@ def branch(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @CONTROL.form("ret{.uni}", 0, writes=False)
 @CONTROL.form("exit", 0, writes=False)
 def leave(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`ret`, `exit`: end the function or the thread; in a kernel both end the thread."""
+    """`ret` ends the function, `exit` the thread. In a kernel, both end the thread."""
     t.leave(is_exit=i.opcode == "exit")
 
 
@@ -42,7 +42,7 @@ def trap(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @CONTROL.form("brkpt", 0, writes=False)
 def break_point(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """End the kernel with a fault, since no debugger can resume it."""
+    """End the kernel with a fault, because no debugger can resume it."""
     fail_unless(t, FALSE, Access.BREAKPOINT, Space.GENERIC, constant("i64", 0), 0)
 
 
@@ -57,11 +57,11 @@ _INDEX = SCALARS["u32"]
 
 @CALLS.form("call{.uni}", (1, 2), writes=False)
 def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Copy the arguments, call, copy the results. A fault or an exit in the function ends the caller as well."""
+    """Copy the arguments, call, and copy the results. If the function faults or exits, so does the caller."""
     site = i.operands[-1]
     if not isinstance(site, CallSite):
         raise t.problem("a call names a function")
-    # Step 1: the call. Through a pointer it goes to a dispatcher of all functions with this signature.
+    # Step 1: call. A call through a pointer goes to the dispatcher for all functions with this signature.
     if not site.name:
         target = t.read(i.operands[0], _HANDLE)
         status = _call(t, site, t.callees.dispatcher(site.signature), target)
@@ -69,7 +69,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         fail_unless(t, is_function, Access.NO_FUNCTION, Space.CODE, target, 0)
     elif (name := t.callees.name(site.name)) is not None:
         status = _call(t, site, name)
-    # A declared function without body may be one of CUDA's own, such as vprintf or malloc.
+    # A function that is declared and has no body may be one of CUDA's system calls, such as vprintf or malloc.
     elif site.name in SYSTEM_CALLS:
         SYSTEM_CALLS[site.name](t, site)
         return
@@ -81,7 +81,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     t.ir.block(ended)
     t.pass_on(status)
     t.ir.block(go_on)
-    # Step 3: copy the results from where the callee left them to the caller's variables.
+    # Step 3: copy the results from the callee's result buffer to the caller's variables.
     base, returned = window_base(t, Space.CALL), Value("ptr", "%returned")
     for actual, formal in zip(site.results, site.signature.results, strict=True):
         t.ir.copy(t.ir.offset(base, actual.offset), t.ir.offset(returned, formal.offset), actual.size)
@@ -89,7 +89,7 @@ def call(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> Value:
     t.make_room(site.signature)
-    # Arguments are copied: a callee may keep no pointer into the caller's variables.
+    # Copy the arguments, so that the callee has no access to the caller's variables.
     passed, returned = Value("ptr", "%passed"), Value("ptr", "%returned")
     if site.arguments:
         base = window_base(t, Space.CALL)
@@ -101,12 +101,12 @@ def _call(t: "ThreadTranslator", site: CallSite, name: str, *further: Value) -> 
 
 @CALLS.form("brx.idx{.uni}", tuple(range(2, 1 << 12)), writes=False)
 def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`brx.idx`: continue at the label with that number in the list; a number past the list faults."""
+    """Jump to the label with this index in the list. An index past the end of the list is a fault."""
     index, *targets = i.operands
     if not isinstance(index, Register):
         raise t.problem("an indexed branch takes a register")
     count_turn(t)
-    # A switch over the list's positions; each case is a block of its own that jumps to its label.
+    # Write a switch over the list's indices. Each case is a separate basic block that jumps to its label.
     number = t.read(index, _INDEX)
     places: list[str] = []
     for target in targets:
@@ -120,5 +120,5 @@ def branch_by_index(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
         t.jump(target.index if isinstance(target, Target) else 0)
     t.ir.block(outside)
     fail_unless(t, FALSE, Access.NO_TARGET, Space.CODE, t.ir.cast("zext", number, "i64"), 0)
-    # This is never reached, because the flag above is constant, but LLVM requires that the block ends.
+    # This is never reached, because the condition above is false, but LLVM requires an instruction that ends the block.
     t.ir.ret_value(constant("i32", ReturnStatus.FAULT))

@@ -1,9 +1,9 @@
 """Conversions between types (PTX ISA section 9.7.9.21).
 
-Rounding is to nearest even where a number becomes a shorter float, and in any of the four modes to an integer. The
-other conversions are in narrow_conversions.py. A float that is too large for an integer type becomes the nearest
-number of the type. NaN becomes 0, or only the top bit if the float or the integer has 64 bits. For an f64 to 8 bits the
-ISA also says the top bit, but an H100 gives 0.
+Conversions to a shorter float round to nearest even, conversions to an integer in any of the four modes. The other
+conversions are in narrow_conversions.py. A float outside of the range of an integer type becomes the nearest number of
+the type. NaN becomes 0; if the float or the integer has 64 bits, it becomes the number with only the top bit set. The
+ISA also requires the top bit for conversions from f64 to 8 bits, but an H100 gives 0, and so does this module.
 """
 
 from gpulease.daemon.ptx.parse.syntax import Instruction, Kind, Scalar
@@ -24,7 +24,7 @@ TO_INTEGER = {"rni": "roundeven", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
 @FAMILY.form("cvt{.sat}.into.source", 2, into=_ALL_INTEGERS, source=_ALL_INTEGERS)
 def integer_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Truncate, or extend by the source's sign; with .sat, take the nearest number of the type."""
+    """Truncate or extend, according to the source's type. With .sat, clamp to the range of the type."""
     into, source = m.scalar("into"), m.scalar("source")
     # Registers wider than the types are allowed on both sides (section 9.4.1).
     value = t.read_wide(i.operands[1], source)
@@ -45,7 +45,7 @@ def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=tuple(TO_INTEGER), into=INTEGERS, source=("f32",))
 @FAMILY.form("cvt.round{.sat}.into.source", 2, round=tuple(TO_INTEGER), into=INTEGERS, source=("f64",))
 def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Round in the named mode, then take the nearest number of the type."""
+    """Round in the given mode, then clamp to the range of the type."""
     into, source = m.scalar("into"), m.scalar("source")
     value = t.read(i.operands[1], source)
     if "ftz" in m:
@@ -56,19 +56,19 @@ def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 
 @FAMILY.form("cvt{.round}{.ftz}{.sat}.f32.f32", 2, round=tuple(TO_INTEGER))
 def f32_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Round to an integer that stays a float, flush, or clamp."""
+    """Round to an integer that stays a float, flush subnormals, or clamp to [0, 1]."""
     _float_to_same(t, i, m, "f32")
 
 
 @FAMILY.form("cvt{.round}{.sat}.f64.f64", 2, round=tuple(TO_INTEGER))
 def f64_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Round to an integer that stays a float, or clamp."""
+    """Round to an integer that stays a float, or clamp to [0, 1]."""
     _float_to_same(t, i, m, "f64")
 
 
 @FAMILY.form("cvt.rn{.ftz}{.sat}.f32.f64", 2)
 def f64_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Convert to the nearest f32, ties to even; NaN keeps its sign and the upper part of its payload."""
+    """Convert to the nearest f32, ties to even. NaN keeps its sign and the upper part of its payload."""
     into, source = m.scalar("f32"), m.scalar("f64")
     value = t.read(i.operands[1], source)
     result = finish(t, into, m, t.ir.cast("fptrunc", value, "float"))
@@ -77,7 +77,7 @@ def f64_to_f32(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cvt{.ftz}{.sat}.f64.f32", 2)
 def f32_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Convert exactly; with .ftz a NaN first becomes that of an f32 instruction, as on an H100."""
+    """Convert exactly. As on an H100, with .ftz a NaN becomes the NaN of f32 instructions."""
     into, source = m.scalar("f64"), m.scalar("f32")
     value = t.read(i.operands[1], source)
     if "ftz" in m:
@@ -90,11 +90,11 @@ def f32_to_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def nearest_integer(t: OperandTranslator, into: Scalar, source: Scalar, value: Value) -> Value:
-    """Convert a float without a fraction to the nearest integer; `source` is the type that the number came from."""
+    """Convert a float without a fraction to the nearest number of an integer type. `source` is the operand's type."""
     sign = "s" if into.is_signed else "u"
     kind = f"i{into.bits}"
     width = 64 if value.type == "double" else 32
-    # LLVM's saturating conversion gives 0 for NaN, which is right unless 64 bits are involved.
+    # LLVM's saturating conversion gives 0 for NaN. This is correct unless one of the types has 64 bits.
     number = t.ir.intrinsic(f"llvm.fpto{sign}i.sat.{kind}.f{width}", kind, value)
     if 64 not in (into.bits, source.bits):
         return number
@@ -103,12 +103,12 @@ def nearest_integer(t: OperandTranslator, into: Scalar, source: Scalar, value: V
 
 
 def keep_nan(t: OperandTranslator, value: Value, result: Value, into: Format = F32) -> Value:
-    """Replace `result` by a NaN with the sign and upper payload of the double, if that is NaN."""
+    """Return `result`, or if the double is NaN, a NaN with its sign and the upper part of its payload."""
     ir = t.ir
     bits = ir.cast("bitcast", value, "i64")
     sign = ir.binary("and", ir.binary("lshr", bits, 64 - into.bits), into.sign)
     payload = ir.binary("and", ir.binary("lshr", bits, 52 - into.digits), (1 << into.digits) - 1)
-    # Quiet, as a card makes it.
+    # Make it a quiet NaN, as a card does.
     quiet = into.infinity | 1 << (into.digits - 1)
     nan = ir.cast("trunc", ir.binary("or", ir.binary("or", sign, payload), quiet), f"i{into.bits}")
     return ir.select(ir.compare("fcmp uno", value, value), nan, result)
@@ -117,7 +117,7 @@ def keep_nan(t: OperandTranslator, value: Value, result: Value, into: Format = F
 def _float_to_same(t: OperandTranslator, i: Instruction, m: Modifiers, name: str) -> None:
     scalar = m.scalar(name)
     value = t.read(i.operands[1], scalar)
-    # A conversion without modifiers is a move, and keeps even a NaN's bits.
+    # A conversion without modifiers is a move. It keeps the bits, also those of a NaN.
     if not m.found.keys() - {name}:
         t.write(i.operands[0], scalar, value)
         return
@@ -129,11 +129,11 @@ def _float_to_same(t: OperandTranslator, i: Instruction, m: Modifiers, name: str
 
 
 def _clamp(t: OperandTranslator, value: Value, source: Scalar, into: Scalar) -> Value:
-    """Clamp to the range of the target type, still in the source's width."""
+    """Clamp to the range of the destination type. The result still has the source's width."""
     sign = "s" if source.is_signed else "u"
     low, high = _range(into)
     lowest, highest = _range(source)
-    # A bound that the source type can't exceed would not fit the constant's type.
+    # Leave out a bound that the source type can't exceed, because it might not fit the constant's type.
     if high < highest:
         value = t.ir.intrinsic(f"llvm.{sign}min.{value.type}", value.type, value, constant(value.type, high))
     if low > lowest:

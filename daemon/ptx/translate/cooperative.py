@@ -1,11 +1,11 @@
-"""Recognize in PTX the kernels that only a cooperative launch can run.
+"""Finds the kernels in PTX that only a cooperative launch can run.
 
-nvcc's grid synchronisation reads the address of the grid's barrier from %envreg1 and %envreg2, compares it with 0, and
-traps if it is 0, as it is in every launch that is not cooperative. So this module assumes that the address is 0, and
-follows the registers that hold it to the branches that depend on it. Code that can be reached only through a branch not
-taken (`if (grid.is_valid())`) never runs. A kernel needs a cooperative launch if such a branch leads straight to a
-trap. The module does not follow an address through a stack or a call (nvcc -G). Then any trap that the kernel reaches
-counts.
+nvcc's grid synchronisation reads the address of the grid's barrier from %envreg1 and %envreg2, and traps if it is 0.
+The address is 0 in every launch that is not cooperative. So this module assumes that it is 0, computes the registers
+that depend on it, and decides which branches are taken. For example, the code behind `if (grid.is_valid())` never runs.
+A kernel needs a cooperative launch if a branch that depends on the address always leads to a trap. The module can't
+track an address through a stack or a call (nvcc -G). If there is such an address, a kernel needs a cooperative launch
+if it can reach any trap.
 """
 
 import re
@@ -38,14 +38,14 @@ from gpulease.protocol.fast_dataclass import dataclass
 _TARGET: Final = re.compile(rb"^[ \t]*\.target\s+sm_(\d{2,3})", re.MULTILINE)
 
 _SHARED_SPACES: Final = ("global", "shared")
-"""nvcc never passes the address through these spaces; those of the stack and of calls are param, local and generic."""
+"""nvcc never stores the address in these spaces. Stacks and the parameters of calls are in other spaces."""
 
 _MAX_ROUNDS: Final = 4
-"""Maximum number of times that unreachable code is removed, which may make more code unreachable. Stops code that needs
-a round per block."""
+"""Maximum number of rounds in which unreachable code is removed. Each round may make more code unreachable, so hostile
+code could otherwise need a round for each block."""
 
 _KNOWN_BELOW: Final = 128
-"""Only values below this one are followed: they are the same in all integer types."""
+"""Only values below this one are computed, because they are the same in all integer types."""
 
 _COMPARISONS: Final[dict[str, Callable[[int, int], bool]]] = {
     "eq": eq, "ne": ne, "lt": lt, "le": le, "gt": gt, "ge": ge, "lo": lt, "ls": le, "hi": gt, "hs": ge,
@@ -59,7 +59,7 @@ class _Facts:
     Attributes:
         reached: The instructions that may run.
         needs_barrier: Whether a trap depends on the barrier's address.
-        passes_on: Whether the address, or a value computed from it, leaves the registers.
+        passes_on: Whether the address, or a value computed from it, is stored to a stack or to parameters of a call.
     """
 
     reached: tuple[Instruction, ...]
@@ -69,22 +69,23 @@ class _Facts:
 
 def cooperative_kernels(tree: Image) -> frozenset[str]:
     """Return the kernels of a linked image that only a cooperative launch can run."""
-    # The usual case: no function reads the barrier's address.
+    # Usually, no function reads the barrier's address.
     functions = (*tree.functions, *tree.subroutines)
     if not any(_reads_barrier(function) for function in functions):
         return frozenset()
     # Step 1: for each function separately, find the code that can run, and what depends on the address.
     facts = {f.name: _facts(f) if _reads_barrier(f) else _Facts(f.instructions) for f in functions}
     trapping = {name for name, fact in facts.items() if any(i.opcode == "trap" for i in fact.reached)}
-    # Step 2: a call graph of the code that can run. The graph reads only calls, so labels may lead nowhere here.
+    # Step 2: make a call graph of the code that can run. It reads only calls, so it does not matter that the labels of
+    # the reduced code are wrong.
     kernels, subroutines = (
         tuple(replace(f, instructions=facts[f.name].reached) for f in part)
         for part in (tree.functions, tree.subroutines)
     )
     graph = CallGraph(replace(tree, functions=kernels, subroutines=subroutines))
     fact: set[str] = set()
-    # Step 3: for each kernel and everything that it reaches, look for a trap that depends on the address, or for any
-    # trap if the address was passed on.
+    # Step 3: in each kernel and all functions that it reaches, search for a trap that depends on the address. If an
+    # address was passed on, search for any trap.
     for kernel in kernels:
         names = {kernel.name, *graph.reached(kernel)}
         passes_on = any(facts[name].passes_on for name in names)
@@ -94,14 +95,15 @@ def cooperative_kernels(tree: Image) -> frozenset[str]:
 
 
 def confirm_by_text(ptx: bytes, kernels: frozenset[str]) -> frozenset[str]:
-    """Confirm a finding in machine code by its PTX: keep the kernels that do need a cooperative launch.
+    """Return those of `kernels` that need a cooperative launch according to their PTX.
 
-    Machine code does not show the condition of a trap. If this module can't read the text, all kernels are kept.
+    The caller has found `kernels` in machine code, which does not show the condition of a trap. If this module can't
+    parse the PTX, it returns all of them.
     """
     target = _TARGET.search(ptx)
     if not kernels or target is None or len(ptx) > MAX_IMAGE_BYTES:
         return kernels
-    # The driver for cards may accept text that this parser refuses, so a refusal proves nothing.
+    # A card's driver may accept text that this parser refuses, so a refusal proves nothing.
     try:
         tree = link(parse(ptx.decode(), Architecture(int(target[1]))))
     except (ImageRejected, UnicodeDecodeError):
@@ -120,7 +122,10 @@ def _is_barrier(operand: Operand) -> bool:
 
 
 def _operands(instruction: Instruction) -> list[Operand]:
-    """Return the operands, a vector's one by one, without addresses: what is loaded does not depend on the barrier."""
+    """Return the operands, with vectors replaced by their elements, without addresses.
+
+    Addresses are left out because a loaded value does not depend on the barrier's address.
+    """
     operands: list[Operand] = []
     for operand in instruction.operands:
         operands += operand.elements if isinstance(operand, Vector) else [operand]
@@ -128,7 +133,7 @@ def _operands(instruction: Instruction) -> list[Operand]:
 
 
 def _facts(function: Function) -> _Facts:
-    # Step 1: until nothing changes, compute values from the code that can run, and with them which code can run.
+    # Step 1: compute values from the code that can run, and from the values which code can run, until nothing changes.
     body = function.instructions
     blocks = blocks_of(body)
     reached = list(range(len(blocks)))
@@ -138,21 +143,24 @@ def _facts(function: Function) -> _Facts:
         before, reached = reached, _reached(follows)
         if reached == before:
             break
-    # Step 2: find the blocks that always trap, and whether the address decides if a block ends in or goes to one.
+    # Step 2: find the blocks that always lead to a trap, and whether the address decides if such a block runs.
     sure = _always_trapping([body[block.end - 1] for block in blocks], follows, values)
     needs_barrier = any(
         values.decides(last) and (number in sure if last.opcode == "trap" else not sure.isdisjoint(follows[number]))
         for number in reached
         for last in (body[blocks[number].end - 1],)
     )
-    # Step 3: collect the code that runs, without instructions that a guard is known to keep from running.
+    # Step 3: collect the code that can run, without instructions with a guard that is known to be false.
     runs = [body[n] for number in reached for n in range(blocks[number].start, blocks[number].end)]
     runs = [i for i in runs if values.runs(i) is not False]
     return _Facts(tuple(runs), needs_barrier, any(values.leave_by(i) for i in runs))
 
 
 def _followers(last: Instruction, block: Block, values: "_Values", *, falls: bool) -> tuple[int, ...]:
-    """Return the blocks that may follow one. `falls`: whether there is a next block; it comes after the targets."""
+    """Return the blocks that may run after a block. `last` is its last instruction.
+
+    `falls`: whether there is a block after this one in the code. In `block.follows` it comes after the branch targets.
+    """
     runs = values.runs(last)
     if runs is None or last.guard is None or last.opcode not in ENDS:
         return block.follows
@@ -170,8 +178,8 @@ def _reached(follows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _always_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int]], values: "_Values") -> set[int]:
-    """Return the blocks from which the only way leads to a trap. `last` has each block's last instruction."""
-    # Walk backwards from the traps, through blocks with a single follower.
+    """Return the blocks that always lead to a trap. `last` has the last instruction of each block."""
+    # Walk backwards from the traps, through blocks with only one possible next block.
     before: dict[int, list[int]] = {}
     for number, followers in enumerate(follows):
         if len(set(followers)) == 1:
@@ -187,9 +195,9 @@ def _always_trapping(last: Sequence[Instruction], follows: Sequence[Sequence[int
 
 
 class _Values:
-    """The register values of a launch that is not cooperative, as far as they follow from the address being 0.
+    """The values of registers in a launch that is not cooperative, as far as they follow from the address 0.
 
-    `_known` maps a register to its value; `_derived` has the registers that depend on the address.
+    `_known` maps registers to their values. `_derived` has the registers that depend on the address.
     """
 
     def __init__(self, body: Sequence[Instruction]) -> None:
@@ -201,13 +209,13 @@ class _Values:
             for register in _registers_read(instruction):
                 readers.setdefault(register, []).append(instruction)
         pending = deque(body)
-        # A register becomes derived once and known once, so each instruction is visited a few times at most.
+        # A register becomes derived at most once and known at most once, so this visits each instruction a few times.
         while pending:
             for register in self._follow(pending.popleft()):
                 pending.extend(readers.get(register, ()))
 
     def runs(self, instruction: Instruction) -> bool | None:
-        """Return whether an instruction's guard lets it run; None if that is unknown."""
+        """Return whether an instruction runs, according to its guard; None if that is unknown."""
         guard = instruction.guard
         if guard is None:
             return True
@@ -225,7 +233,7 @@ class _Values:
         return is_private and not self._derived.isdisjoint(_registers_read(instruction))
 
     def _follow(self, instruction: Instruction) -> list[int]:
-        """Visit an instruction; return the registers about which more is known than before."""
+        """Visit an instruction. Return the registers that became derived or known."""
         changed: list[int] = []
         value = self._value(instruction)
         is_derived = any(map(_is_barrier, _operands(instruction))) or any(
@@ -235,7 +243,7 @@ class _Values:
             fresh = is_derived and register.index not in self._derived
             if fresh:
                 self._derived.add(register.index)
-            # A register that several instructions write has no single value.
+            # If several instructions write a register, its value is not known.
             if value is not None and self._writes[register.index] == 1 and register.index not in self._known:
                 self._known[register.index], fresh = value, True
             if fresh:
@@ -244,7 +252,7 @@ class _Values:
 
     def _value(self, instruction: Instruction) -> int | None:
         """Return the value that an instruction writes to its only result, if it is known and small."""
-        # A guarded instruction may not run, so the register may keep an earlier value.
+        # A guarded instruction may not run. Then the register keeps its earlier value.
         if instruction.guard is not None or not isinstance(next(iter(instruction.operands), None), Register):
             return None
         value = _evaluate(instruction, [self._of(operand) for operand in _operands(instruction)[1:]])
@@ -260,7 +268,7 @@ class _Values:
 
 
 def _results(instruction: Instruction) -> list[Register]:
-    """Return the registers that an instruction may write: those of its first operand."""
+    """Return the registers that an instruction may write, which are in its first operand."""
     first = instruction.operands[:1]
     return [register for operand in first if not isinstance(operand, Address) for register in registers_of(operand)]
 
@@ -273,21 +281,21 @@ def _registers_read(instruction: Instruction) -> list[int]:
 
 
 def _evaluate(instruction: Instruction, values: Sequence[int | None]) -> int | None:
-    """Compute an instruction's result. `values` are its sources; None is an unknown one."""
+    """Compute an instruction's result; None if it is unknown. `values` are its sources, None for an unknown one."""
     match instruction.opcode, values:
-        # One known source can be enough: a selector, a 0 in an AND, a true in an OR.
+        # One known source can be enough: the condition of a selection, a 0 in an AND, or a true in an OR.
         case "selp", [first, second, int(chosen)]:
             return first if chosen else second
         case "and", _ if 0 in values:
             return 0
         case "or", _ if 1 in values and instruction.modifiers == ("pred",):
             return 1
-        # Zeros packed together, inserted or shifted stay zero.
+        # If zeros are packed, inserted or shifted, the result is zero.
         case "mov", _ if not any(value is None or value for value in values):
             return 0
         case (("bfi" | "shl" | "shr"), [0, *rest]) if instruction.opcode != "bfi" or rest[0] == 0:
             return 0
-        # A float's bits are its value only for 0.
+        # For floats, only 0 is represented by the same bits as the integer.
         case (("mov" | "cvt"), [int(value)]) if value == 0 or "f" not in "".join(instruction.modifiers):
             return value
         case (("and" | "or" | "xor" | "add" | "setp"), [int(first), int(second)]):

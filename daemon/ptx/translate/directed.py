@@ -1,8 +1,8 @@
 """Arithmetic rounded towards zero, down or up (PTX ISA sections 9.7.3.3 to 9.7.3.13 and 9.7.3.19).
 
-The host's own arithmetic does it, with its rounding mode changed around one instruction. That happens in separate
-functions, which LLVM neither inlines nor reorders: they are `strictfp`, so every operation depends on the mode. The
-mode is nearest even again when they return, so nothing else in the process sees it.
+The host's floating-point unit does this, with its rounding mode changed for one instruction. The change is made in a
+separate function that LLVM does not inline. The function is `strictfp`, so LLVM does not move operations over the
+change. When it returns, the mode is nearest even again, so no other code is affected.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
@@ -48,7 +48,7 @@ _OPERATIONS = {
 @FAMILY.form("sqrt.round.f64", 2, round=_ROUND)
 @FAMILY.form("rcp.round.f64", 2, round=_ROUND)
 def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Compute with one rounding in the named mode."""
+    """Compute with one rounding in the given mode."""
     scalar = next(SCALARS[modifier] for modifier in i.modifiers if modifier in SCALARS)
     kind = ir_type(scalar)
     operands = [read_float(t, i, n, scalar, m) for n in range(1, len(i.operands))]
@@ -56,7 +56,7 @@ def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     if i.opcode == "rcp":
         operands.insert(0, real(kind, 1.0))
     operation, mode = _OPERATIONS[i.opcode], m["round"]
-    # One function for each operation, mode, type and number of lanes; the module has it once.
+    # Use one function for each operation, mode, type and number of lanes. The module contains it once.
     lanes = t.ir.lanes_of(*operands)
     name = f"{operation}_{mode}_f{scalar.bits}_x{lanes}"
     definition = _definition(name, (operation, mode), kind, len(operands), lanes)
@@ -65,7 +65,7 @@ def calculate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def _definition(name: str, what: tuple[str, str], kind: str, arity: int, lanes: int) -> str:
-    """Write the LLVM function that does one operation in one mode, for `lanes` lanes."""
+    """Return the LLVM function that performs one operation in one mode, for `lanes` lanes."""
     operation, mode = what
     suffix = {"float": "f32", "double": "f64"}[kind]
     if lanes > 1:

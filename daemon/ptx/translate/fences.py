@@ -1,6 +1,6 @@
-"""Fences, and hints that a processor running in order may ignore (PTX ISA sections 9.7.9, 9.7.13 and 9.7.19).
+"""Fences, and hints that have no effect here (PTX ISA sections 9.7.9, 9.7.13 and 9.7.19).
 
-Threads of a block run on one host thread: a fence among them only keeps LLVM from moving accesses.
+All threads of a block run on one host thread. So a fence among them only has to prevent LLVM from reordering accesses.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ _SECOND_POLICIES = ("L2::evict_first", "L2::evict_unchanged")
 @FAMILY.form("fence.proxy.async{.space}", 0, writes=False, space=("global", "shared::cta", "shared::cluster"))
 @FAMILY.form("fence.mbarrier_init.release.cluster", 0, writes=False)
 def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Let no access move across; a `.cta` fence concerns the threads of one host thread only."""
+    """Prevent the reordering of accesses. A `.cta` fence concerns only the threads of one host thread."""
     among = 'syncscope("singlethread") ' if "cta" in i.modifiers else ""
     t.ir.emit(f"fence {among}seq_cst")
 
@@ -36,14 +36,14 @@ def fence(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("prefetchu.L1", 1, writes=False)
 @FAMILY.form("applypriority{.global}.L2::evict_normal", 2, writes=False)
 def hint(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: the hint is about caches, and any address is allowed."""
+    """Do nothing, because the hint only affects caches. Any address is allowed."""
     if not isinstance(i.operands[0], Address):
         raise t.problem("expected an address in brackets")
 
 
 @FAMILY.form("discard{.global}.L2", 2, writes=False)
 def discard(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: the contents become undefined, so they may as well stay."""
+    """Do nothing: the contents become undefined, so they may also stay as they are."""
     hint(t, i, m)
 
 
@@ -51,7 +51,7 @@ def discard(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("createpolicy.cvt.L2.b64", 2)
 @FAMILY.form("createpolicy.range{.global}.way{.other}.b64", 4, way=_POLICIES, other=_SECOND_POLICIES)
 def policy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Return an arbitrary number: a policy is only about caches."""
+    """Write an arbitrary number, because a policy only affects caches."""
     t.write(i.operands[0], SCALARS["b64"], constant("i64", 0))
 
 
@@ -59,17 +59,17 @@ def policy(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("pmevent", 1, writes=False)
 @FAMILY.form("pmevent.mask", 1, writes=False)
 def count(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: a thread has as many registers as it names, and events are not counted."""
+    """Do nothing. A thread always has all registers that it names, and events are not counted."""
     if not isinstance(i.operands[0], Integer):
         raise t.problem("expected a constant")
 
 
 @FAMILY.form("nanosleep.u32", 1, writes=False)
 def sleep(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Return at once, which a sleep may do; in a loop other threads of the block get to run (see wait_points.py)."""
+    """Continue at once, which the ISA allows. In a loop, other threads of the block can run (see wait_points.py)."""
     t.read(i.operands[0], SCALARS["u32"])
 
 
 @FAMILY.form("griddepcontrol.action", 0, writes=False, action=("launch_dependents", "wait"))
 def dependency(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Do nothing: a launch begins only when those before it are complete."""
+    """Do nothing, because a launch begins only when the launches before it are complete."""

@@ -1,7 +1,7 @@
 """Floating-point arithmetic (PTX ISA section 9.7.3).
 
-Everything here is correctly rounded to nearest even, as on a GPU, and never contracted: a PTX `mul` and `add` remain
-two roundings. Other rounding modes are in directed.py, approximations in approximate.py.
+As on a GPU, every result is correctly rounded to nearest even. Operations are never contracted: a `mul` and an `add` in
+PTX are rounded separately. Other rounding modes are in directed.py, approximations in approximate.py.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
@@ -14,11 +14,11 @@ FAMILY = InstructionFamily("Floating point", "9.7.3")
 _F32 = SCALARS["f32"]
 _F64 = SCALARS["f64"]
 
-# CUDA C++ Programming Guide, "Floating-Point Standard": a single-precision operation produces this NaN, whatever NaN
-# its inputs were. The ISA does not say for double precision; the host's NaN is kept there.
+# If the result of a single-precision operation is NaN, it is this NaN (CUDA C++ Programming Guide, "Floating-Point
+# Standard"). The ISA does not define which NaN double-precision operations give, so they give the host's.
 _CANONICAL_NAN = 0x7FFFFFFF
 
-# Masks of an f32's bits: all but the sign, and an infinity's. Magnitudes above an infinity's are NaN.
+# The mask of an f32's bits except for the sign, and the bits of infinity. Larger magnitudes are NaN.
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
 
@@ -50,7 +50,7 @@ def binary_f64(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("fma.rn.f64", 4)
 @FAMILY.form("mad.rn.f64", 4)
 def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Product and sum with one rounding; mad is the same since sm_20."""
+    """Compute product and sum with one rounding. `mad` is the same since sm_20."""
     scalar = _last_scalar(i)
     operands = [read_float(t, i, n, scalar, m) for n in (1, 2, 3)]
     write_float(t, i, scalar, m, t.ir.intrinsic(f"llvm.fma.f{scalar.bits}", ir_type(scalar), *operands))
@@ -77,10 +77,13 @@ def reciprocal(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("abs{.ftz}.f32", 2)
 @FAMILY.form("abs.f64", 2)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Flip or clear the sign bit. The ISA leaves NaN open: as on an H100, f64's stay and f32's become canonical."""
+    """Flip or clear the sign bit.
+
+    The ISA does not define the result for NaN. As on an H100, a NaN of f64 stays, and one of f32 becomes canonical.
+    """
     scalar = _last_scalar(i)
     value = read_float(t, i, 1, scalar, m)
-    # On the bits, because LLVM's fneg and fabs may change a NaN.
+    # Change the bits, because LLVM's fneg and fabs may change a NaN.
     bits = t.to_bits(value, scalar)
     sign_bit = 1 << (scalar.bits - 1)
     result = t.ir.binary("xor", bits, sign_bit) if i.opcode == "neg" else t.ir.binary("and", bits, sign_bit - 1)
@@ -94,13 +97,16 @@ def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("min.f64", 3)
 @FAMILY.form("max.f64", 3)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """A number wins over a NaN, and +0 is greater than -0 (sections 9.7.3.11 and 9.7.3.12)."""
+    """Return the smaller or larger operand (sections 9.7.3.11 and 9.7.3.12).
+
+    If one operand is NaN, the result is the other one. +0 is greater than -0.
+    """
     scalar, ir = _last_scalar(i), t.ir
     left, right = (read_float(t, i, n, scalar, m) for n in (1, 2))
-    # First assume that both are numbers, then correct the result for equal operands, then for NaN on either side.
+    # First assume that both are numbers. Then correct the result for equal operands, and then for NaN.
     wins = ir.compare("fcmp olt" if i.opcode == "min" else "fcmp ogt", left, right)
     result = ir.select(wins, left, right)
-    # Equal numbers have equal bits, except for zeros: `or` keeps a -0, `and` keeps a +0.
+    # Equal numbers have equal bits, except for zeros. `or` gives -0 if either is -0, `and` gives +0 if either is +0.
     merge = "or" if i.opcode == "min" else "and"
     bits = ir.binary(merge, t.to_bits(left, scalar), t.to_bits(right, scalar))
     result = ir.select(ir.compare("fcmp oeq", left, right), t.from_bits(bits, scalar), result)
@@ -118,22 +124,23 @@ def copy_sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def read_float(t: OperandTranslator, i: Instruction, position: int, scalar: Scalar, m: Modifiers) -> Value:
-    """Read a float operand, subnormals flushed to zero if the instruction has .ftz."""
+    """Read a float operand. If the instruction has .ftz, subnormals are flushed to zero."""
     value = t.read(i.operands[position], scalar)
     return flush(t, value) if "ftz" in m else value
 
 
 def write_float(t: OperandTranslator, i: Instruction, scalar: Scalar, m: Modifiers, value: Value) -> None:
-    """Finish a result as its modifiers and type demand, and write it."""
+    """Finish a result (see `finish`), and write it."""
     t.write(i.operands[0], scalar, finish(t, scalar, m, value))
 
 
 def finish(t: OperandTranslator, scalar: Scalar, m: Modifiers, value: Value) -> Value:
-    """Flush a rounded result, clamp it to [0, 1], or make its NaN canonical, as modifiers and type demand.
+    """Apply to a rounded result what its modifiers and type require.
 
-    NaN is replaced in the bits: to LLVM all NaN are equal, so it would drop a choice between floats.
+    .ftz flushes subnormals, .sat clamps to [0, 1], and without .sat a NaN of f32 becomes the canonical one. The NaN is
+    replaced as an integer: LLVM treats all NaN as equal, so it could remove a selection between floats.
     """
-    # The order is the ISA's: .ftz applies to the rounded result, .sat after it.
+    # In the ISA's order, .ftz applies to the rounded result, and .sat after that.
     if "ftz" in m and scalar == _F32:
         value = flush(t, value)
     if "sat" in m:
@@ -146,7 +153,7 @@ def finish(t: OperandTranslator, scalar: Scalar, m: Modifiers, value: Value) -> 
 
 
 def flush(t: OperandTranslator, value: Value) -> Value:
-    """Return a subnormal f32 as a zero of its sign (section 9.7.3, ".ftz")."""
+    """Flush a subnormal f32 to a zero of the same sign (section 9.7.3, ".ftz")."""
     magnitude = t.ir.intrinsic("llvm.fabs.f32", "float", value)
     smallest_normal = t.from_bits(constant("i32", 0x00800000), _F32)
     zero = t.ir.intrinsic("llvm.copysign.f32", "float", float_constant(t, _F32, 0.0), value)
@@ -156,13 +163,13 @@ def flush(t: OperandTranslator, value: Value) -> Value:
 def saturate(t: OperandTranslator, scalar: Scalar, value: Value) -> Value:
     """Clamp to [0.0, 1.0]; NaN and -0 become +0 (section 9.7.3, ".sat")."""
     zero, one = (float_constant(t, scalar, number) for number in (0.0, 1.0))
-    # "ogt" is false for NaN and for -0, so both take the constant.
+    # "ogt" is false for NaN and for -0, so for both the constant is selected.
     positive = t.ir.select(t.ir.compare("fcmp ogt", value, zero), value, zero)
     return t.ir.select(t.ir.compare("fcmp olt", positive, one), positive, one)
 
 
 def float_constant(t: OperandTranslator, scalar: Scalar, number: float) -> Value:
-    """Return 0.0 or 1.0 as a constant; only numbers that decimal spells exactly are allowed."""
+    """Return a constant. `number` must be exact in decimal notation, such as 0.0 or 1.0."""
     return Value(ir_type(scalar), f"{number:e}")
 
 

@@ -1,4 +1,4 @@
-"""All families of instructions, and the search for the form that an instruction has."""
+"""All families of instructions, and the search for the form that matches an instruction."""
 
 from gpulease.daemon.ptx.limits import rejected
 from gpulease.daemon.ptx.parse.syntax import Instruction
@@ -62,7 +62,8 @@ FAMILIES = (
     PHASES,
 )
 
-# Instructions of these families only write registers, each thread's from its own operands: lanes run them together.
+# The instructions of these families only compute registers of a thread from registers of the same thread. So lanes can
+# execute them together.
 _PURE = (
     INTEGER,
     CARRY,
@@ -96,7 +97,7 @@ _FORMS = _by_opcode()
 
 
 def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
-    """Return an instruction's form, and its modifiers by name. Raises ImageRejected if it has none."""
+    """Return an instruction's form, and its modifiers by name. Raises ImageRejected if no form matches."""
     # First try the ISA's order of modifiers, which nearly always matches.
     for form in _FORMS.get(instruction.opcode, ()):
         modifiers = form.match(instruction)
@@ -107,7 +108,7 @@ def find_form(instruction: Instruction, kernel: str) -> tuple[Form, Modifiers]:
         modifiers = form.match_in_any_order(instruction)
         if modifiers is not None:
             return form, modifiers
-    # For a known opcode, another spelling could help the user.
+    # If the opcode is known, say so: the user may find another form in the list.
     is_known = instruction.opcode in _FORMS
     label = "this form of" if is_known else "the instruction"
     raise rejected(
@@ -133,7 +134,7 @@ def supported_table() -> str:
 def _describe(form: Form) -> str:
     text = form.opcode
     for _, choices, optional in form.slots:
-        # A bar would end the table's cell, so alternatives are set apart by commas.
+        # Separate alternatives by commas, because a vertical bar would end the table's cell.
         slot = f".{choices[0]}" if len(choices) == 1 else f".({','.join(choices)})"
         text += f"[{slot}]" if optional else slot
     return text

@@ -1,8 +1,9 @@
 """Floating-point formats narrower than double, and rounding to them (PTX ISA sections 5.2.3 and 6.5.2).
 
-Arithmetic is done in doubles, which can hold every number of these formats, so only the last step rounds. If even the
-double is inexact, it is rounded to odd: of the two doubles around the exact value, the odd one is chosen. A double has
-more than two digits more than each format, so rounding it again gives the same result as rounding the exact value.
+Results are computed as doubles, which can represent every number of these formats, and rounded to the format in a last
+step. If the exact result is not a double, it is rounded to odd: of the two doubles around it, the one with an odd last
+digit is chosen. A double has at least two digits more than each format, so rounding it again gives the same number as
+rounding the exact result. Digits are binary digits here.
 """
 
 from gpulease.daemon.ptx.translate.approximate import real
@@ -24,10 +25,10 @@ class Format:
     """A floating-point format.
 
     Attributes:
-        bits: Its width when stored.
-        digits: The stored digits of its fraction.
-        bias: The number that is added to an exponent; also the largest exponent.
-        nan: The NaN that instructions produce.
+        bits: Its width in memory.
+        digits: Number of stored digits of the fraction.
+        bias: The number that is added to an exponent. It is also the largest exponent.
+        nan: The bits of the NaN that instructions produce.
     """
 
     bits: int
@@ -41,7 +42,7 @@ class Format:
 
     @property
     def infinity(self) -> int:
-        """The bits of infinity; greater magnitudes are NaN."""
+        """The bits of infinity. Larger magnitudes are NaN."""
         return (2 * self.bias + 1) << self.digits
 
     @property
@@ -72,9 +73,9 @@ def double_of(t: OperandTranslator, bits: Value) -> Value:
 
 
 def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
-    """Return a number's bits as a double, which is exact."""
+    """Convert a number, given by its bits, to a double. This is exact."""
     ir = t.ir
-    # Every format but .f16 is the upper part of an f32.
+    # All formats except for .f16 are the upper part of an f32.
     if source != F16:
         word = ir.resize(bits, "i32", signed=False)
         if source == BF16:
@@ -82,10 +83,10 @@ def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
         return ir.cast("fpext", ir.cast("bitcast", word, "float"), "double")
     wide = ir.resize(bits, "i64", signed=False)
     magnitude = ir.binary("and", wide, 0x7FFF)
-    # Put exponent and fraction in place; a product repairs the wrong bias, also for subnormals.
+    # Shift exponent and fraction to their places. The multiplication then corrects the bias, also for subnormals.
     placed = ir.binary("shl", magnitude, _DIGITS - F16.digits)
     scaled = ir.binary("fmul", double_of(t, placed), real("double", 2.0 ** (_BIAS - F16.bias)))
-    # Infinity and NaN have the largest exponent, which the product would have made a number.
+    # Infinity and NaN have the largest exponent. The product would be an ordinary number, so use the largest exponent.
     special = ir.binary("or", placed, _INFINITY)
     is_special = ir.compare("icmp uge", magnitude, 0x7C00)
     number = ir.select(is_special, special, bits_of(t, scaled))
@@ -94,7 +95,7 @@ def decode(t: OperandTranslator, bits: Value, source: Format) -> Value:
 
 
 def encode(t: OperandTranslator, value: Value, into: Format) -> Value:
-    """Return the bits of a double that the format can hold; any NaN becomes the format's own."""
+    """Return the bits of a double in a format that can represent it. Any NaN becomes the format's `nan`."""
     ir = t.ir
     is_nan = ir.compare("fcmp uno", value, value)
     if into == F16:
@@ -113,7 +114,7 @@ def _encode_f16(t: OperandTranslator, value: Value) -> Value:
     magnitude = ir.binary("and", bits, _MAGNITUDE)
     rebiased = ir.binary("sub", magnitude, (_BIAS - F16.bias) << _DIGITS)
     normal = ir.binary("lshr", rebiased, _DIGITS - F16.digits)
-    # Subnormal ones count units of 2^-24, which is the last digit of a double just above 2^28.
+    # Subnormal numbers are multiples of 2^-24, which is the unit of a double's last digit just above 2^28.
     counted = ir.binary("fadd", double_of(t, magnitude), real("double", 2.0**28))
     subnormal = ir.binary("and", bits_of(t, counted), 0x7FF)
     is_small = ir.compare("icmp ult", magnitude, (_BIAS + 1 - F16.bias) << _DIGITS)
@@ -126,7 +127,7 @@ def _encode_f16(t: OperandTranslator, value: Value) -> Value:
 def round_to(t: OperandTranslator, value: Value, into: Format, mode: str) -> Value:
     """Round a double to a number of the format, in the mode rn, rz, rm, rp, or rna (ties away from zero)."""
     ir = t.ir
-    # Step 1: round the magnitude. Its exponent, kept within the format's range, decides where the last digit is.
+    # Step 1: round the magnitude. Its exponent, clamped to the format's range, decides where the last digit is.
     bits = bits_of(t, value)
     sign = ir.binary("and", bits, _SIGN)
     magnitude = ir.binary("and", bits, _MAGNITUDE)
@@ -134,32 +135,32 @@ def round_to(t: OperandTranslator, value: Value, into: Format, mode: str) -> Val
     exponent = ir.binary("and", magnitude, _EXPONENT)
     for name, bound in (("umax", _BIAS + 1 - into.bias), ("umin", _BIAS + into.bias)):
         exponent = ir.intrinsic(f"llvm.{name}.i64", "i64", exponent, constant("i64", bound << _DIGITS))
-    # A double of this size has the format's last digit as its own: adding it rounds there, to nearest even.
+    # The last digit of a double of this size is the format's last digit. So adding it rounds there, to nearest even.
     rounder = double_of(t, ir.binary("add", exponent, (_DIGITS - into.digits) << _DIGITS))
     nearest = ir.binary("fsub", ir.binary("fadd", size, rounder), rounder)
-    # One unit of the last digit, for the other modes.
+    # The other modes need one unit of the last digit.
     unit = double_of(t, ir.binary("sub", exponent, into.digits << _DIGITS))
     is_negative = ir.compare("icmp slt", bits, 0)
     rounded = _pick(t, mode, (size, nearest, unit), is_negative)
-    # Step 2: overflow gives infinity or the largest number, depending on the mode's direction.
+    # Step 2: on overflow, the result is infinity or the largest number, depending on the mode.
     infinity, largest = real("double", float("inf")), real("double", into.largest)
     past = {"rn": infinity, "rna": infinity, "rz": largest}.get(mode)
     if past is None:
         below, above = (infinity, largest) if mode == "rm" else (largest, infinity)
         past = ir.select(is_negative, below, above)
     rounded = ir.select(ir.compare("fcmp ogt", rounded, largest), past, rounded)
-    # Step 3: an infinity stays one, and the sign returns.
+    # Step 3: infinity stays infinity. Restore the sign.
     rounded = ir.select(ir.compare("fcmp oeq", size, infinity), infinity, rounded)
     return double_of(t, ir.binary("or", bits_of(t, rounded), sign))
 
 
 def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], is_negative: Value) -> Value:
-    """Choose a multiple of the unit by the mode, given a magnitude and its nearest multiple."""
+    """Round a magnitude to a multiple of the unit. `around`: the magnitude, its nearest multiple, and the unit."""
     ir = t.ir
     size, nearest, unit = around
     if mode == "rn":
         return nearest
-    # The nearest multiple may lie above the magnitude. Rounding towards zero needs the one below.
+    # The nearest multiple may be above the magnitude. Rounding towards zero needs the multiple below.
     lower = ir.select(ir.compare("fcmp ogt", nearest, size), ir.binary("fsub", nearest, unit), nearest)
     if mode == "rz":
         return lower
@@ -167,15 +168,15 @@ def _pick(t: OperandTranslator, mode: str, around: tuple[Value, Value, Value], i
     if mode == "rna":
         half = ir.binary("fmul", unit, real("double", 0.5))
         return ir.select(ir.compare("fcmp oge", ir.binary("fsub", size, lower), half), upper, lower)
-    # Down is away from zero for negative numbers, up for positive ones.
+    # Rounding down increases the magnitude of a negative number, rounding up that of a positive number.
     farther = ir.select(ir.compare("fcmp olt", lower, size), upper, lower)
     return ir.select(is_negative, *((farther, lower) if mode == "rm" else (lower, farther)))
 
 
 def sum_to_odd(t: OperandTranslator, left: Value, right: Value) -> Value:
-    """Return the sum of two doubles rounded to odd; exact zeros, infinities and NaN are the host's."""
+    """Return the sum of two doubles, rounded to odd. For zeros, infinities and NaN this is the host's sum."""
     ir = t.ir
-    # If the sum is inexact and its last bit even, the neighbour on the error's side is the odd one.
+    # If the sum is inexact and even, the result is the neighbour in the direction of the error, which is odd.
     total, error = sum_and_error(t, left, right)
     bits = bits_of(t, total)
     points_down = ir.compare("icmp slt", ir.binary("xor", bits, bits_of(t, error)), 0)
@@ -186,7 +187,7 @@ def sum_to_odd(t: OperandTranslator, left: Value, right: Value) -> Value:
 
 
 def sum_and_error(t: OperandTranslator, left: Value, right: Value) -> tuple[Value, Value]:
-    """Knuth's two-sum: return the rounded sum and, exactly, the error of the rounding."""
+    """Return the rounded sum of two doubles, and the exact error of the rounding, by Knuth's two-sum."""
     ir = t.ir
     total = ir.binary("fadd", left, right)
     right_part = ir.binary("fsub", total, left)
@@ -196,7 +197,7 @@ def sum_and_error(t: OperandTranslator, left: Value, right: Value) -> tuple[Valu
 
 
 def flush_narrow(t: OperandTranslator, value: Value, kind: Format) -> Value:
-    """Return a double that would be subnormal in the format as a zero of its sign."""
+    """Flush a double to a zero of the same sign if it is subnormal in the format."""
     ir = t.ir
     bits = bits_of(t, value)
     limit = bits_of(t, real("double", kind.smallest_normal))

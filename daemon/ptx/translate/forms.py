@@ -1,12 +1,12 @@
-"""Match an instruction's spelling to the function that translates it.
+"""Finds the function that translates an instruction, by the instruction's opcode and modifiers.
 
-A form's template is written as the PTX ISA writes syntax: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`, where a name
-with choices (`cmp`, `type`) stands for one of them and any other name for itself. An instruction that matches no form
-is refused: an unknown modifier may change the result.
+The template of a form is written like the syntax in the PTX ISA: `add{.rn}{.ftz}{.sat}.f32` or `setp.cmp.type`. A name
+with choices, such as `cmp` or `type`, represents one of its choices; any other name represents itself. An instruction
+that matches no form is refused, because an unknown modifier may change the result.
 
-ptxas accepts most modifiers in any order, and compilers rely on that: CUB writes `vote.ballot.sync.b32`. Forms do the
-same, except for modifiers that ptxas distinguishes by position: types, layouts or spaces relative to each other, and
-parts of the opcode (`mul.lo`).
+ptxas accepts most modifiers in any order, and compilers use this: CUB writes `vote.ballot.sync.b32`. Forms accept any
+order, too, except for modifiers with a meaning that depends on the position. These are types, layouts and spaces
+relative to others of the same kind, and parts of the opcode (`mul.lo`).
 """
 
 import re
@@ -27,10 +27,10 @@ _ORDERED_KINDS = (
     re.compile(r"global|shared(?:::cta|::cluster)?"),
 )
 
-# Modifiers that come first or not at all (seen with ptxas 13.0).
+# Modifiers that ptxas 13.0 accepts only in the first place.
 _FIRST = ("lo", "hi", "wide", "l", "r", "warp", "to", "async", "idx")
 
-# One modifier of a template, in braces if it is optional.
+# A modifier in a template, in braces if it is optional.
 _SLOT = re.compile(r"(\{)?\.(\w+(?:::\w+)?)\}?")
 
 UNSIGNED = ("u16", "u32", "u64")
@@ -42,7 +42,7 @@ FLOATS = ("f32", "f64")
 
 @dataclass(frozen=True, slots=True)
 class Modifiers:
-    """The modifiers of an instruction, by their names in the form that it matches."""
+    """The modifiers of an instruction, by their names in the form that matches it."""
 
     found: dict[str, str]
 
@@ -53,7 +53,7 @@ class Modifiers:
         return self.found[name]
 
     def get(self, name: str) -> str:
-        """Return the choice for a name, "" for an optional one that is absent."""
+        """Return the modifier with a name in the form; "" if the instruction does not have it."""
         return self.found.get(name, "")
 
     def scalar(self, name: str = "type") -> Scalar:
@@ -68,9 +68,12 @@ class Form:
     """A supported spelling.
 
     Attributes:
-        slots: For each modifier in order: its name, its choices, whether it may be left out.
-        arity: The numbers of operands that it may have.
-        writes: Whether the first operand receives the result.
+        template: See the description of this module.
+        opcode: The opcode.
+        slots: For each modifier in order: its name, its choices, and whether it is optional.
+        arity: The permitted numbers of operands.
+        writes: Whether the first operand is the destination.
+        translate: The function that translates instructions of this form.
     """
 
     template: str
@@ -84,20 +87,20 @@ class Form:
         """Return the instruction's modifiers by name, or None if its spelling does not match."""
         values: dict[str, str] = {}
         modifiers = list(instruction.modifiers)
-        # Slots and modifiers advance together; an optional slot may be passed over.
+        # Compare slots and modifiers one by one. An optional slot may be skipped.
         for name, choices, optional in self.slots:
             if modifiers and modifiers[0] in choices:
                 values[name] = modifiers.pop(0)
             elif not optional:
                 return None
-        # A modifier left over is unknown here.
+        # A remaining modifier does not belong to this form.
         if modifiers or len(instruction.operands) not in self.arity:
             return None
         return Modifiers(values)
 
     def match_in_any_order(self, instruction: Instruction) -> Modifiers | None:
-        """Match modifiers in an order that the ISA does not list, but ptxas accepts."""
-        # Sort the modifiers into the slots' order, then match as usual.
+        """Return the modifiers by name if they match in an order that ptxas accepts, but the ISA does not list."""
+        # Sort the modifiers in the order of the slots, then match as usual.
         modifiers = list(instruction.modifiers)
         if any(modifier in _FIRST for modifier in modifiers[1:]):
             return None
@@ -109,14 +112,14 @@ class Form:
                 modifiers.remove(choice)
             elif not optional:
                 return None
-        # Where position carries meaning, sorting must not have changed the order.
+        # If the meaning depends on the position, sorting must not have changed the order.
         if modifiers or _ordered_modifiers(instruction.modifiers) != _ordered_modifiers(arranged):
             return None
         return self.match(replace(instruction, modifiers=tuple(arranged)))
 
 
 def _ordered_modifiers(modifiers: Sequence[str]) -> list[list[str]]:
-    """Return the types, the layouts and the spaces, each in their order."""
+    """Return the types, the layouts and the spaces among modifiers, each kind in its order."""
     return [[modifier for modifier in modifiers if kind.fullmatch(modifier)] for kind in _ORDERED_KINDS]
 
 
@@ -131,7 +134,7 @@ class InstructionFamily:
     def form(
         self, template: str, arity: int | tuple[int, ...], *, writes: bool = True, **choices: Sequence[str]
     ) -> Callable[[Translate], Translate]:
-        """Register the decorated function as the translation of a form."""
+        """Return a decorator that registers a function as the translation of a form. `choices`: by name."""
 
         def register(translate: Translate) -> Translate:
             opcode = re.split(r"[.{]", template, maxsplit=1)[0]

@@ -1,11 +1,11 @@
-"""Map elements of a matrix to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`), and move them.
+"""Maps elements of matrices to the lanes of a warp (PTX ISA section 9.7.15.5, the figures of `mma`), and moves them.
 
-All shapes follow one rule. A matrix is cut into tiles of 8 rows (for B: columns) by 4 words; lane 4g + t has word t of
-row g in each tile. In A, tiles are numbered downwards first, in B along the columns. C is cut into tiles of 8 by 8, and
-a lane has the two elements 2t and 2t + 1 of row g in each. The ISA does not define the layout of `wmma` fragments; here
-it is the same.
+All shapes follow one rule. A and B are divided into tiles of 8 rows (for B: columns) by 4 words. Lane 4g + t has word t
+of row g in each tile. The tiles of A are numbered first down the rows, those of B along a column. C is divided into
+tiles of 8 by 8, and a lane has the two elements 2t and 2t + 1 of row g in each tile. The ISA does not define the layout
+of `wmma` fragments. This driver uses the same layout for them.
 
-For each kind of matrix, one function with a loop loads or stores a lane's elements.
+For each kind of matrix, there is one function with a loop that loads or stores a lane's elements.
 """
 
 import re
@@ -25,19 +25,19 @@ _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
 _EIGHT = 8
 _LANES_OF_ROW = 4
 
-# Bits of an element, by its type.
+# Number of bits of an element, by type.
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "f32": 32, "s32": 32, "f64": 64}
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the matrices of one shape and type are divided into tiles.
+    """The division of the matrices of one shape and type into tiles.
 
     Attributes:
-        m: Rows of A and C.
-        n: Columns of B and C.
-        k: Columns of A, rows of B.
-        per_word: Elements in a word of A and B; a word has 4 bytes, for f64 8.
+        m: Number of rows of A and C.
+        n: Number of columns of B and C.
+        k: Number of columns of A and of rows of B.
+        per_word: Number of elements in a word of A and B. A word has 4 bytes, or 8 for f64.
     """
 
     m: int
@@ -47,17 +47,17 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """The number of tiles that the rows of A and C make."""
+        """The number of tiles into which the rows of A and C are divided."""
         return self.m // _EIGHT
 
     @property
     def columns(self) -> int:
-        """The number of tiles that the columns of B and C make."""
+        """The number of tiles into which the columns of B and C are divided."""
         return self.n // _EIGHT
 
     @property
     def chunks(self) -> int:
-        """How many words a lane has of a row of A, or of a column of B."""
+        """The number of words that a lane has in a row of A or in a column of B."""
         return self.k // (_LANES_OF_ROW * self.per_word)
 
     @property
@@ -73,17 +73,18 @@ class Tiles:
         return 2 * self.rows * self.columns
 
     def elements(self, part: str) -> list[tuple[int, int]]:
-        """Return a lane's elements of "a", "b" or "c" in order, as distances from row (of B: column) g and word t.
+        """Return the positions of a lane's elements in "a", "b" or "c", in order.
 
-        The second distance is across the row (of B: down the column), in elements.
+        A position is a pair: the distance from row g (in B: column g), and the distance from word t along the row (in
+        B: down the column), both in elements.
         """
-        # In C a lane has two neighbouring elements of each tile.
+        # In C, a lane has two neighbouring elements of each tile.
         if part == "c":
             return [
                 (_EIGHT * (n // 2 % self.rows), n % 2 + _EIGHT * (n // (2 * self.rows))) for n in range(self.results)
             ]
         width = _LANES_OF_ROW * self.per_word
-        # In A and B a lane has one word of each tile, which is `per_word` elements wide.
+        # In A and B, a lane has one word of each tile, with `per_word` elements.
         elements = []
         for word in range(self.a_words if part == "a" else self.b_words):
             if part == "a":
@@ -95,7 +96,7 @@ class Tiles:
 
 
 def tiles_of(shape: str, kind: str) -> Tiles:
-    """Return the division of a shape such as `m16n8k16` for the element type of A and B, or of C if only C is used."""
+    """Return the division of a shape such as `m16n8k16`. `kind`: the element type of A and B, or of C for C alone."""
     match = _SHAPE.fullmatch(shape)
     assert match is not None, shape
     m, n, k = map(int, match.groups())
@@ -105,13 +106,21 @@ def tiles_of(shape: str, kind: str) -> Tiles:
 _ROOM, _START, _STEP = Value("ptr", "%room"), Value("i64", "%start"), Value("i64", "%step")
 _COUNTER = Value("ptr", "%counter")
 
-# The result of the functions below: whether all accesses were allowed, and the first address that was not.
+# The result of the functions that are defined below: whether all accesses were allowed, and the first address that was
+# not allowed.
 _RESULT = "{ i1, i64 }"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A matrix "a", "b" or "c" of a product, stored by rows or columns, with elements of one type."""
+    """Moves the elements of one kind of matrix between memory and the lanes.
+
+    Attributes:
+        tiles: The division into tiles.
+        part: "a", "b" or "c".
+        layout: "row" if the matrix is stored row by row, "col" if column by column.
+        type: The type of the elements.
+    """
 
     tiles: Tiles
     part: str
@@ -124,18 +133,18 @@ class Passage:
 
     @property
     def default_stride(self) -> int:
-        """The distance from a row (column) to the next, in elements, when the instruction gives none."""
+        """The distance between two rows (with "col": columns), in elements, if the instruction does not give it."""
         tiles = self.tiles
         rows, columns = {"a": (tiles.m, tiles.k), "b": (tiles.k, tiles.n), "c": (tiles.m, tiles.n)}[self.part]
         return columns if self.layout == "row" else rows
 
     @property
     def _groups_are_near(self) -> bool:
-        """Whether lanes of different groups g, rather than those of one group, have neighbouring elements."""
+        """Whether neighbouring elements in memory belong to lanes with different g, rather than with different t."""
         return (self.layout == "row") == (self.part == "b")
 
     def first(self, ir: IrWriter, address: Value, step: Value, lane: Value) -> Value:
-        """Return the address of the element at row g, word t of a matrix with rows that are `step` bytes apart."""
+        """Return the address of the lane's first element, at row g and word t. `step`: bytes between two rows."""
         width = 2 if self.part == "c" else self.tiles.per_word
         group = ir.cast("zext", ir.binary("lshr", lane, 2), "i64")
         word = ir.binary("mul", ir.cast("zext", ir.binary("and", lane, 3), "i64"), width)
@@ -146,8 +155,8 @@ class Passage:
     def call(
         self, t: "ThreadTranslator", space: Space, room: Value, start: Value, step: Value, *, stores: bool
     ) -> Value:
-        """Move the lane's elements, the first of them at `start`; returns whether all was allowed, and where not."""
-        # One function for each kind of matrix and space; the local window's size is a constant in it.
+        """Move the lane's elements between memory, from `start` on, and `room`. Returns a value of type _RESULT."""
+        # Use one function for each kind of matrix and space. The size of the local window is a constant in it.
         tiles = self.tiles
         kind = f"{self.part}.{self.layout}.{self.type}.{tiles.m}.{tiles.n}.{tiles.k}.{space.value}.{t.local_limit}"
         name = f"matrix.{'store' if stores else 'load'}.{kind}"
@@ -161,7 +170,7 @@ class Passage:
         ir, kind = inner.ir, f"i{8 * self.size}"
         elements = self.tiles.elements(self.part)
         distances = [(n, g) if self._groups_are_near else (g, n) for g, n in elements]
-        # The distances are a table in the module: a loop over it is far shorter than the accesses written out.
+        # Put the distances into a table in the module. A loop over it is far shorter than a list of all accesses.
         table = ", ".join(f"[2 x i64] [i64 {far}, i64 {self.size * near}]" for far, near in distances)
         ir.require(f"@{name}.places = internal constant [{len(distances)} x [2 x i64]] [{table}]")
         ir.block("entry")
@@ -179,7 +188,7 @@ class Passage:
         following = ir.binary("add", number, 1)
         ir.store(following, _COUNTER)
         ir.branch_if(ir.compare("icmp ult", following, len(distances)), "each", "done")
-        # The function ends in one of two ways: at the first address that may not be accessed, or with success.
+        # The function returns at the first address that may not be accessed, or when all elements were moved.
         ir.block("stop")
         ir.ret_value(ir.value(_RESULT, f"insertvalue {_RESULT} zeroinitializer, {address}, 1"))
         ir.block("done")

@@ -1,10 +1,10 @@
-"""A .func as a native function (PTX ISA sections 7.1 and 9.7.12.5).
+"""Translates a .func to a native function (PTX ISA sections 7.1 and 9.7.12.5).
 
     i32 func(launch, environment, local, tid.x, ..., ctaid.z, arguments, results, stack, stack_end)
 
-It runs for one thread, from its start to its end: functions with instructions at which threads wait have been inlined
-(inliner.py). Its local variables are in the thread's local window from `stack` on; its native frame may not reach below
-the address `stack_end`. If either has no room left, the kernel ends with a stack overflow.
+The function runs for one thread and never suspends it: functions with instructions at which threads wait were inlined
+before (inliner.py). Its local variables are in the thread's local window from `stack` on. Its native frame must not
+extend below the address `stack_end`. If there is no room for either, the kernel ends with a stack overflow.
 """
 
 from gpulease.daemon.ptx.limits import (
@@ -38,7 +38,7 @@ class FunctionTranslator(BodyTranslator):
     ) -> None:
         super().__init__(function, variable_places, declarations, callees)
         self._line_bytes = OPTIMISED_FRAME_BYTES_PER_LINE if is_optimised else FRAME_BYTES_PER_LINE
-        # Such functions should have been inlined; these could not be.
+        # Functions with these instructions are inlined, so this function could not be.
         for self.instruction in function.instructions:
             if self.instruction.opcode in MEETINGS:
                 raise self.problem(
@@ -47,11 +47,11 @@ class FunctionTranslator(BodyTranslator):
                 )
 
     def _find_waits(self) -> Waits:
-        # Its loops don't let other threads run either: a native frame can't be left and entered again.
+        # A loop here can't let other threads run, because a native frame can't be suspended and resumed.
         return find_waits(())
 
     def address_of(self, variable: DeclaredVariable, offset: int) -> Value:
-        """Return a variable's address; local variables are in this call's part of the window."""
+        """Return a variable's address. Local variables are in this call's part of the local window."""
         if variable.space is Space.LOCAL:
             return self.ir.binary("add", _OWN_STACK, variable.offset + offset)
         return super().address_of(variable, offset)
@@ -61,16 +61,17 @@ class FunctionTranslator(BodyTranslator):
         return self.ir.binary("add", _OWN_STACK, self.function.local_bytes)
 
     def leave(self, *, is_exit: bool) -> None:
-        """Return to the caller, which ends as well if the thread exits."""
+        """Return to the caller. If the thread exits, the caller ends, too."""
         self.ir.ret(ReturnStatus.EXITED if is_exit else ReturnStatus.DONE)
 
     def _signature(self, name: str) -> str:
-        # A call costs little next to a body that nvcc did not inline; inlined, it would exceed the frame's bound.
+        # Prevent inlining: the bound of the caller's frame would not include this function. Compared with a body that
+        # nvcc did not inline, the cost of a call is small.
         return f"define internal i32 @{name}({SIGNATURE}) noinline {{"
 
     def _open(self, opening: IrWriter) -> None:
-        """Write the check that both stacks have room for this call, then the buffers for its own calls."""
-        # Step 1: an upper bound of the native frame, from the length of the code.
+        """Write the check that both stacks have room for this call, then reserve the buffers for its own calls."""
+        # Step 1: compute an upper bound of the native frame from the length of the code.
         frame = (
             self._line_bytes * len(self.ir.lines) + self.function.call_bytes + self.passed_bytes + self.returned_bytes
         )

@@ -1,7 +1,7 @@
 """Arithmetic on .f16, .bf16 and pairs of them (PTX ISA sections 9.7.4, 9.7.3.21 and 9.7.3.22).
 
-Each number becomes a double, in which sums, products and their sums are exact or rounded to odd; then the result is
-rounded once, to nearest even. A NaN result is 0x7fff.
+Each operand is converted to a double. Products are exact there, and sums are exact or rounded to odd (formats.py). Then
+the result is rounded once, to nearest even. If the result is NaN, its bits are 0x7fff.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _F16 = ("f16", "f16x2")
 _BF16 = ("bf16", "bf16x2")
 _ALL = _F16 + _BF16
 
-# A function from the operands' bits to the result's, for one number of the format `kind`.
+# A function that computes the bits of a result from the bits of the operands, for single numbers of the format `kind`.
 Lane = Callable[..., Value]
 
 
@@ -41,7 +41,7 @@ Lane = Callable[..., Value]
 @FAMILY.form("mul{.rn}.type", 3, type=_BF16)
 def binary(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     def calculate(left: Value, right: Value) -> Value:
-        # The product of two such numbers is exact in a double; a sum may not be.
+        # The product of two such numbers is exact as a double, but a sum may not be.
         if i.opcode == "mul":
             return t.ir.binary("fmul", left, right)
         return sum_to_odd(t, left, t.ir.unary("fneg", right) if i.opcode == "sub" else right)
@@ -53,7 +53,7 @@ def binary(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("fma.rn{.ftz}.relu.type", 4, type=_F16)
 @FAMILY.form("fma.rn{.relu}.type", 4, type=_BF16)
 def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`fma`: the product, exact in a double, and the sum with one rounding."""
+    """Compute a product, which is exact as a double, and a sum, with one rounding."""
 
     def calculate(left: Value, right: Value, added: Value) -> Value:
         return sum_to_odd(t, t.ir.binary("fmul", left, right), added)
@@ -65,7 +65,10 @@ def fused(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("ex2.approx.ftz.type", 2, type=_BF16)
 @FAMILY.form("tanh.approx.type", 2, type=_ALL)
 def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Rounded from near double precision, so within the ISA's bounds: 2^-9.9, 2^-7 (ex2), 2^-10.987, 2^-8 (tanh)."""
+    """Compute the function in nearly double precision, and round the result.
+
+    This is within the ISA's bounds of the error: for f16 and bf16, 2^-9.9 and 2^-7 (ex2), 2^-10.987 and 2^-8 (tanh).
+    """
     each_lane(t, i, m, 1, rounded(t, m, lambda value: function_of(t, i.opcode, value)))
 
 
@@ -74,7 +77,7 @@ def function(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("neg.type", 2, type=_BF16)
 @FAMILY.form("abs.type", 2, type=_BF16)
 def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Flip or clear the sign bit. The ISA does not define this for NaN: as on an H100, it becomes the canonical NaN."""
+    """Flip or clear the sign bit. The ISA does not define this for NaN; as on an H100, the result is 0x7fff."""
 
     def lane(bits: Value, kind: Format) -> Value:
         bits = _flushed(t, m, bits, kind)
@@ -95,7 +98,11 @@ def sign(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("max{.ftz}{.NaN}.xorsign.abs.type", 3, type=_F16)
 @FAMILY.form("max{.NaN}.xorsign.abs.type", 3, type=_BF16)
 def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """+0 is greater than -0. A number wins over a NaN, or loses with .NaN; .xorsign.abs compares magnitudes."""
+    """Return the smaller or larger operand.
+
+    If one operand is NaN, the result is the other one; with .NaN, it is NaN. +0 is greater than -0. With .xorsign.abs,
+    magnitudes are compared, and the sign of the result is that of the product.
+    """
 
     def lane(left: Value, right: Value, kind: Format) -> Value:
         left, right = _flushed(t, m, left, kind), _flushed(t, m, right, kind)
@@ -105,14 +112,14 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def each_lane(t: OperandTranslator, i: Instruction, m: Modifiers, count: int, lane: Lane) -> None:
-    """Apply a function of bits to a number, or to each number of a pair, and write the result."""
+    """Apply `lane` to `count` operands, or separately to the two numbers of pairs, and write the result."""
     kind, ir = m["type"], t.ir
     scalar, layout = SCALARS[kind], FORMATS[kind.removesuffix("x2")]
     operands = [t.read(i.operands[n], scalar) for n in range(1, count + 1)]
     if scalar.bits == 16:
         t.write(i.operands[0], scalar, lane(*operands, kind=layout))
         return
-    # A pair: take both halves out, and put the results back at their places.
+    # For pairs, extract both halves, and put the results back at their places.
     result = constant("i32", 0)
     for shift in (0, 16):
         parts = (ir.cast("trunc", ir.binary("lshr", operand, shift), "i16") for operand in operands)
@@ -122,21 +129,24 @@ def each_lane(t: OperandTranslator, i: Instruction, m: Modifiers, count: int, la
 
 
 def rounded(t: OperandTranslator, m: Modifiers, calculate: Lane) -> Lane:
-    """Wrap a function of doubles as one of bits: operands are flushed with .ftz, the result rounded and finished."""
+    """Return a function of bits for a function of doubles. It converts the operands and rounds the result.
+
+    It also applies .ftz to the operands and the result, and .sat and .relu to the result.
+    """
 
     def lane(*operands: Value, kind: Format) -> Value:
         flushes = "ftz" in m
         numbers = [decode(t, bits, kind) for bits in operands]
         if flushes:
             numbers = [flush_narrow(t, number, kind) for number in numbers]
-        # One rounding: the steps before it are exact or round to odd, and the steps after it choose among existing
-        # numbers.
+        # This is the only rounding. The steps before it are exact or round to odd, and the steps after it select
+        # numbers that the format has.
         value = round_to(t, calculate(*numbers), kind, "rn")
         if flushes:
             value = flush_narrow(t, value, kind)
         if "sat" in m:
             value = saturate(t, _F64, value)
-        # "ole" is false for NaN, which .relu keeps.
+        # "ole" is false for NaN, so .relu keeps NaN.
         if "relu" in m:
             is_below = t.ir.compare("fcmp ole", value, real("double", 0.0))
             value = t.ir.select(is_below, real("double", 0.0), value)
@@ -146,24 +156,25 @@ def rounded(t: OperandTranslator, m: Modifiers, calculate: Lane) -> Lane:
 
 
 def least_or_most(t: OperandTranslator, opcode: str, m: Modifiers, operands: tuple[Value, ...], kind: Format) -> Value:
-    """Return the smaller or larger of two numbers' bits, as the modifiers demand."""
+    """Return the bits of the smaller or larger of two numbers, according to the modifiers (see minimum_maximum)."""
     ir = t.ir
     left, right = operands
-    # The sign of the product, for .xorsign; then only magnitudes are compared.
+    # With .xorsign, the result has the sign of the product, and only magnitudes are compared.
     flipped = ir.binary("and", ir.binary("xor", left, right), kind.sign)
     if "xorsign" in m:
         left, right = (ir.binary("and", bits, kind.sign - 1) for bits in operands)
     left_is_nan, right_is_nan = (
         ir.compare("icmp ugt", ir.binary("and", bits, kind.sign - 1), kind.infinity) for bits in (left, right)
     )
-    # Complement a negative number's magnitude: then the bits have the order of the numbers, with -0 before +0.
+    # Complement the magnitude of negative numbers. Then the bits, as integers, have the order of the numbers, with -0
+    # before +0.
     ordered = [
         ir.binary("xor", bits, ir.binary("lshr", ir.binary("ashr", bits, kind.bits - 1), 1)) for bits in (left, right)
     ]
     wins = ir.compare("icmp slt" if opcode == "min" else "icmp sgt", *ordered)
     result = ir.select(wins, left, right)
     nan = constant(left.type, kind.nan)
-    # With .NaN one NaN is enough for the result to be NaN, without it both must be.
+    # With .NaN, the result is NaN if either operand is NaN, otherwise only if both are.
     if "NaN" in m:
         is_nan = ir.binary("or", left_is_nan, right_is_nan)
     else:
@@ -175,7 +186,7 @@ def least_or_most(t: OperandTranslator, opcode: str, m: Modifiers, operands: tup
 
 
 def _flushed(t: OperandTranslator, m: Modifiers, bits: Value, kind: Format) -> Value:
-    """Return a subnormal's bits as a zero of its sign if the instruction has .ftz."""
+    """Flush a number, given by its bits, if it is subnormal and the instruction has .ftz."""
     if "ftz" not in m:
         return bits
     magnitude = t.ir.binary("and", bits, kind.sign - 1)

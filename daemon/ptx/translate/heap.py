@@ -1,13 +1,13 @@
 """`malloc` and `free` in kernels (CUDA C++ Programming Guide, "Dynamic Global Memory Allocation").
 
-A module with a function that calls `malloc` gets one more variable: the heap. It counts against the slice and exists as
-long as the module. The heap's first word is a lock. Blocks follow, each after a header with the block's size in bytes,
-plus 1 while the block is in use. An allocation joins each free block with the free blocks after it, and takes the first
-that fits.
+A module with a function that calls `malloc` gets an additional variable, the heap. Its size counts against the slice,
+and it exists as long as the module. The heap's first word is a lock. The blocks follow. Each has a header with the
+block's size in bytes, including the header, plus 1 while the block is in use. An allocation joins each free block with
+the free blocks after it, and takes the first block that is large enough.
 
-A kernel can write the lock and the headers, like all of the module's memory. So a header is trusted only if its block
-ends within the heap, and a walk advances by at least 16 bytes per step. A kernel that leaves the lock set waits only
-for itself.
+A kernel can overwrite the lock and the headers, like all of the module's memory. So a header is used only if its block
+ends within the heap, and a search advances by at least 16 bytes in each step. If a kernel leaves the lock set, only the
+kernels of this module wait.
 """
 
 from typing import TYPE_CHECKING
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 
 HEAP = DeclaredVariable("heap of malloc", Space.GLOBAL, HEAP_BYTES, 256)
-"""The heap's variable. No image can name it, because names contain no blanks."""
+"""The heap's variable. No image can name it, because names contain no spaces."""
 
-# The first block's offset; a header's size; the smallest block, a header and 16 bytes.
+# The offset of the first block, the size of a header, and the size of the smallest block: a header and 16 bytes.
 _BLOCKS_AT = 16
 _HEADER_BYTES = 16
 _LEAST_BYTES = 32
@@ -181,7 +181,7 @@ wrong:
 
 
 def with_heap(image: Image) -> tuple[DeclaredVariable, ...]:
-    """Return an image's variables, with the heap if one of its functions calls `malloc` and none defines it."""
+    """Return an image's variables, and also the heap if the image calls `malloc` and does not define it."""
     functions = (*image.functions, *image.subroutines)
     if any(function.name == "malloc" for function in functions):
         return image.variables
@@ -191,14 +191,14 @@ def with_heap(image: Image) -> tuple[DeclaredVariable, ...]:
 
 
 def take(t: "ThreadTranslator", size: Value) -> Value:
-    """Allocate `size` bytes, a 64-bit value; gives the address, or 0 if none fits."""
+    """Allocate `size` bytes, an i64. Returns the address; 0 if no block is large enough."""
     t.callees.allocates = True
     return t.ir.value("i64", f"call i64 @heap_malloc({t.address_of(HEAP, 0)}, {size})")
 
 
 def give_back(t: "ThreadTranslator", address: Value) -> Value:
-    """Free a block; gives whether the address was that of a block, or 0."""
-    # Without a heap no block can exist.
+    """Free a block. Returns whether the address is 0 or that of a block in use."""
+    # Without a heap, there are no blocks.
     if not t.has_variable(HEAP):
         return t.ir.compare("icmp eq", address, 0)
     t.callees.allocates = True

@@ -1,7 +1,7 @@
-"""Inline functions in which a thread waits, at barriers and warp operations or in loops, into kernels.
+"""Inlines functions into kernels if a thread may wait in them, at barriers, at warp operations or in loops.
 
-A kernel can stop at such an instruction and resume later, because it keeps its state in a frame. A function that was
-called natively can't. The inliner rewrites the tree, so all later stages see one body.
+A kernel can be suspended at such an instruction and resumed later, because it keeps its state in a frame. A function
+that was called natively can't. The inliner changes the tree, so all later stages get one body.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,11 @@ from gpulease.daemon.ptx.parse.syntax import (
 )
 from gpulease.daemon.ptx.translate.waits import WAITING
 
-# Instructions at which threads meet (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), supported or not.
+# Instructions at which threads wait for each other (PTX ISA sections 9.7.9.23 to 9.7.9.28, 9.7.13, 9.7.14), including
+# unsupported ones.
 MEETINGS = WAITING.union(("wgmma",))
 
-# How deep functions may be nested in functions; also bounds Python's stack.
+# Maximum depth of inlined functions in inlined functions. It also bounds the use of Python's stack.
 _MAX_DEPTH = 64
 
 _TOO_MANY = "too many calls of functions with barriers or warp operations"
@@ -43,7 +44,13 @@ def meets(function: Function) -> bool:
 
 
 class Inliner:
-    """Expands calls of the functions named in `wanted`, as long as a function stays within `most` instructions."""
+    """Replaces calls of some functions by the functions' bodies.
+
+    Args:
+        functions: The functions of the image, by name.
+        to_inline: The names of the functions to inline.
+        max_instructions: Maximum number of instructions of a function after inlining.
+    """
 
     def __init__(
         self, functions: dict[str, Function], to_inline: set[str], max_instructions: int = MAX_INSTRUCTIONS
@@ -52,19 +59,19 @@ class Inliner:
         self._to_inline = to_inline
         self._expanded: dict[str, Function] = {}
         self._max_instructions = max_instructions
-        # The length of all functions' results together, which bounds the work for an image with many functions that
-        # each expand to the limit.
+        # The number of instructions that all results together may still have. It bounds the work for an image with many
+        # functions that each expand to the limit.
         self._instruction_budget = 4 * MAX_INSTRUCTIONS
 
     def expand(self, function: Function, within: tuple[str, ...] = ()) -> Function:
-        """Return the function with those calls replaced by bodies, its callees expanded first. Raises ImageRejected."""
+        """Return the function with the calls replaced by bodies, which are expanded first. Raises ImageRejected."""
         if function.name not in self._expanded:
             bodies = {}
             for number, instruction in enumerate(function.instructions):
                 name = self._callee_of(instruction)
                 if name is None:
                     continue
-                # `within` is the chain of callers: meeting one again means recursion.
+                # `within` is the chain of callers. If the callee is one of them, there is recursion.
                 if name in within or name == function.name or len(within) >= _MAX_DEPTH:
                     raise _problem(function, instruction, f"{name[:60]} waits for other threads and calls itself")
                 bodies[number] = self.expand(self._functions[name], (*within, function.name))
@@ -72,7 +79,7 @@ class Inliner:
         return self._expanded[function.name]
 
     def _joined(self, function: Function, bodies: dict[int, Function]) -> Function:
-        """Replace a function's calls by `bodies`, and count the result against the limit for the whole image."""
+        """Replace the calls at the indices in `bodies`, and count the result against the limit for the whole image."""
         if not bodies:
             return function
         joined = _splice(function, bodies, self._max_instructions)
@@ -91,27 +98,28 @@ def _problem(function: Function, instruction: Instruction, reason: str) -> Image
 
 
 def _splice(caller: Function, bodies: dict[int, Function], max_instructions: int) -> Function:
-    """Replace each numbered call by its body. Raises ImageRejected for more than `max_instructions` instructions."""
-    # Step 1: where each instruction of the caller will be. A guarded call takes one more, the branch around the body.
+    """Replace the call at each index in `bodies` by the body. Raises ImageRejected if the result is too large."""
+    # Step 1: compute where each instruction of the caller will be. A guarded call needs an additional instruction, the
+    # branch around the body.
     places = [0]
     for number, instruction in enumerate(caller.instructions):
         body = bodies.get(number)
         length = 1 if body is None else len(body.instructions) + (instruction.guard is not None)
         places.append(places[-1] + length)
-    # Step 2: the bounds, before anything is built: a few lines of text could otherwise become gigabytes.
+    # Step 2: check the limits before building anything, because a few lines of text could become gigabytes.
     steps = {body.name: _steps(body) for body in {id(body): body for body in bodies.values()}.values()}
     built = len(caller.instructions) + sum(steps[body.name] for body in bodies.values())
     registers = len(caller.registers) + sum(len(body.registers) for body in bodies.values())
     if built > max_instructions or registers > MAX_REGISTERS_PER_FUNCTION:
         raise rejected(_TOO_MANY, kernel=caller.name)
-    # Step 3: copy, with the caller's labels moved and the calls replaced.
+    # Step 3: copy the instructions, with the caller's labels moved and the calls replaced.
     instructions: list[Instruction] = []
     for number, instruction in enumerate(caller.instructions):
         if number not in bodies:
             instructions.append(_map(instruction, _Renaming(target=lambda index: places[index])))
             continue
         after = places[number + 1]
-        # The call's guard becomes a branch over the body, taken when the guard is false.
+        # The call's guard becomes a branch over the body, which is taken if the guard is false.
         if instruction.guard is not None:
             skip = PredicateGuard(instruction.guard.register, not instruction.guard.negated)
             instructions.append(replace(instruction, guard=skip, opcode="bra", operands=(Target("", after),)))
@@ -123,22 +131,22 @@ def _splice(caller: Function, bodies: dict[int, Function], max_instructions: int
 
 
 def _steps(function: Function) -> int:
-    """Count the instructions, and the labels of indexed branches, which are operands."""
+    """Return the number of instructions plus the number of labels of indexed branches, which are operands."""
     return sum(len(i.operands) if i.opcode == "brx" else 1 for i in function.instructions)
 
 
 def _body(
     caller: Function, call: Instruction, callee: Function, start: int, after: int
 ) -> tuple[Function, list[Instruction]]:
-    """Return the caller with room for a callee's registers and variables, and the callee's instructions using them."""
+    """Return the caller with a callee's registers and variables added, and the callee's instructions that use them."""
     site = call.operands[-1]
-    # Arguments and results share storage with parameters after inlining, so they must not overlap.
+    # After inlining, the callee's parameters and results are the caller's variables, so these must be different ones.
     if not isinstance(site, CallSite) or set(site.arguments) & set(site.results):
         raise _problem(caller, call, "a result takes an argument's place")
     # The callee's local and call variables are appended to the caller's, aligned.
     local = round_up(caller.local_bytes, callee.local_alignment)
     calls = round_up(caller.call_bytes, callee.call_alignment)
-    # Parameters become the variables that the caller passes.
+    # Parameters and results become the variables that the caller passes.
     passed = dict(zip(callee.parameters + callee.results, site.arguments + site.results, strict=True))
     if any(actual.alignment < formal.alignment for formal, actual in passed.items()):
         raise _problem(caller, call, "an argument is less aligned than its parameter")
@@ -153,14 +161,14 @@ def _body(
     renaming = _Renaming(len(caller.registers), place, lambda index: start + index)
     instructions = []
     for instruction in callee.instructions:
-        # A parameter is now a variable of the caller, so its address must not be computed or kept.
+        # A parameter is now a variable of the caller, so the callee must not compute its address.
         if "param" in instruction.modifiers and not _names_its_parameter(instruction):
             raise _problem(callee, instruction, "a function with barriers can't compute its parameters' addresses")
-        # A return continues after the call.
+        # A return becomes a branch to the instruction after the call.
         if instruction.opcode == "ret":
             instruction = replace(instruction, opcode="bra", modifiers=(), operands=(Target("", after - start),))
         instructions.append(_map(instruction, renaming))
-    # The callee's registers follow the caller's; the next call's registers and variables are appended to both.
+    # Append the callee's registers to the caller's. Those of the next call will be appended to both.
     registers = tuple(replace(r, index=r.index + len(caller.registers)) for r in callee.registers)
     room = replace(
         caller,
@@ -179,7 +187,13 @@ def _names_its_parameter(instruction: Instruction) -> bool:
 
 
 class _Renaming:
-    """Maps registers, variables and labels for one inlined call."""
+    """Maps registers, variables and labels of instructions.
+
+    Args:
+        registers: Number that is added to the index of each register.
+        place: Maps each variable.
+        target: Maps the index in each label.
+    """
 
     def __init__(
         self,
@@ -195,7 +209,7 @@ class _Renaming:
         return replace(register, index=register.index + self.registers) if self.registers else register
 
     def operand(self, operand: Operand) -> Operand:
-        """Map an operand. Operands within operands are single ones, so the recursion is at most two deep."""
+        """Map an operand. Elements of vectors and pairs are single operands, so the recursion is at most two deep."""
         match operand:
             case Register():
                 return self.register(operand)

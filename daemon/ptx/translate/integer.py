@@ -1,7 +1,8 @@
 """Integer arithmetic, bit fields, and arithmetic with carry (PTX ISA sections 9.7.1 and 9.7.2).
 
-The carry flag lives from an instruction ending in .cc to the next one that reads it. Here the flag is an IR value in
-straight-line code. A chain that a branch, a label or a barrier interrupts, or that depends on a predicate, is refused.
+An instruction with .cc sets the carry flag, and a later one reads it. Here the flag is an IR value, so both must be in
+the same straight-line code. If a branch, a label or a barrier is between them, or if the flag depends on a predicate,
+the kernel is refused.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
@@ -32,7 +33,7 @@ def add_sub(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @INTEGER.form("add.sat.s32", 3)
 @INTEGER.form("sub.sat.s32", 3)
 def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`.sat`: the result is clamped to the smallest and largest number instead of wrapping."""
+    """Clamp the result to the smallest or largest number, instead of wrapping."""
     scalar = SCALARS["s32"]
     left, right = _pair(t, i, scalar)
     t.write(i.operands[0], scalar, t.ir.intrinsic(f"llvm.s{i.opcode}.sat.i32", "i32", left, right))
@@ -40,7 +41,7 @@ def saturating(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("mul.half.type", 3, half=("lo", "hi"), type=INTEGERS)
 def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mul.lo`, `mul.hi`: one half of the whole product."""
+    """Compute the lower or upper half of the whole product."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     t.write(i.operands[0], scalar, product(t, m["half"], scalar, left, right))
@@ -48,7 +49,7 @@ def multiply(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("mad.half.type", 4, half=("lo", "hi"), type=INTEGERS)
 def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mad.lo`, `mad.hi`: one half of the whole product, plus c."""
+    """Compute the lower or upper half of the whole product, plus c."""
     scalar = m.scalar()
     left, right = _pair(t, i, scalar)
     part = product(t, m["half"], scalar, left, right)
@@ -58,7 +59,7 @@ def multiply_add(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @INTEGER.form("mul.wide.type", 3, type=_NARROW)
 @INTEGER.form("mad.wide.type", 4, type=_NARROW)
 def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mul.wide`, `mad.wide`: the whole product, plus c of the product's width."""
+    """Compute the whole product; `mad` adds c, which has the product's width."""
     scalar = m.scalar()
     wide = _wider(scalar)
     left, right = _pair(t, i, scalar)
@@ -71,13 +72,15 @@ def multiply_wide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @INTEGER.form("div.type", 3, type=INTEGERS)
 @INTEGER.form("rem.type", 3, type=INTEGERS)
 def divide(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`div`, `rem`. The ISA does not define division by zero: here, as on an H100, it gives all ones, without a trap.
+    """Compute a quotient or remainder.
 
-    The smallest signed number divided by -1 wraps around, with remainder 0.
+    The ISA does not define division by zero. As on an H100, quotient and remainder are all ones, without a trap. The
+    smallest signed number divided by -1 wraps around, with remainder 0.
     """
     scalar, ir = m.scalar(), t.ir
     left, right = _pair(t, i, scalar)
-    # The host would trap on a divisor of 0 and, signed, of -1. Divide by 1 then, and select the result after.
+    # The host may trap if the divisor is 0 or, for signed numbers, -1. In these cases divide by 1, and select the
+    # correct result afterwards.
     is_zero = ir.compare("icmp eq", right, 0)
     unsafe = is_zero
     if scalar.is_signed:
@@ -104,7 +107,7 @@ def minimum_maximum(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("neg.type", 2, type=SIGNED)
 def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`neg`; the smallest number stays the same, as it has no negative."""
+    """Negate. The smallest number stays the same, because its negative does not exist."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     t.write(i.operands[0], scalar, t.ir.binary("sub", constant(value.type, 0), value))
@@ -112,18 +115,18 @@ def negate(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("abs.type", 2, type=SIGNED)
 def absolute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`abs`; the smallest number stays the same, as it has no negative."""
+    """Compute the absolute value. The smallest number stays the same, because its negative does not exist."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     name = f"llvm.abs.i{scalar.bits}"
-    # The flag says that this case is defined.
+    # The flag 0 says that the result is defined for the smallest number, too.
     t.write(i.operands[0], scalar, t.ir.intrinsic(name, value.type, value, constant("i1", 0)))
 
 
 @INTEGER.form("popc.type", 2, type=_BIT_WORDS)
 @INTEGER.form("clz.type", 2, type=_BIT_WORDS)
 def count_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`popc` counts ones, `clz` leading zeros: all bits for 0."""
+    """`popc` counts ones. `clz` counts leading zeros; for 0 these are all bits."""
     scalar = m.scalar()
     value = t.read(i.operands[1], scalar)
     if i.opcode == "popc":
@@ -142,10 +145,13 @@ def reverse_bits(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("bfind{.shiftamt}.type", 2, type=_WORDS)
 def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`bfind`: the highest bit that differs from the sign, or its distance from the top; all ones if there is none."""
+    """Return the position of the highest bit that differs from the sign; all ones if there is none.
+
+    With .shiftamt, return the distance of that bit from the top bit.
+    """
     scalar, ir = m.scalar(), t.ir
     value = t.read(i.operands[1], scalar)
-    # Complement a negative number, so that the highest bit to find is a one in either case.
+    # Complement a negative number, so that the bit to find is a one in all cases.
     if scalar.is_signed:
         value = ir.binary("xor", value, ir.binary("ashr", value, scalar.bits - 1))
     in_front = ir.intrinsic(f"llvm.ctlz.i{scalar.bits}", value.type, value, constant("i1", 0))
@@ -158,12 +164,12 @@ def find_bit(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("bfe.type", 4, type=_WORDS)
 def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`bfe`: `length` bits from `start`; a signed field is filled with its highest existing bit (section 9.7.1.18)."""
+    """Extract `length` bits from `start` on. A signed field is extended by its sign (section 9.7.1.18)."""
     scalar, ir = m.scalar(), t.ir
     kind = f"i{scalar.bits}"
     value = t.read(i.operands[1], scalar)
     start, length = (_field_number(t, i, n, kind) for n in (2, 3))
-    # LLVM's shifts are undefined at the width and above, so positions are clamped and the case selected.
+    # LLVM's shifts by the width or more are undefined. So clamp the position, and select the result for this case.
     last = constant(kind, scalar.bits - 1)
     is_past = ir.compare("icmp ugt", start, last)
     shifted = ir.binary("lshr", value, ir.intrinsic(f"llvm.umin.{kind}", kind, start, last))
@@ -174,7 +180,7 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         top = ir.intrinsic(f"llvm.umin.{kind}", kind, end, last)
         sign = ir.cast("trunc", ir.binary("lshr", value, top), "i1")
         is_negative = ir.binary("and", sign, ir.compare("icmp ne", length, 0))
-        # All bits of the result above those that the value really has get the sign.
+        # Fill all bits above those that were extracted from the value with the sign.
         value_bits = ir.intrinsic(f"llvm.usub.sat.{kind}", kind, constant(kind, scalar.bits), start)
         filled = ir.binary("xor", ones(t, ir.intrinsic(f"llvm.umin.{kind}", kind, value_bits, length)), -1)
         field = ir.binary("or", field, ir.select(is_negative, filled, constant(kind, 0)))
@@ -183,7 +189,7 @@ def extract_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @INTEGER.form("bfi.type", 5, type=_BIT_WORDS)
 def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`bfi`: `length` bits of a into b, at `start` (section 9.7.1.19)."""
+    """Insert the low `length` bits of a into b, at `start` (section 9.7.1.19)."""
     scalar, ir = m.scalar(), t.ir
     kind = f"i{scalar.bits}"
     field, into = t.read(i.operands[1], scalar), t.read(i.operands[2], scalar)
@@ -191,7 +197,7 @@ def insert_field(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     last = constant(kind, scalar.bits - 1)
     shift = ir.intrinsic(f"llvm.umin.{kind}", kind, start, last)
     is_past = ir.compare("icmp ugt", start, last)
-    # The mask of the bits replaced; empty if the field starts past the value.
+    # Compute the mask of the bits to replace. It is empty if the field starts above the value's highest bit.
     mask = ir.select(is_past, constant(kind, 0), ir.binary("shl", ones(t, length), shift))
     outside_bits = ir.binary("and", into, ir.binary("xor", mask, -1))
     t.write(
@@ -220,8 +226,8 @@ def _whole_product(t: OperandTranslator, scalar: Scalar, left: Value, right: Val
 def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str) -> Value:
     """Read a field's start or length, a .u32 (sections 9.7.1.18 and 9.7.1.19).
 
-    The ISA does not define numbers above 255: an H100 uses the low 8 bits for a 32-bit field, and all bits for a 64-bit
-    field.
+    The ISA does not define the result for numbers above 255. As an H100 does, use only the low 8 bits for a 32-bit
+    field, and all bits for a 64-bit field.
     """
     number = t.read(i.operands[position], _LENGTH)
     if kind == "i32":
@@ -230,9 +236,9 @@ def _field_number(t: OperandTranslator, i: Instruction, position: int, kind: str
 
 
 def ones(t: OperandTranslator, length: Value) -> Value:
-    """Return a number with the low `length` bits set; all bits if the type has no more."""
+    """Return a number with the low `length` bits set. If the type has fewer bits, all are set."""
     bits = int(length.type[1:])
-    # A shift by the width is undefined in LLVM, so that case is selected.
+    # In LLVM, a shift by the width is undefined, so select the result for this case.
     is_all = t.ir.compare("icmp uge", length, bits)
     amount = t.ir.select(is_all, constant(length.type, 0), length)
     low_ones = t.ir.binary("sub", t.ir.binary("shl", constant(length.type, 1), amount), 1)
@@ -249,7 +255,7 @@ _CARRYING = ("u32", "s32", "u64", "s64")
 @CARRY.form("sub.cc.type", 3, type=_CARRYING)
 @CARRY.form("subc{.cc}.type", 3, type=_CARRYING)
 def add_sub_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`add`, `sub` with carry: the flag is the carry or borrow out."""
+    """Add or subtract with carry. With .cc, set the flag if there is a carry or borrow."""
     scalar = m.scalar()
     left, right = (t.read(i.operands[n], scalar) for n in (1, 2))
     flag = _flag(t, i.opcode[:3]) if i.opcode.endswith("c") else None
@@ -259,7 +265,7 @@ def add_sub_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @CARRY.form("mad.half.cc.type", 4, half=("lo", "hi"), type=_CARRYING)
 @CARRY.form("madc.half{.cc}.type", 4, half=("lo", "hi"), type=_CARRYING)
 def multiply_add_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mad` with carry: one half of a*b, plus c and the carry; the flag is the carry out of the sum."""
+    """Compute one half of a*b, plus c and the carry flag. With .cc, set the flag if the sum has a carry."""
     scalar: Scalar = m.scalar()
     left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
     part = product(t, m["half"], scalar, left, right)
@@ -270,14 +276,15 @@ def multiply_add_carrying(t: OperandTranslator, i: Instruction, m: Modifiers) ->
 def _with_flag(
     t: OperandTranslator, operation: str, operands: tuple[Value, Value], flag: Value | None
 ) -> tuple[Value, Value]:
-    """Return a sum or difference, with the flag in if there is one, and whether it carried out."""
+    """Return a sum or difference, including the flag if it is not None, and whether there is a carry or borrow."""
     ir, (left, right) = t.ir, operands
     result = ir.binary(operation, left, right)
-    # A sum that wrapped is below either term. A difference wraps if the subtrahend is larger.
+    # If a sum wraps, it is less than either term. A difference wraps if the subtrahend is larger.
     carried = ir.compare("icmp ult", *((result, left) if operation == "add" else (left, right)))
     if flag is None:
         return result, carried
-    # The flag is added or subtracted in a second step, which carries only from the last number before a wrap.
+    # Add or subtract the flag in a second step. This step has a carry only if the result was the last number before a
+    # wrap.
     carry = ir.resize(flag, left.type, signed=False)
     again = ir.binary(operation, result, carry)
     at_end = ir.compare("icmp eq", again if operation == "add" else result, constant(left.type, 0))
@@ -288,13 +295,13 @@ def _flag(t: OperandTranslator, operation: str) -> Value:
     made_by, flag = t.carry or ("", None)
     if flag is None:
         raise t.problem("the carry comes from no .cc instruction right before, in the same straight code")
-    # Additions and subtractions leave opposite flags, so it matters which of them set the flag.
+    # The flag of a subtraction is the opposite of an addition's, so check which of them set it.
     if made_by == operation:
         return flag
     if operation == "sub":
         raise t.problem("a carry taken as a borrow is not supported")
-    # A card subtracts by adding the complement and 1, so an addition finds a carry where nothing was borrowed. CUDA's
-    # own division of 128-bit integers relies on it, though the ISA's text does not mention it.
+    # A card subtracts by adding the complement and 1. So if nothing was borrowed, an addition gets a carry. CUDA's
+    # division of 128-bit integers depends on this, although the ISA does not mention it.
     return t.ir.invert(flag)
 
 

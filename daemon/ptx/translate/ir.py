@@ -1,8 +1,8 @@
-"""Writes the text of one LLVM function. It knows LLVM's grammar and nothing of PTX."""
+"""Writes the text of one LLVM function. This module does not depend on PTX."""
 
 from typing import NamedTuple
 
-# Names in the IR are made only from numbers, so that no text of a tenant gets into the IR.
+# Names in the IR consist of fixed words and numbers, so that no text from a tenant gets into the IR.
 
 
 class Value(NamedTuple):
@@ -25,26 +25,30 @@ def constant(type_name: str, number: int) -> Value:
 FALSE = constant("i1", 0)
 TRUE = constant("i1", 1)
 
-# For contents that do not change while a kernel runs: LLVM may keep them in registers and load them early.
+# For loads of memory that does not change while a kernel runs. LLVM may load it early and keep it in registers.
 INVARIANT = ", !invariant.load !0"
 
 # For a branch that nearly always goes to its first label.
 LIKELY = ", !prof !1"
 
-# Returned by a function that runs one lane after another: no lane failed.
+# The result of a function that runs one lane after another, if no lane failed.
 NO_LANE = -1
 
 METADATA = '!0 = !{}\n!1 = !{!"branch_weights", i32 1048576, i32 1}\n'
 
 
 class IrWriter:
-    """The body of one function under construction, line by line."""
+    """Writes the body of one function, line by line.
+
+    Args:
+        declarations: Collects the declarations and definitions that the module needs.
+        prefix: A prefix of all names, if several writers write parts of the same function.
+    """
 
     def __init__(self, declarations: set[str], prefix: str = "") -> None:
         self.lines: list[str] = []
         self._declarations = declarations
         self._count = 0
-        # Distinguishes the names that two writers give in one function.
         self._prefix = prefix
         self._terminated = False
 
@@ -53,15 +57,15 @@ class IrWriter:
         return f"{self._prefix}{stem}{self._count}"
 
     def emit(self, line: str) -> None:
-        """Add an instruction; after a terminator it opens a block that nothing reaches."""
-        # LLVM demands that every instruction is in a block; it removes unreachable ones.
+        """Add an instruction. After a terminator, this first opens a block that is never reached."""
+        # LLVM requires every instruction to be in a block. It removes blocks that are never reached.
         if self._terminated:
             self.block(self.fresh("dead"))
         self.lines.append(f"  {line}")
 
     @property
     def is_ended(self) -> bool:
-        """Whether the current block has its terminator."""
+        """Whether the current block has a terminator."""
         return self._terminated
 
     def mark(self) -> tuple[int, bool]:
@@ -69,16 +73,16 @@ class IrWriter:
         return len(self.lines), self._terminated
 
     def rewind(self, mark: tuple[int, bool]) -> None:
-        """Remove everything written since `mark` returned that end."""
+        """Remove everything that was written since `mark` returned that end."""
         del self.lines[mark[0] :]
         self._terminated = mark[1]
 
     def argument(self, name: str) -> Value:
-        """Return the function's argument with the name of a special register."""
+        """Return the function's argument with this name, which is that of a special register."""
         return Value("i32", f"%{name}")
 
     def flat_thread(self) -> Value | None:
-        """Return the thread's number in its block if it has been computed already, else None."""
+        """Return the thread's number in its block if it is already computed; otherwise None."""
         return None
 
     def value(self, type_name: str, expression: str) -> Value:
@@ -88,16 +92,16 @@ class IrWriter:
         return Value(type_name, name)
 
     def binary(self, operation: str, left: Value, right: Value | int) -> Value:
-        """Apply a binary operation to two values of one type."""
+        """Apply a binary operation to two values of the same type."""
         right = constant(left.type, right) if isinstance(right, int) else right
         return self.value(left.type, f"{operation} {left}, {right.text}")
 
     def unary(self, operation: str, value: Value) -> Value:
-        """Apply a unary operation; its type stays the same."""
+        """Apply a unary operation that does not change the type."""
         return self.value(value.type, f"{operation} {value}")
 
     def compare(self, condition: str, left: Value, right: Value | int) -> Value:
-        """Compare with a full LLVM condition, such as "icmp ult" or "fcmp oeq"; gives an i1."""
+        """Compare two values, and return an i1. `condition` is LLVM's, such as "icmp ult" or "fcmp oeq"."""
         right = constant(left.type, right) if isinstance(right, int) else right
         return self.value("i1", f"{condition} {left}, {right.text}")
 
@@ -108,7 +112,7 @@ class IrWriter:
         return self.value(then.type, f"select {flag}, {then}, {other}")
 
     def cast(self, operation: str, value: Value, type_name: str) -> Value:
-        """Convert a value; return it unchanged if it has the type."""
+        """Convert a value to another type. If it already has that type, return it unchanged."""
         if value.type == type_name:
             return value
         return self.value(type_name, f"{operation} {value} to {type_name}")
@@ -119,7 +123,7 @@ class IrWriter:
         return self.cast("trunc" if from_bits > to_bits else "sext" if signed else "zext", value, type_name)
 
     def require(self, definition: str) -> None:
-        """Add a definition or declaration to the module, once."""
+        """Add a definition or declaration to the module, unless the module has it already."""
         self._declarations.add(definition)
 
     def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
@@ -128,16 +132,16 @@ class IrWriter:
         return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
     def lanes_of(self, *values: Value) -> int:
-        """Return for how many lanes an operation on these values is."""
+        """Return the number of lanes of an operation on these values."""
         return 1
 
     def function(self, name: str, type_name: str, definition: str, *arguments: Value) -> Value:
-        """Call a function of this driver's own; its definition, and what that declares, is added to the module once."""
+        """Call a function of this driver. Its definition, with the declarations it needs, is added to the module."""
         self._define(definition)
         return self.value(type_name, f"call {type_name} @{name}({', '.join(map(str, arguments))})")
 
     def _define(self, definition: str) -> None:
-        # Add declarations one by one: other definitions may need the same ones, and LLVM accepts each only once.
+        # Add each declaration separately: other definitions may need it, too, and LLVM accepts it only once.
         for line in definition.splitlines():
             if line.startswith("declare"):
                 self._declarations.add(line)
@@ -149,18 +153,18 @@ class IrWriter:
         return self.value("ptr", f"getelementptr i8, {pointer}, {distance}")
 
     def load(self, type_name: str, pointer: Value, *, extra: str = "") -> Value:
-        """Load a value; `extra` is appended to the instruction, such as its metadata."""
+        """Load a value. `extra` is appended to the instruction, for example metadata."""
         return self.value(type_name, f"load {type_name}, {pointer}{extra}")
 
     def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
-        """Load a value at a constant offset from a pointer; the value must not change while a kernel runs."""
+        """Load a value at a constant offset from a pointer. It must not change while a kernel runs."""
         return self.load(type_name, self.offset(pointer, distance), extra=INVARIANT)
 
     def store(self, value: Value, pointer: Value) -> None:
         self.emit(f"store {value}, {pointer}")
 
     def block(self, label: str) -> None:
-        """Open a block. Control falls into it from the block before, unless that has a terminator."""
+        """Open a block. If the previous block has no terminator, it continues with this one."""
         if not self._terminated:
             self.lines.append(f"  br label %{label}")
         self.lines.append(f"{label}:")
@@ -177,7 +181,7 @@ class IrWriter:
         self._terminate(f"switch {value}, label %{default} [{table}]")
 
     def ret(self, number: int) -> None:
-        """End the function with a constant status (`Status`)."""
+        """Return a constant status from the function (`ReturnStatus`)."""
         self._terminate(f"ret i32 {number}")
 
     def ret_value(self, status: Value) -> None:
@@ -189,7 +193,7 @@ class IrWriter:
         self.emit(f"call void @llvm.memcpy.p0.p0.i64({into}, {source}, i64 {size}, i1 false)")
 
     def room(self, name: str, size: int) -> None:
-        """Reserve `size` zero bytes on the stack under a name."""
+        """Reserve `size` bytes on the stack, filled with zeros. `name` is the pointer's name."""
         self._declarations.add("declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)")
         self.emit(f"{name} = alloca [{size} x i8], align 16")
         self.emit(f"call void @llvm.memset.p0.i64(ptr {name}, i8 0, i64 {size}, i1 false)")

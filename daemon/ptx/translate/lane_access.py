@@ -1,8 +1,8 @@
-"""Loads and stores of many lanes at once (see access.py for the checks).
+"""Loads and stores by many lanes at once (see access.py for the checks).
 
-Lanes mostly access neighbouring memory. The register with their addresses shows whether they do. If so, the first and
-the last granule are checked, and one masked vector is moved. Otherwise a function serves one lane after another. An
-address that is the same for all lanes is accessed once, as by one thread.
+Lanes usually access neighbouring memory. The generated code finds this out from their addresses. If they do, it checks
+all granules in which they access memory, and moves one masked vector. Otherwise, a function makes the access for one
+lane after another. If the address is the same for all lanes, one access is made, as for one thread.
 """
 
 from collections.abc import Sequence
@@ -32,21 +32,21 @@ from gpulease.daemon.ptx.translate.vectors import NotWide, is_wide
 _SPACES = (Space.GLOBAL, Space.CONST, Space.SHARED)
 _EACH_TIME = ("volatile", "relaxed", "acquire", "release")
 
-# Instructions that happen once for each lane, even if the lanes' operands are equal.
+# Instructions that must be executed once for each lane, even if the operands of all lanes are equal.
 _COUNTED = ("atom", "red", "cp")
 
-# The most that lanes may access together in global memory: it is then in at most three granules.
+# Maximum number of bytes that lanes access together in global memory. They are in at most three granules.
 _MAX_BYTES = 2 * GRANULE_BYTES
 
 _WORD_BYTES = 4
 
 
 def is_private(i: Instruction) -> bool:
-    """Return whether lanes may get different results of an instruction for the same operands."""
+    """Return whether lanes may get different results of an instruction, even if their operands are equal."""
     if i.opcode == "ld":
         return not _is_shared_load(i)
     if i.opcode == "cvta":
-        # Each lane's local memory is elsewhere.
+        # Each lane has separate local memory.
         return "local" in i.modifiers
     return i.opcode in _COUNTED
 
@@ -57,11 +57,11 @@ def _is_shared_load(i: Instruction) -> bool:
 
 
 def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
-    """Translate a load or store of lanes with different addresses; False for any other instruction.
+    """Translate a load or store by lanes with different addresses. Returns False for any other instruction.
 
-    Raises NotWide if it must be done lane by lane.
+    Raises NotWide if it must be translated for each lane separately.
     """
-    # Step 1: leave copies, and accesses that must happen one by one, to other translations.
+    # Step 1: leave copies, and instructions that must be executed once for each lane, to other translations.
     if i.opcode == "cp":
         return translate_copy(t, i, m)
     if i.opcode in _COUNTED:
@@ -70,19 +70,19 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
         return False
     if not set(_EACH_TIME).isdisjoint(i.modifiers):
         raise NotWide
-    # Step 2: an address without a register is equal for all lanes, except in their own memory.
+    # Step 2: an address without a register is equal for all lanes, except in the local memory of each lane.
     operand = i.operands[0 if i.opcode == "st" else 1]
     if not isinstance(operand, Address) or not isinstance(operand.base, Register):
         if i.opcode == "ld" and is_private(i):
             raise NotWide
         return False
     space = Space(m.get("space").split("::")[0] or "generic")
-    # Step 3: an address in a register that does not vary is also equal for all lanes.
+    # Step 3: an address in a register is also equal for all lanes if the register does not vary.
     if not is_wide(t.read(operand.base, address_type(t, operand.base))):
         if space not in (*_SPACES, Space.PARAM):
             raise NotWide
         return False
-    # Step 4: the addresses differ. An access that may span more granules than are checked together is done by lanes.
+    # Step 4: the addresses differ. If the access may span too many granules, translate it for each lane separately.
     check_policy(t, i, m, 2)
     moved = elements(t, m, i.operands[1 if i.opcode == "st" else 0])
     is_long = space is not Space.SHARED and t.ir.lanes * m.scalar().size * len(moved) > _MAX_BYTES
@@ -94,7 +94,10 @@ def translate_access(t: LaneRegisters, i: Instruction, m: Modifiers) -> bool:
 
 
 class _Access:
-    """A load or store for each lane, of one or a few scalars; a vector of all has the first lane's scalars first."""
+    """A load or store of one or a few scalars by each lane.
+
+    All lanes' scalars are in one vector: first those of the first lane, then those of the second, and so on.
+    """
 
     def __init__(self, t: LaneRegisters, operand: Address, base: Register, access: tuple[Space, Scalar, int]) -> None:
         self.t, self.ir = t, t.ir
@@ -102,21 +105,21 @@ class _Access:
         self._size = self._scalar.size * self._count
         self._base = t.read(base, address_type(t, base))
         self._offset = operand.offset
-        # A window's 32-bit addresses wrap, so the offset is added in 32 bits.
+        # A window's 32-bit addresses wrap, so add the offset in 32 bits.
         if self._space is Space.SHARED and base.type.bits == 32:
             self._base, self._offset = add_wrapping(t.ir, self._base, operand.offset), 0
         self._kind = f"i{self._scalar.bits}"
         self._vector = f"<{t.ir.lanes * self._count} x {self._kind}>"
-        # Hosts with 256-bit vectors can't mask elements this narrow; LLVM would write a branch for each lane.
+        # Hosts with 256-bit vectors can't mask elements below 32 bits. LLVM would write a branch for each lane.
         self._is_narrow = self._scalar.bits < 32
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
-        """Write the code that moves the elements together, the code that moves them apart, and the choice."""
+        """Write code that moves the elements of all lanes together, code that moves them separately, and the choice."""
         t, ir = self.t, self.ir
         values = [t.to_bits(t.read_wide(operand, self._scalar), self._scalar) for operand in moved] if stores else []
         value = self._interleave(values) if stores else None
         address = self._first_address()
-        # Together: neighbouring addresses, all of them allowed, and for narrow elements all lanes present.
+        # Move them together if the addresses are neighbouring and allowed and, for narrow elements, no lane is missing.
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         if self._is_narrow:
             flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
@@ -125,12 +128,12 @@ class _Access:
         ir.block(together)
         quick = self._move_together(address, value)
         ir.branch(done)
-        # Apart: one lane after another, through memory.
+        # Otherwise, move the elements of one lane after another, through memory.
         ir.block(apart)
         slow, last = self._move_each(value)
         ir.branch(done)
         ir.block(done)
-        # Results of a load meet here.
+        # The results of a load come from one of the two ways.
         if value is None:
             phi = f"phi {self._vector} [ {quick.text}, %{together} ], [ {slow.text}, %{last} ]"
             loaded = ir.wide_value(self._kind, phi)
@@ -139,12 +142,12 @@ class _Access:
                 t.write_wide(element, self._scalar, result)
 
     def _interleave(self, values: Sequence[Value]) -> Value:
-        """Combine the lanes' values into one vector, each lane's together."""
+        """Combine the values into one vector, in which the values of each lane are together."""
         ir = self.ir
         if len(values) == 1:
             return ir.widen(values[0])
         texts, lanes = [ir.widen(value).text for value in values], ir.lanes
-        # Concatenate pairs of vectors until one is left, then reorder it by lanes.
+        # Concatenate pairs of vectors until there is one, then reorder its elements by lanes.
         width = lanes
         while len(texts) > 1:
             order = ", ".join(f"i32 {n}" for n in range(2 * width))
@@ -159,7 +162,7 @@ class _Access:
         return ir.wide_value(self._kind, pick)
 
     def _part(self, loaded: Value, number: int) -> Value:
-        """Extract one scalar of each lane from the vector of all."""
+        """Extract scalar `number` of each lane from the vector of all lanes' scalars."""
         if self._count == 1:
             return loaded
         order = ", ".join(f"i32 {lane * self._count + number}" for lane in range(self.ir.lanes))
@@ -167,29 +170,29 @@ class _Access:
         return self.ir.wide_value(self._kind, pick)
 
     def _first_address(self) -> Value:
-        """Return the first lane's address as i64, or the address it would have if it took part."""
+        """Return the first lane's address as i64. If that lane does not take part, the address is what it would be."""
         first = self.ir.resize(self.ir.first(self._base), "i64", signed=False)
         return self.ir.binary("add", first, self._offset)
 
     def _side_by_side(self) -> Value:
-        """Compute whether each lane that takes part accesses the place right after the lane before it."""
+        """Compute whether each lane that takes part accesses the memory directly after the previous lane's."""
         ir, kind = self.ir, self._base.type
         first = ir.first(self._base)
         numbers = ir.each(kind, self._size)
-        # Compare with the first lane's address plus the lane's distance; absent lanes are taken to agree.
+        # Compare with the first lane's address plus the lane's distance. Ignore lanes that do not take part.
         same = ir.compare("icmp eq", self._base, ir.binary("add", ir.widen(first), numbers))
         absent = ir.binary("xor", self.t.mask, -1)
         every = ir.compare("icmp eq", ir.binary("or", ir.mask_of(same), absent), -1)
         if kind == "i64":
             return every
-        # 32-bit addresses are extended before use, so no lane's may have wrapped.
+        # 32-bit addresses are extended before use, so the address of no lane may have wrapped.
         most = 2**32 - self._size * ir.lanes
         return ir.binary("and", every, ir.compare("icmp ule", first, most))
 
     def _is_valid(self, address: Value) -> Value:
-        """Compute whether everything from the first to the last lane that takes part may be accessed."""
+        """Compute whether all memory from the first to the last lane that takes part may be accessed."""
         ir, size, mask = self.ir, self._size, self.t.mask
-        # The first and last lanes of the mask, and their addresses.
+        # Find the first and last lane of the mask, and compute their addresses.
         before = ir.intrinsic(f"llvm.cttz.{mask.type}", mask.type, mask, constant("i1", 0))
         leading_zeros = ir.intrinsic(f"llvm.ctlz.{mask.type}", mask.type, mask, constant("i1", 0))
         after = ir.binary("sub", constant(mask.type, ir.lanes - 1), leading_zeros)
@@ -201,7 +204,8 @@ class _Access:
             limit = window_limit(self.t, self._space)
             ends = window_is_valid(ir, low, size, limit), window_is_valid(ir, high, size, limit)
             return ir.binary("and", *ends)
-        # A granule's bytes exist from its start, so the last access in each granule decides for all in it.
+        # The allocated bytes of a granule are at its beginning. So if the last access in a granule is allowed, all
+        # accesses in it are.
         edge = ir.binary("sub", ir.binary("or", low, GRANULE_BYTES - 1), size - 1)
         valid = global_is_valid(ir, high, size)
         for distance in range(0, ir.lanes * size, GRANULE_BYTES):
@@ -217,13 +221,13 @@ class _Access:
     def _move_together(self, address: Value, value: Value | None) -> Value:
         ir, vector, pointer = self.ir, self._vector, self._pointer(address)
         place = f"ptr align {self._size} {pointer.text}"
-        # Narrow elements come here only with all lanes present, so no mask is needed.
+        # For narrow elements, all lanes take part, so no mask is needed.
         if self._is_narrow:
             if value is None:
                 return ir.wide_value(self._kind, f"load {vector}, {pointer}, align {self._size}")
             ir.raw(f"store {vector} {value.text}, {pointer}, align {self._size}")
             return value
-        # LLVM's masked load and store never touch the memory of absent lanes.
+        # LLVM's masked load and store never access memory of lanes that do not take part.
         flags = self._flags()
         flag_type = f"<{ir.lanes * self._count} x i1>"
         name = f"v{ir.lanes * self._count}{self._kind}.p0"
@@ -238,7 +242,7 @@ class _Access:
         return value
 
     def _flags(self) -> Value:
-        """Return a flag for each element: whether its lane takes part."""
+        """Return a vector with a flag for each element: whether its lane takes part."""
         ir, flags = self.ir, self.ir.flags_of(self.t.mask)
         if self._count == 1:
             return flags
@@ -248,20 +252,23 @@ class _Access:
         return ir.wide_value("i1", f"shufflevector {kind} {flags.text}, {kind} poison, <{width} x i32> <{order}>")
 
     def _move_each(self, value: Value | None) -> tuple[Value, str]:
-        """Move lane by lane, through memory; returns the values loaded, and the label of the block after the call."""
+        """Move lane by lane, through memory. Returns the loaded values, and the label of the block after the call."""
         values = self._values()
         self.ir.raw(f"store {self._vector} {value.text if value else 'zeroinitializer'}, {values}")
         last = self._call_each(values, is_store=value is not None)
         return self.ir.wide_value(self._kind, f"load {self._vector}, {values}"), last
 
     def _values(self) -> Value:
-        """Return memory for the values that the lanes load or store, with each lane's scalars together."""
+        """Return memory for the values that the lanes load or store. The scalars of each lane are together."""
         return self.t.room(f"values.{self._kind}.{self._count}", self._vector)
 
     def _call_each(self, values: Value, *, is_store: bool) -> str:
-        """Call the function that moves one lane after another; returns the label of the block after the call."""
+        """Call the function that makes the access for one lane after another.
+
+        Returns the label of the block after the call.
+        """
         t, ir = self.t, self.ir
-        # The function gets the lanes' addresses in memory, and the window for shared memory.
+        # Pass the addresses of the lanes in memory and, for shared memory, the window.
         wide = ir.binary("add", ir.resize(self._base, "i64", signed=False), self._offset)
         addresses = t.room("addresses", ir.wide_type("i64"))
         ir.raw(f"store {ir.whole(wide)}, {addresses}")
@@ -273,7 +280,7 @@ class _Access:
         return t.call_each(name, (ENVIRONMENT, base, limit, addresses, values, t.mask, line))
 
     def _require_function(self, *, is_store: bool) -> str:
-        # One function for each direction, space, size and width; the module has it once.
+        # Use one function for each direction, space, size and number of lanes. The module contains it once.
         name = f"{'store' if is_store else 'load'}_{self._space.value}_{self._size}_{self.ir.lanes}"
         declarations: set[str] = set()
         body = IrWriter(declarations)
@@ -288,29 +295,33 @@ class _Access:
 
 
 class _LongAccess(_Access):
-    """An access of two or four words for each lane, shuffled in a function: vectors of all lanes take LLVM long."""
+    """An access of two or four words by each lane.
+
+    A separate function reorders the values, eight lanes at a time, because LLVM needs a long time for vectors of all
+    values.
+    """
 
     def translate(self, moved: Sequence[Operand], *, stores: bool) -> None:
-        """Write both ways: for lanes side by side at once, for others through the function's memory."""
-        # Step 1: registers are laid out in memory, one after another.
+        """Write both ways: lanes with neighbouring addresses directly, others through memory of the function."""
+        # Step 1: put the registers into memory, one after another.
         t, ir = self.t, self.ir
         parts = t.room(f"parts.{self._kind}.{self._count}", f"[{self._count} x {ir.wide_type(self._kind)}]")
         places = [ir.offset(parts, ir.lanes * self._scalar.size * number) for number in range(self._count)]
         if stores:
             for operand, place in zip(moved, places, strict=True):
                 ir.raw(f"store {ir.whole(t.to_bits(t.read_wide(operand, self._scalar), self._scalar))}, {place}")
-        # Step 2: the choice, as for short accesses, but only if all lanes are present.
+        # Step 2: choose the way as for short accesses, but require that all lanes take part.
         address = self._first_address()
         flag = ir.binary("and", self._side_by_side(), self._is_valid(address))
         flag = ir.binary("and", flag, ir.compare("icmp eq", t.mask, -1))
         together, apart, done = (ir.fresh(stem) for stem in ("together", "apart", "accessed"))
         ir.branch_if(flag, together, apart, extra=LIKELY)
-        # Step 3, together: the function moves between the registers' layout and the lanes' memory.
+        # Step 3, together: move between the registers in memory and the memory that the lanes access.
         ir.block(together)
         self._move(self._pointer(address), parts, stores=stores)
         ir.branch(done)
         ir.block(apart)
-        # Step 3, apart: it moves through a buffer in the lanes' layout.
+        # Step 3, apart: move through a buffer in which the values of each lane are together.
         values = self._values()
         if stores:
             self._move(values, parts, stores=True)
@@ -319,14 +330,14 @@ class _LongAccess(_Access):
             self._move(values, parts, stores=False)
         ir.branch(done)
         ir.block(done)
-        # Step 4: loaded registers come back.
+        # Step 4: write the registers of a load.
         if not stores:
             for operand, place in zip(moved, places, strict=True):
                 value = ir.wide_value(self._kind, f"load {ir.wide_type(self._kind)}, {place}")
                 t.write_wide(operand, self._scalar, t.from_bits(value, self._scalar))
 
     def _move(self, lanes: Value, parts: Value, *, stores: bool) -> None:
-        """Move between the lanes' layout, each lane's values together, and the registers' layout."""
+        """Move values between `lanes`, with each lane's values together, and `parts`, with each register's together."""
         ir = self.ir
         name = f"{'join' if stores else 'spread'}_{self._count}_{self._kind}_{ir.lanes}"
         body = IrWriter(set())
@@ -337,13 +348,17 @@ class _LongAccess(_Access):
 
 
 def _move_eights(ir: IrWriter, sizes: tuple[int, int, int], *, joins: bool) -> None:
-    """Write the body of a function that moves the values of eight lanes at a time."""
+    """Write the body of a function that moves the values of eight lanes at a time.
+
+    `sizes`: number of values of a lane, bytes of a value, number of lanes. `joins`: whether to move from `parts` to
+    `lanes`.
+    """
     count, size, lanes = sizes
     one, all_ = f"<8 x i{8 * size}>", f"<{8 * count} x i{8 * size}>"
     for eight in range(0, lanes, 8):
         together = ir.offset(Value("ptr", "%lanes"), eight * count * size)
         places = [ir.offset(Value("ptr", "%parts"), (lanes * part + eight) * size) for part in range(count)]
-        # Spreading: one load of eight lanes, then one shuffle and store for each register.
+        # To spread, load the values of eight lanes, then shuffle and store once for each register.
         if not joins:
             vector = ir.load(all_, together, extra=f", align {count * size}")
             for part, place in enumerate(places):
@@ -351,7 +366,7 @@ def _move_eights(ir: IrWriter, sizes: tuple[int, int, int], *, joins: bool) -> N
                 shuffle = f"shufflevector {vector}, {all_} poison, <8 x i32> <{order}>"
                 ir.emit(f"store {ir.value(one, shuffle)}, {place}, align 8")
             continue
-        # Joining: concatenate the registers' parts, and reorder them by lanes.
+        # To join, concatenate the parts of the registers, and reorder them by lanes.
         held, width = [ir.load(one, place, extra=", align 8") for place in places], 8
         while len(held) > 1:
             order = ", ".join(f"i32 {n}" for n in range(2 * width))
@@ -366,16 +381,19 @@ def _move_eights(ir: IrWriter, sizes: tuple[int, int, int], *, joins: bool) -> N
 
 
 def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_store: bool) -> None:
-    """Write a function body that takes one lane after another; it returns the first that may not, or `NO_LANE`."""
+    """Write the body of a function that makes an access for one lane after another.
+
+    The function returns the first lane with an access that is not allowed, or NO_LANE.
+    """
     kind = f"i{8 * size}"
-    # The lanes left are the bits of a mask; the lowest one is next.
+    # The remaining lanes are the bits of a mask. Take the lowest one.
     ir.block("head")
     left = Value(mask_type, "%left")
     ir.lines.append(f"  {left.text} = phi {mask_type} [ %mask, %entry ], [ %rest, %moved ]")
     lane = ir.intrinsic(f"llvm.cttz.{mask_type}", mask_type, left, constant("i1", 0))
     index = ir.resize(lane, "i64", signed=False)
     address = ir.load("i64", ir.offset(Value("ptr", "%addresses"), ir.binary("shl", index, 3)))
-    # Check as for a single thread.
+    # Check the address as for a single thread.
     access = Access.STORE if is_store else Access.LOAD
     if space is Space.SHARED:
         valid = window_is_valid(ir, address, size, Value("i64", "%limit"))
@@ -384,12 +402,12 @@ def _access_each(ir: IrWriter, space: Space, size: int, mask_type: str, *, is_st
     else:
         pointer = reach_global(ir, address, global_is_valid(ir, address, size), (size, access), "failed")
         ir.branch("moved")
-    # A fault ends the loop, and names the lane.
+    # On a fault, record it and return the lane.
     ir.block("failed")
     details = ", ".join(f"i32 {number}" for number in (size, access, SPACE_NUMBERS[space]))
     ir.emit(f"call void @{RECORD_FAULT}({ENVIRONMENT}, {address}, {details}, i32 %line)")
     ir.ret_value(ir.resize(lane, "i32", signed=False))
-    # Move, then clear the lane's bit.
+    # Move the value, then clear the lane's bit.
     ir.block("moved")
     held = ir.offset(Value("ptr", "%values"), ir.binary("mul", index, size))
     source, into = (held, pointer) if is_store else (pointer, held)

@@ -1,7 +1,8 @@
-"""Operations of a warp's lanes on one another's values, made at once (PTX ISA sections 9.7.9.6 and 9.7.13).
+"""Exchanges of values between the lanes of a warp, for all lanes at once (PTX ISA sections 9.7.9.6 and 9.7.13).
 
-They mean what warp.py's do. Where uniformity.py lets lanes meet at an instruction, all members that have not ended take
-part. If some do not, they would wait at a barrier, and the others for them forever, which is a fault.
+They have the same results as those in warp.py. uniformity.py ensures that all members of an exchange that have not
+ended arrive at it together, unless some of them wait at a barrier. Then the others would wait for them forever, which
+is a fault.
 """
 
 from collections.abc import Sequence
@@ -20,16 +21,16 @@ from gpulease.daemon.ptx.translate.vectors import NotTogether, VectorWriter, is_
 from gpulease.daemon.ptx.translate.wait_points import lane
 from gpulease.daemon.ptx.translate.warp import has_lane, source_lane, two_results
 
-# Instructions of this module; those with a result that is equal for all lanes.
+# The instructions of this module, and those of them with a result that is equal for all lanes.
 EXCHANGES = MATRICES | {"shfl", "vote", "redux", "elect", "activemask"}
 _SAME_FOR_ALL = ("vote", "redux", "activemask")
 
 _WORD = SCALARS["b32"]
 
-# Values that do not change a reduction's result, for lanes that do not take part.
+# For each reduction, the value of lanes that do not take part. It does not change the result.
 _NEUTRAL = {"add": 0, "or": 0, "xor": 0, "umax": 0, "and": -1, "umin": -1, "smin": 2**31 - 1, "smax": -(2**31)}
 
-# The indices of 32 threads from a given one, x fastest: for warps that span several rows.
+# Computes the indices of 32 consecutive threads from a given one on, for warps that span several rows of a block.
 _INDICES_IR = """
 define internal void @indices(i32 %x, i32 %y, i32 %z, i32 %width, i32 %height, ptr %into) noinline {
 entry:
@@ -64,7 +65,7 @@ done:
 
 
 def kinds_of(body: Sequence[Instruction]) -> Kinds:
-    """Classify the instructions of a kernel by their meaning for lanes."""
+    """Classify the instructions of a kernel by how lanes execute them."""
     exchanges = frozenset(n for n, i in enumerate(body) if i.opcode in EXCHANGES or "warp" in i.modifiers)
     common = frozenset(n for n in exchanges if body[n].opcode in _SAME_FOR_ALL)
     private = frozenset(n for n, i in enumerate(body) if is_private(i))
@@ -73,24 +74,24 @@ def kinds_of(body: Sequence[Instruction]) -> Kinds:
 
 
 def open_warp(opening: VectorWriter) -> None:
-    """Name the indices and numbers of a warp's threads; the arguments are the first thread's."""
-    # Step 1: the threads' numbers in their block.
+    """Write code that computes the indices and numbers of a warp's threads from the indices of its first thread."""
+    # Step 1: compute the threads' numbers in their block.
     launch = Value("ptr", "%launch")
     first = [Value("i32", f"%tid.{axis}") for axis in "xyz"]
     width, height = (_size(opening, launch, axis) for axis in range(2))
     rows = opening.binary("add", opening.binary("mul", first[2], height), first[1])
     flat = opening.binary("add", opening.binary("mul", rows, width), first[0])
-    # A warp begins at a multiple of 32. LLVM sees that only in this spelling.
+    # A warp begins at a multiple of 32. LLVM recognises this only if it is written in this way.
     start = opening.binary("shl", opening.binary("lshr", flat, 5), 5)
     opening.raw(f"%wide.flat = or {opening.whole(start)}, {opening.each('i32').text}")
-    # Step 2: are all lanes in the first one's row?
+    # Step 2: compute whether all lanes are in the same row as the first one.
     absent = opening.intrinsic("llvm.ctlz.i32", "i32", Value("i32", "%given"), constant("i1", 0))
     last = opening.binary("sub", opening.binary("add", first[0], 32), absent)
     in_row = opening.compare("icmp ule", last, width)
     opening.require(_INDICES_IR)
     opening.emit("%indices = alloca [3 x [32 x i32]], align 64")
     opening.branch_if(in_row, "row", "rows")
-    # In one row, x counts up, and y and z are the same.
+    # In one row, x increases, and y and z are the same for all lanes.
     opening.block("row")
     along = opening.wide_value("i32", f"add {opening.whole(first[0])}, {opening.each('i32').text}")
     near = [along, opening.widen(first[1]), opening.widen(first[2])]
@@ -124,7 +125,7 @@ def translate_exchange(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
         case "elect":
             _elect(t, i)
         case "activemask":
-            # Lanes that run together are those that are here.
+            # The active lanes are those that execute this instruction together.
             t.write(i.operands[0], _WORD, t.mask)
         case opcode if opcode in MATRICES:
             _await(t, constant("i32", -1))
@@ -134,15 +135,15 @@ def translate_exchange(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
 
 
 def _meet(t: LaneRegisters, operand: Operand) -> Value:
-    """Return the members that have not ended. Faults if one is missing, or a lane here is not a member."""
+    """Return the members that have not ended. It is a fault if one is missing, or if a lane here is not a member."""
     ir = t.ir
     members = t.read(operand, _WORD)
-    # Lanes with different masks would be several exchanges at once.
+    # If the lanes have different masks, there are several exchanges at once.
     if is_wide(members):
         raise NotTogether
     wide, blamed = ir.cast("zext", members, "i64"), ir.blamed
     outside = ir.binary("and", t.mask, ir.binary("xor", members, -1))
-    # The fault names the first lane that lacks itself in its mask.
+    # A fault reports the first lane that is not in its own mask.
     ir.blamed = ir.intrinsic("llvm.cttz.i32", "i32", outside, constant("i1", 0))
     fail_unless(t, ir.compare("icmp eq", outside, 0), Access.NO_MEMBER, Space.GENERIC, wide, 0)
     ir.blamed = blamed
@@ -150,7 +151,7 @@ def _meet(t: LaneRegisters, operand: Operand) -> Value:
 
 
 def _await(t: LaneRegisters, members: Value) -> Value:
-    """Return the lanes that are here. Faults if a member that has not ended is missing."""
+    """Return the lanes that are here. It is a fault if a member that has not ended is missing."""
     ir, wide = t.ir, t.ir.cast("zext", members, "i64")
     missing = ir.binary("and", ir.binary("and", members, t.alive()), ir.binary("xor", t.mask, -1))
     fail_unless(t, ir.compare("icmp eq", missing, 0), Access.EXCHANGE, Space.GENERIC, wide, 0)
@@ -160,11 +161,11 @@ def _await(t: LaneRegisters, members: Value) -> Value:
 def _shuffle(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     distance, bounds = i.operands[2:4]
-    # A butterfly with a constant distance is a constant shuffle.
+    # For a butterfly with a constant distance, use a shuffle with constant indices.
     if m["mode"] == "bfly" and isinstance(distance, Integer) and bounds == Integer(WARP_THREADS - 1):
         _cross(t, i, distance.value % WARP_THREADS)
         return
-    # In general each lane reads another's word from memory, by a gather that gives 0 for absent lanes.
+    # Otherwise, each lane reads another lane's word from memory. The gather gives 0 for lanes that do not take part.
     shown = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
     group = _meet(t, i.operands[4])
@@ -183,7 +184,7 @@ def _shuffle(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
 
 
 def _cross(t: LaneRegisters, i: Instruction, distance: int) -> None:
-    """Take a value from the lane with a number that differs in some constant bits; from an absent lane, take 0."""
+    """Exchange values between lanes with numbers that differ by a constant XOR. Lanes that do not take part give 0."""
     ir = t.ir
     shown = t.read(i.operands[1], _WORD)
     at_barrier = ir.flags_of(_meet(t, i.operands[4]))
@@ -204,7 +205,7 @@ def _vote(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     ir = t.ir
     flag = t.read(i.operands[1], PREDICATE)
     group = _meet(t, i.operands[2])
-    # The ballot is the flags as an integer, without lanes that do not take part.
+    # The ballot is the vector of flags as an integer, without lanes that do not take part.
     ballot = ir.binary("and", ir.mask_of(flag), group)
     if "ballot" in i.modifiers:
         t.write(i.operands[0], _WORD, ballot)
@@ -220,7 +221,7 @@ def _reduce(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
         operation = ("s" if scalar.is_signed else "u") + operation
     value = t.read(i.operands[1], scalar)
     flags = ir.flags_of(_meet(t, i.operands[2]))
-    # Other lanes contribute a value that changes nothing, then LLVM reduces the vector.
+    # Lanes that do not take part get a value that does not change the result. Then LLVM reduces the vector.
     held = ir.select(flags, value, constant("i32", _NEUTRAL[operation]))
     name, kind = f"llvm.vector.reduce.{operation}.v{ir.lanes}i32", ir.wide_type("i32")
     ir.require(f"declare i32 @{name}({kind})")

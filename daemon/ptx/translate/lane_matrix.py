@@ -1,7 +1,7 @@
-"""Matrix instructions of lanes that run together: what matrix.py's instructions mean, for the whole warp at once.
+"""Matrix instructions for all lanes of a warp at once, with the same results as those in matrix.py.
 
-A register is a vector with a word of every lane. The registers of a part lie one after another in the function's
-memory, where native/warp_matrix.ll reads and writes whole matrices.
+A register is a vector with a word of every lane. For an operand, the registers are put into the function's memory one
+after another, where native/warp_matrix.ll reads and writes whole matrices.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _EVERYONE = -1
 
 
 def translate_matrices(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
-    """Translate an instruction on matrices. All lanes must be here: others can't come any more (lane_exchange.py)."""
+    """Translate a matrix instruction. It is a fault if a lane is missing, because it can't arrive any more."""
     group = t.ir.cast("zext", t.mask, "i64")
     is_whole = t.ir.compare("icmp eq", t.mask, _EVERYONE)
     fail_unless(t, is_whole, Access.PART_OF_WARP, Space.GENERIC, group, 0)
@@ -50,7 +50,7 @@ def translate_matrices(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
 
 def _multiply(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     product = product_of(i, m)
-    # The operands are D, A, B, C; each part is laid out in memory, multiplied, and D taken back.
+    # The operands are D, A, B, C. Put A, B and C into memory, multiply, and load D.
     counts = (product.counts[-1], *product.counts[:-1])
     parts = [registers_of(t, operand, count) for operand, count in zip(i.operands, counts, strict=True)]
     rooms = [_room(t, name, part, product.scalar) for name, part in zip("dabc", parts, strict=True)]
@@ -62,7 +62,7 @@ def _multiply(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
 
 def _load(t: LaneRegisters, i: Instruction, m: Modifiers) -> None:
     into = registers_of(t, i.operands[0], int(m["count"][1:]))
-    # The rows' addresses are checked before the function reads any of them.
+    # Check the addresses of all rows before the function reads any of them.
     offsets, room = _offsets(t, i.operands[1], m, Access.LOAD), _room(t, "a", into, _WORD)
     _move_rows(t, LOAD_ROWS, offsets, room, m)
     _take_up(t, room, into, _WORD)
@@ -88,13 +88,13 @@ def _move_rows(t: LaneRegisters, function: str, offsets: Value, room: Value, m: 
 
 
 def _offsets(t: LaneRegisters, operand: Operand, m: Modifiers, access: Access) -> Value:
-    """Return where the lanes' offsets in shared memory are stored; those that are used have been checked."""
+    """Store the lanes' offsets in shared memory, and check those that are used. Returns a pointer to the offsets."""
     ir = t.ir
     address = shared_offset(t, operand, is_generic="space" not in m)
     offsets = t.room("addresses", ir.wide_type("i64"))
     ir.raw(f"store {ir.whole(address)}, {offsets}")
     valid = ir.mask_of(row_is_valid(t, address, int(m["count"][1:])))
-    # A fault names the first lane with a row that is not allowed, and its address.
+    # A fault reports the first lane with a row that may not be accessed, and the row's address.
     fault, fine = ir.fresh("fault"), ir.fresh("fine")
     ir.branch_if(ir.compare("icmp eq", valid, _EVERYONE), fine, fault, extra=LIKELY)
     ir.block(fault)
@@ -107,7 +107,7 @@ def _offsets(t: LaneRegisters, operand: Operand, m: Modifiers, access: Access) -
 
 
 def _room(t: LaneRegisters, name: str, part: Sequence[Operand], scalar: Scalar) -> Value:
-    """Reserve memory for a part of a matrix, with every lane's registers."""
+    """Reserve memory for the registers of an operand, for all lanes."""
     return t.room(f"matrix.{name}.{len(part)}.{scalar.bits}", f"[{len(part)} x {t.ir.wide_type(f'i{scalar.bits}')}]")
 
 

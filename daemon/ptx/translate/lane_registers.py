@@ -1,4 +1,4 @@
-"""A kernel's registers while its threads run as lanes (lanes.py): where they are, and who takes part in a write."""
+"""A kernel's registers while its threads run as lanes (lanes.py): their storage, and the lanes that a write changes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,16 +15,16 @@ from gpulease.daemon.ptx.translate.waits import FRAME
 
 ALIVE = Value("ptr", "%alive")
 
-# A predicate of a single lane takes a byte in memory.
+# The size of one lane's element in memory, by the register's size. A predicate takes a byte.
 _HELD_BITS = {1: 8, 8: 8, 16: 16, 32: 32, 64: 64, 128: 128}
 
 
 class LaneRegisters(BodyTranslator):
-    """The lanes' state at the current instruction, and access to their registers.
+    """The state of the lanes at the current instruction, and access to their registers.
 
     Attributes:
-        mask: The lanes that take part.
-        local_step: The distance between the lanes' windows of local memory, in bytes.
+        mask: The lanes that take part in the instruction.
+        local_step: The distance between the windows of local memory of two lanes, in bytes.
     """
 
     ir: VectorWriter
@@ -32,22 +32,22 @@ class LaneRegisters(BodyTranslator):
     local_step: int
     _lanes: Uniformity
     _mask_type: str
-    # Registers that some block needs at its start, as bits.
+    # The registers that are live at the beginning of some basic block, as bits by index.
     _shared: int
-    # The function's memory: names and types.
+    # The memory that the function reserves: names and types.
     _rooms: set[tuple[str, str]]
-    # While one lane runs: its number, and where the registers of all lanes are.
+    # While an instruction is translated for one lane: the lane's number, and pointers to the registers of all lanes.
     _lane: Value | None
     _rooms_of: dict[int, Value]
-    # Whether only ended lanes are missing; whether the instruction is under a guard that varies.
+    # Whether all lanes that have not ended take part; whether the instruction has a guard that varies.
     _takes_all: bool
     _is_guarded: bool
-    # Whether a block is a single group, which has no other group to wait for.
+    # Whether all threads of a block are one group of lanes, which never has to wait for another group.
     _is_alone: bool
 
     def _take(self, mask: Value) -> None:
         self.mask = mask
-        # A fault that concerns all lanes names the first.
+        # A fault that concerns all lanes reports the first one.
         self.ir.blamed = self._first_lane(mask)
 
     def _first_lane(self, mask: Value) -> Value:
@@ -56,12 +56,12 @@ class LaneRegisters(BodyTranslator):
         )
 
     def room(self, name: str, kind: str) -> Value:
-        """Reserve memory in the function under a name, once per name."""
+        """Reserve memory of the type `kind` in the function. The same name and type give the same memory."""
         self._rooms.add((f"%{name}", kind))
         return Value("ptr", f"%{name}")
 
     def alive(self) -> Value:
-        """Return the lanes that have not ended; the mask itself while all of those take part."""
+        """Return the lanes that have not ended. If all of them take part, this is the mask."""
         return self.mask if self._takes_all else self.ir.load(self._mask_type, ALIVE)
 
     def fail_lane(self, lane: Value) -> None:
@@ -70,9 +70,9 @@ class LaneRegisters(BodyTranslator):
         self.ir.blamed = before
 
     def call_each(self, name: str, arguments: Iterable[Value]) -> str:
-        """Call a function that acts for one lane after another, and end the kernel if a lane's access is not allowed.
+        """Call a function that runs for one lane after another, and end the kernel if it returns a lane that failed.
 
-        Such a function returns that lane, or `NO_LANE`. Returns the label of the block after the call.
+        The function returns NO_LANE if no lane failed. This method returns the label of the block after the call.
         """
         ir = self.ir
         failed = ir.value("i32", f"call i32 @{name}({', '.join(map(str, arguments))})")
@@ -84,7 +84,7 @@ class LaneRegisters(BodyTranslator):
         return fine
 
     def local_window(self) -> Value:
-        """Return the address at which the current lane's local memory begins. Raises NotWide outside of a lane."""
+        """Return the address of the current lane's local memory. Raises NotWide if there is no current lane."""
         if self._lane is None:
             raise NotWide
         distance = self.ir.binary("mul", self.ir.resize(self._lane, "i64", signed=False), self.local_step)
@@ -92,7 +92,7 @@ class LaneRegisters(BodyTranslator):
 
     @contextmanager
     def _as_lane(self, lane: Value, rooms: dict[int, Value]) -> Iterator[None]:
-        """Within, registers, indices and local memory are those of one lane."""
+        """In the block, translate for one lane: registers, indices and local memory are those of `lane`."""
         ir = self.ir
         blamed, self._rooms_of = ir.blamed, rooms
         self._lane = ir.blamed = ir.lane = lane
@@ -109,14 +109,14 @@ class LaneRegisters(BodyTranslator):
         if not self._varies(register):
             return super()._load(register)
         kind = f"i{register.type.bits}"
-        # For all lanes a vector; for one lane its element, which was spilled to memory.
+        # For all lanes, load the vector. For one lane, load its element, which was spilled to memory.
         if self._lane is None:
             return self.ir.wide_value(kind, f"load {self.ir.wide_type(kind)}, ptr %r{register.index}")
         stored = self.ir.load(_held(register), self._place(register))
         return self.ir.resize(stored, kind, signed=False)
 
     def _store(self, register: Register, value: Value) -> None:
-        # A scalar register must get the same value in all lanes.
+        # A register that does not vary must get the same value in all lanes.
         if not self._varies(register):
             if is_wide(value) or self._lane is not None:
                 raise NotTogether
@@ -125,7 +125,7 @@ class LaneRegisters(BodyTranslator):
         if self._lane is not None:
             self.ir.store(self.ir.resize(value, _held(register), signed=False), self._place(register))
             return
-        # A lane that does not take part keeps its element, but only if something may still read it.
+        # A lane that does not take part keeps its element. This is only necessary if the element may still be read.
         is_needed = self._is_guarded or self._shared >> register.index & 1
         if is_needed and not self._takes_all:
             value = self.ir.select(self.ir.flags_of(self.mask), value, self._load(register))
@@ -135,7 +135,7 @@ class LaneRegisters(BodyTranslator):
         self.ir.raw(f"store {self.ir.whole(value)}, ptr %r{register.index}")
 
     def _place(self, register: Register) -> Value:
-        """Return the address of the lane's element of a register, while lanes run one by one."""
+        """Return the address of the current lane's element of a register. Raises NotTogether if it has none."""
         if self._lane is None or register.index not in self._rooms_of:
             raise NotTogether
         size = _HELD_BITS[register.type.bits] // 8
@@ -143,7 +143,7 @@ class LaneRegisters(BodyTranslator):
         return self.ir.offset(self._rooms_of[register.index], distance)
 
     def _spill(self, register: Register, number: int) -> Value:
-        """Store a vector register to memory; returns where."""
+        """Store a vector register to memory. Returns a pointer to it."""
         memory_kind, ir = _held(register), self.ir
         room = self.room(f"room{number}.{memory_kind}", ir.wide_type(memory_kind))
         ir.raw(f"store {ir.whole(ir.resize(self._load(register), memory_kind, signed=False))}, {room}")
@@ -157,15 +157,19 @@ class LaneRegisters(BodyTranslator):
     # --- Waiting -----------------------------------------------------------------------------------------------
 
     def suspend(self, status: ReturnStatus) -> None:
-        """Return to the block's loop, and resume here when called again. Only ended lanes may be missing."""
+        """Write code that returns to the loop over the block, and resumes here when it is called again.
+
+        All lanes that have not ended must take part.
+        """
         self.carry = None
-        # A single group has no other to wait for.
+        # A single group never has to wait for another one.
         if self._is_alone:
             return
         saved = self._registers_to_save()
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
-        # Step 1: lay out the frame: where to resume, the lanes alive, then the registers, each at a whole slot.
+        # Step 1: lay out the frame. It has the place to resume at, the lanes that have not ended, and the registers,
+        # each at a multiple of a slot.
         places, end = [], SHORT_HEAD_BYTES + SLOT_BYTES
         for register in saved:
             places.append(self.ir.offset(FRAME, end))
@@ -173,18 +177,18 @@ class LaneRegisters(BodyTranslator):
         self._saved_registers += len(saved)
         if end > MAX_LANE_FRAME_BYTES or self._saved_registers > MAX_LANE_SAVED_REGISTERS:
             raise NotTogether
-        # Step 2: save. Vectors of predicates are stored as a mask, one bit for each lane.
+        # Step 2: save the registers. Store a vector of predicates as a mask with one bit for each lane.
         for register, place in zip(saved, places, strict=True):
             value = self._load(register)
             stored = self.ir.mask_of(value) if is_wide(value) and value.type == "i1" else value
             text = self.ir.whole(stored) if is_wide(stored) else str(stored)
             self.ir.raw(f"store {text}, {place}, align {SLOT_BYTES}")
-        # Step 3: note the lanes and the place, and return.
+        # Step 3: store the lanes and the place, and return.
         alive = self.ir.offset(FRAME, SHORT_HEAD_BYTES)
         self.ir.store(self.mask, alive)
         self.ir.store(constant("i32", len(self._resumes)), FRAME)
         self.ir.ret(status)
-        # Step 4: the code that runs when called again: load the registers and the mask.
+        # Step 4: when called again, load the registers and the mask.
         self.ir.block(resume)
         end = SHORT_HEAD_BYTES + SLOT_BYTES
         for register in saved:
@@ -210,5 +214,5 @@ class LaneRegisters(BodyTranslator):
 
 
 def _held(register: Register) -> str:
-    """Return the type of one lane's element of a register in memory."""
+    """Return the type that one lane's element of a register has in memory."""
     return f"i{_HELD_BITS[register.type.bits]}"

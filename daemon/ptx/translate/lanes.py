@@ -1,13 +1,14 @@
-"""Translate a kernel to a function that runs adjacent threads of a row together, as lanes of vectors.
+"""Translates a kernel to a function that runs adjacent threads together, as lanes of vectors.
 
     i32 lanes(launch, environment, frame, local, mask, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-The mask's bits are the threads that exist; tid.x is that of the first thread, and the others follow. The function
-returns a `ReturnStatus`; for a fault, the bits above the low 8 are the lane at fault. Basic blocks are in PTX's order,
-each with a mask of the lanes that wait for it. The earliest of these blocks always runs next, so lanes that a branch
-has separated run together again where its paths join (uniformity.py). Registers that are equal in all lanes are
-scalars, others vectors. In a vector, a lane that does not take part keeps its element if it may still need it.
-Operations without a vector form run lane by lane.
+The mask has a bit for each thread that exists. The indices are those of the first thread; the others follow it in the
+row, or for warps in the block. The function returns a `ReturnStatus`; for a fault, the bits from 8 on are the lane at
+fault. The basic blocks are in the order of the PTX. Each has a mask of the lanes that wait for it. The first block with
+waiting lanes always runs next, so lanes that a branch has separated run together again where its paths join
+(uniformity.py). Registers that are equal in all lanes are scalars, others are vectors. If a lane does not take part in
+a write, its element of the vector stays the same, unless it is no longer needed. Operations that can't be done on
+vectors are done in a loop over the lanes.
 """
 
 from collections.abc import Callable
@@ -31,18 +32,18 @@ from gpulease.daemon.ptx.translate.uniformity import Unordered, leaves_at, unifo
 from gpulease.daemon.ptx.translate.vectors import NotTogether, NotWide, VectorWriter, is_wide
 from gpulease.daemon.ptx.translate.waits import WAITING, Waits, find_waits
 
-# How many threads run together: as many as there are 32-bit numbers in the widest register of any host.
+# Number of threads that run together: as many as 32-bit numbers fit into the widest vector register of any host.
 LANES = 16
 
-# The local windows of a block are adjacent; each has the strictest alignment that a variable may require.
+# The local windows of a block's threads are adjacent. Each has the largest alignment that a variable may require.
 LOCAL_STEP = 256
 
-# Opcodes that have an effect, and can be run lane by lane.
+# Opcodes with side effects that can be executed for one lane after another.
 _MEMORY = ("ld", "st", "atom", "red", "cp", "membar", "fence", "prefetch", "prefetchu", "createpolicy", "discard")
 _EFFECTS = (*_MEMORY, "trap", "brkpt", "nanosleep")
 _BRANCHES = ("bra", "ret", "exit")
 _BARRIERS = ("bar", "barrier")
-# An instruction with one of these modifiers is about a phase of an mbarrier, for which threads may wait.
+# Instructions with one of these modifiers concern the phases of mbarriers, for which threads may wait.
 _PHASED = ("async", "bulk", "mbarrier")
 _OPCODES = PURE_OPCODES | EXCHANGES | {*_EFFECTS, *_BRANCHES, *_BARRIERS}
 
@@ -50,15 +51,15 @@ _MASK = Value("ptr", "%mask")
 
 
 class LaneTranslator(LaneRegisters):
-    """Translates one kernel's body for lanes. Raises NotTogether if that can't be done."""
+    """Translates the body of one kernel for lanes. Raises NotTogether if that is impossible."""
 
     def __init__(self, function: Function, variable_places: dict[str, int], declarations: set[str]) -> None:
         super().__init__(function, variable_places, declarations, Callees())
-        # Step 1: refuse kernels with anything that has no translation for lanes.
+        # Step 1: give up if the kernel has instructions or waits that have no translation for lanes.
         body = function.instructions
         if not self.waits.is_short or not body or function.call_bytes or not all(map(_is_known, body)):
             raise NotTogether
-        # Step 2: choose the width. Warp operations need all 32 lanes of a warp in one group.
+        # Step 2: choose the number of lanes. Warp operations need all 32 lanes of a warp in one group.
         self._kinds_of = kinds_of(body)
         self.is_warp = bool(self._kinds_of.exchanges)
         lanes = WARP_THREADS if self.is_warp else LANES
@@ -66,7 +67,7 @@ class LaneTranslator(LaneRegisters):
         self.ir = VectorWriter(declarations, lanes)
         self._found = [find_form(instruction, function.name) for instruction in body]
         effects = [effect_of(i, writes_first=form.writes) for i, (form, _) in zip(body, self._found, strict=True)]
-        # Step 3: find the registers and blocks that are equal for all lanes, from the structure of the code.
+        # Step 3: find the registers that are equal in all lanes, and the blocks that all lanes execute together.
         try:
             self._lanes = uniformity_of(body, effects, self._kinds_of)
         except (Unordered, TooComplex):
@@ -80,7 +81,8 @@ class LaneTranslator(LaneRegisters):
                 raise NotTogether
         if self.waits.sites:
             self._find_live([form for form, _ in self._found])
-        # Step 5: find the registers that some block needs at its start; others never hold a value across blocks.
+        # Step 5: find the registers that are live at the start of a block. The values of others are never used in
+        # another block.
         self._shared = 0
         for bits in self._lanes.live:
             self._shared |= bits
@@ -98,7 +100,7 @@ class LaneTranslator(LaneRegisters):
         self._takes_all = self._is_guarded = False
 
     def _find_waits(self) -> Waits:
-        """Return only the waits at barriers: exchanges happen within the function."""
+        """Return only the waits at barriers, because exchanges are done within the function."""
         body = self.function.instructions
         meetings = [i for i in body if i.opcode in WAITING and i.opcode not in EXCHANGES and "warp" not in i.modifiers]
         is_short = find_waits(meetings).is_short and not find_waits(body).yields
@@ -106,7 +108,7 @@ class LaneTranslator(LaneRegisters):
         return Waits(sites, frozenset(), is_short, words=0, parks=False)
 
     def translate(self, name: str) -> str:
-        """Return the IR of the function, with that name. Raises ImageRejected, NotTogether."""
+        """Return the IR of the function, with this name. Raises ImageRejected or NotTogether."""
         self._name = name
         self.ir.branch("start")
         self.ir.block("start")
@@ -119,7 +121,7 @@ class LaneTranslator(LaneRegisters):
                 if self.ir.length > MAX_LANE_LINES:
                     raise NotTogether
             self._close_block(number)
-        # After the last block: no lanes are left.
+        # After the last block, no lanes are left.
         self.ir.block(f"check{len(self._lanes.blocks)}")
         self.ir.ret(ReturnStatus.DONE)
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
@@ -128,8 +130,8 @@ class LaneTranslator(LaneRegisters):
     # --- Blocks and branches -----------------------------------------------------------------------------------
 
     def _open_block(self, number: int) -> None:
-        """Begin a block with the lanes that wait for it; if there are none, continue with the next block."""
-        # check: is any lane pending? take: move the pending lanes into the mask. in: the code.
+        """Begin a block with the lanes that wait for it. If there are none, continue with the next block."""
+        # `check` tests whether any lanes wait for the block, `take` moves them into the mask, `in` is the block's code.
         ir, pending = self.ir, self._pending(number)
         self.carry = None
         self._block = number
@@ -140,7 +142,7 @@ class LaneTranslator(LaneRegisters):
         ir.store(constant(self._mask_type, 0), pending)
         ir.store(arriving, _MASK)
         ir.block(f"in{number}")
-        # Where lanes never part, the mask is all that live.
+        # If all lanes execute the block together, the mask has all lanes that have not ended.
         self._takes_all = number not in self._lanes.apart
         self._take(ir.load(self._mask_type, ALIVE if self._takes_all else _MASK))
 
@@ -148,29 +150,29 @@ class LaneTranslator(LaneRegisters):
         return Value("ptr", f"%pending{number}")
 
     def _waits_for(self, number: int, mask: Value) -> None:
-        """Add lanes to those that wait for a block; nothing for the end after the last block."""
+        """Add lanes to those that wait for a block. For the end after the last block, do nothing."""
         if number < len(self._lanes.blocks):
             before = self.ir.load(self._mask_type, self._pending(number))
             self.ir.store(self.ir.binary("or", before, mask), self._pending(number))
 
     def _close_block(self, number: int) -> None:
-        """Fall into the next block, unless all lanes have gone elsewhere."""
+        """Continue with the next block, unless all lanes have left this one."""
         if not self.ir.is_ended:
             self._go(number + 1, self.mask)
 
     def _go(self, number: int, mask: Value) -> None:
-        """Send all lanes that take part to a block; this ends the current code."""
-        # A block that only leaves is left at once.
+        """Send all lanes that take part to a block. Nothing can follow in the current basic block."""
+        # If the block only ends the kernel, end these lanes here.
         if number < len(self._lanes.blocks) and leaves_at(self.function.instructions, self._lanes.blocks[number].start):
             self._go_or_leave(-1, mask)
             return
         is_back = number <= self._block
         if number < len(self._lanes.blocks) and (is_back or self._takes_all):
-            # No lane waits for an earlier block, and none for any while all lanes are here: jump straight there.
+            # Jump directly. No lane waits for a block before this one, and if all lanes are here, none waits at all.
             self.ir.store(mask, _MASK)
             self.ir.branch(f"in{number}")
             return
-        # Otherwise an earlier block may have lanes pending: look for it in order.
+        # Otherwise lanes may wait for a block before the target, so check the blocks in their order.
         self._waits_for(number, mask)
         self.ir.branch(f"check{self._block + 1}")
 
@@ -180,7 +182,7 @@ class LaneTranslator(LaneRegisters):
 
     def _branch(self, instruction: Instruction) -> None:
         ir, body = self.ir, self.function.instructions
-        # A branch, or a way out of the kernel; `number` is the target's block, -1 for the end.
+        # `number` is the block of the branch's target, or -1 if the kernel ends there.
         target = instruction.operands[0] if instruction.operands else None
         if instruction.opcode == "bra" and not isinstance(target, Target):
             raise self.problem("a branch goes to a label")
@@ -188,7 +190,7 @@ class LaneTranslator(LaneRegisters):
         ends = leaves_at(body, index)
         number = -1 if ends else [block.start for block in self._lanes.blocks].index(index)
         flag = self._guard(instruction)
-        # Case 1: no guard, so all lanes go.
+        # Case 1: there is no guard, so all lanes branch.
         if flag is None:
             self._go_or_leave(number, self.mask)
             return
@@ -200,7 +202,7 @@ class LaneTranslator(LaneRegisters):
             self._go_or_leave(number, self.mask)
             ir.block(stay)
             return
-        # Case 3: the lanes part.
+        # Case 3: the guard separates the lanes.
         self._part(number, ir.mask_of(flag))
 
     def _go_or_leave(self, number: int, mask: Value) -> None:
@@ -211,7 +213,7 @@ class LaneTranslator(LaneRegisters):
         self.ir.branch(f"check{self._block + 1}")
 
     def _part(self, number: int, flags: Value) -> None:
-        """Send the lanes with the flag to a block, or end them; the rest continue after the branch."""
+        """Send the lanes with the flag to a block, or end them if `number` is -1. The rest skip the branch."""
         ir, following = self.ir, self._block + 1
         taken = ir.binary("and", self.mask, flags)
         other_lanes = ir.binary("and", self.mask, ir.binary("xor", flags, -1))
@@ -223,7 +225,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(some)
             self.mask = other_lanes
             return
-        # Case 2: the rest would only end, so they end here.
+        # Case 2: the other lanes would end after the branch, so end them here.
         if leaves_at(self.function.instructions, self._lanes.blocks[self._block].end):
             self._leave(other_lanes)
             some = ir.fresh("some")
@@ -231,12 +233,12 @@ class LaneTranslator(LaneRegisters):
             ir.block(some)
             self._go(number, taken)
             return
-        # Case 3: both parts wait for their blocks; the earlier block runs first.
+        # Case 3: each part waits for its block. The earlier block runs first.
         self._waits_for(following, other_lanes)
         if number > self._block:
             self._waits_for(number, taken)
             ir.branch(f"check{following}")
-        # A branch back goes straight to its block if any lane takes it, as nothing earlier is pending.
+        # If any lane branches back, jump to that block directly, because no lane waits for an earlier one.
         else:
             back = ir.fresh("back")
             ir.branch_if(ir.compare("icmp eq", taken, 0), f"check{following}", back)
@@ -262,18 +264,18 @@ class LaneTranslator(LaneRegisters):
         elif not is_wide(flag):
             self._jump_over(flag, lambda: self._translate_masked(instruction, form, modifiers))
             if self._takes_all:
-                # An exchange or barrier in between may have changed the mask.
+                # A wait in the instruction may have changed the mask.
                 self._take(self.ir.load(self._mask_type, ALIVE))
         else:
             self._translate_guarded_lanes(flag, instruction, form, modifiers)
 
     def _translate_guarded_lanes(self, flag: Value, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """Translate for the lanes that the guard lets run; an instruction without side effects runs for all of them."""
+        """Translate an instruction with a guard that varies. Without side effects, it is executed for all lanes."""
         block_mask, takes_all = self.mask, self._takes_all
         mask = self.ir.binary("and", block_mask, self.ir.mask_of(flag))
         self._takes_all, self._is_guarded = False, True
         self._take(mask)
-        # Results of the other lanes are masked when they are written.
+        # The results of lanes with a false guard are dropped when the register is written.
         if instruction.opcode in PURE_OPCODES:
             self._translate_masked(instruction, form, modifiers)
         else:
@@ -292,7 +294,7 @@ class LaneTranslator(LaneRegisters):
     def _translate_masked(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
         mark, carry = self.ir.mark(), self.carry
         try:
-            # In this order: exchanges, vector accesses, and the family's own translation written for vectors.
+            # Try exchanges first, then loads and stores of vectors, then the family's translation.
             if instruction.opcode in EXCHANGES or "warp" in instruction.modifiers:
                 translate_exchange(self, instruction, modifiers)
             elif not translate_access(self, instruction, modifiers):
@@ -304,18 +306,18 @@ class LaneTranslator(LaneRegisters):
             self._run_one_by_one(instruction, form, modifiers)
 
     def _run_one_by_one(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """Translate as for one thread, in a loop over the lanes that take part; the vectors are in memory meanwhile."""
+        """Translate as for one thread, in a loop over the lanes that take part. Meanwhile, vectors are in memory."""
         ir, carry = self.ir, self.carry
         if instruction.opcode in PURE_OPCODES and self._is_guarded:
-            # The loop runs at least once, so it is skipped for an empty mask.
+            # The loop runs at least once, so skip it if the mask is empty.
             some, none = ir.fresh("some"), ir.fresh("none")
             ir.branch_if(ir.compare("icmp ne", self.mask, 0), some, none)
             ir.block(some)
-        # Step 1: registers that vary go to memory, where a lane finds its element.
+        # Step 1: store the registers that vary to memory, so that a lane can access its element.
         registers = {r.index: r for operand in instruction.operands for r in registers_of(operand)}
         spilled = [register for register in registers.values() if self._varies(register)]
         rooms = {r.index: self._spill(r, number) for number, r in enumerate(spilled)}
-        # Step 2: the loop; `left` holds the lanes still to run, lowest first.
+        # Step 2: write the loop. `left` has the remaining lanes; the lowest one is next.
         left, again = Value("ptr", "%left"), ir.fresh("each")
         ir.store(self.mask, left)
         ir.block(again)
@@ -329,10 +331,10 @@ class LaneTranslator(LaneRegisters):
         done = ir.fresh("alldone")
         ir.branch_if(ir.compare("icmp ne", remaining, 0), again, done)
         ir.block(done)
-        # A carry flag made in the loop would be the last lane's.
+        # A carry flag that is set in the loop would be only that of the last lane.
         if self.carry is not carry:
             raise NotTogether
-        # Step 3: the results return to vectors.
+        # Step 3: load the results into vectors.
         if form.writes and instruction.operands:
             for register in {r.index: r for r in registers_of(instruction.operands[0]) if self._varies(r)}.values():
                 self._fetch(register, rooms[register.index])
@@ -340,7 +342,7 @@ class LaneTranslator(LaneRegisters):
             ir.block(none)
 
     def _lies_in(self, index: int, among: frozenset[int]) -> bool:
-        """Return whether an instruction is in one of these blocks, with no guard that separates the lanes."""
+        """Return whether an instruction is in one of these blocks and has no guard that varies."""
         guard = self.function.instructions[index].guard
         if guard is not None and self._varies(guard.register):
             return False
@@ -358,26 +360,26 @@ class LaneTranslator(LaneRegisters):
         )
 
     def _prologue(self) -> list[str]:
-        """Write slots for registers and masks, all 0, and the switch to where the lanes wait."""
+        """Write stack slots for registers and masks, all 0, and the switch to the place at which the lanes wait."""
         opening = VectorWriter(self.declarations, self.ir.lanes, "opening.")
         opening.block("entry")
-        # A varying register is a vector, any other a scalar.
+        # A register that varies is a vector, others are scalars.
         for register in self._used_registers():
             kind = f"i{register.type.bits}"
             kind = opening.wide_type(kind) if self._varies(register) else kind
             opening.raw(f"%r{register.index} = alloca {kind}")
             opening.raw(f"store {kind} zeroinitializer, ptr %r{register.index}")
-        # Masks: lanes pending for each block, those that take part, those left in a loop, those alive.
+        # The masks: the lanes that wait for each block, those that take part, those left in a loop, those not ended.
         for name in (*(f"%pending{n}" for n in range(len(self._lanes.blocks))), _MASK.text, "%left"):
             opening.emit(f"{name} = alloca {self._mask_type}")
             opening.emit(f"store {self._mask_type} 0, ptr {name}")
         opening.emit(f"{ALIVE.text} = alloca {self._mask_type}")
         opening.emit(f"store {self._mask_type} %given, {ALIVE}")
         opening.emit(f"store {self._mask_type} %given, {_MASK}")
-        # Memory that instructions asked for while they were translated.
+        # Reserve the memory that the translations of instructions have requested.
         for name, kind in sorted(self._rooms):
             opening.raw(f"{name} = alloca {kind}, align 64")
-        # Values that are loaded once, and the threads' indices.
+        # Load the values that are loaded only once, and compute the threads' indices.
         self.ir.open_fixed(opening)
         if self.is_warp:
             open_warp(opening)
@@ -393,12 +395,12 @@ class LaneTranslator(LaneRegisters):
 
 
 def _most_threads(bounds: Bounds) -> int:
-    """Return the largest number of threads in a block, 0 if the kernel does not declare it."""
+    """Return the maximum number of threads in a block; 0 if the kernel does not declare it."""
     return prod(bounds.required) if bounds.required else bounds.max_threads
 
 
 def _is_known(i: Instruction) -> bool:
     """Return whether an instruction has a translation for lanes."""
-    # `cp.async` copies at once, so its own "async" does not make it phased.
+    # `cp.async` copies synchronously, so its first modifier "async" does not count.
     is_copy = i.opcode == "cp" and i.modifiers[:1] == ("async",)
     return i.opcode in _OPCODES and set(_PHASED).isdisjoint(i.modifiers[is_copy:])

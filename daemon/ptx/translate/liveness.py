@@ -1,6 +1,6 @@
-"""Find the registers that a thread still needs at a barrier: its frame keeps only those while it waits.
+"""Finds the live registers: those with a value that may still be read. A waiting thread's frame keeps only these.
 
-This is the usual backward analysis over blocks; sets of registers are the bits of an int.
+This is the usual backward analysis over basic blocks. A set of registers is an int with a bit for each register.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from gpulease.daemon.ptx.parse.syntax import (
 )
 from gpulease.protocol.fast_dataclass import dataclass
 
-# Instructions after which control does not fall through, unless they are guarded.
+# Instructions after which the next instruction does not run, unless they are guarded.
 ENDS = ("bra", "brx", "ret", "exit", "trap")
 
 
@@ -28,7 +28,7 @@ class TooComplex(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RegisterEffect:
-    """The registers that an instruction reads, and those that it always writes, as bits."""
+    """The registers that an instruction reads, and those that it always writes, each as bits."""
 
     reads: int
     writes: int
@@ -36,7 +36,7 @@ class RegisterEffect:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Straight code: the instructions from `start` up to `end`, and the numbers of the blocks that may follow."""
+    """A basic block: the instructions from `start` up to but without `end`, and the blocks that may run next."""
 
     start: int
     end: int
@@ -61,18 +61,18 @@ def registers_of(operand: Operand) -> list[Register]:
 
 
 def effect_of(instruction: Instruction, *, writes_first: bool) -> RegisterEffect:
-    """Return the registers that an instruction reads and writes; a guarded one may leave its results unwritten."""
+    """Return the registers that an instruction reads and writes. `writes_first`: whether it writes operand 0."""
     reads = writes = 0
     for position, operand in enumerate(instruction.operands):
         bits = 0
         for register in registers_of(operand):
             bits |= 1 << register.index
-        # The first operand is the result, except for stores, which read their address.
+        # An address as first operand is read, not written.
         if position == 0 and writes_first and not isinstance(operand, Address):
             writes = bits
         else:
             reads |= bits
-    # A guarded instruction may keep the old value, so it reads what it writes.
+    # A guarded instruction may not run and keep the old values, so treat what it writes as read.
     if instruction.guard is not None:
         reads |= 1 << instruction.guard.register.index
         reads |= writes
@@ -83,11 +83,11 @@ def effect_of(instruction: Instruction, *, writes_first: bool) -> RegisterEffect
 def live_after(
     instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], places: set[int]
 ) -> dict[int, int]:
-    """Return for each wanted instruction the registers that are needed after it, as bits. Raises TooComplex."""
+    """Return the registers that are live after each instruction in `places`, as bits. Raises TooComplex."""
     blocks = blocks_of(instructions)
     live_in = live_at_starts(blocks, effects)
     result: dict[int, int] = {}
-    # Within a block, backwards from what its followers need.
+    # In each block, go backwards from the registers that are live at the starts of the next blocks.
     for block in blocks:
         live = 0
         for follower in block.follows:
@@ -100,7 +100,7 @@ def live_after(
 
 
 def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
-    """Return the blocks of a body, in its order."""
+    """Return the basic blocks of a body, in their order."""
     starts = sorted(leaders(instructions))
     ends = [*starts[1:], len(instructions)]
     block_at = {start: number for number, start in enumerate(starts)}
@@ -111,8 +111,8 @@ def blocks_of(instructions: Sequence[Instruction]) -> list[Block]:
 
 
 def live_at_starts(blocks: Sequence[Block], effects: Sequence[RegisterEffect]) -> list[int]:
-    """Return the registers that each block needs at its start, as bits. Raises TooComplex."""
-    # Bound the memory of the sets before any is built: the text is a tenant's.
+    """Return the registers that are live at the start of each block, as bits. Raises TooComplex."""
+    # Check the size of the sets before building any, because the text is a tenant's.
     width = max((effect.reads | effect.writes).bit_length() for effect in effects)
     if width * len(blocks) > MAX_LIVENESS_BITS:
         raise TooComplex("too many registers and blocks in a kernel with barriers")
@@ -121,37 +121,38 @@ def live_at_starts(blocks: Sequence[Block], effects: Sequence[RegisterEffect]) -
 
 
 def count_merges(instructions: Sequence[Instruction], effects: Sequence[RegisterEffect], *, waits: bool) -> int:
-    """Count the values that LLVM has to merge where control flows together: registers written more than once.
+    """Return the number of values that LLVM must merge at blocks with several predecessors.
 
-    A thread that waits loads its registers again, so with `waits` all count. Raises TooComplex.
+    These are the live registers that are written more than once. With `waits`, all live registers count, because a
+    thread that has waited loads its registers again. If there are surely few enough, returns 0. Raises TooComplex.
     """
     if not instructions:
         return 0
     blocks = blocks_of(instructions)
     registers = 0
     written = rewritten = 0
-    # A register written once needs no merging, unless its initial 0 may still be seen.
+    # Find the registers that are written more than once.
     for instruction, effect in zip(instructions, effects, strict=True):
         registers |= effect.reads | effect.writes
         # A guarded instruction may keep the old values of the registers that it writes, so these count as read, too.
         writes = effect.writes if instruction.guard is None else effect.reads
         rewritten |= written & writes
         written |= writes
-    # Even if all were merged in every block, they would be few enough.
+    # If merging all registers in every block is within the limit, no exact count is needed.
     if registers.bit_count() * len(blocks) <= MAX_MERGES:
         return 0
     live_in = live_at_starts(blocks, effects)
-    # Only blocks with several predecessors merge.
+    # Values are merged only in blocks with several predecessors.
     predecessors = [0] * len(blocks)
     for number in (follower for block in blocks for follower in block.follows):
         predecessors[number] += 1
-    # Registers start as 0, which is a second value where it may still be seen.
+    # Registers are 0 at first. If that may still be read, it is a second value.
     counted = registers if waits else rewritten | live_in[0]
     return sum((live & counted).bit_count() for live, count in zip(live_in, predecessors, strict=True) if count > 1)
 
 
 def leaders(instructions: Sequence[Instruction]) -> set[int]:
-    """Return where blocks begin: at the start, at branch targets, after instructions that end a block."""
+    """Return where basic blocks begin: at the start, at labels in operands, and after instructions of ENDS."""
     places = {0}
     for index, instruction in enumerate(instructions):
         places.update(target.index for target in instruction.operands if isinstance(target, Target))
@@ -179,7 +180,7 @@ def _summary(effects: Sequence[RegisterEffect]) -> RegisterEffect:
 
 
 def _settle(follows: Sequence[Sequence[int]], summary: Sequence[RegisterEffect]) -> list[int]:
-    """Return the live registers at each block's start, by a work list that ends when nothing changes."""
+    """Return the live registers at the start of each block: repeat the analysis until nothing changes."""
     before: list[list[int]] = [[] for _ in follows]
     for number, followers in enumerate(follows):
         for follower in followers:
@@ -195,7 +196,7 @@ def _settle(follows: Sequence[Sequence[int]], summary: Sequence[RegisterEffect])
         live = live_in[number]
         for follower in follows[number]:
             live |= live_in[follower] & ~summary[number].writes
-        # If a block needs more than before, its predecessors may, too.
+        # If more registers are live in a block than before, visit its predecessors again.
         if live != live_in[number]:
             live_in[number] = live
             fresh = [previous for previous in before[number] if previous not in queued]

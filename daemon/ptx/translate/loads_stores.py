@@ -1,9 +1,10 @@
 """Loads and stores (PTX ISA sections 9.7.9.8, 9.7.9.9 and 9.7.9.11).
 
-The threads of a block run on one host thread, those of other blocks on others at the same time. So strong accesses are
-LLVM's atomic ones, with the ordering that PTX names (section 8.5); `.volatile` is relaxed in any scope, and always
-happens. Weak accesses are plain: a race on them gives some value, which is read once into a register. The check uses
-that same register, so whatever its value, no access goes where it may not. Cache hints change no result, and are
+The threads of a block run on one host thread. Other blocks may run on other host threads at the same time. So strong
+accesses become atomic accesses of LLVM, with the ordering that PTX gives (section 8.5). `.volatile` accesses become
+relaxed atomic accesses that are never removed. Weak accesses become plain ones. A race on a weak load gives an
+arbitrary value, but the value is loaded into a register only once. If it is used as an address, the check and the
+access use the same register, so an access that is not allowed is impossible. Cache hints do not change results and are
 ignored.
 """
 
@@ -16,8 +17,7 @@ from gpulease.daemon.ptx.translate.operand_values import OperandTranslator
 
 FAMILY = InstructionFamily("Loads and stores", "9.7.9")
 
-# The spellings that are accepted and, for hints, ignored.
-# A cluster is one block, so its shared memory is the block's own.
+# A cluster always has one block, so its shared memory is that of the block.
 _SHARED = ("shared", "shared::cta", "shared::cluster")
 _SPACES = ("global", "const", *_SHARED, "local", "param", "param::entry", "param::func")
 _STORE_SPACES = ("global", *_SHARED, "local", "param", "param::func")
@@ -70,13 +70,13 @@ _PREFETCHES = ("L2::64B", "L2::128B", "L2::256B")
     type=_TYPES,
 )
 def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`ld`: a register wider than the type gets the value extended."""
+    """Load. If a register is wider than the type, the value is extended."""
     scalar, space = m.scalar(), _space(m)
     check_policy(t, i, m, 2)
     into = elements(t, m, i.operands[0])
     kind = f"i{scalar.bits}"
 
-    # One load for each element. The access is checked as a whole: its size is a power of two.
+    # Load each element separately. The access is checked as a whole, because its size is a power of two.
     def make(pointer: Value) -> list[Value]:
         places = [t.ir.offset(pointer, number * scalar.size) for number in range(len(into))]
         return [t.ir.value(kind, f"load{_how(m)} {kind}, {place}{_order(m)}, align {scalar.size}") for place in places]
@@ -111,7 +111,7 @@ def load(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
     type=_TYPES,
 )
 def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`st`: a register wider than the type gives its low bits."""
+    """Store. If a register is wider than the type, its low bits are stored."""
     scalar, space = m.scalar(), _space(m)
     _refuse_constant(t, i.operands[0], space)
     check_policy(t, i, m, 2)
@@ -127,7 +127,7 @@ def store(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def check_policy(t: OperandTranslator, i: Instruction, m: Modifiers, count: int) -> None:
-    """Check that a cache policy follows the first `count` operands exactly if `.L2::cache_hint` says so; ignore it."""
+    """Check that a cache policy follows `count` operands if and only if there is `.L2::cache_hint`, and ignore it."""
     if (len(i.operands) > count) != ("policy" in m):
         raise t.problem("a cache policy goes with .L2::cache_hint")
     if "policy" in m:
@@ -135,8 +135,8 @@ def check_policy(t: OperandTranslator, i: Instruction, m: Modifiers, count: int)
 
 
 def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> None:
-    """Raise ImageRejected for a store to a function's own parameters (section 5.1.6)."""
-    # The variable's own space counts, because the instruction only says `.param`.
+    """Raise ImageRejected for a store to the parameters of this function (section 5.1.6)."""
+    # Use the variable's space, because the instruction has `.param` for several spaces.
     base = operand.base if isinstance(operand, Address) else None
     declared_space = base.space if isinstance(base, DeclaredVariable) else space
     if declared_space is Space.PARAM:
@@ -144,18 +144,18 @@ def _refuse_constant(t: OperandTranslator, operand: Operand, space: Space) -> No
 
 
 def _space(m: Modifiers) -> Space:
-    """Return the space that an access names; generic if it names none."""
+    """Return the space in an instruction; generic if it has none."""
     return Space(m.get("space").split("::")[0] or "generic")
 
 
 def _how(m: Modifiers) -> str:
-    """Return the LLVM attributes that distinguish a strong access from a weak one."""
+    """Return LLVM's keywords for a strong access; "" for a weak one."""
     return " atomic volatile" if _order(m) else ""
 
 
 def _order(m: Modifiers) -> str:
-    """Return LLVM's name of an access's ordering, with a space before it; "" for a weak access."""
-    # A relaxed atomic access can neither be split, nor merged with another one.
+    """Return LLVM's ordering of an access, with a space before it; "" for a weak access."""
+    # LLVM never splits a relaxed atomic access, and never merges it with another one.
     if "volatile" in m or m.get("hint") == "cv":
         return " monotonic"
     order = m.get("order")
@@ -163,7 +163,7 @@ def _order(m: Modifiers) -> str:
 
 
 def elements(t: OperandTranslator, m: Modifiers, operand: Operand) -> tuple[Operand, ...]:
-    """Return the registers of a scalar or vector access. A vector of one, as Triton writes scalars, is accepted."""
+    """Return the registers of a scalar or vector access. A scalar may be in braces, as Triton writes it."""
     count = int(m.get("vec")[1:] or 1)
     if count == 1 and not isinstance(operand, Vector):
         return (operand,)

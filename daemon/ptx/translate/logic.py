@@ -30,12 +30,12 @@ def invert(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("lop3.b32", 5)
 def any_logic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`lop3`: any function of three bits; bit 4a+2b+c of the table is its value (section 9.7.8.6)."""
+    """Compute any function of three bits. Its value is bit 4a+2b+c of the table (section 9.7.8.6)."""
     table = i.operands[4]
     if not isinstance(table, Integer) or table.value > 255:
         raise t.problem("the table of lop3 must be a constant from 0 to 255")
     inputs = [t.read(i.operands[n], _WORD) for n in (1, 2, 3)]
-    # The function as a disjunction: one conjunction for each bit that is set in the table.
+    # Compute the disjunction of conjunctions, one for each bit that is set in the table.
     inverses = [t.ir.binary("xor", value, -1) for value in inputs]
     result = constant("i32", 0)
     for case in range(8):
@@ -47,19 +47,19 @@ def any_logic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("shl.type", 3, type=BITS)
 def shift_left(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`shl`: amounts past the width give 0 (section 9.7.8.8)."""
+    """Shift left. Amounts above the width give 0 (section 9.7.8.8)."""
     _shift(t, i, m, "shl")
 
 
 @FAMILY.form("shr.type", 3, type=(*BITS, *INTEGERS))
 def shift_right(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`shr`: amounts past the width give 0, or the sign of a signed type (section 9.7.8.9)."""
+    """Shift right. Amounts above the width give 0 or, for signed types, copies of the sign (section 9.7.8.9)."""
     _shift(t, i, m, "ashr" if m.scalar().is_signed else "lshr")
 
 
 @FAMILY.form("shf.side.mode.b32", 4, side=("l", "r"), mode=("clamp", "wrap"))
 def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`shf`: 32 bits of the pair b:a, shifted left or right (section 9.7.8.7)."""
+    """Shift the pair b:a left or right, and return one of its words (section 9.7.8.7)."""
     low, high = (t.read(i.operands[n], _WORD) for n in (1, 2))
     amount = t.read(i.operands[3], _AMOUNT)
     # .wrap takes the amount modulo 32, .clamp limits it to 32.
@@ -69,7 +69,7 @@ def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         amount = t.ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", 32))
     low, high, amount = (t.ir.cast("zext", value, "i64") for value in (low, high, amount))
     joined = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
-    # Left keeps the upper word of the shifted pair, right the lower.
+    # The result of a left shift is the upper word of the shifted pair, that of a right shift the lower word.
     if m["side"] == "l":
         joined = t.ir.binary("lshr", t.ir.binary("shl", joined, amount), 32)
     else:
@@ -80,7 +80,7 @@ def funnel_shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 def _shift(t: OperandTranslator, i: Instruction, m: Modifiers, operation: str) -> None:
     scalar, ir = m.scalar(), t.ir
     value, amount = t.read(i.operands[1], scalar), t.read(i.operands[2], _AMOUNT)
-    # LLVM's shifts are undefined at the width and above, so the amount is clamped and the case selected.
+    # LLVM's shifts by the width or more are undefined. So clamp the amount, and select the result for this case.
     amount_within = ir.intrinsic("llvm.umin.i32", "i32", amount, constant("i32", scalar.bits - 1))
     shifted = ir.binary(operation, value, ir.resize(amount_within, value.type, signed=False))
     if operation != "ashr":

@@ -1,9 +1,10 @@
-"""Matrices held in parts by a warp's lanes: `mma`, `ldmatrix`, `stmatrix`, `movmatrix` (PTX ISA section 9.7.15.5).
+"""Matrices in the registers of a warp's lanes: `mma`, `ldmatrix`, `stmatrix`, `movmatrix` (PTX ISA section 9.7.15.5).
 
-All 32 lanes must take part; a partial warp faults. Where the ISA leaves the arithmetic open, it is that of an H100: see
-native/matrix.ll.
+All 32 lanes must take part. In a partial warp, this is a fault. Where the ISA does not define the arithmetic, it is
+that of an H100, see native/matrix.ll.
 
-Threads wait for one another once for several consecutive `mma`: with the first they show what the others need, too.
+In an exchange, each thread stores words that the other threads of the warp can read; this code says that it shows them.
+For several consecutive `mma`, there is only one exchange: the first one also shows the operands of the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,33 +31,33 @@ _HALVES = ("m16n8k8", "m16n8k16")
 _BYTES = ("s8", "u8")
 _ACCUMULATED = ("f16", "f32")
 
-# How many bytes one exchange of `mma` can show (wait_points.py), and how many instructions are examined for it.
+# Maximum number of bytes that an exchange of `mma` shows (wait_points.py), and of instructions that share an exchange.
 _SHOWN_BYTES = 128
 _MOST_AT_ONCE = 16
 
-# In the thread's own room D follows C, which takes up to this many bytes.
+# The offset of D in the thread's room, after C.
 _RESULTS_AT = 32
 
-# Bytes of a row of the 8 x 8 matrices of 16 bits that are loaded and stored.
+# Size of a row of the 8 x 8 matrices with elements of 16 bits, which are loaded and stored.
 ROW_BYTES = 16
 _COUNTS = ("x1", "x2", "x4")
 _SPACES = ("shared", "shared::cta")
 
 
 def _shape(i: Instruction) -> str:
-    """Return the modifier that is a shape, such as m16n8k8."""
+    """Return the modifier with the shape, such as m16n8k8."""
     return next(modifier for modifier in i.modifiers if modifier[0] == "m")
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A kind of matrix product, in the terms of native/matrix.ll and native/warp_matrix.ll.
+    """A kind of matrix product, for the functions of native/matrix.ll and native/warp_matrix.ll.
 
     Attributes:
-        scalar: What a register holds.
-        function: The function that computes it, by the end of its name.
-        counts: How many registers a lane has of A, B, C and D.
-        details: The function's last arguments: the shape, then values specific to it.
+        scalar: The type of a register.
+        function: The end of the name of the function that computes the product.
+        counts: The numbers of registers that a lane has of A, B, C and D.
+        details: The function's last arguments: the shape, then arguments that only this function has.
     """
 
     scalar: Scalar
@@ -82,7 +83,7 @@ class Product:
 )
 @FAMILY.form("mma.sync.aligned.shape.row.col.f64.f64.f64.f64", 4, shape=("m8n8k4", "m16n8k4", "m16n8k8", "m16n8k16"))
 def multiply_parts(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`mma`: D = AB + C. Sums of bytes wrap or, with .satfinite, saturate; f64 are added by fused steps."""
+    """Compute D = AB + C. Sums of bytes wrap or, with .satfinite, saturate. For f64, each step is fused."""
     multiply(t, i.operands, product_of(i, m))
 
 
@@ -97,32 +98,32 @@ def product_of(i: Instruction, m: Modifiers) -> Product:
 
 
 def of_floats(tiles: Tiles, kinds: tuple[str, str], into: str, added: str) -> Product:
-    """Describe a product of floats; `kinds` are the types of A and B, `into` and `added` those of D and C."""
+    """Return the description of a product of floats. `kinds`: the types of A and B. `into`, `added`: of D and C."""
     details = [constant("i32", KINDS.index(kind)) for kind in kinds]
     details += [constant("i1", int(kind == "f16")) for kind in (added, into)]
-    # A register holds two .f16 elements of C or D.
+    # A register contains two .f16 elements of C or D.
     c, d = (tiles.results // (2 if kind == "f16" else 1) for kind in (added, into))
     return Product(_WORD, FLOATS, (tiles.a_words, tiles.b_words, c, d), (*sizes_of(tiles), *details))
 
 
 def of_bytes(tiles: Tiles, m: Modifiers) -> Product:
-    """Describe a product of bytes, with the signedness of A and B from the modifiers."""
+    """Return the description of a product of bytes. The modifiers say whether A and B are signed."""
     flags = [constant("i1", int(flag)) for flag in (m["a"] == "s8", m["b"] == "s8", "satfinite" in m)]
     counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
     return Product(_WORD, BYTES, counts, (*sizes_of(tiles), *flags))
 
 
 def of_doubles(tiles: Tiles) -> Product:
-    """Describe a product of f64, which has no details but the shape."""
+    """Return the description of a product of f64."""
     counts = (tiles.a_words, tiles.b_words, tiles.results, tiles.results)
     return Product(_DOUBLE, DOUBLES, counts, sizes_of(tiles))
 
 
 def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Product) -> None:
-    """Show the thread's registers of A, B and C to the warp, and compute its part of D."""
+    """Show the thread's registers of A, B and C to the warp, and compute the thread's part of D."""
     scalar = product.scalar
     parts = [registers_of(t, operand, count) for operand, count in zip(operands[1:], product.counts[:3], strict=True)]
-    # An earlier `mma` may have shown this one's A and B. Then only C, the lane's own, is stored, without a wait.
+    # If an earlier `mma` has shown this one's A and B, store only C, which no other lane needs. Then there is no wait.
     places = t.shown_before.get(t.index)
     added = t.ir.offset(own_room(t), 0)
     if places is None:
@@ -131,7 +132,7 @@ def multiply(t: "ThreadTranslator", operands: Sequence[Operand], product: Produc
     else:
         for number, register in enumerate(parts[2]):
             t.ir.store(t.read(register, scalar), t.ir.offset(added, scalar.size * number))
-    # The native function reads the warp's words, and writes D into this lane's room.
+    # The native function reads the words of all lanes, and writes D into this lane's room.
     frames, stride, offset = shown_words(t)
     words = t.ir.offset(frames, offset)
     into = t.ir.offset(own_room(t), _RESULTS_AT)
@@ -148,14 +149,14 @@ def call_native(t: "ThreadTranslator", function: str, arguments: Sequence[Value]
 
 
 def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Scalar) -> tuple[tuple[int, int], int]:
-    """Show A, B and C, and A and B of later `mma`. Returns the places of A and B, and of C, among the words shown."""
-    # The same registers are shown only once, however many products use them.
+    """Show A, B and C, and A and B of later `mma`. Returns the offsets of A and B, and of C, in the shown words."""
+    # Show the same registers only once, even if several products use them.
     left, right, added = (tuple(part) for part in parts)
     places: dict[tuple[Operand, ...], int] = {}
     end = _place(places, 0, (left, right), scalar)
     for index, following in _followers(t, scalar):
         behind = _place(wanted_places := dict(places), end, following, scalar)
-        # C is shown last, and must fit as well.
+        # C comes last, and must fit, too.
         if behind > _SHOWN_BYTES - scalar.size * len(added):
             break
         places, end = wanted_places, behind
@@ -168,7 +169,7 @@ def _show(t: "ThreadTranslator", parts: Sequence[Sequence[Operand]], scalar: Sca
 def _place(
     places: dict[tuple[Operand, ...], int], end: int, parts: Sequence[tuple[Operand, ...]], scalar: Scalar
 ) -> int:
-    """Append the parts that have no place yet; returns the end of all parts."""
+    """Append the parts that have no offset yet. Returns the end of all parts."""
     for part in parts:
         if part not in places:
             places[part] = end
@@ -177,19 +178,19 @@ def _place(
 
 
 def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tuple[tuple[Operand, ...], ...]]]:
-    """Yield consecutive later `mma` with A and B that are known already, so that none has to wait for them again."""
+    """Yield the `mma` that follow directly, if their A and B are already computed: index, and registers of A and B."""
     body, first = t.function.instructions, t.instruction
     written: set[Operand] = set()
     for index in range(t.index, min(t.index + _MOST_AT_ONCE, len(body))):
         i = body[index]
-        # Stop at anything else, at a label, and at a guard: there lanes may part.
+        # Stop at any other instruction, at a label, and at a guard, because there lanes may separate.
         is_alike = i.opcode == "mma" and i.guard is None and ("f64" in i.modifiers) == (scalar.bits == 64)
         if first is None or first.opcode != "mma" or not is_alike or (index > t.index and index in t.leaders):
             return
         vectors = [operand.elements if isinstance(operand, Vector) else () for operand in i.operands[:3]]
         if len(vectors) != 3 or not all(isinstance(register, Register) for part in vectors for register in part):
             return
-        # Registers that an `mma` before it writes are not known yet.
+        # Stop if a previous `mma` of the sequence writes the registers.
         if index > t.index:
             if not written.isdisjoint((*vectors[1], *vectors[2])):
                 return
@@ -198,14 +199,14 @@ def _followers(t: "ThreadTranslator", scalar: Scalar) -> Iterator[tuple[int, tup
 
 
 def take(t: "ThreadTranslator", into: Sequence[Operand], scalar: Scalar, *, at: int = 0) -> None:
-    """Load registers from the words in the thread's own room, starting at byte `at`."""
+    """Load registers from the thread's room, from byte `at` on."""
     room = t.ir.offset(own_room(t), at)
     for number, register in enumerate(into):
         t.write(register, scalar, t.ir.load(f"i{scalar.bits}", t.ir.offset(room, scalar.size * number)))
 
 
 def registers_of(t: "ThreadTranslator", operand: Operand, count: int) -> tuple[Operand, ...]:
-    """Return the registers of a part of a matrix. Raises ImageRejected unless there are `count`."""
+    """Return the registers in an operand. Raises ImageRejected unless there are `count`."""
     elements = operand.elements if isinstance(operand, Vector) else (operand,)
     if len(elements) != count:
         raise t.problem(f"expected a vector of {count} registers")
@@ -214,14 +215,14 @@ def registers_of(t: "ThreadTranslator", operand: Operand, count: int) -> tuple[O
 
 @FAMILY.form("ldmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, count=_COUNTS, space=_SPACES)
 def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`ldmatrix`: 8 x 8 matrices, with rows at the addresses of lanes 8n to 8n + 7 (section 9.7.15.5)."""
+    """Load 8 x 8 matrices. Lanes 8n to 8n + 7 have the addresses of the rows of matrix n (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])
     into = registers_of(t, i.operands[0], count)
-    # Each lane shows the address of its row; all are checked before any is read.
+    # Each lane checks and shows the address of its row. No row is read before all addresses are checked.
     meet(t, [_row_address(t, i.operands[1], m, count, Access.LOAD)])
     own_lane = lane(t)
     group, part = ir.binary("lshr", own_lane, 2), ir.binary("and", own_lane, 3)
-    # Lane 4g + t gets word t of row g, or with .trans elements g of rows 2t and 2t + 1.
+    # Lane 4g + t gets word t of row g; with .trans, it gets element g of rows 2t and 2t + 1.
     for number, register in enumerate(into):
         if "trans" not in m:
             row = _row(t, ir.binary("add", group, 8 * number))
@@ -236,10 +237,10 @@ def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("stmatrix.sync.aligned.m8n8.count{.trans}{.space}.b16", 2, writes=False, count=_COUNTS, space=_SPACES)
 def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`stmatrix`: lane 8n + r stores row r of matrix n (section 9.7.15.5)."""
+    """Store 8 x 8 matrices. Lane 8n + r stores row r of matrix n (section 9.7.15.5)."""
     ir, count = t.ir, int(m["count"][1:])
     words = [t.read(register, _WORD) for register in registers_of(t, i.operands[1], count)]
-    # After the address each lane shows its registers, one for each matrix.
+    # Each lane shows the address of its row, then its registers, one for each matrix.
     meet(t, [_row_address(t, i.operands[0], m, count, Access.STORE), *words])
     own_lane = lane(t)
     # Lanes beyond the matrices have no row to store.
@@ -248,7 +249,7 @@ def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     ir.block(stores)
     row, into = ir.binary("and", own_lane, 7), _row(t, own_lane)
     word_at = ir.binary("add", _bytes(t, ir.binary("lshr", own_lane, 3), 4), 8)
-    # A row is gathered from the four lanes that hold its words, or with .trans from eight lanes' halves.
+    # The words of a row are in four lanes. With .trans, its elements are halves of the words of eight lanes.
     if "trans" not in m:
         for part in range(4):
             holder = kept_words(t, ir.binary("add", ir.binary("shl", row, 2), part))
@@ -263,7 +264,7 @@ def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("movmatrix.sync.aligned.m8n8.trans.b16", 2)
 def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`movmatrix`: an 8 x 8 matrix transposed (section 9.7.15.5)."""
+    """Transpose an 8 x 8 matrix (section 9.7.15.5)."""
     ir = t.ir
     meet(t, [t.read(i.operands[1], _WORD)])
     # The two elements of the result's word are halves of two lanes' words.
@@ -277,14 +278,14 @@ def transpose(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def _row_address(t: "ThreadTranslator", operand: Operand, m: Modifiers, count: int, access: Access) -> Value:
-    """Return the offset of the thread's row, checked if the row is used. It must be in shared memory."""
+    """Return the offset of the thread's row in shared memory. If the row is used, the offset is checked."""
     address = shared_offset(t, operand, is_generic="space" not in m)
     fail_unless(t, row_is_valid(t, address, count), access, Space.SHARED, address, ROW_BYTES)
     return address
 
 
 def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
-    """Compute whether a row is in shared memory, or belongs to a lane that `count` matrices do not use."""
+    """Compute whether a row is in shared memory, or not used because there are only `count` matrices."""
     valid = is_valid(t, address, Space.SHARED, ROW_BYTES)
     if count < 4:
         valid = t.ir.binary("or", valid, t.ir.compare("icmp uge", lane(t), 8 * count))
@@ -292,7 +293,7 @@ def row_is_valid(t: "ThreadTranslator", address: Value, count: int) -> Value:
 
 
 def _row(t: "ThreadTranslator", row: Value) -> Value:
-    """Return the row at the address that a lane showed; it was checked, and shared memory does not move."""
+    """Return a pointer to the row at the address that a lane showed. The lane has checked the address."""
     return pointer_at(t, t.ir.load("i64", kept_words(t, row)), Space.SHARED)
 
 
@@ -306,5 +307,5 @@ def _pair(t: "ThreadTranslator", low: Value, high: Value) -> Value:
 
 
 def sizes_of(tiles: Tiles) -> tuple[Value, ...]:
-    """Return the arguments that describe a shape to the functions of native/matrix.ll."""
+    """Return the arguments of the functions of native/matrix.ll that describe a shape."""
     return tuple(constant("i32", number) for number in (tiles.rows, tiles.columns, tiles.chunks))

@@ -1,7 +1,7 @@
 """Conversions from and to floats of 8 bits, in pairs (PTX ISA sections 5.2.3 and 9.7.9.21).
 
-E4m3 has no infinities: all bits but the sign set are its only NaN. Numbers past the largest become the largest, as do
-infinities. NaN becomes the target's own.
+E4m3 has no infinities. Its only NaN has all bits set except for the sign. Conversions to 8 bits saturate: infinities
+and numbers with a larger magnitude than the largest number become that number. NaN becomes the destination's NaN.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction
@@ -23,7 +23,7 @@ _BIAS, _DIGITS = 1023, 52
 
 @dataclass(frozen=True, slots=True)
 class Minifloat:
-    """A float of 8 bits: its fraction's digits, its exponent's bias, its largest number."""
+    """A format of 8 bits: the number of digits of the fraction, the bias of the exponent, and the largest number."""
 
     digits: int
     bias: int
@@ -69,7 +69,7 @@ def _write_pair(t: OperandTranslator, i: Instruction, m: Modifiers, numbers: lis
 
 
 def _relu(t: OperandTranslator, m: Modifiers, value: Value) -> Value:
-    """With .relu, replace values that are not above 0 with 0; NaN stays."""
+    """With .relu, replace values that are not above 0 by 0. NaN stays."""
     if "relu" not in m:
         return value
     return t.ir.select(t.ir.compare("fcmp ole", value, real("double", 0.0)), real("double", 0.0), value)
@@ -77,11 +77,11 @@ def _relu(t: OperandTranslator, m: Modifiers, value: Value) -> Value:
 
 def _decode(t: OperandTranslator, bits: Value, kind: Minifloat) -> Value:
     ir = t.ir
-    # As for .f16: place exponent and fraction, and correct the bias by a product.
+    # As for .f16, shift exponent and fraction to their places, and correct the bias by a multiplication.
     magnitude = ir.binary("and", bits, 0x7F)
     placed = double_of(t, ir.binary("shl", magnitude, _DIGITS - kind.digits))
     size = ir.binary("fmul", placed, real("double", 2.0 ** (_BIAS - kind.bias)))
-    # E5m2 has infinity and NaN as .f16 does; e4m3 has only one NaN.
+    # E5m2 has infinity and NaN like .f16. E4m3 has only one NaN.
     if kind.bias == F16.bias:
         infinity = 31 << kind.digits
         size = ir.select(ir.compare("icmp eq", magnitude, infinity), real("double", float("inf")), size)
@@ -96,7 +96,7 @@ def _decode(t: OperandTranslator, bits: Value, kind: Minifloat) -> Value:
 def _encode(t: OperandTranslator, value: Value, kind: Minifloat) -> Value:
     """Round a double to nearest even, and return the byte as i64."""
     ir = t.ir
-    # Step 1: saturate, then round where the format's last digit is, at least a subnormal's.
+    # Step 1: saturate, then round at the format's last digit, which for small numbers is that of subnormals.
     bits = bits_of(t, value)
     size = double_of(t, ir.binary("and", bits, _MAGNITUDE))
     largest = real("double", kind.largest)
@@ -104,18 +104,18 @@ def _encode(t: OperandTranslator, value: Value, kind: Minifloat) -> Value:
     least = (_BIAS + 1 - kind.bias) << _DIGITS
     exponent = ir.binary("and", bits_of(t, size), 0x7FF << _DIGITS)
     exponent = ir.intrinsic("llvm.umax.i64", "i64", exponent, constant("i64", least))
-    # A double of this size has the format's last digit as its own: adding it rounds there.
+    # The last digit of a double of this size is the format's last digit. So adding it rounds there.
     rounder = double_of(t, ir.binary("add", exponent, (_DIGITS - kind.digits) << _DIGITS))
     nearest = ir.binary("fsub", ir.binary("fadd", size, rounder), rounder)
-    # Step 2: the bits of a normal number, with the format's bias.
+    # Step 2: compute the bits of a normal number, with the format's bias.
     rebiased = ir.binary("sub", bits_of(t, nearest), (_BIAS - kind.bias) << _DIGITS)
     normal = ir.binary("lshr", rebiased, _DIGITS - kind.digits)
-    # A subnormal counts units: the last digit of a double of the smallest size that the rounder can have.
+    # A subnormal is a number of units. Adding this constant puts the number into the last digits of a double.
     unit_digit = real("double", 2.0 ** (1 - kind.bias + _DIGITS - kind.digits))
     subnormal = ir.binary("and", bits_of(t, ir.binary("fadd", nearest, unit_digit)), 0xF)
     is_small = ir.compare("fcmp olt", nearest, real("double", 2.0 ** (1 - kind.bias)))
     number = ir.select(is_small, subnormal, normal)
-    # Step 3: the sign, and NaN, which the steps before have turned into a number.
+    # Step 3: add the sign, and select NaN, which the previous steps have changed into a number.
     sign = ir.binary("and", ir.binary("lshr", bits, 56), 0x80)
     is_nan = ir.compare("fcmp uno", value, value)
     return ir.select(is_nan, constant("i64", _NAN), ir.binary("or", number, sign))

@@ -1,4 +1,8 @@
-"""Translate a whole image to IR: a thread function and a runner for each kernel, in parts compiled separately."""
+"""Translates a whole image to IR, in parts that are compiled separately.
+
+Each kernel has a function that runs one thread or several lanes, and a runner, which calls that function for all
+threads of a block.
+"""
 
 from dataclasses import field
 
@@ -36,17 +40,17 @@ from gpulease.daemon.ptx.translate.vprintf import print_ir
 from gpulease.daemon.ptx.translate.waits import WAITING
 from gpulease.protocol.fast_dataclass import dataclass
 
-# Instructions with a check, or at which the thread may stop: see MAX_OPTIMISED_ACCESSES.
+# Instructions with a check of an address, or at which a thread may wait: see MAX_OPTIMISED_ACCESSES.
 _MEMORY = ("ld", "st", "atom", "red", "cp")
 _COSTLY = WAITING.union(_MEMORY)
 
-# The number of accesses that a `stmatrix` counts as: its rows are stored word by word.
+# A `stmatrix` counts as this many accesses, because it stores a row word by word.
 _STMATRIX_ACCESSES = 8
 
 
 @dataclass(slots=True)
 class IrBudget:
-    """How many lines of IR all parts of an image may still take together."""
+    """The number of lines of IR that all parts of an image together may still have."""
 
     lines: int
 
@@ -61,16 +65,18 @@ class IrBudget:
 
 @dataclass(slots=True)
 class Part:
-    """Kernels that are compiled together, with the same effort: a single one, or those that share functions.
+    """Kernels that are compiled together: a single one, or all that call functions.
 
     Attributes:
-        budget: The lines of IR that the image may still take.
+        effort: How much LLVM optimizes the code.
+        budget: The lines of IR that the image may still have.
         callees: The functions that the kernels call.
         runners: The name of each kernel's runner in the IR, by kernel.
-        needs: The memory that each kernel's blocks take, by kernel.
-        lines: The lines of IR that this part takes.
-        shuffle: The seed of the order in which warps and blocks run; None for the order of their numbers.
-        is_once: Whether only code of this effort may run, because the functions' checks of the stack assume its frames.
+        needs: The memory that a block of each kernel needs, by kernel.
+        lines: The number of lines of IR of this part.
+        shuffle: The seed for the order in which warps and blocks run; None for the order of their numbers.
+        is_once: Whether the code must be compiled with this effort only, because the functions' checks of the stack
+            depend on the size of the frames.
     """
 
     effort: Effort
@@ -86,23 +92,23 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The part's IR, with the functions that its code uses."""
+        """The IR of the part, including all functions that its code uses."""
         dispatchers = self.callees.dispatchers(self._declarations)
         if self.callees.prints:
             dispatchers.append(print_ir(self._declarations))
         if self.callees.allocates:
             dispatchers.append(HEAP_IR)
-        # Sort the declarations, so that equal images have equal text, which the cache finds.
+        # Sort the declarations, so that equal images have equal text. The cache of compiled code needs this.
         return "\n".join(
             [*sorted(self._declarations), RECORD_FAULT_IR, STAND_IN_IR, *self._definitions, *dispatchers, METADATA]
         )
 
     def add(self, function: Function, places: dict[str, int]) -> None:
-        """Translate one kernel. Raises ImageRejected, and then keeps nothing of the kernel."""
+        """Translate one kernel and the functions that it calls. If this raises ImageRejected, the part is unchanged."""
         definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
         try:
             self._add(function, places)
-        # Undo the changes: the other kernels of the part must not contain a half-translated one.
+        # Undo the changes, because the part's other kernels must be compiled without the rest of this one.
         except ImageRejected:
             del self._definitions[definitions:]
             self.lines = lines
@@ -115,7 +121,7 @@ class Part:
         number = len(self.runners)
         thread = BodyTranslator(function, places, self._declarations, self.callees)
         self._define(thread.translate(f"thread{number}"), function)
-        # Step 2: the runner, simple if barrier 0 is the only wait.
+        # Step 2: write the runner. If barrier 0 is the only wait, a simple one is enough.
         writer = RunnerWriter if thread.waits.is_short else SchedulerWriter
         if not thread.waits.is_short:
             self._declarations.update(BLOCK_DECLARATIONS)
@@ -129,16 +135,16 @@ class Part:
         self._definitions.append(runner.write(f"kernel{number}"))
         self.runners[function.name] = f"kernel{number}"
         self.needs[function.name] = runner.needs
-        # Step 3: translate the functions that it calls, directly or through others.
+        # Step 3: translate the functions that the kernel calls, directly or not.
         while self.callees.pending:
             self._add_callee(self.callees.pending.pop(), places)
 
     def add_together(self, function: Function, places: dict[str, int]) -> bool:
-        """Translate a kernel for lanes; False if its threads can't run together. Raises ImageRejected."""
+        """Translate a kernel for lanes. Returns False if its threads can't run together. Raises ImageRejected."""
         number = len(self.runners)
         if len(function.instructions) > MAX_LANE_INSTRUCTIONS:
             return False
-        # Translate the kernel before anything is added, because it may fail at any instruction.
+        # Translate the kernel before adding anything to the part, because this may fail at any instruction.
         try:
             lanes = LaneTranslator(function, places, self._declarations)
             definition = lanes.translate(f"thread{number}")
@@ -180,9 +186,9 @@ class Part:
 
 
 def translate(image: Image, shuffle: int | None = None) -> list[Part]:
-    """Return the IR of all kernels that can be translated; others' refusals are added to a linked image.
+    """Return the IR of all kernels that can be translated, and add the refusals of the others to the linked image.
 
-    Raises ImageRejected, for the first thing that is not supported, if no kernel is left.
+    Raises ImageRejected with the first refusal if no kernel can be translated.
     """
     image = link(image)
     parts = _translate(image, shuffle)
@@ -193,7 +199,7 @@ def translate(image: Image, shuffle: int | None = None) -> list[Part]:
 def _translate(image: Image, shuffle: int | None) -> list[Part]:
     translator, graph = _ImageTranslator(image, shuffle), CallGraph(image)
     for function in image.functions:
-        # A kernel needs everything that it reaches: a refused function refuses it.
+        # If a function that a kernel may call is refused, refuse the kernel, too.
         reached = graph.reached(function)
         refused = [name for name in (function.name, *sorted(reached)) if name in image.refusals]
         if refused:
@@ -209,11 +215,11 @@ def _translate(image: Image, shuffle: int | None) -> list[Part]:
 class _ImageTranslator:
     """Distributes the kernels of one linked image over parts.
 
-    Kernels that call functions share parts with them; each of the others is compiled by itself.
+    Kernels that call functions share parts with those functions. Each of the other kernels has a separate part.
     """
 
     def __init__(self, image: Image, shuffle: int | None) -> None:
-        # The table of addresses has the variables first, then the functions that are addressed.
+        # The table of addresses has the variables first, then the functions with addresses that are taken.
         addressed = image.addressed or ()
         names = [*(variable.name for variable in image.variables), *addressed]
         self._places = {name: n for n, name in enumerate(names)}
@@ -223,7 +229,7 @@ class _ImageTranslator:
         self._watching = watching_functions(image)
         self._shuffle = shuffle
         self._budget = IrBudget(MAX_IMAGE_IR_LINES)
-        # Kernels that call are compiled together, so their sizes add up.
+        # Kernels that call functions are compiled together, so their sizes add up.
         self._left = MAX_OPTIMISED_CALLING_ACCESSES
         self._apart: list[Part] = []
         self._calling = {effort: self._part(effort, calls=True) for effort in (Effort.FULL, Effort.LEAST)}
@@ -233,26 +239,26 @@ class _ImageTranslator:
         return [part for part in (*self._apart, *self._calling.values()) if part.runners]
 
     def add(self, function: Function, reached: set[str]) -> None:
-        """Translate a kernel and its functions. Raises ImageRejected, and keeps nothing of the kernel then."""
+        """Translate a kernel and its functions. If this raises ImageRejected, the parts are unchanged."""
         sizes = [_size(function), *(self._sizes[name] for name in reached)]
         accesses = sum(accesses for accesses, _ in sizes)
         is_small = _fits(sizes, MAX_OPTIMISED_ACCESSES) and (not reached or accesses <= self._left)
-        # Choice 1: threads together, the fastest code, if the shape allows it.
+        # Choice 1: run threads together, if this is possible. This is the fastest code.
         together = self._part(Effort.FEW)
         is_short = max(count for count, _ in sizes) <= MAX_LANE_ACCESSES
         if is_short and (not reached or accesses <= self._left) and together.add_together(function, self._places):
             self._apart.append(together)
             return
-        # Choice 2: a kernel that calls goes to the shared part of its effort.
+        # Choice 2: if the kernel calls functions, add it to the shared part for its effort.
         if reached:
             self._left -= accesses if is_small else 0
             self._calling[Effort.FULL if is_small else Effort.LEAST].add(function, self._places)
             return
-        # Choice 3: a part of its own, with as much effort as its size allows.
+        # Choice 3: make a separate part, with as much effort as its size permits.
         simplified = Effort.SOME if _fits(sizes, MAX_SIMPLIFIED_ACCESSES) else Effort.LEAST
         part = self._part(Effort.FULL if is_small else simplified)
         part.add(function, self._places)
-        # An instruction may be hundreds of lines of IR, so only now is it known how many there are.
+        # An instruction may become hundreds of lines of IR, so the size is known only now.
         if part.lines > MAX_OPTIMISED_LINES:
             part.effort = Effort.LEAST
         self._apart.append(part)
@@ -264,7 +270,7 @@ class _ImageTranslator:
 
 
 def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:
-    """Say whether a kernel and the functions that it reaches can be optimised in little time."""
+    """Return whether a kernel and the functions that it reaches can be optimized in a short time."""
     return (
         len(sizes) <= MAX_OPTIMISED_FUNCTIONS
         and max(accesses for accesses, _ in sizes) <= most_accesses
@@ -273,12 +279,12 @@ def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:
 
 
 def _size(function: Function) -> tuple[int, int]:
-    """Count a function's accesses and waits, and its instructions."""
+    """Return the number of accesses and waits of a function, and the number of its instructions."""
     return sum(map(_accesses_of, function.instructions)), len(function.instructions)
 
 
 def _accesses_of(i: Instruction) -> int:
-    """Return for how many plain accesses an instruction counts: one done element by element counts for as many."""
+    """Return the number of accesses for which an instruction counts. Atomic operations on vectors count per element."""
     if i.opcode == "stmatrix":
         return _STMATRIX_ACCESSES
     if i.opcode in ("atom", "red"):

@@ -1,6 +1,6 @@
-"""Moves, packing and address conversion; to which space an address belongs (PTX ISA section 9.7.9).
+"""Moves, packing, conversion of addresses, and the space and block of an address (PTX ISA section 9.7.9).
 
-A cluster is one block here, so an address in another block of the cluster is the block's own.
+A cluster always has one block here, so the address in another block of the cluster is the address itself.
 """
 
 from gpulease.daemon.ptx.parse.syntax import PREDICATE, SCALARS, Instruction, Scalar, Space, Symbol, Vector
@@ -19,7 +19,7 @@ _WORD = SCALARS["b32"]
 
 @MOVEMENT.form("mov.type", 2, type=("pred", *BITS, *INTEGERS, *FLOATS))
 def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mov`: a register, constant, special register or address; or a vector, packed or unpacked."""
+    """Move a register, constant, special register or address; or pack or unpack a vector."""
     scalar = m.scalar()
     into, source = i.operands
     if isinstance(into, Vector):
@@ -32,10 +32,10 @@ def move(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @MOVEMENT.form("prmt.b32", 4)
 def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`prmt` in its default mode: any four of the eight bytes of b:a, each copied or replaced by its sign (9.7.9.7)."""
+    """Select any four of the eight bytes of b:a, and replace a byte by its sign where required (section 9.7.9.7)."""
     low, high, choices = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
     low, high = t.ir.cast("zext", low, "i64"), t.ir.cast("zext", high, "i64")
-    # The operands are one 64-bit number, from which each nibble of the selector picks a byte.
+    # Join the operands to a 64-bit number. Each nibble of the selector selects one of its bytes.
     joined = t.ir.binary("or", t.ir.binary("shl", high, 32), low)
     result = constant("i32", 0)
     for number in range(4):
@@ -43,7 +43,7 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
         shift = t.ir.binary("shl", t.ir.binary("and", choice, 7), 3)
         shifted = t.ir.binary("lshr", joined, t.ir.cast("zext", shift, "i64"))
         byte = t.ir.cast("trunc", shifted, "i8")
-        # The selector's fourth bit replaces the byte by copies of its top bit.
+        # If the nibble's top bit is set, replace the byte by copies of its top bit.
         is_sign = t.ir.compare("icmp ne", t.ir.binary("and", choice, 8), 0)
         byte = t.ir.select(is_sign, t.ir.binary("ashr", byte, 7), byte)
         placed = t.ir.binary("shl", t.ir.cast("zext", byte, "i32"), 8 * number)
@@ -53,12 +53,12 @@ def permute(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @MOVEMENT.form("cvta.space.u64", 2, space=_SPACES)
 def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`cvta`: an address in a space as a generic address."""
+    """Convert an address in a space to a generic address."""
     space = Space(m["space"].split("::")[0])
     source = i.operands[1]
     if isinstance(source, Symbol) and source.variable.space is not space:
         raise t.problem(f"{source.variable.name[:60]} does not lie in .{space.value}")
-    # Global and constant addresses are generic ones already; a window's offset needs the window's host address.
+    # Global and constant addresses are generic addresses. To an offset in a window, add the window's host address.
     address = t.read(source, _POINTER)
     if space in _WINDOWS:
         base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
@@ -68,7 +68,7 @@ def to_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @MOVEMENT.form("cvta.to.space.u64", 2, space=_SPACES)
 def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`cvta.to`: a generic address as one in a space; if it lies elsewhere the result is useless, as on a GPU."""
+    """Convert a generic address to an address in a space. If it is not in that space, the result is meaningless."""
     space = Space(m["space"].split("::")[0])
     address = t.read(i.operands[1], _POINTER)
     if space in _WINDOWS:
@@ -79,7 +79,7 @@ def from_generic(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 def _unpack(t: OperandTranslator, scalar: Scalar, into: Vector, i: Instruction) -> None:
     part = _part(t, scalar, into)
-    # The first element is the lowest part.
+    # The first element has the lowest bits.
     packed = t.to_bits(t.read(i.operands[1], scalar), scalar)
     for number, element in enumerate(into.elements):
         shifted = t.ir.binary("lshr", packed, number * part.bits)
@@ -96,7 +96,7 @@ def _pack(t: OperandTranslator, scalar: Scalar, source: Vector, i: Instruction) 
 
 
 def _part(t: OperandTranslator, scalar: Scalar, vector: Vector) -> Scalar:
-    """Return the type of one element. Raises ImageRejected unless the whole divides into two or four of them."""
+    """Return the type of one element. Raises ImageRejected unless the vector has two or four elements that fit."""
     count = len(vector.elements)
     if count not in (2, 4) or scalar.bits // count not in (8, 16, 32):
         raise t.problem(f".{scalar.name} does not divide into {count} parts")
@@ -110,7 +110,7 @@ _RANK = SCALARS["u32"]
 
 @PLACEMENT.form("isspacep.space", 2, space=("global", "shared", "shared::cta", "shared::cluster", "local"))
 def lies_in(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`isspacep`: whether a generic address is in a space; an address in no window is global."""
+    """Compute whether a generic address is in a space. An address that is in no window is global."""
     space = Space(m["space"].split("::")[0])
     address = t.read(i.operands[1], _POINTER)
     if space in _WINDOWS:
@@ -122,24 +122,24 @@ def lies_in(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 def _is_in(t: OperandTranslator, address: Value, space: Space) -> Value:
     base = t.ir.cast("ptrtoint", window_base(t, space), "i64")
-    # One unsigned comparison: an address below the window wraps to a huge offset.
+    # One unsigned comparison is enough, because an address below the window wraps to a huge offset.
     return t.ir.compare("icmp ult", t.ir.binary("sub", address, base), window_limit(t, space))
 
 
 @PLACEMENT.form("mapa{.space}.type", 3, space=("shared::cluster",), type=("u32", "u64"))
 def of_block(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mapa`: the address in a block of the cluster that corresponds to the given one, which is the same here."""
+    """`mapa`: return the corresponding address in a block of the cluster, which is here the address itself."""
     scalar = m.scalar()
     source = i.operands[1]
     if isinstance(source, Symbol) and (source.variable.space is not Space.SHARED or "space" not in m):
         raise t.problem(f"{source.variable.name[:60]} has no such address in .shared::cluster")
-    # Read only so that a wrong operand is refused.
+    # Read the operand only to refuse a wrong one.
     t.read(i.operands[2], _RANK)
     t.write(i.operands[0], scalar, t.read(source, scalar))
 
 
 @PLACEMENT.form("getctarank{.space}.type", 2, space=("shared::cluster",), type=("u32", "u64"))
 def block_of(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`getctarank`: the block of the cluster that an address belongs to, which is always the only one."""
+    """`getctarank`: return the block of the cluster to which an address belongs, which is always block 0."""
     t.read(i.operands[1], m.scalar())
     t.write(i.operands[0], _RANK, constant("i32", 0))

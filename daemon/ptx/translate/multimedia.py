@@ -16,7 +16,7 @@ _PAIRS = ("u16x2", "s16x2")
 @FAMILY.form("dp4a.left.right", 4, left=_BOTH, right=_BOTH)
 @FAMILY.form("dp2a.half.left.right", 4, half=("lo", "hi"), left=_BOTH, right=_BOTH)
 def dot_product(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`dp4a`: c plus four products of bytes. `dp2a`: c plus two products of a half and a byte (9.7.1.23, 9.7.1.24)."""
+    """`dp4a` adds four products of bytes to c, `dp2a` two products of a half and a byte (9.7.1.23 and 9.7.1.24)."""
     ir = t.ir
     left, right = (t.read(i.operands[n], _WORD) for n in (1, 2))
     result = t.read(i.operands[3], _WORD)
@@ -32,10 +32,10 @@ def dot_product(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("sad.type", 4, type=INTEGERS)
 def absolute_difference(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`sad`: c plus the distance of a and b (section 9.7.1.7)."""
+    """Add the absolute difference of a and b to c (section 9.7.1.7)."""
     scalar, ir = m.scalar(), t.ir
     left, right, added = (t.read(i.operands[n], scalar) for n in (1, 2, 3))
-    # The distance can exceed the signed range, so the smaller is subtracted from the larger, and the sum wraps.
+    # The difference may exceed the signed range. So subtract the smaller number from the larger; the sum wraps.
     is_less = ir.compare(f"icmp {'s' if scalar.is_signed else 'u'}lt", left, right)
     difference = ir.select(is_less, ir.binary("sub", right, left), ir.binary("sub", left, right))
     t.write(i.operands[0], scalar, ir.binary("add", added, difference))
@@ -44,11 +44,11 @@ def absolute_difference(t: OperandTranslator, i: Instruction, m: Modifiers) -> N
 @FAMILY.form("mul24.half.type", 3, half=("lo", "hi"), type=_BOTH)
 @FAMILY.form("mad24.half.type", 4, half=("lo", "hi"), type=_BOTH)
 def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`mul24`, `mad24`: the lower or upper 32 bits of a 48-bit product, plus c (sections 9.7.1.5 and 9.7.1.6)."""
+    """Compute the lower or upper 32 bits of a 48-bit product. `mad24` adds c (sections 9.7.1.5 and 9.7.1.6)."""
     scalar, ir = m.scalar(), t.ir
     parts = []
     for position in (1, 2):
-        # Only the low 24 bits of an operand count, extended by the type's sign.
+        # Only the low 24 bits of an operand are used. They are extended according to the type.
         short = ir.cast("trunc", t.read(i.operands[position], scalar), "i24")
         parts.append(ir.resize(short, "i64", signed=scalar.is_signed))
     product = ir.binary("mul", *parts)
@@ -65,7 +65,7 @@ def multiply24(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("max.relu.s32", 3)
 @FAMILY.form("max.s32.relu", 3)
 def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`min.relu`, `max.relu`: the smaller or larger, or 0 if that is negative."""
+    """Return the smaller or larger operand, or 0 if that is negative."""
     left, right = (t.read(i.operands[n], SCALARS["s32"]) for n in (1, 2))
     result = t.ir.intrinsic(f"llvm.s{i.opcode}.i32", "i32", left, right)
     t.write(i.operands[0], _WORD, t.ir.intrinsic("llvm.smax.i32", "i32", result, constant("i32", 0)))
@@ -79,12 +79,12 @@ def clamped_extreme(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("max.relu.s16x2", 3)
 @FAMILY.form("max.s16x2.relu", 3)
 def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`add`, `min`, `max` of two packed 16-bit integers, each half separately."""
+    """Add, or return the smaller or larger operand, separately for each half of packed 16-bit integers."""
     ir = t.ir
     operands = [t.read(i.operands[n], _WORD) for n in (1, 2)]
     sign = "u" if m.get("type") == "u16x2" else "s"
     result = constant("i32", 0)
-    # Take each half out, compute, and put the result back at its place.
+    # Extract each half, compute, and put the result back at its place.
     for shift in (0, 16):
         left, right = (ir.cast("trunc", ir.binary("lshr", word, shift), "i16") for word in operands)
         if i.opcode == "add":
@@ -99,12 +99,12 @@ def pairs(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("bmsk.mode.b32", 3, mode=("clamp", "wrap"))
 def bit_mask(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`bmsk`: b ones from bit a up; both are taken modulo 32 or clamped to 32 (section 9.7.1.20)."""
+    """Return a mask with b ones from bit a on. Both are reduced modulo 32 or clamped to 32 (section 9.7.1.20)."""
     ir = t.ir
     start, length = (t.read(i.operands[n], _WORD) for n in (1, 2))
     if m["mode"] == "wrap":
         start, length = ir.binary("and", start, 31), ir.binary("and", length, 31)
-    # In 64 bits, a start of 32 and a length of 32 are both ordinary shifts.
+    # Compute in 64 bits, so that a start or length of 32 is a defined shift.
     wide = [ir.intrinsic("llvm.umin.i32", "i32", value, constant("i32", 32)) for value in (start, length)]
     start, length = (ir.resize(value, "i64", signed=False) for value in wide)
     t.write(i.operands[0], _WORD, ir.cast("trunc", ir.binary("shl", ones(t, length), start), "i32"))
@@ -112,13 +112,13 @@ def bit_mask(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("szext.mode.type", 3, mode=("clamp", "wrap"), type=_BOTH)
 def extend(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`szext`: the low b bits of a, extended by sign or zeros; b is taken modulo 32 or clamped (section 9.7.1.21)."""
+    """Extend the low b bits of a by sign or zeros. b is reduced modulo 32 or clamped to 32 (section 9.7.1.21)."""
     ir, scalar = t.ir, m.scalar()
     value, count = t.read(i.operands[1], scalar), t.read(i.operands[2], SCALARS["u32"])
     if m["mode"] == "wrap":
         count = ir.binary("and", count, 31)
     count = ir.intrinsic("llvm.umin.i32", "i32", count, constant("i32", 32))
-    # Shift up so that the field's top bit is bit 31, then back down; in 64 bits, since the shift may be 32.
+    # Shift the field's top bit to bit 31, then shift back down. Compute in 64 bits, because the shift may be 32.
     shift = ir.resize(ir.binary("sub", constant("i32", 32), count), "i64", signed=False)
     moved = ir.binary("shl", ir.resize(value, "i64", signed=False), shift)
     moved = ir.resize(ir.cast("trunc", moved, "i32"), "i64", signed=scalar.is_signed)

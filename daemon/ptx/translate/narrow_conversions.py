@@ -1,8 +1,8 @@
-"""Conversions with .f16, .bf16 and .tf32, or rounded otherwise than to nearest even (PTX ISA section 9.7.9.21).
+"""Conversions with .f16, .bf16 and .tf32, and with other rounding than to nearest even (PTX ISA section 9.7.9.21).
 
-The source becomes a double, exactly or rounded to odd, which is then rounded once. NaN becomes the target's own NaN, 0
-with .sat, and for an f64 as f32 what cvt.rn makes of it; an overflow gives infinity, or the largest number if the mode
-points away from infinity.
+The source is converted to a double, exactly or rounded to odd, and the double is rounded once. NaN becomes the
+destination's NaN, or 0 with .sat. In conversions from f64 to f32 and f16, NaN keeps its sign and the upper part of its
+payload. An overflow gives infinity, or the largest number if the mode rounds towards zero in that direction.
 """
 
 from gpulease.daemon.ptx.parse.syntax import SCALARS, Instruction, Scalar
@@ -47,13 +47,13 @@ _IRND = tuple(TO_INTEGER)
 @FAMILY.form("cvt{.sat}.into.source", 2, into=("f64",), source=("f16",))
 @FAMILY.form("cvt.into.source", 2, into=("f64",), source=("bf16",))
 def float_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Convert between floats, with one rounding if the target is shorter."""
+    """Convert between floats. If the destination is shorter, there is one rounding."""
     write_double(t, i, m, m["into"], read_double(t, i, 1, m, m["source"]))
 
 
 @FAMILY.form("cvt.f32.bf16", 2)
 def widened(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`cvt.f32.bf16`: the same bits in the upper half, a NaN's too."""
+    """Put the bits of a bf16 into the upper half of an f32. This also keeps the bits of a NaN."""
     bits = t.ir.cast("zext", t.read(i.operands[1], SCALARS["b16"]), "i32")
     t.write(i.operands[0], _WORD, t.ir.binary("shl", bits, 16))
 
@@ -74,10 +74,10 @@ def pair(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvt.round{.sat}.into.source", 2, round=_DIRECTED, into=("f32", "f64"), source=_ALL_INTEGERS)
 @FAMILY.form("cvt.rn.sat.into.source", 2, into=("f32", "f64"), source=_ALL_INTEGERS)
 def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Convert an integer with one rounding, however many digits it has."""
+    """Convert an integer of any width with one rounding."""
     source, ir = m.scalar("source"), t.ir
     value = t.read_wide(i.operands[1], source)
-    # Up to 32 bits are exact in a double; more must not be rounded twice.
+    # An integer of up to 32 bits is exact as a double. A longer one must not be rounded twice.
     if source.bits < 64:
         number = ir.cast("sitofp" if source.is_signed else "uitofp", value, "double")
     elif m["into"] == "f64":
@@ -91,7 +91,7 @@ def integer_to_float(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt.round{.ftz}{.sat}.into.source", 2, round=_IRND, into=("u8", "s8"), source=("f32",))
 @FAMILY.form("cvt.round{.sat}.into.source", 2, round=_IRND, into=("u8", "s8"), source=("f64",))
 def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Round in the named mode, then take the nearest number of the type."""
+    """Round in the given mode, then clamp to the range of the type."""
     into = m.scalar("into")
     value = read_double(t, i, 1, m, m["source"])
     value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['round']]}.f64", "double", value)
@@ -101,7 +101,7 @@ def float_to_integer(t: OperandTranslator, i: Instruction, m: Modifiers) -> None
 @FAMILY.form("cvt{.whole}{.sat}.into.source", 2, whole=_IRND, into=("f16",), source=("f16",))
 @FAMILY.form("cvt.whole.into.source", 2, whole=_IRND, into=("bf16",), source=("bf16",))
 def to_whole(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """Round to an integer that stays a float, or clamp."""
+    """Round to an integer that stays a float, or clamp to [0, 1]."""
     value = read_double(t, i, 1, m, m["source"])
     if "whole" in m:
         value = t.ir.intrinsic(f"llvm.{TO_INTEGER[m['whole']]}.f64", "double", value)
@@ -111,12 +111,12 @@ def to_whole(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("cvt.pack.sat.into.s32", 3, into=("u16", "s16"))
 @FAMILY.form("cvt.pack.sat.into.s32.b32", 4, into=("u8", "s8"))
 def pack(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`cvt.pack`: a and b clamped, side by side; above them the low half of c for bytes (section 9.7.9.22)."""
+    """Clamp a and b, and pack them. For bytes, the low half of c goes above them (section 9.7.9.22)."""
     into, ir = m.scalar("into"), t.ir
     low = -(1 << into.bits - 1) if into.is_signed else 0
     high = low + (1 << into.bits) - 1
     result = constant("i32", 0)
-    # The result has b at the bottom and a above it.
+    # The lowest bits of the result are b; a is above it.
     for position, shift in ((1, into.bits), (2, 0)):
         value = t.read(i.operands[position], SCALARS["s32"])
         value = ir.intrinsic("llvm.smin.i32", "i32", value, constant("i32", high))
@@ -129,7 +129,7 @@ def pack(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def read_double(t: OperandTranslator, i: Instruction, position: int, m: Modifiers, kind: str) -> Value:
-    """Read a float operand of any type as a double. .ftz flushes an f32, unless the result is an f16."""
+    """Read a float operand of any type, and return a double. .ftz flushes an f32, unless the result is an f16."""
     scalar = SCALARS[kind]
     value = t.read(i.operands[position], scalar)
     if kind == "f64":
@@ -140,28 +140,28 @@ def read_double(t: OperandTranslator, i: Instruction, position: int, m: Modifier
 
 
 def write_double(t: OperandTranslator, i: Instruction, m: Modifiers, kind: str, value: Value) -> None:
-    """Round, clamp and write a result of any floating type."""
+    """Round, clamp and write a result of any float type."""
     if kind == "f64":
         t.write(i.operands[0], _F64, saturate(t, _F64, value) if "sat" in m else quiet(t, value))
         return
     into = FORMATS[kind]
     scalar = _WORD if into == TF32 else SCALARS[kind]
     bits = encode(t, _narrowed(t, m, into, value), into)
-    # From an f64, NaN keeps its sign and payload; from all others the target's own NaN is written.
+    # A NaN of f64 keeps its sign and payload. For other sources, the destination's NaN is written.
     if m.get("source") == "f64" and into in (F32, F16) and "sat" not in m:
         bits = keep_nan(t, value, bits, into)
     t.write(i.operands[0], scalar, bits)
 
 
 def quiet(t: OperandTranslator, value: Value) -> Value:
-    """Return a double, made quiet if it is a signalling NaN."""
+    """Return a double. If it is a signalling NaN, make it a quiet one."""
     bits = t.ir.cast("bitcast", value, "i64")
     quieted = t.ir.cast("bitcast", t.ir.binary("or", bits, 1 << 51), "double")
     return t.ir.select(t.ir.compare("fcmp uno", value, value), quieted, value)
 
 
 def _narrowed(t: OperandTranslator, m: Modifiers, into: Format, value: Value) -> Value:
-    """Round a double to a format and finish it as the modifiers demand; the result is still a double."""
+    """Round a double to a format, and apply .ftz, .sat and .relu. The result is still a double."""
     value = round_to(t, value, into, m.get("round") or "rn")
     if "ftz" in m and into == F32:
         value = flush_narrow(t, value, into)
@@ -174,10 +174,11 @@ def _narrowed(t: OperandTranslator, m: Modifiers, into: Format, value: Value) ->
 
 
 def _long_to_odd(t: OperandTranslator, source: Scalar, value: Value) -> Value:
-    """Convert a 64-bit integer to a double with at least 42 exact digits; the last one is set if any digit was lost."""
+    """Convert a 64-bit integer to a double, rounded to odd: if a lower digit is lost, the last digit is set."""
     ir = t.ir
     sign, size = _sign_and_size(t, source, value)
-    # From 2^53 on a double rounds: drop 11 bits, and set the last remaining one if any of them was set.
+    # From 2^53 on, a double can't represent all integers. So drop 11 bits, and set the last remaining bit if any of
+    # them was set.
     is_long = ir.compare("icmp uge", size, 1 << 53)
     lost = ir.compare("icmp ne", ir.binary("and", size, 0x7FF), 0)
     short = ir.binary("or", ir.binary("lshr", size, 11), ir.cast("zext", lost, "i64"))
@@ -187,7 +188,7 @@ def _long_to_odd(t: OperandTranslator, source: Scalar, value: Value) -> Value:
 
 
 def _long_to_double(t: OperandTranslator, source: Scalar, value: Value, mode: str) -> Value:
-    """Convert a 64-bit integer to a double, rounded in a mode."""
+    """Convert a 64-bit integer to a double, rounded in the given mode."""
     ir = t.ir
     sign, size = _sign_and_size(t, source, value)
     # Both halves are exact doubles, so two-sum gives the nearest double and the exact error.
@@ -196,10 +197,10 @@ def _long_to_double(t: OperandTranslator, source: Scalar, value: Value, mode: st
     total, error = sum_and_error(t, ir.binary("fmul", high, real("double", 2.0**32)), low)
     bits = ir.cast("bitcast", total, "i64")
     zero = real("double", 0.0)
-    # The neighbour towards or away from zero, if the nearest double is on the other side.
+    # If the nearest double is on the wrong side, use its neighbour towards or away from zero.
     less = ir.select(ir.compare("fcmp olt", error, zero), ir.binary("sub", bits, 1), bits)
     rounded_up = ir.select(ir.compare("fcmp ogt", error, zero), ir.binary("add", bits, 1), bits)
-    # For each mode, the rounding that a negative and a positive magnitude needs.
+    # Choose the rounding of the magnitude by the mode, for negative and for positive numbers.
     picks = {"rz": (less, less), "rm": (rounded_up, less), "rp": (less, rounded_up)}.get(mode, (bits, bits))
     number = ir.cast("bitcast", ir.select(sign, *picks), "double")
     return ir.select(sign, ir.unary("fneg", number), number)

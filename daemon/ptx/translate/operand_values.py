@@ -1,4 +1,4 @@
-"""Translate operands to IR values, and write results to registers (PTX ISA sections 6 and 9.4)."""
+"""Translates operands to IR values, and writes results to registers (PTX ISA sections 6 and 9.4)."""
 
 from gpulease.daemon.drivers.interface import ImageRejected
 from gpulease.daemon.ptx.limits import rejected
@@ -32,21 +32,21 @@ LOCAL = Value("ptr", "%local")
 
 
 def ir_type(scalar: Scalar) -> str:
-    """Return the LLVM type in which arithmetic on a scalar is done."""
+    """Return the LLVM type for arithmetic on a scalar."""
     if scalar.is_float:
         return {32: "float", 64: "double"}[scalar.bits]
     return f"i{scalar.bits}"
 
 
 class OperandTranslator:
-    """Reads and writes the operands of the current instruction. Registers are held as integers of their width."""
+    """Reads and writes the operands of the current instruction. Registers are stored as integers of their width."""
 
     def __init__(self, function: Function, variable_places: dict[str, int], ir: IrWriter) -> None:
         self.function = function
         self.ir = ir
-        # The instruction being translated, for refusals.
+        # The instruction that is being translated, for error messages.
         self.instruction: Instruction | None = None
-        # The carry flag and the operation that made it, while that code surely runs before what is written now.
+        # The carry flag and the operation that set it; None after a label or wait, where it may not have been set.
         self.carry: tuple[str, Value] | None = None
         # The size of the thread's local window, in bytes.
         self.local_limit = function.local_bytes
@@ -57,15 +57,15 @@ class OperandTranslator:
         return LOCAL
 
     def problem(self, reason: str) -> ImageRejected:
-        """Word the refusal of the current instruction."""
+        """Return the error that refuses the current instruction."""
         line, text = (self.instruction.line, self.instruction.text) if self.instruction else (0, "")
         return rejected(reason, line=line, text=text, kernel=self.function.name)
 
     # --- Reading -----------------------------------------------------------------------------------------------
 
     def read(self, operand: Operand, scalar: Scalar) -> Value:
-        """Read an operand as a type. Raises ImageRejected for a register of another width or an unfit kind."""
-        # Kinds are compared, not converted: PTX ISA section 9.2 lists which register types an instruction accepts.
+        """Read an operand as a type. Raises ImageRejected if the type does not accept the register or constant."""
+        # Nothing is converted: PTX ISA section 9.2 lists which types of registers an instruction accepts.
         match operand:
             case Register():
                 if not scalar.accepts(operand.type):
@@ -74,7 +74,7 @@ class OperandTranslator:
             case Negated(register) if scalar == PREDICATE:
                 return self.ir.invert(self.read(register, scalar))
             case Integer(value) if scalar == PREDICATE:
-                # A predicate constant is an integer: not 0 is true (PTX ISA section 4.5.3).
+                # A predicate constant is an integer. All numbers except for 0 are true (PTX ISA section 4.5.3).
                 return constant("i1", int(value != 0))
             case Integer(value) if not scalar.is_float and scalar != PREDICATE:
                 return constant(ir_type(scalar), value & (2**scalar.bits - 1))
@@ -87,7 +87,7 @@ class OperandTranslator:
         raise self.problem(f"an operand can't be read as .{scalar.name}")
 
     def read_wide(self, operand: Operand, scalar: Scalar) -> Value:
-        """Like `read`, but a wider register gives its low bits (PTX ISA section 9.4.1)."""
+        """Read as `read` does, but also accept a wider register, and return its low bits (PTX ISA section 9.4.1)."""
         if isinstance(operand, Register) and self._is_wider(operand, scalar):
             return self.ir.resize(self._load(operand), f"i{scalar.bits}", signed=False)
         return self.read(operand, scalar)
@@ -97,7 +97,7 @@ class OperandTranslator:
 
     def _read_real(self, operand: Real, scalar: Scalar) -> Value:
         pattern: int | None = operand.pattern
-        # A decimal constant is rounded to the type; hexadecimal ones must have its width already.
+        # A decimal constant is rounded to the type. A hexadecimal one must have its width.
         if operand.bits == 0 and scalar.is_float:
             pattern = decimal_pattern(operand.pattern, scalar.bits)
         elif operand.bits != scalar.bits or scalar.kind not in (Kind.FLOAT, Kind.BITS):
@@ -108,20 +108,20 @@ class OperandTranslator:
 
     def _read_special(self, name: str, scalar: Scalar) -> Value:
         bare = name.removeprefix("%")
-        # Sizes of shared memory depend on the function, the other registers on the launch and thread alone.
+        # Sizes of shared memory depend on the function, the other registers only on the launch and the thread.
         if bare in SHARED_SIZES:
             value: Value | None = read_shared_size(self.ir, bare, self.function.dynamic_shared_offset)
         else:
             value = read_special(self.ir, bare)
         if value is None:
             raise self.problem(f"{name[:60]} is neither declared nor a special register this driver supports")
-        # As in ptxas, the type in the instruction must be the register's.
+        # As in ptxas, the type in the instruction must be that of the special register.
         if value.type != ir_type(scalar):
             raise self.problem(f"{name} can't be read as .{scalar.name}")
         return value
 
     def _read_symbol(self, variable: DeclaredVariable, offset: int, scalar: Scalar) -> Value:
-        # These live in native stack memory, and its addresses must not reach a kernel.
+        # These variables are on the native stack, and a kernel must not get addresses of it.
         if variable.space in (Space.CALL, Space.RESULT):
             raise self.problem(f"the address of {variable.name[:60]} can't be taken")
         # Offsets into a window fit 32 bits; device addresses do not.
@@ -131,26 +131,26 @@ class OperandTranslator:
         return self.ir.resize(self.address_of(variable, offset), f"i{scalar.bits}", signed=False)
 
     def has_variable(self, variable: DeclaredVariable) -> bool:
-        """Say whether the module has a variable in device or constant memory."""
+        """Return whether the module has a variable in device or constant memory."""
         return variable.name in self._variable_places
 
     def address_of(self, variable: DeclaredVariable, offset: int) -> Value:
         """Return a variable's address in its own space, as i64."""
-        # Device variables and functions get their addresses at load: they are read from the launch's table.
+        # Device variables and functions get addresses when the image is loaded. Read them from the launch's table.
         if variable.space in (Space.GLOBAL, Space.CONST, Space.CODE):
             if variable.name not in self._variable_places:
                 raise self.problem(f"{variable.name[:60]} is declared but defined nowhere")
             table = self.ir.fixed("ptr", LAUNCH, QueuedLaunch.variables.offset)
             place = self.ir.offset(table, 8 * self._variable_places[variable.name])
             return self.ir.binary("add", self.ir.load("i64", place, extra=INVARIANT), offset)
-        # In a window the address is an offset, and known now.
+        # In a window, the address is an offset, which is known now.
         start = self.function.dynamic_shared_offset if variable.is_dynamic else variable.offset
         return constant("i64", (start + offset) & (2**64 - 1))
 
     # --- Writing -----------------------------------------------------------------------------------------------
 
     def write(self, operand: Operand, scalar: Scalar, value: Value) -> None:
-        """Write a result of this type to a register of the same width. Raises ImageRejected for another."""
+        """Write a result of this type to a register. Raises ImageRejected if the type does not accept the register."""
         register = self._destination(operand)
         if register is None:
             return
@@ -159,7 +159,7 @@ class OperandTranslator:
         self._store(register, self.to_bits(value, scalar))
 
     def write_wide(self, operand: Operand, scalar: Scalar, value: Value) -> None:
-        """Like `write`, but extends the value by its sign or zeros for a wider register (PTX ISA section 9.4.1)."""
+        """Write as `write` does. For a wider register, extend the value by its sign or zeros (section 9.4.1)."""
         register = self._destination(operand)
         if register is None or not self._is_wider(register, scalar):
             return self.write(operand, scalar, value)
@@ -184,14 +184,14 @@ class OperandTranslator:
     # --- Bits and numbers --------------------------------------------------------------------------------------
 
     def from_bits(self, value: Value, scalar: Scalar) -> Value:
-        """Reinterpret an integer of the scalar's width as the type in which arithmetic on it is done."""
+        """Reinterpret an integer of the scalar's width as the type for arithmetic (see `ir_type`)."""
         return self.ir.cast("bitcast", value, ir_type(scalar))
 
     def to_bits(self, value: Value, scalar: Scalar) -> Value:
-        """Reinterpret a value of arithmetic as an integer of the scalar's width."""
+        """Reinterpret a value of that type as an integer of the scalar's width."""
         return self.ir.cast("bitcast", value, f"i{scalar.bits}")
 
 
 def bits_type(bits: int) -> Scalar:
-    """Return the untyped scalar of that width, .b8 to .b64."""
+    """Return the type of bits with this width: .b8, .b16, .b32 or .b64."""
     return SCALARS[f"b{bits}"]

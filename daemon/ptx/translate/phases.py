@@ -1,8 +1,8 @@
 """Barriers in shared memory: `mbarrier` (PTX ISA section 9.7.13.15).
 
-An object is 8 bytes: pending arrivals, expected arrivals, bytes still to come, the phase. A phase is complete when no
-arrivals and no bytes are left; asynchronous copies are made at once, so their bytes have arrived when they are issued.
-A thread that finds a phase incomplete lets the others of its block run.
+An object has 8 bytes: pending arrivals, expected arrivals, bytes that have not arrived, and the phase. A phase is
+complete when no arrivals and no bytes are pending. Asynchronous copies are made synchronously, so their bytes arrive
+at once. A thread that finds a phase incomplete lets other threads of its block run.
 """
 
 from typing import TYPE_CHECKING
@@ -24,14 +24,16 @@ _OBJECT = SCALARS["b64"]
 _COUNT = SCALARS["u32"]
 _OBJECT_BYTES = 8
 
-# Bits 0 to 19 are pending arrivals, 20 to 39 expected ones, 40 to 60 the bytes to come, signed, and 63 the phase.
+# Bits 0 to 19 are the pending arrivals, 20 to 39 the expected arrivals, 40 to 60 the pending bytes (signed), and 63 the
+# phase.
 _COUNT_BITS = 20
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 _SPACES = ("shared", "shared::cta", "shared::cluster")
 _SCOPES = ("cta", "cluster")
 
-# Counts `come` arrivals, of which `dropped` leave permanently, and adds `bytes` to come. Returns the earlier object.
+# Counts `come` arrivals, expects `dropped` arrivals fewer in later phases, and adds `bytes` to the pending bytes.
+# Returns the object before the change.
 _ARRIVE = "mbarrier_arrive"
 _ARRIVE_IR = f"""
 declare i64 @llvm.usub.sat.i64(i64, i64)
@@ -65,21 +67,21 @@ define internal i64 @{_ARRIVE}(ptr %at, i64 %come, i64 %dropped, i64 %bytes) noi
 
 @FAMILY.form("mbarrier.init{.space}.b64", 2, writes=False, space=_SPACES)
 def initialise(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Expect this number of arrivals, in the current phase and all that follow."""
+    """Initialise an object that expects the given number of arrivals in each phase."""
     place, count = _object(t, i.operands[0], m), _count(t, i.operands[1])
     t.ir.store(t.ir.binary("or", t.ir.binary("shl", count, _COUNT_BITS), count), place)
 
 
 @FAMILY.form("mbarrier.inval{.space}.b64", 1, writes=False, space=_SPACES)
 def invalidate(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`mbarrier.inval`: zero the object; its memory may have other uses."""
+    """Set the object to zero. Its memory may then be used for something else."""
     t.ir.store(constant("i64", 0), _object(t, i.operands[0], m))
 
 
 @FAMILY.form("mbarrier.expect_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False, scope=_SCOPES, space=_SPACES)
 @FAMILY.form("mbarrier.complete_tx{.relaxed}{.scope}{.space}.b64", 2, writes=False, scope=_SCOPES, space=_SPACES)
 def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Expect more bytes, or count some as arrived."""
+    """Add to the pending bytes (`expect_tx`), or count bytes as arrived (`complete_tx`)."""
     change = t.ir.cast("sext", t.read(i.operands[1], _COUNT), "i64")
     if "complete_tx" in m:
         change = t.ir.binary("sub", constant("i64", 0), change)
@@ -101,7 +103,7 @@ def count_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Arrive for one thread or several; `arrive_drop` also removes them from later phases."""
+    """Count one or several arrivals. `arrive_drop` also expects fewer arrivals in later phases."""
     into, place, operands = _split(t, i)
     arrivals = _count(t, operands[0]) if operands else constant("i64", 1)
     state = update_counts(t, _object(t, place, m), arrivals=arrivals, dropouts=arrivals if "arrive_drop" in m else None)
@@ -118,7 +120,7 @@ def arrive(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Expect more bytes, then arrive for one thread, in one step."""
+    """Add to the pending bytes and count one arrival, in one step."""
     into, place, operands = _split(t, i)
     if len(operands) != 1:
         raise t.problem("expected a number of bytes")
@@ -131,7 +133,7 @@ def arrive_expecting(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> Non
 
 @FAMILY.form("mbarrier.pending_count.b64", 2)
 def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Return how many arrivals were pending in the state that an arrival returned."""
+    """Return the number of pending arrivals in a state that an arrival has returned."""
     state = t.ir.binary("and", t.read(i.operands[1], _OBJECT), _COUNT_MASK)
     t.write(i.operands[0], _COUNT, t.ir.cast("trunc", state, "i32"))
 
@@ -145,15 +147,15 @@ def pending(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     space=_SPACES,
 )
 def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Test whether the phase of a state, or of a parity, is complete; if it is not, let the others run."""
+    """Test whether the phase of a state, or with a parity, is complete. If it is not, let other threads run."""
     ir = t.ir
-    # try_wait may have a time limit, which is ignored: it may return early.
+    # The time limit of try_wait is ignored, because it may return early.
     if len(i.operands) == 4:
         if m["way"] == "test_wait":
             raise t.problem("test_wait takes no time")
         t.read(i.operands[3], _COUNT)
     now = ir.load("i64", _object(t, i.operands[1], m))
-    # A phase is complete once the object's phase bit differs from the bit waited on.
+    # A phase is complete if the object's phase bit differs from the given one.
     if "parity" in m:
         parity = t.read(i.operands[2], _COUNT)
         then = ir.binary("shl", ir.cast("zext", parity, "i64"), 63)
@@ -161,7 +163,7 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
         then = t.read(i.operands[2], _OBJECT)
     done = ir.compare("icmp slt", ir.binary("xor", now, then), 0)
     t.write(i.operands[0], PREDICATE, done)
-    # Even test_wait lets others run, because it is used in loops.
+    # test_wait lets other threads run, too, because it is used in loops.
     turn, go_on = ir.fresh("turn"), ir.fresh("goon")
     ir.branch_if(done, go_on, turn, extra=LIKELY)
     ir.block(turn)
@@ -171,7 +173,10 @@ def wait(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("cp.async.mbarrier.arrive{.noinc}{.space}.b64", 1, writes=False, space=("shared", "shared::cta"))
 def arrive_behind_copies(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """Arrive for the thread's copies, which are complete. Without .noinc they had been expected as one arrival more."""
+    """Count an arrival for the thread's copies, which are complete.
+
+    Without .noinc, the instruction first expects one arrival more, so nothing changes.
+    """
     place = _object(t, i.operands[0], m)
     if "noinc" in m:
         update_counts(t, place, arrivals=constant("i64", 1))
@@ -185,7 +190,7 @@ def update_counts(
     dropouts: Value | None = None,
     added_bytes: Value | None = None,
 ) -> Value:
-    """Change an object's counts, and begin the next phase if nothing is left; returns the object as it was."""
+    """Change an object's counts, and begin the next phase if nothing is pending. Returns the object before that."""
     changes = (change or constant("i64", 0) for change in (arrivals, dropouts, added_bytes))
     return t.ir.function(_ARRIVE, "i64", _ARRIVE_IR, place, *changes)
 
@@ -204,7 +209,7 @@ def _count(t: OperandTranslator, operand: Operand) -> Value:
 
 
 def _split(t: OperandTranslator, i: Instruction) -> tuple[Operand | None, Operand, tuple[Operand, ...]]:
-    """Split operands into the register for the state, if any, the object's address, and the rest."""
+    """Split operands into the register for the state or None, the object's address, and the rest."""
     if isinstance(i.operands[0], Address):
         return None, i.operands[0], i.operands[1:]
     if len(i.operands) < 2:

@@ -1,18 +1,18 @@
-"""Write the native function that runs some of a launch's blocks, one after another.
+"""Writes the native function that runs some of a launch's blocks, one after another.
 
-    i32 kernel(launch, environment, i64 first_block, i64 last_block) -> Status
+    i32 kernel(launch, environment, i64 first_block, i64 last_block)
 
-The status WAITS means that a block can only wait for other blocks. If the function is called again with the same block
-in the same environment, it continues. Blocks are numbered x fastest; `last_block` is one more than the last number, and
-there is at least one block.
+The function returns a `ReturnStatus`. WAITS means that all threads of a block that have not ended poll memory, so they
+may wait for other blocks. If the function is called again with the same block in the same environment, it continues.
+Blocks are numbered, with x varying fastest. `last_block` is one more than the last number. There is at least one block.
 
-In a block with barriers, every thread has a frame. Each round runs every thread that has not ended to its next barrier
-or its end; if no thread waits after a round, the block is done. That is enough if threads wait only for barrier 0;
-scheduler.py handles other waits. If threads run together, each group of a row's threads has one frame.
+In a block with barriers, every thread has a frame. Each round runs every thread that has not ended up to its next
+barrier or its end. If no thread waits after a round, the block is done. This is enough if threads wait only for barrier
+0; scheduler.py handles other waits. If threads run together as lanes, each group of threads has one frame.
 
-Blocks run in the order of their numbers, and so do the warps of each block, unless the operator shuffles them. With a
-seed, the order of blocks begins at some number, and in each round the order of a block's warps at another. A kernel
-without races computes the same in every order; a kernel with a race may not.
+By default, blocks run in the order of their numbers, and so do the warps of each block. The operator can set a seed to
+change this. Then the order of blocks begins at another number, and in each round the order of a block's warps begins at
+another warp. The result of a kernel without races does not depend on the order; that of a kernel with a race may.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,26 +33,26 @@ from gpulease.daemon.ptx.translate.operand_values import ENVIRONMENT, LAUNCH
 from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 from gpulease.daemon.ptx.translate.waits import Waits
 
-# The head of a frame whose thread has ended. Barriers are numbered from 1.
+# The first word of a frame after its thread has ended. Before that, it is the place to resume at, 0 for the start.
 ENDED = -1
 
 _FIRST, _LAST = Value("i64", "%first"), Value("i64", "%last")
 
-# Writes the body of the innermost loop, given the indices x, y and z.
+# Writes the body of the innermost loop. Its arguments are the indices x, y and z.
 Body = Callable[[Sequence[Value]], None]
 
 # Multiplier and increment of a linear congruential generator (Knuth, "The Art of Computer Programming", 3.3.4).
 _SPREAD = 1_664_525
 _STEP = 1_013_904_223
 
-# The generator's low bits repeat after few steps, so they are dropped.
+# The generator's low bits repeat after a few steps, so they are dropped.
 _LOW_BITS = 8
 
 
 class RunnerWriter:
-    """Writes the runner of one kernel around its thread function."""
+    """Writes the runner of one kernel, which calls the function that runs one thread."""
 
-    # How many adjacent threads along x stay together when the order is shuffled.
+    # Number of adjacent threads along x that stay together if the order is shuffled.
     turn_unit = WARP_THREADS
 
     def __init__(
@@ -70,21 +70,21 @@ class RunnerWriter:
 
     @property
     def needs(self) -> KernelNeeds:
-        """The memory that a block takes in addition to shared memory."""
-        # Without waits, one thread runs at a time, so all threads share one local window and have no frames.
+        """The memory that a block needs in addition to shared memory."""
+        # Without waits, one thread runs after another, so all threads share one local window and have no frames.
         if not self._waits.sites:
             return KernelNeeds(self._local_bytes, 0, 0, 0, parks=False)
         return KernelNeeds(0, self._local_bytes, BOARD_BYTES, self._frame_bytes, parks=self._waits.parks)
 
     def write(self, name: str) -> str:
-        """Return the IR of the function, with that name."""
-        # The launch's dimensions are loaded once.
+        """Return the IR of the function, with this name."""
+        # Load the launch's dimensions once.
         for field, start in (("grid", QueuedLaunch.grid.offset), ("block", QueuedLaunch.block.offset)):
             places = [self.ir.offset(LAUNCH, start + 4 * axis) for axis in range(3)]
             self._sizes[field] = [self.ir.load("i32", place, extra=INVARIANT) for place in places]
         self._run_blocks()
         self.ir.ret(ReturnStatus.DONE)
-        # Stack slots were collected while the code was written, and come first.
+        # The stack slots that were collected while the code was written come first.
         launch = f"ptr noalias dereferenceable({PARAMETERS_OFFSET}) %launch"
         environment = f"ptr noalias dereferenceable({sizeof(BlockEnvironment)}) %environment"
         head = f"define i32 @{name}({launch}, {environment}, {_FIRST}, {_LAST}) {{"
@@ -105,12 +105,12 @@ class RunnerWriter:
         ir.block(done)
 
     def _shuffled_block(self, number: Value) -> Value:
-        """Return the block to run in place of the `number`th, and set the warp with which it begins."""
+        """Return the block to run as the `number`th one, and choose the warp with which it begins."""
         if self._shuffle is None:
             return number
         ir = self.ir
         blocks = ir.load("i64", ir.offset(LAUNCH, QueuedLaunch.blocks.offset), extra=INVARIANT)
-        # The seed rotates the numbers: every block still runs once.
+        # The seed rotates the numbers, so every block still runs once.
         begun = ir.binary("add", number, (self._shuffle * _SPREAD + _STEP) >> _LOW_BITS)
         block = ir.binary("urem", begun, blocks)
         self._turn = self._turn or self._variable("i32")
@@ -125,7 +125,7 @@ class RunnerWriter:
             self.ir.store(self.ir.binary("add", turned, _STEP), self._turn)
 
     def _turned(self, index: Value, size: Value, unit: int) -> Value:
-        """Rotate an index below a size by the current turn; `unit` neighbours stay together."""
+        """Rotate an index below `size` by the current random number. `unit` neighbours stay together."""
         if self._turn is None:
             return index
         ir = self.ir
@@ -143,11 +143,11 @@ class RunnerWriter:
         return [*place, ir.cast("trunc", remaining, "i32")]
 
     def _run_block(self, block: Sequence[Value]) -> None:
-        # Without waits: each thread from start to end.
+        # Without waits, run each thread from its start to its end.
         if not self._waits.sites:
             self._loop("block", lambda thread: self._run_thread(thread, block))
             return
-        # With barriers: clear all frames, then run rounds until no thread waits.
+        # With barriers, clear all frames, then run rounds until no thread waits.
         self._loop("block", self._prepare_thread)
         waiting = self._variable("i1")
         again, done = self.ir.fresh("round"), self.ir.fresh("blockdone")
@@ -159,7 +159,7 @@ class RunnerWriter:
         self.ir.block(done)
 
     def _run_thread(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
-        """Run a thread from start to end; threads that never wait share one local window."""
+        """Run a thread from its start to its end. Threads that never wait share one local window."""
         status = self._call(thread, block, Value("ptr", "null"), self._area(BlockEnvironment.local.offset))
         self._stop_if_faulted(status, lambda: thread, block)
 
@@ -167,7 +167,7 @@ class RunnerWriter:
         self.ir.store(constant("i32", 0), self._frame(self._flat(thread)))
 
     def _resume_thread(self, thread: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
-        """Run a thread up to its next barrier or its end, unless it has ended before."""
+        """Run a thread up to its next barrier or its end, unless it has already ended."""
         ir = self.ir
         flat = self._flat(thread)
         frame = self._frame(flat)
@@ -178,14 +178,17 @@ class RunnerWriter:
 
     @contextmanager
     def _unless_ended(self, frame: Value, waiting: Value) -> Iterator[list[Value]]:
-        """Resume a frame that has not ended; the caller writes the call inside and appends its status."""
+        """Write the code around a call that resumes a frame, unless the frame has ended.
+
+        The block must write the call, and append its status to the list.
+        """
         ir, outcome = self.ir, list[Value]()
         run, waits, ended, after = (ir.fresh(stem) for stem in ("run", "waits", "ended", "after"))
         ir.branch_if(ir.compare("icmp eq", ir.load("i32", frame), ENDED), after, run)
         ir.block(run)
         yield outcome
         (status,) = outcome
-        # A thread that waits asks for another round; one that ended is marked in its frame.
+        # If the thread waits, there will be another round. If it has ended, mark its frame.
         ir.branch_if(ir.compare("icmp eq", status, ReturnStatus.WAITS), waits, ended)
         ir.block(waits)
         ir.store(TRUE, waiting)
@@ -199,7 +202,7 @@ class RunnerWriter:
         return self.ir.value("i32", f"call i32 @{self._thread}({arguments})")
 
     def _stop_if_faulted(self, status: Value, thread: Callable[[], Sequence[Value]], block: Sequence[Value]) -> None:
-        """End the launch if the status is a fault; `thread` writes the indices of the thread at fault."""
+        """End the launch if the status is a fault. `thread` writes code for the indices of the thread at fault."""
         ir = self.ir
         stop, go_on = ir.fresh("stop"), ir.fresh("goon")
         ir.branch_if(ir.compare("icmp eq", status, ReturnStatus.FAULT), stop, go_on)
@@ -208,7 +211,7 @@ class RunnerWriter:
         ir.block(go_on)
 
     def _stop(self, thread: Sequence[Value], block: Sequence[Value]) -> None:
-        # The access has recorded what happened; the thread and the block are known only here.
+        # The function has recorded the fault. Add the thread and the block, which are known only here.
         fault = self._area(BlockEnvironment.fault.offset)
         for start, indices in ((Fault.thread.offset, thread), (Fault.block.offset, block)):
             for axis, index in enumerate(indices):
@@ -231,12 +234,12 @@ class RunnerWriter:
         return self.ir.load("ptr", self.ir.offset(ENVIRONMENT, offset), extra=INVARIANT)
 
     def _loop(self, field: str, body: Body) -> None:
-        """Write a loop over all indices below a launch's dimensions, x fastest."""
+        """Write a loop over all indices below a launch's dimensions, with x varying fastest."""
         self._nest(self._sizes[field], [], body)
 
     def _nest(self, sizes: Sequence[Value], outer: list[Value], body: Body) -> None:
-        """Open a loop for the last axis that has none yet; every size is at least 1."""
-        # The recursion is three deep: z outside, then y, then x.
+        """Write a loop for the last axis that has none yet. Every size is at least 1."""
+        # The recursion is three deep: z is the outermost loop, then y, then x.
         if len(outer) == len(sizes):
             body(outer)
             return
@@ -254,18 +257,18 @@ class RunnerWriter:
         ir.block(done)
 
     def _variable(self, kind: str) -> Value:
-        """Return a new stack slot, made in the entry block so that LLVM can turn it into a value."""
+        """Return a new stack slot. It is in the entry block, so that LLVM can replace it by a register."""
         name = f"%slot{len(self._allocas)}"
         self._allocas.append(f"  {name} = alloca {kind}")
         return Value("ptr", name)
 
 
-# The bits above a fault's status are the lane.
+# In the status of a fault, the bits from this one on are the lane.
 _LANE_SHIFT = 8
 
 
 class LaneRunnerWriter(RunnerWriter):
-    """Writes the runner of one kernel around a function of lanes.py."""
+    """Writes the runner of one kernel, which calls a function of lanes.py for a group of threads in a row."""
 
     turn_unit = 1
 
@@ -285,13 +288,13 @@ class LaneRunnerWriter(RunnerWriter):
 
     @property
     def needs(self) -> KernelNeeds:
-        """The memory that a block takes: a frame for each group; in narrow rows each thread is a group."""
+        """The memory that a block needs: a frame for each group, so in rows of one thread a frame for each thread."""
         if not self._waits.sites:
             return KernelNeeds(self._lanes * self._local_bytes, 0, 0, 0, parks=False)
         return KernelNeeds(0, self._local_bytes, 0, self._frame_bytes, parks=False)
 
     def _run_block(self, block: Sequence[Value]) -> None:
-        # As for single threads, with groups in their place.
+        # This is the same as for single threads, with groups instead.
         ir, sizes = self.ir, self._count_groups()
         if not self._waits.sites:
             self._nest(sizes, [], lambda group: self._run_group(group, block))
@@ -313,11 +316,11 @@ class LaneRunnerWriter(RunnerWriter):
         return self._groups, height, depth
 
     def _run_group(self, group: Sequence[Value], block: Sequence[Value]) -> None:
-        """Run a group from start to end; groups that never wait share their local windows."""
+        """Run a group from its start to its end. Groups that never wait share their local windows."""
         self._call_group(group, block, Value("ptr", "null"), self._area(BlockEnvironment.local.offset))
 
     def _resume_group(self, group: Sequence[Value], block: Sequence[Value], waiting: Value) -> None:
-        """Run a group up to its next barrier or its end, unless it has ended before."""
+        """Run a group up to its next barrier or its end, unless it has already ended."""
         ir, frame = self.ir, self._group_frame(group)
         flat = self._flat(self._thread_of(group, constant("i32", 0)))
         local = ir.offset(self._area(BlockEnvironment.local.offset), ir.binary("mul", flat, self._local_bytes))
@@ -325,7 +328,7 @@ class LaneRunnerWriter(RunnerWriter):
             outcome.append(self._call_group(group, block, frame, local))
 
     def _call_group(self, group: Sequence[Value], block: Sequence[Value], frame: Value, local: Value) -> Value:
-        # The mask: all lanes, or as many as the row has threads left.
+        # The mask has all lanes, or as many as the row has threads from this group on.
         ir, lanes_left = self.ir, self._left(group)
         low_lanes = ir.binary("sub", ir.binary("shl", constant("i64", 1), ir.cast("zext", lanes_left, "i64")), 1)
         is_whole = ir.compare("icmp uge", lanes_left, self._lanes)
@@ -333,7 +336,7 @@ class LaneRunnerWriter(RunnerWriter):
         first = self._thread_of(group, constant("i32", 0))
         arguments = ", ".join(map(str, (LAUNCH, ENVIRONMENT, frame, local, mask, *first, *block)))
         status = ir.value("i32", f"call i32 @{self._thread}({arguments})")
-        # A fault's status has its lane above the low bits.
+        # Separate the lane of a fault from the status.
         lane = ir.binary("lshr", status, _LANE_SHIFT)
         kind = ir.binary("and", status, (1 << _LANE_SHIFT) - 1)
         self._stop_if_faulted(kind, lambda: self._thread_of(group, lane), block)
@@ -343,7 +346,7 @@ class LaneRunnerWriter(RunnerWriter):
         return [self.ir.binary("add", self.ir.binary("mul", group[0], self._lanes), lane), *group[1:]]
 
     def _left(self, group: Sequence[Value]) -> Value:
-        """Compute how many threads a row has from the group's first one on."""
+        """Compute the number of threads in the row from the group's first one on."""
         return self.ir.binary("sub", self._sizes["block"][0], self.ir.binary("mul", group[0], self._lanes))
 
     def _group_frame(self, group: Sequence[Value]) -> Value:
@@ -354,14 +357,14 @@ class LaneRunnerWriter(RunnerWriter):
 
 
 class WarpRunnerWriter(LaneRunnerWriter):
-    """The runner for groups that are warps: neighbours by their number in the block, whatever their rows."""
+    """Writes the runner for groups that are warps: threads with consecutive numbers in the block, in any rows."""
 
     @property
     def needs(self) -> KernelNeeds:
-        """The memory that a block takes; its last warp may be partial."""
+        """The memory that a block needs. Its last warp may be partial."""
         if not self._waits.sites:
             return super().needs
-        # A frame is a warp's; per thread it is a part, rounded up, plus one whole frame for a partial warp.
+        # A frame belongs to a warp. Count a part of it for each thread, rounded up, and one frame for a partial warp.
         bytes_per_lane = -(-self._frame_bytes // self._lanes)
         return KernelNeeds(0, self._local_bytes, self._frame_bytes, bytes_per_lane, parks=False)
 

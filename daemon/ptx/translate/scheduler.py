@@ -1,9 +1,10 @@
-"""The loop over a block's threads, for kernels that wait for more than barrier 0.
+"""Writes the runner for kernels with other waits than barrier 0.
 
-Threads run warp by warp: those that are ready run until they wait or end, then complete exchanges release their
-threads, until none of the warp can run. When all warps have come to that point, barriers are settled. If then no
-thread can run and some still wait, they would wait forever: that is a fault. If only threads run that poll memory in
-loops, the block may be waiting for another block: the function returns, and continues when it is called again.
+Threads run warp by warp. The threads of a warp that are ready run until they wait or end. Then the threads of complete
+exchanges become ready. This is repeated until no thread of the warp is ready. After all warps, complete barriers
+release their threads. If then no thread is ready and some still wait, they would wait forever, which is a fault. If all
+threads that are ready poll memory in loops, the block may be waiting for another block. Then the function returns, and
+continues when it is called again.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from gpulease.daemon.ptx.translate.specials import WARP_THREADS
 
 
 class SchedulerWriter(RunnerWriter):
-    """Writes the runner of one kernel with frames that begin with a `FrameHead`."""
+    """Writes the runner of one kernel. Its frames begin with a `FrameHead`."""
 
     def _run_block(self, block: Sequence[Value]) -> None:
         ir = self.ir
@@ -37,20 +38,21 @@ class SchedulerWriter(RunnerWriter):
         width, height, depth = self._sizes["block"]
         threads = ir.binary("mul", ir.binary("mul", width, height), depth)
         again, done, stuck, parks = (ir.fresh(stem) for stem in ("round", "blockdone", "stuck", "parks"))
-        # A block that was set aside has its frames from before, and only continues.
+        # If the block was suspended, its frames exist, so continue.
         if self._waits.parks:
             begins = ir.fresh("begins")
             resumes = ir.load("i64", ir.offset(ENVIRONMENT, BlockEnvironment.resumes.offset))
             ir.branch_if(ir.compare("icmp eq", resumes, 0), begins, again)
             ir.block(begins)
-        # A new block: no thread has arrived at any barrier, and all frames are at the start.
+        # For a new block, no thread has arrived at any barrier, and all frames are at the start.
         ir.emit(f"store [{BARRIERS} x i32] zeroinitializer, {board}")
         self._loop("block", self._prepare_thread)
-        # A round: every warp as far as it gets, then settle barriers for the whole block.
+        # In each round, run every warp as far as possible, then release complete barriers of the block.
         ir.block(again)
         self._begin_round()
         self._run_warps(threads, block)
-        # The verdict: 0 all ended, 1 some can run, -1 only polling is left, else 2 plus a thread that waits in vain.
+        # The verdict is 0 if all threads have ended, 1 if some are ready, -1 if all that are ready poll memory.
+        # Otherwise it is 2 plus the number of a thread that would wait forever.
         frames = self._frame(constant("i64", 0))
         arguments = ", ".join(map(str, (board, frames, threads, self._stride())))
         verdict = ir.value("i32", f"call i32 @{SETTLE_BLOCK}({arguments})")
@@ -62,13 +64,13 @@ class SchedulerWriter(RunnerWriter):
         ir.block(done)
 
     def _run_warps(self, threads: Value, block: Sequence[Value]) -> None:
-        """Run every warp as far as it gets by itself."""
+        """Run every warp until none of its threads is ready."""
         ir = self.ir
         counter = self._variable("i32")
         warp, again, following, done = (ir.fresh(stem) for stem in ("warp", "again", "warpdone", "warpsdone"))
         ir.store(constant("i32", 0), counter)
         ir.block(warp)
-        # The warp's first thread, and its lanes: the last warp may be partial.
+        # Compute the warp's first thread and the number of its lanes. The last warp may be partial.
         begun = ir.load("i32", counter)
         warps = ir.binary("and", ir.binary("add", threads, WARP_THREADS - 1), -WARP_THREADS)
         first = self._turned(begun, warps, WARP_THREADS)
@@ -76,7 +78,7 @@ class SchedulerWriter(RunnerWriter):
         is_whole = ir.compare("icmp ugt", threads_left, WARP_THREADS)
         lanes = ir.select(is_whole, constant("i32", WARP_THREADS), threads_left)
         frames = self._frame(ir.cast("zext", first, "i64"))
-        # Run its ready lanes, release complete exchanges, and again if any lane was released.
+        # Run the lanes that are ready, and release complete exchanges. Repeat this if any lane was released.
         ir.block(again)
         self._run_lanes(first, lanes, block)
         arguments = ", ".join(map(str, (frames, lanes, self._stride(), constant("i64", self._waits.words))))
@@ -106,7 +108,7 @@ class SchedulerWriter(RunnerWriter):
         local = ir.offset(self._area(BlockEnvironment.local.offset), ir.binary("mul", flat, self._local_bytes))
         status = self._call(thread, block, frame, local)
         self._stop_if_faulted(status, lambda: thread, block)
-        # A thread that waits has set its state itself.
+        # A thread that waits has already set its state.
         ir.branch_if(ir.compare("icmp eq", status, ReturnStatus.WAITS), after, ended)
         ir.block(ended)
         ir.store(constant("i32", ThreadState.ENDED), state)
@@ -119,7 +121,7 @@ class SchedulerWriter(RunnerWriter):
     def _prepare_thread(self, thread: Sequence[Value]) -> None:
         ir = self.ir
         frame = self._frame(self._flat(thread))
-        # The indices are kept packed in the frame, as the loops over warps know only numbers.
+        # Store the packed indices in the frame, because the loops over warps have only the threads' numbers.
         place = thread[0]
         for index, shift in zip(thread[1:], PLACE_SHIFTS[1:], strict=True):
             place = ir.binary("or", place, ir.binary("shl", index, shift))
@@ -132,14 +134,14 @@ class SchedulerWriter(RunnerWriter):
         return [self.ir.binary("and", self.ir.binary("lshr", place, shift), PLACE_MASK) for shift in PLACE_SHIFTS]
 
     def _fail(self, flat: Value, block: Sequence[Value]) -> None:
-        """End the launch with a fault: a thread waits for something that can't come."""
+        """End the launch with a fault: a thread would wait forever."""
         ir = self.ir
         frame = self._frame(flat)
         fields = {
             field: ir.load("i32", ir.offset(frame, getattr(FrameHead, field).offset))
             for field in ("state", "kind", "members", "line")
         }
-        # At a barrier the fault names its number, in an exchange the member mask.
+        # At a barrier, the fault contains the barrier's number; in an exchange, it contains the member mask.
         at_barrier = ir.compare("icmp eq", fields["state"], ThreadState.AT_BARRIER)
         number = ir.binary("and", fields["kind"], BARRIERS - 1)
         argument = ir.cast("zext", ir.select(at_barrier, number, fields["members"]), "i64")
@@ -150,7 +152,7 @@ class SchedulerWriter(RunnerWriter):
         self._stop(self._indices(frame), block)
 
     def _frame(self, flat: Value) -> Value:
-        # The board of arrivals is in front of the first frame.
+        # The counts of arrivals are before the first frame.
         return self.ir.offset(super()._frame(flat), BOARD_BYTES)
 
     def _stride(self) -> Value:

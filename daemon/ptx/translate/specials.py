@@ -1,4 +1,4 @@
-"""Read the special registers of threads, lanes and the machine (PTX ISA section 10)."""
+"""Reads the special registers of threads, lanes and the machine (PTX ISA section 10)."""
 
 from gpulease.daemon.native.compiler import CLOCK_GETTIME
 from gpulease.daemon.ptx.native.structures import QueuedLaunch
@@ -8,20 +8,20 @@ WARP_THREADS = 32
 
 _AXES = ("x", "y", "z")
 
-# Passed to the function that runs a thread; all others are read from the launch or computed.
+# These registers are arguments of the function that runs a thread. All others are read from the launch or computed.
 ARGUMENTS = tuple(f"{name}.{axis}" for name in ("tid", "ctaid") for axis in _AXES)
 
-# Offsets of the launch's dimensions in its head.
+# The offsets of the dimensions in the head of a launch.
 _LAUNCH_FIELDS = {
     f"{name}.{axis}": field + 4 * number
     for name, field in (("ntid", QueuedLaunch.block.offset), ("nctaid", QueuedLaunch.grid.offset))
     for number, axis in enumerate(_AXES)
 }
 
-# Registers that describe the machine: one multiprocessor, which runs everything.
+# Registers that describe the machine, which has one multiprocessor.
 MACHINE = ("clock_hi", "smid", "nsmid", "gridid", "globaltimer", "globaltimer_lo", "globaltimer_hi")
 
-# Nanoseconds since 1970, as a card's %globaltimer (PTX ISA section 10.23).
+# Returns the nanoseconds since 1970, like %globaltimer of a card (PTX ISA section 10.23).
 GLOBAL_TIME_IR = f"""
 declare i32 @{CLOCK_GETTIME}(i32, ptr)
 define internal i64 @global_time() noinline {{
@@ -36,11 +36,12 @@ define internal i64 @global_time() noinline {{
 }}
 """
 
-# A cluster is one block: so the number of clusters and a cluster's place in the grid are those of blocks.
+# A cluster always has one block, so the number and the indices of clusters are those of blocks.
 _CLUSTER = {f"cluster_ctaid.{axis}": 0 for axis in _AXES} | {f"cluster_nctaid.{axis}": 1 for axis in _AXES}
 _CLUSTER |= {"cluster_ctarank": 0, "cluster_nctarank": 1}
 
-# The address of the grid's barrier, which only a cooperative launch has (seen with nvcc 13.0: grid.sync reads it here).
+# The address of the grid's barrier, which exists only in a cooperative launch. The code that nvcc 13.0 makes for
+# grid.sync reads the address from these registers.
 GRID_BARRIER = ("envreg1", "envreg2")
 
 _AS_BLOCKS = {f"clusterid.{axis}": f"ctaid.{axis}" for axis in _AXES}
@@ -49,7 +50,7 @@ _AS_BLOCKS |= {f"nclusterid.{axis}": f"nctaid.{axis}" for axis in _AXES}
 # Shared memory of a block (PTX ISA sections 10.30 and 10.32); see `read_shared_size`.
 SHARED_SIZES = ("total_smem_size", "dynamic_smem_size")
 
-# Masks of the lanes that compare with the thread's own in some way (PTX ISA section 10).
+# Masks of the lanes with numbers equal to, below or above the thread's lane (PTX ISA section 10).
 _LANE_MASKS = ("lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt")
 
 NAMES = (
@@ -71,13 +72,13 @@ NAMES = (
 
 def read_special(ir: IrWriter, name: str) -> Value | None:
     """Read a special register; None if it is not supported."""
-    # Step 1: registers that are constant here, or the same as another register.
+    # Step 1: registers that are constant here, or equal to another register.
     name = _AS_BLOCKS.get(name, name)
     if name in GRID_BARRIER:
         return constant("i32", 0)
     if name in _CLUSTER:
         return constant("i32", _CLUSTER[name])
-    # Step 2: registers that the launch or the caller of the function passes.
+    # Step 2: registers that are arguments of the function or in the launch, and the masks of lanes.
     if name in ARGUMENTS:
         return ir.argument(name)
     if name in _LAUNCH_FIELDS:
@@ -100,11 +101,11 @@ def read_special(ir: IrWriter, name: str) -> Value | None:
 
 
 def read_shared_size(ir: IrWriter, name: str, dynamic_offset: int) -> Value:
-    """Read one of SHARED_SIZES; `dynamic_offset` is where the memory begins that a launch adds to the static size."""
+    """Read one of SHARED_SIZES. `dynamic_offset` is the offset at which dynamic shared memory begins."""
     total = ir.fixed("i32", Value("ptr", "%launch"), QueuedLaunch.shared_bytes.offset)
     if name == "total_smem_size":
         return total
-    # A launch without dynamic memory may end before the aligned place where it would begin.
+    # Without dynamic memory, the total may be less than that offset, because the offset is aligned.
     return ir.intrinsic("llvm.usub.sat.i32", "i32", total, constant("i32", dynamic_offset))
 
 
@@ -115,11 +116,11 @@ def _read_machine(ir: IrWriter, name: str) -> Value | None:
         case "nsmid":
             return constant("i32", 1)
         case "gridid":
-            # Launches are numbered by their tags.
+            # The tag of a launch is its number.
             return ir.fixed("i64", Value("ptr", "%launch"), QueuedLaunch.tag.offset)
         case "clock_hi":
             return _half(ir, ir.intrinsic("llvm.readcyclecounter", "i64"), 32)
-    # The rest read the clock, which is a call.
+    # The others call a function that reads the clock.
     ir.require(GLOBAL_TIME_IR)
     time = ir.value("i64", "call i64 @global_time()")
     return {"globaltimer": time, "globaltimer_lo": _half(ir, time, 0), "globaltimer_hi": _half(ir, time, 32)}[name]
@@ -130,7 +131,7 @@ def _half(ir: IrWriter, value: Value, shift: int) -> Value:
 
 
 def _lane_mask(ir: IrWriter, name: str) -> Value:
-    # All five follow from the lane's own bit and the bits below it.
+    # Compute the mask from the lane's own bit and the bits below it.
     own_bit = ir.binary("shl", constant("i32", 1), ir.binary("urem", flat_thread(ir), WARP_THREADS))
     below = ir.binary("sub", own_bit, 1)
     match name:
@@ -151,8 +152,8 @@ def block_threads(ir: IrWriter) -> Value:
 
 
 def flat_thread(ir: IrWriter) -> Value:
-    """The thread's number in its block, x fastest (PTX ISA section 10.1)."""
-    # Code for lanes has computed it once for all of them.
+    """Return the thread's number in its block, with x varying fastest (PTX ISA section 10.1)."""
+    # Code for lanes has already computed the numbers of all threads.
     if (thread := ir.flat_thread()) is not None:
         return thread
     width, height = _launch_field(ir, "ntid.x"), _launch_field(ir, "ntid.y")

@@ -1,4 +1,4 @@
-"""The interface that the families' functions use: a thread's registers, its frame, its exits and its calls."""
+"""The interface for functions that translate instructions: a thread's registers, frame, exits and calls."""
 
 from gpulease.daemon.ptx.limits import (
     MAX_LIVE_REGISTERS,
@@ -18,12 +18,18 @@ from gpulease.daemon.ptx.translate.waits import FRAME, Waits, find_waits
 
 
 class ThreadTranslator(OperandTranslator):
-    """Translates for one kernel; the families' functions work through its methods.
+    """The translation of one kernel or function. The functions of the instruction families call its methods.
 
     Attributes:
-        waits: Where the kernel's threads wait.
-        frame_bytes: The size of one thread's frame; final when everything is translated.
-        index: The current instruction.
+        declarations: The declarations and definitions that the module needs.
+        callees: The functions that the code calls.
+        waits: The places at which the kernel's threads wait.
+        frame_bytes: The size of one thread's frame. It grows until everything is translated.
+        index: The index of the current instruction.
+        shown_before: The `mma` instructions with A and B that an earlier one has shown (matrix.py), by index: the
+            offsets of A and B in the shown words.
+        leaders: The instructions at which basic blocks begin.
+        passed_bytes, returned_bytes: The sizes of the buffers for arguments and results of calls.
     """
 
     WORD = SCALARS["b32"]
@@ -41,21 +47,20 @@ class ThreadTranslator(OperandTranslator):
         self.waits = self._find_waits()
         self.frame_bytes = self.waits.head_bytes
         self.index = 0
-        # Labels where the thread resumes, in the order of their numbers.
+        # The labels at which the thread resumes, in the order of their numbers.
         self._resumes: list[str] = []
         self._saved_registers = 0
         self._live: dict[int, int] = {}
         self._kinds: dict[str, int] = {}
         self._name = ""
-        # Matrix instructions that use the A and B that an earlier one has shown: their places among its words.
         self.shown_before: dict[int, tuple[int, int]] = {}
         self.leaders: set[int] = set()
         self.passed_bytes = self.returned_bytes = 0
         self._calls = any(self.callees.calls(i) for i in function.instructions)
-        # A thread that waits leaves the native stack, so the variables of its calls are in its local window.
+        # A thread that waits returns from the native function, so the variables of its calls are in its local window.
         self._calls_at = round_up(function.local_bytes, SLOT_BYTES * 2) if self.waits.sites else None
         if self._calls or not function.is_kernel:
-            # Callees take their variables from the same window: its limit is that of a whole stack.
+            # The variables of callees are in the same window, so its limit is that of the whole stack.
             self.local_limit = MAX_LOCAL_BYTES
         elif self._calls_at is not None and function.call_bytes:
             self.local_limit = self._calls_at + function.call_bytes
@@ -66,42 +71,42 @@ class ThreadTranslator(OperandTranslator):
         return find_waits(self.function.instructions, self.callees.watching)
 
     def jump(self, index: int) -> None:
-        """Continue at an instruction, or end the thread if there is none."""
+        """Continue at an instruction. If the index is after the last one, end the thread."""
         if index < len(self.function.instructions):
             self.ir.branch(f"at{index}")
         else:
             self.ir.ret(ReturnStatus.DONE)
 
     def leave(self, *, is_exit: bool) -> None:
-        """End the thread; in a kernel's own body `ret` and `exit` are the same."""
+        """End the thread. In a kernel, `ret` and `exit` are the same."""
         self.ir.ret(ReturnStatus.DONE)
 
     def pass_on(self, status: Value) -> None:
-        """End the thread as its callee ended it, by an exit or a fault."""
+        """End the thread after its callee has returned this status, which is an exit or a fault."""
         is_exit = self.ir.compare("icmp eq", status, ReturnStatus.EXITED)
         self.ir.ret_value(self.ir.select(is_exit, constant("i32", ReturnStatus.DONE), status))
 
     def stack(self) -> Value:
-        """Return where in the local window a callee's variables begin."""
+        """Return the offset in the local window at which a callee's variables begin."""
         return constant("i64", self.function.local_bytes + self.function.call_bytes + SLOT_BYTES * 2)
 
     def make_room(self, signature: Signature) -> None:
-        """Provide buffers for the arguments and results of such a call."""
+        """Make the buffers large enough for the arguments and results of a call with this signature."""
         self.passed_bytes = max(self.passed_bytes, signature.parameter_bytes)
         self.returned_bytes = max(self.returned_bytes, signature.result_bytes)
 
     def kind_of_exchange(self) -> int:
-        """Return a number for the instruction's qualifiers: threads exchange only where it is equal."""
+        """Return a number for the current instruction's opcode and modifiers, which must be equal in an exchange."""
         spelling = self.instruction.spelling if self.instruction else ""
         return self._kinds.setdefault(spelling, len(self._kinds))
 
     def frame_size(self) -> Value:
-        """Return the bytes of one thread's frame, as i64."""
+        """Return the size of one thread's frame in bytes, as i64."""
         return self.ir.load("i64", Value("ptr", f"@{self._name}.frame"))
 
     def suspend(self, status: ReturnStatus) -> None:
-        """Return to the block's loop, and resume after this point when called again."""
-        # Step 1: keep the values that some later instruction reads.
+        """Write code that returns to the loop over the block, and resumes here when the function is called again."""
+        # Step 1: find the registers that must be saved, because a later instruction may read them.
         self.carry = None
         saved = self._registers_to_save()
         self._saved_registers += len(saved)
@@ -109,14 +114,14 @@ class ThreadTranslator(OperandTranslator):
             raise self.problem(f"more than {MAX_SAVED_REGISTERS} registers are live at all waits together")
         resume = self.ir.fresh("resume")
         self._resumes.append(resume)
-        # Step 2: save, note where to resume, return.
+        # Step 2: save the registers and the place to resume at, and return.
         head = self.waits.head_bytes
         slots = [self.ir.offset(FRAME, head + SLOT_BYTES * n) for n in range(len(saved))]
         for register, slot in zip(saved, slots, strict=True):
             self.ir.store(self._load(register), slot)
         self.ir.store(constant("i32", len(self._resumes)), FRAME)
         self.ir.ret(status)
-        # Step 3: the code that runs when the thread is called again: load everything back.
+        # Step 3: when the function is called again, load the registers.
         self.ir.block(resume)
         for number, register in enumerate(saved):
             slot = self.ir.offset(FRAME, head + SLOT_BYTES * number)
@@ -126,7 +131,7 @@ class ThreadTranslator(OperandTranslator):
     def _registers_to_save(self) -> list[Register]:
         live_bits = self._live[self.index]
         if self.index in self.waits.yields and self.instruction is not None:
-            # A yield comes before its branch, so the branch's own registers are needed, too.
+            # A yield comes before its branch, so the registers in the branch are needed, too.
             live_bits |= sum({1 << r.index for operand in self.instruction.operands for r in registers_of(operand)})
         saved = [register for register in self.function.registers if live_bits >> register.index & 1]
         if len(saved) > MAX_LIVE_REGISTERS:

@@ -1,10 +1,10 @@
-"""Translate a kernel to a function that runs one thread, from its start or from where it waits.
+"""Translates a kernel to a function that runs one thread, from its start or from the place at which it waits.
 
     i32 thread(launch, environment, frame, local, tid.x, tid.y, tid.z, ctaid.x, ctaid.y, ctaid.z)
 
-It returns a `ReturnStatus`. Registers are stack slots, which LLVM turns into values; all start as 0, so that nothing a
-tenant writes is undefined in LLVM's sense. Where a thread waits for others, the function keeps what it still needs in
-the thread's frame and returns; called again, it resumes there.
+The function returns a `ReturnStatus`. Registers are stack slots, which LLVM replaces by values. All are 0 at first, so
+that a tenant's code never reads a value that is undefined for LLVM. If a thread waits for others, the function saves
+the live registers in the thread's frame and returns. When it is called again, it resumes at this place.
 """
 
 from ctypes import sizeof
@@ -28,46 +28,46 @@ from gpulease.daemon.ptx.translate.specials import ARGUMENTS
 from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.ptx.translate.wait_points import TURNS, TURNS_LEFT
 
-# Instructions per block of IR, in code without labels.
+# Maximum number of instructions in a basic block of the IR.
 _PIECE = 64
 
 
 class BodyTranslator(ThreadTranslator):
-    """Translates one kernel's body, each instruction by the form of its family."""
+    """Translates the body of one kernel. Each instruction is translated by its form."""
 
     def translate(self, name: str) -> str:
-        """Return the function's IR, under that name. Raises ImageRejected."""
-        # Step 1: find every instruction's form, so that an unsupported one refuses the kernel before any work.
+        """Return the function's IR, with this name. Raises ImageRejected."""
+        # Step 1: find the forms of all instructions, so that an unsupported one is refused before any other work.
         self._name = name
         body = self.function.instructions
         forms = [find_form(instruction, self.function.name) for instruction in body]
-        # Step 2: find the values that must be kept at waits, and check the bounds on the values that LLVM must merge.
+        # Step 2: find the registers that must be saved at waits, and check the limit of values that LLVM must merge.
         if self.waits.sites:
             self._find_live([form for form, _ in forms])
         self._check_merges([form for form, _ in forms])
-        # Step 3: one block of IR for each piece of straight code, in PTX's order.
+        # Step 3: translate the instructions in their order. Each basic block of the PTX begins a block of the IR.
         starts = self.leaders = leaders(body)
         self.ir.branch("start")
         self.ir.block("start")
         for index, (instruction, (form, modifiers)) in enumerate(zip(body, forms, strict=True)):
             if index in starts:
-                # The carry flag does not survive a label.
+                # The carry flag is not valid after a label.
                 self.ir.block(f"at{index}")
                 self.carry = None
             elif index % _PIECE == 0:
-                # LLVM without optimisation takes time in the square of a block's length.
+                # Without optimization, LLVM's time grows with the square of a block's length.
                 self.ir.block(self.ir.fresh("piece"))
             self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)
             if len(self.ir.lines) > MAX_IR_LINES:
                 raise self.problem(f"the image takes more than {MAX_IR_LINES} steps")
-        # Step 4: the prologue comes last, as only now it is known which registers and buffers are used.
+        # Step 4: write the prologue last, because only now the registers and buffers in use are known.
         self._end()
         size = f"@{name}.frame = internal constant i64 {self.frame_bytes}"
         return "\n".join([size, self._signature(name), *self._prologue(), *self.ir.lines[1:], "}", ""])
 
     def _translate_guarded(self, instruction: Instruction, form: Form, modifiers: Modifiers) -> None:
-        """Translate an instruction, with a branch around it if it has a guard (PTX ISA section 9.3)."""
+        """Translate an instruction. If it has a guard, write a branch around it (PTX ISA section 9.3)."""
         if instruction.guard is None:
             form.translate(self, instruction, modifiers)
             return
@@ -99,7 +99,7 @@ class BodyTranslator(ThreadTranslator):
             raise self.problem(f"more than {MAX_MERGES} registers are live where control flows together")
 
     def _end(self) -> None:
-        """Leave the kernel when control runs off the end of the body."""
+        """End the thread after the last instruction."""
         self.ir.block("end")
         self.ir.ret(ReturnStatus.DONE)
 
@@ -113,7 +113,7 @@ class BodyTranslator(ThreadTranslator):
         )
 
     def _prologue(self) -> list[str]:
-        """Write slots for the registers in use, all 0, and the switch to where a thread waits."""
+        """Write stack slots for the registers in use, all 0, and the switch to the place at which a thread waits."""
         opening = IrWriter(self.declarations, "opening.")
         opening.block("entry")
         for register in self._used_registers():
@@ -123,7 +123,7 @@ class BodyTranslator(ThreadTranslator):
             opening.emit(f"{TURNS_LEFT.text} = alloca i32")
             opening.emit(f"store i32 {TURNS}, ptr {TURNS_LEFT.text}")
         self._open(opening)
-        # The frame's first word says where the thread stopped; 0, a new frame, goes to the start.
+        # The frame's first word is the number of the place at which the thread waits; 0 in a new frame.
         if self._resumes:
             opening.emit("%resume = load i32, ptr %frame")
             cases = [(number + 1, label) for number, label in enumerate(self._resumes)]
@@ -133,7 +133,7 @@ class BodyTranslator(ThreadTranslator):
         return opening.lines[1:]
 
     def _open(self, opening: IrWriter) -> None:
-        # A kernel that waits leaves the native stack, so its call variables are in its local window.
+        # A kernel that waits returns from this function, so the variables of its calls are in its local window.
         if self._calls_at is not None:
             opening.emit(f"%calls = getelementptr i8, ptr %local, i64 {self._calls_at}")
         elif self.function.call_bytes:

@@ -1,8 +1,8 @@
-"""Matrices loaded, multiplied and stored by a whole warp: `wmma` (PTX ISA section 9.7.15.4).
+"""Matrices that a whole warp loads, multiplies and stores: `wmma` (PTX ISA section 9.7.15.4).
 
-The ISA leaves the layout of fragments open; here it is that of `mma` (fragments.py). An .f16 fragment of A or B may
-have more registers than elements: then the others repeat the first ones, so what is done to every register is done to
-every element.
+A fragment is the part of a matrix in the registers of one lane. The ISA does not define its layout; here it is that of
+`mma` (fragments.py). A fragment of A or B with .f16 may have more registers than needed. Then the other registers are
+copies of the first ones, so that a kernel may apply an operation to all registers of a fragment.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ _SHAPES = ("m16n16k16", "m32n8k16", "m8n32k16")
 _BYTES = ("s8", "u8")
 _ACCUMULATED = ("f16", "f32")
 
-# An .f16 fragment of A or B has this many registers, whatever its shape.
+# A fragment of A or B with .f16 has this many registers, for all shapes.
 _HALF_REGISTERS = 8
 
-# The matrix that a fragment belongs to, with its shapes and types.
+# The kinds of fragments: matrices, shapes and types.
 _FRAGMENTS = (
     (("a", "b"), _SHAPES, ("f16", "bf16", *_BYTES)),
     (("a", "b"), ("m16n16k8",), ("tf32",)),
@@ -48,20 +48,20 @@ _FRAGMENTS = (
 
 
 def load(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`wmma.load`: each lane loads its own elements."""
+    """Load each lane's elements of a matrix."""
     part, kind = m["part"], m["type"]
     tiles, scalar = tiles_of(m["shape"], kind), bits_type(max(32, BITS[kind]))
     count = len(tiles.elements(part)) * BITS[kind] // scalar.bits
     is_padded = kind == "f16" and part != "c"
     into = registers_of(t, i.operands[0], _HALF_REGISTERS if is_padded else count)
     _pass(t, i.operands[1:], Passage(tiles, part, m["layout"], kind), m, ())
-    # A padded fragment repeats its registers.
+    # In a padded fragment, load the same elements several times.
     for start in range(0, len(into), count):
         take(t, into[start : start + count], scalar)
 
 
 def store(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`wmma.store`: each lane stores its own elements."""
+    """Store each lane's elements of a matrix."""
     kind = m["type"]
     tiles, scalar = tiles_of(m["shape"], kind), bits_type(max(32, BITS[kind]))
     count = tiles.results * BITS[kind] // scalar.bits
@@ -85,18 +85,18 @@ for _fragment in _FRAGMENTS:
 def _pass(
     t: "ThreadTranslator", place: Sequence[Operand], passage: Passage, m: Modifiers, values: Sequence[Value]
 ) -> None:
-    """Wait for the warp, then load the thread's elements into its room, or store the values."""
+    """Wait for the warp, then load the thread's elements into its room, or store `values` if there are any."""
     ir = t.ir
     declared_space = Space(m.get("space").split("::")[0] or "generic")
     address, space = address_in(t, place[0], declared_space)
     if space not in (Space.GENERIC, Space.GLOBAL, Space.SHARED):
         raise t.problem(f"a matrix must be in .global or .shared memory, not in .{space.value}")
-    # Without a stride the matrix is dense.
+    # Without a stride, the matrix is dense.
     stride = constant("i32", passage.default_stride)
     if len(place) > 1:
         stride = t.read(place[1], t.WORD)
     step = ir.binary("mul", ir.cast("zext", stride, "i64"), passage.size)
-    # The values needed after the wait go into the thread's room, with the first element's address and the step.
+    # Registers are not kept across the wait, so store the first element's address, the step and the values in the room.
     meet(t, [passage.first(ir, address, step, lane(t)), step, *values])
     room = own_room(t)
     start, step = (ir.load("i64", ir.offset(room, distance)) for distance in (0, 8))
@@ -118,7 +118,7 @@ def _pass(
     c=_ACCUMULATED,
 )
 def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`wmma.mma` of .f16: D = AB + C. The registers of A and B that repeat others are ignored."""
+    """Compute D = AB + C for .f16. The registers of A and B that are copies of others are ignored."""
     tiles = tiles_of(m["shape"], "f16")
     parts = [registers_of(t, operand, _HALF_REGISTERS) for operand in i.operands[1:3]]
     left, right = (Vector(part[:count]) for part, count in zip(parts, (tiles.a_words, tiles.b_words), strict=True))
@@ -142,7 +142,7 @@ def multiply_halves(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     a=("tf32",),
 )
 def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`wmma.mma` of .bf16 or .tf32, added in f32: D = AB + C."""
+    """Compute D = AB + C for .bf16 or .tf32, with sums in f32."""
     multiply(t, i.operands, of_floats(tiles_of(m["shape"], m["a"]), (m["a"], m["a"]), "f32", "f32"))
 
 
@@ -156,7 +156,7 @@ def multiply_floats(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None
     b=_BYTES,
 )
 def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`wmma.mma` of bytes: D = AB + C; sums wrap or, with .satfinite, saturate."""
+    """Compute D = AB + C for bytes. Sums wrap or, with .satfinite, saturate."""
     multiply(t, i.operands, of_bytes(tiles_of(m["shape"], m["a"]), m))
 
 
@@ -164,5 +164,5 @@ def multiply_bytes(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
     "wmma.mma.sync.aligned.left.right.m8n8k4.f64.f64.f64.f64{.rn}", 4, left=("row", "col"), right=("row", "col")
 )
 def multiply_doubles(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`wmma.mma` of f64: D = AB + C, by fused multiplications and additions."""
+    """Compute D = AB + C for f64, by fused multiplications and additions."""
     multiply(t, i.operands, of_doubles(tiles_of("m8n8k4", "f64")))

@@ -1,13 +1,14 @@
-"""Find the branches that may part lanes, and the registers with one value for all lanes.
+"""Finds the branches that may separate lanes, and the registers that are equal in all lanes.
 
-Lanes that a branch has parted run one after another, the earliest block first, and meet again at the latest where all
-ways from the branch lead: its end. Two things follow if every block on these ways comes before the end:
+Lanes that a branch has separated run one after another, those with the earliest block first. They run together again at
+the latest at the first block that is on all paths from the branch; this module calls it the branch's end. If all blocks
+on the paths to the end come before it in the code, this follows:
 
-- a block on no such way is run by all lanes that have not ended at once: it is common;
-- a register written on one way only keeps one value for all lanes, unless the values written differ between lanes, or
-  some lane needs the register on the other way or after the end, where it has not made the write itself.
+- A block that is on no such path is common: all lanes that have not ended run it together.
+- A register that is written on one path only stays equal in all lanes, unless the written values differ between lanes,
+  or a lane that has not made the write needs the register, on the other path or after the end.
 
-A branch to where a kernel ends parts no lanes: they only become fewer.
+A branch to the end of the kernel separates no lanes: some of them end, and the rest stay together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,28 +17,29 @@ from gpulease.daemon.ptx.parse.syntax import Address, Instruction, Operand, Spec
 from gpulease.daemon.ptx.translate.liveness import Block, RegisterEffect, blocks_of, live_at_starts, registers_of
 from gpulease.protocol.fast_dataclass import dataclass
 
-# Special registers that differ within a row of a block.
+# Special registers that differ between the threads in a row of a block.
 _VARYING = ("tid.x", "laneid", "warpid", "lanemask_")
 
-# These differ within a warp, too.
+# Special registers that differ between the threads of a warp, which may span several rows.
 _VARYING_IN_WARPS = (*_VARYING, "tid.y", "tid.z")
 
 _RETURNS = ("ret", "exit")
 
 
 class Unordered(Exception):
-    """A path from a branch is after the join in the text, so lanes that it separates may stay separated."""
+    """A block on a path from a branch comes after the branch's end in the code, so lanes may stay separated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """Facts about a kernel's lanes.
+    """The result of the analysis of a kernel.
 
     Attributes:
-        live: The registers needed where each block begins, as bits.
-        varying: Registers that may differ between lanes, as bits.
-        apart: Blocks that may be run by a part of the lanes.
-        meeting: Those of them, and all others, in which lanes may meet: see `_Ways.lets_meet`.
+        blocks: The basic blocks.
+        live: The registers that are live at the beginning of each block, as bits.
+        varying: The registers that may differ between lanes, as bits.
+        apart: The blocks that a part of the lanes may run. All other blocks are common.
+        meeting: The blocks in which exchanges between lanes are possible: see `_Ways.lets_meet`.
     """
 
     blocks: tuple[Block, ...]
@@ -49,13 +51,13 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The meanings of instructions for lanes, by their places in the body.
+    """Kinds of instructions that matter for lanes, each as a set of indices.
 
     Attributes:
-        private: Instructions that give each lane a result of its own.
-        common: Instructions that give all lanes the same result, computed from all of them.
-        barriers: Where all threads of a block meet.
-        exchanges: Where lanes meet.
+        private: Instructions with a different result for each lane.
+        common: Instructions with the same result for all lanes, computed from all of them.
+        barriers: Instructions at which all threads of a block wait for each other.
+        exchanges: Instructions at which lanes exchange values.
     """
 
     private: frozenset[int] = frozenset()
@@ -65,24 +67,24 @@ class Kinds:
 
 
 def leaves_at(body: Sequence[Instruction], index: int) -> bool:
-    """Say whether a kernel ends at an instruction, or after the last one."""
+    """Return whether a thread that arrives at an index ends there."""
     return index >= len(body) or (body[index].opcode in _RETURNS and body[index].guard is None)
 
 
 def uniformity_of(body: Sequence[Instruction], effects: Sequence[RegisterEffect], kinds: Kinds) -> Uniformity:
-    """Analyse a kernel. Raises Unordered, and TooComplex as liveness does."""
+    """Analyse a kernel. Raises Unordered, or TooComplex like `live_at_starts`."""
     blocks = blocks_of(body)
     live = live_at_starts(blocks, effects)
     ways = _Ways(body, blocks)
     written = [written_by(instruction, effect) for instruction, effect in zip(body, effects, strict=True)]
-    # A fixed point: registers that vary make branches part lanes, which make more registers vary.
+    # Repeat until nothing changes: registers that vary let branches separate lanes, which makes more registers vary.
     varying, apart = 0, frozenset[int]()
     while True:
         grown = _spread(body, effects, kinds, varying)
         branches = [number for number in range(len(blocks)) if _parts(body, blocks[number], grown)]
         regions = [ways.from_branch(number) for number in branches]
         for sides, end in regions:
-            # Registers written on one way only are mixed where the ways meet.
+            # Registers that are written on one path only may vary after the paths join.
             grown |= _mixed(sides, end, blocks, written, live)
         apart = frozenset(number for sides, _ in regions for side in sides for number in side)
         if grown == varying:
@@ -92,10 +94,10 @@ def uniformity_of(body: Sequence[Instruction], effects: Sequence[RegisterEffect]
 
 
 def _spread(body: Sequence[Instruction], effects: Sequence[RegisterEffect], kinds: Kinds, varying: int) -> int:
-    """Return the registers that varying ones make vary, in the order of the code: later rounds do the rest."""
+    """Add the registers that vary because an instruction reads a varying one, in one pass over the code."""
     for index, (instruction, effect) in enumerate(zip(body, effects, strict=True)):
         depends = effect.reads & varying or index in kinds.private
-        # A guard that varies makes even a common result vary, since some lanes keep the old value.
+        # If the guard varies, even a common result varies, because some lanes keep the old value.
         guard = instruction.guard is not None and varying >> instruction.guard.register.index & 1
         if index in kinds.common and not guard:
             continue
@@ -107,7 +109,7 @@ def _spread(body: Sequence[Instruction], effects: Sequence[RegisterEffect], kind
 
 def written_by(instruction: Instruction, effect: RegisterEffect) -> int:
     """Return the registers that an instruction may write, as bits."""
-    # Liveness does not count a guarded write as one; here it is.
+    # `RegisterEffect.writes` does not include guarded writes, so find them here.
     if instruction.guard is None:
         return effect.writes
     registers = [operand for operand in instruction.operands[:1] if not isinstance(operand, Address)]
@@ -124,7 +126,7 @@ def _is_varying(operand: Operand, specials: tuple[str, ...]) -> bool:
 
 
 def _parts(body: Sequence[Instruction], block: Block, varying: int) -> bool:
-    """Say whether a block ends in a branch that some lanes may take and others not."""
+    """Return whether a block ends in a branch that separates lanes."""
     last = body[block.end - 1]
     if last.guard is None or last.opcode != "bra" or not varying >> last.guard.register.index & 1:
         return False
@@ -135,10 +137,10 @@ def _parts(body: Sequence[Instruction], block: Block, varying: int) -> bool:
 def _mixed(
     sides: Sequence[set[int]], end: int, blocks: Sequence[Block], written: Sequence[int], live: Sequence[int]
 ) -> int:
-    """Return the registers that lanes on one way write and others may still need."""
+    """Return the registers that lanes on one path write and other lanes may still need."""
     reached = 0
     for side, other in (sides, sides[::-1]):
-        # Needed: at the end, or anywhere on the other way.
+        # Find the registers that are needed at the end, or anywhere on the other path.
         needed = live[end] if end < len(blocks) else 0
         for number in other:
             needed |= live[number]
@@ -149,34 +151,35 @@ def _mixed(
 
 
 class _Ways:
-    """The ways through a body, without those that only end lanes."""
+    """The paths through a body, without those that only lead to the end of the kernel."""
 
     def __init__(self, body: Sequence[Instruction], blocks: Sequence[Block]) -> None:
         self._end = len(blocks)
         self._blocks, self._body = blocks, body
-        # Leave out ways that lead only to the kernel's end: they part no lanes.
+        # Leave out paths that only lead to the end of the kernel, because they separate no lanes.
         every, going_on = ([self._followers(body, block, keep=keep) for block in blocks] for keep in (True, False))
         arriving = self._arriving(going_on)
-        # If lanes leave a loop only to end, its ways out are kept: otherwise it would lead nowhere.
+        # If lanes leave a loop only to end, keep these paths. Otherwise, no path would lead out of the loop.
         self._follows = [
             go if n in arriving else all_ for n, (go, all_) in enumerate(zip(going_on, every, strict=True))
         ]
         self._behind = self._postdominators()
 
     def from_branch(self, number: int) -> tuple[tuple[set[int], set[int]], int]:
-        """Return the blocks on either way from a branch to its end, and the end. Raises Unordered."""
+        """Return the blocks on each of the two paths from a branch to its end, and the end. Raises Unordered."""
         end = self._meeting(number)
         follows = self._follows[number]
         sides = tuple(self._reached(follower, end) for follower in follows)
-        # Blocks run in the order of the text, so all of them must come before the end.
+        # Blocks run in the order of the code, so all of them must come before the end.
         if any(block >= end for side in sides for block in side):
             raise Unordered
         return (sides[0], sides[1] if len(sides) > 1 else set()), end
 
     def lets_meet(self, regions: Mapping[int, tuple[tuple[set[int], set[int]], int]], kinds: Kinds) -> frozenset[int]:
-        """Return the blocks in which lanes may meet: absent lanes can't come later, or meet others elsewhere.
+        """Return the blocks in which exchanges are possible.
 
-        Either all lanes are there, or the others have skipped a choice without an alternative, and wait for a barrier.
+        In such a block, either all lanes are present, or the missing ones have skipped a branch that has only one path,
+        and wait at a barrier. So they can't arrive later, or take part in another exchange.
         """
         reached = set(range(self._end))
         for number, (sides, end) in regions.items():
@@ -187,7 +190,7 @@ class _Ways:
         return frozenset(reached)
 
     def _awaits_barrier(self, start: int, kinds: Kinds) -> bool:
-        """Say whether every way from a block comes to a barrier before the end or an exchange."""
+        """Return whether every path from a block reaches a barrier before the end of the kernel or an exchange."""
         visited: set[int] = set()
         pending = [start]
         while pending:
@@ -197,7 +200,7 @@ class _Ways:
             visited.add(number)
             if number == self._end or leaves_at(self._body, self._blocks[number].start):
                 return False
-            # The first barrier or exchange in the block decides; without one, so do the blocks that follow.
+            # The first barrier or exchange in the block decides. If there is none, the next blocks decide.
             places = range(self._blocks[number].start, self._blocks[number].end)
             first = next((n for n in places if n in kinds.barriers or n in kinds.exchanges), None)
             if first is None:
@@ -209,7 +212,7 @@ class _Ways:
         return True
 
     def _followers(self, body: Sequence[Instruction], block: Block, *, keep: bool) -> list[int]:
-        """Return the blocks that may follow; those where the kernel ends only with `keep`."""
+        """Return the blocks that may run next. Blocks at which the kernel ends are included only with `keep`."""
         follows = [n for n in block.follows if keep or not leaves_at(body, self._blocks[n].start)]
         last = body[block.end - 1]
         runs_off = block.end == len(body) and (last.opcode not in ("bra", *_RETURNS) or last.guard is not None)
@@ -218,7 +221,7 @@ class _Ways:
         return list(dict.fromkeys(follows))
 
     def _arriving(self, follows: Sequence[Sequence[int]]) -> set[int]:
-        """Return the blocks from which some way leads to the end."""
+        """Return the blocks from which a path leads to the end of the kernel."""
         before: dict[int, list[int]] = {}
         for number, followers in enumerate(follows):
             for follower in followers:
@@ -231,9 +234,9 @@ class _Ways:
         return reached
 
     def _postdominators(self) -> list[int]:
-        """Return for each block the blocks that every way from it to the end goes through, as bits; itself included."""
+        """Return for each block the blocks that are on every path from it to the end, as bits, including itself."""
         every = (1 << (self._end + 1)) - 1
-        # Start with everything and remove what some way avoids, until nothing changes.
+        # Start with all blocks, and remove those that a path avoids, until nothing changes.
         postdominators = [every] * self._end + [1 << self._end]
         changed = True
         while changed:
@@ -247,8 +250,8 @@ class _Ways:
         return postdominators
 
     def _meeting(self, number: int) -> int:
-        """Return the first block that every way from a branch comes to."""
-        # Among the blocks on every path from a branch, the first one comes before all others.
+        """Return a branch's end: the first block that is on every path from it. Raises Unordered if there is none."""
+        # All other blocks that are on every path from the branch are also on every path from this one.
         candidates = self._behind[number] & ~(1 << number)
         for other in range(self._end + 1):
             if candidates >> other & 1 and self._behind[other] == candidates:

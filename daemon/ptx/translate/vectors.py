@@ -1,33 +1,33 @@
-"""Writes LLVM IR in which a value is one for all lanes, or a vector with an element for each.
+"""Writes LLVM IR in which a value is a scalar, the same for all lanes, or a vector with an element for each lane.
 
-Code that translates instructions need not know which: a value's `type` is that of one lane either way, and an operation
-with a vector among its operands widens the others. An operation that has no vector form, such as raw text or a branch,
-raises NotWide.
+Code that translates instructions does not distinguish them. A value's `type` is always that of one lane, and if one
+operand of an operation is a vector, the others are widened. If an operation can't be done on vectors, such as raw text
+or a branch, it raises NotWide.
 """
 
 from gpulease.daemon.ptx.native.structures import ReturnStatus
 from gpulease.daemon.ptx.translate.ir import INVARIANT, IrWriter, Value, constant
 
-# The names of vectors begin with this, and no other name does.
+# The names of vectors, and no others, begin with this.
 _WIDE = "%wide"
 
-# Hosts have no vector instructions for these: such an operation becomes one for each lane.
+# Hosts have no vector instructions for these, so LLVM writes an operation for each lane.
 _SCALAR_OPERATIONS = ("sdiv", "udiv", "srem", "urem")
 _SCALAR_INTRINSICS = ("llvm.sin.", "llvm.cos.", "llvm.log2.", "llvm.tanh.")
 
-# Lines that such a lane's operation costs: extract the element, insert the result, and the operation itself.
+# Number of lines for which the operation of one lane counts: to extract the elements, compute, and insert the result.
 _SCALAR_COST = 4
 
-# The last argument of these intrinsics is a flag, which stays one constant for all lanes.
+# The last argument of these intrinsics is a flag, which must be a scalar constant.
 _FLAGGED = ("llvm.abs.", "llvm.ctlz.", "llvm.cttz.")
 
 
 class NotWide(Exception):
-    """Raised where an instruction can only be written for one lane at a time."""
+    """An instruction can only be translated for one lane at a time."""
 
 
 class NotTogether(Exception):
-    """The threads of this kernel can't run together; they run one by one."""
+    """The threads of a kernel can't run together as lanes. They will run one after another."""
 
 
 def is_wide(value: Value) -> bool:
@@ -35,13 +35,14 @@ def is_wide(value: Value) -> bool:
 
 
 class VectorWriter(IrWriter):
-    """The body of one function for a number of lanes.
+    """Writes the body of one function for a number of lanes.
 
     Attributes:
-        blamed: The lane to name if the kernel faults here.
-        arguments: The threads' indices, as vectors.
-        flat: The threads' numbers in their block, if computed already.
-        lane: The lane for which code is being written, None for all.
+        lanes: The number of lanes.
+        blamed: The lane that a fault at this point reports.
+        arguments: The threads' indices, as vectors, by the name of the special register.
+        flat: The threads' numbers in their block, as a vector; None if they are not computed.
+        lane: The lane for which code is being written; None for all lanes.
     """
 
     def __init__(self, declarations: set[str], lanes: int, prefix: str = "") -> None:
@@ -51,12 +52,12 @@ class VectorWriter(IrWriter):
         self.arguments: dict[str, Value] = {}
         self.flat: Value | None = None
         self.lane: Value | None = None
-        # `_SCALAR_COST` is counted for these: operations that are one line but become one for each lane.
+        # The number of operations that LLVM will write for the lanes separately.
         self._more = 0
-        # Values that are loaded once, at the function's begin, by type, pointer and offset.
+        # Values that are loaded once, at the beginning of the function, by type, pointer and offset.
         self.opening: dict[tuple[str, str, int], Value] = {}
 
-    # --- What may be wide --------------------------------------------------------------------------------------
+    # --- Operations on scalars or vectors ----------------------------------------------------------------------
 
     def binary(self, operation: str, left: Value, right: Value | int) -> Value:
         right = constant(left.type, right) if isinstance(right, int) else right
@@ -88,17 +89,17 @@ class VectorWriter(IrWriter):
         return self.wide_value(type_name, f"{operation} {self.whole(value)} to {self.wide_type(type_name)}")
 
     def intrinsic(self, name: str, type_name: str, *arguments: Value) -> Value:
-        """Call an LLVM intrinsic, in its version for vectors if an argument is one."""
+        """Call an LLVM intrinsic. If an argument is a vector, call the version for vectors."""
         if not any(is_wide(argument) for argument in arguments):
             return super().intrinsic(name, type_name, *arguments)
         if not name.startswith("llvm."):
             raise NotWide
         self._more += self.lanes * name.startswith(_SCALAR_INTRINSICS)
-        # An overloaded name such as llvm.umin.i32 becomes llvm.umin.v16i32.
+        # For example, the overloaded name llvm.umin.i32 becomes llvm.umin.v16i32.
         overloads = name.split(".")
         stem = [part for part in overloads if not _is_type(part)]
         wide = ".".join([*stem, *(f"v{self.lanes}{part}" for part in overloads if _is_type(part))])
-        # The flag at the end of some stays a scalar.
+        # Some intrinsics have a flag as their last argument, which stays a scalar.
         plain = arguments[-1:] if name.startswith(_FLAGGED) else ()
         vector_arguments = arguments[: len(arguments) - len(plain)]
         types = ", ".join(
@@ -117,7 +118,7 @@ class VectorWriter(IrWriter):
         return self.lanes if any(map(is_wide, values)) else 1
 
     def function(self, name: str, type_name: str, definition: str, *arguments: Value) -> Value:
-        """Call a function of this driver's own; a version for lanes has their number at the end of its name."""
+        """Call a function of this driver. The name of a version for lanes ends with their number."""
         if self.lanes_of(*arguments) == 1:
             return super().function(name, type_name, definition, *arguments)
         if not name.endswith(f"_x{self.lanes}"):
@@ -127,7 +128,7 @@ class VectorWriter(IrWriter):
         return self.wide_value(type_name, f"call {self.wide_type(type_name)} @{name}({passed})")
 
     def fixed(self, type_name: str, pointer: Value, distance: int) -> Value:
-        """Load an unchanging value once, at the function's begin (`open_fixed`)."""
+        """Load a value that never changes. It is loaded once, at the beginning of the function (`open_fixed`)."""
         return self.opening.setdefault(
             (type_name, pointer.text, distance), Value(type_name, f"%fixed{len(self.opening)}")
         )
@@ -139,64 +140,64 @@ class VectorWriter(IrWriter):
             opening.emit(f"{value.text} = load {kind}, {place}{INVARIANT}")
 
     def argument(self, name: str) -> Value:
-        """Return a thread's index: a vector, or one lane's."""
+        """Return the threads' indices as a vector, or the index of the current lane."""
         index = self.arguments.get(name)
         return super().argument(name) if index is None else self._here(index)
 
     def flat_thread(self) -> Value | None:
-        """Return the threads' numbers in their block, or the current lane's; None if not computed."""
+        """Return the threads' numbers in their block, or that of the current lane; None if they are not computed."""
         return None if self.flat is None else self._here(self.flat)
 
     def _here(self, value: Value) -> Value:
         return value if self.lane is None else self.value_of(value, self.lane)
 
-    # --- What may not ------------------------------------------------------------------------------------------
+    # --- Operations that are not possible on vectors -----------------------------------------------------------
 
     def emit(self, line: str) -> None:
-        """Add an instruction. Raises NotWide for a line that names a vector."""
+        """Add an instruction. Raises NotWide if the line contains the name of a vector."""
         if _WIDE in line:
             raise NotWide
         super().emit(line)
 
     def ret(self, number: int) -> None:
-        """End the function with a status; that of a fault has the lane at fault in bits 8 and up."""
+        """End the function with a status. For a fault, add the lane at fault in the bits from 8 on."""
         if number != ReturnStatus.FAULT:
             super().ret(number)
             return
         lane = self.binary("shl", self.blamed, 8)
         self.ret_value(self.binary("or", lane, number))
 
-    # --- For those who know of lanes ---------------------------------------------------------------------------
+    # --- For code that handles lanes explicitly ----------------------------------------------------------------
 
     def wide_type(self, type_name: str) -> str:
         """Return the LLVM vector type with an element of this type for each lane."""
         return f"<{self.lanes} x {type_name}>"
 
     def wide_value(self, type_name: str, expression: str) -> Value:
-        """Emit an expression with a vector as its result, and name it."""
+        """Emit an expression with a vector as its result, and return the result under a new name."""
         name = f"{_WIDE}{self.fresh('')}"
         self.raw(f"{name} = {expression}")
         return Value(type_name, name)
 
     def raw(self, line: str) -> None:
-        """Add an instruction that may name vectors, which `emit` refuses."""
+        """Add an instruction that may contain names of vectors, which `emit` refuses."""
         super().emit(line)
 
     def widen(self, value: Value) -> Value:
-        """Return a value as a vector: itself, or a copy of it for each lane."""
+        """Return a value as a vector. If it is a scalar, each lane gets a copy."""
         if is_wide(value):
             return value
-        # A constant has a spelling of its own.
+        # LLVM has a special syntax for vectors of a constant.
         if not value.text.startswith("%"):
             return Value(value.type, f"splat ({value})")
         kind = self.wide_type(value.type)
-        # LLVM's idiom for a broadcast: insert into element 0, then shuffle element 0 everywhere.
+        # This is LLVM's idiom for a broadcast: insert the value into element 0, then copy element 0 to all elements.
         first = self.wide_value(value.type, f"insertelement {kind} poison, {value}, i64 0")
         zeros = f"<{self.lanes} x i32> zeroinitializer"
         return self.wide_value(value.type, f"shufflevector {kind} {first.text}, {kind} poison, {zeros}")
 
     def whole(self, value: Value) -> str:
-        """Spell a value as a vector operand, with its type."""
+        """Return the text of a value as a vector operand, with its type."""
         return f"{self.wide_type(value.type)} {self.widen(value).text}"
 
     def each(self, type_name: str, step: int = 1) -> Value:
@@ -213,7 +214,7 @@ class VectorWriter(IrWriter):
         return Value(value.type, name)
 
     def mask_of(self, flags: Value) -> Value:
-        """Pack the lanes' flags into the bits of an integer, lane 0 lowest."""
+        """Pack the flags of the lanes into an integer. Lane 0 is the lowest bit."""
         name = f"%{self.fresh()}"
         kind = f"i{self.lanes}"
         self.raw(f"{name} = bitcast {self.whole(flags)} to {kind}")

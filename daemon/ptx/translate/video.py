@@ -1,6 +1,7 @@
-"""Video instructions: 32-bit, and on the halves and bytes of 32 bits (PTX ISA section 9.7.18).
+"""Video instructions on words of 32 bits, and on their halves and bytes (PTX ISA section 9.7.18).
 
-Supported without the selectors that pick, order or mask parts of operands (`.b0`, `.h10`), which only PTX can spell.
+Selectors, which select, reorder or mask parts of operands (`.b0`, `.h10`), are not supported. CUDA C++ has no functions
+that use them.
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ _CONDITIONS = {"eq": "eq", "ne": "ne", "lt": "slt", "le": "sle", "gt": "sgt", "g
 _SIMPLE = ("vadd", "vsub", "vabsdiff", "vmin", "vmax")
 _LANES = ("2", "4")
 
-# The type of all intermediate results: sums, differences and distances of 32-bit numbers of either sign fit.
+# The type of all intermediate results. Sums and differences of 32-bit numbers, signed or not, fit.
 _WIDE = "i64"
 
 
 def simple(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`vadd` and its like on whole words; a second operation may add c, or take the smaller or larger of both."""
+    """Compute `vadd`, `vsub` and so on for words. A second operation may add c, or select the smaller or larger."""
     ir, is_signed = t.ir, m["into"] == "s32"
     left, right = _whole(t, i, 1, m["left"]), _whole(t, i, 2, m["right"])
-    # Widened operands can be of different signs; the result is clamped only with .sat.
+    # The widened operands may be signed or unsigned. The result is clamped only with .sat.
     value = _calculate(t, i.opcode, left, right)
     if "sat" in m:
         value = _clamp(t, value, 32, signed=is_signed)
@@ -38,7 +39,7 @@ def simple(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("vset.left.right.condition", 3, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS))
 def compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`vset`: 1 if the condition holds, else 0."""
+    """Return 1 if the condition is true, otherwise 0."""
     left, right = _whole(t, i, 1, m["left"]), _whole(t, i, 2, m["right"])
     t.write(i.operands[0], _WORD, t.ir.cast("trunc", _holds(t, m["condition"], left, right), "i32"))
 
@@ -46,7 +47,7 @@ def compare(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("vshl.into.left.u32.mode", 3, into=_BOTH, left=_BOTH, mode=("clamp", "wrap"))
 @FAMILY.form("vshr.into.left.u32.mode", 3, into=_BOTH, left=_BOTH, mode=("clamp", "wrap"))
 def shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`vshl`, `vshr` by b bits, taken modulo 32 or limited to 32."""
+    """Shift by b bits. b is reduced modulo 32 or clamped to 32."""
     ir = t.ir
     value, distance = _whole(t, i, 1, m["left"]), _whole(t, i, 2, "u32")
     if m["mode"] == "wrap":
@@ -58,7 +59,7 @@ def shift(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 
 
 def lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`vadd2`, `vadd4` and the like: each half or byte separately; with .add the sum of all and c."""
+    """Compute `vadd2`, `vadd4` and so on for each half or byte. With .add, return the sum of these results and c."""
 
     def lane(left: Value, right: Value, bits: int) -> Value:
         value = _calculate(t, i.opcode[:-1], left, right)
@@ -70,7 +71,7 @@ def lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
 @FAMILY.form("vset2.left.right.condition{.add}", 4, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS))
 @FAMILY.form("vset4.left.right.condition{.add}", 4, left=_BOTH, right=_BOTH, condition=tuple(_CONDITIONS))
 def compare_lanes(t: OperandTranslator, i: Instruction, m: Modifiers) -> None:
-    """`vset2`, `vset4`: 1 or 0 for each half or byte; with .add the number of ones, and c."""
+    """Return 1 or 0 for each half or byte. With .add, return the number of ones plus c."""
     _each_lane(t, i, m, lambda left, right, bits: _holds(t, m["condition"], left, right))
 
 
@@ -79,7 +80,7 @@ def _register(name: str, suffix: str, arity: int, translate: Translate) -> None:
     FAMILY.form(template, arity, into=_BOTH, left=_BOTH, right=_BOTH, second=("add", "min", "max"))(translate)
 
 
-# Each has a form with .sat, and one with a second operation or a sum.
+# Each instruction has a form with .sat, and one with a second operation or a sum.
 for _name in _SIMPLE:
     _register(_name, "{.sat}", 3, simple)
     _register(_name, "{.sat}.second", 4, simple)
@@ -92,7 +93,7 @@ for _name in (*_SIMPLE, "vavrg"):
 def _each_lane(t: OperandTranslator, i: Instruction, m: Modifiers, lane: Callable[[Value, Value, int], Value]) -> None:
     ir, bits = t.ir, 32 // int(i.opcode[-1])
     left, right, third = (t.read(i.operands[n], _WORD) for n in (1, 2, 3))
-    # Without .add the third operand is ignored: it would only fill masked parts, which are not supported.
+    # Without .add, the third operand is ignored. It would only be used for masked parts, which are not supported.
     result = third if "add" in m else constant("i32", 0)
     for start in range(0, 32, bits):
         parts = _part(t, left, start, bits, m["left"]), _part(t, right, start, bits, m["right"])
@@ -115,7 +116,7 @@ def _calculate(t: OperandTranslator, name: str, left: Value, right: Value) -> Va
         case "vabsdiff":
             return ir.intrinsic(f"llvm.abs.{_WIDE}", _WIDE, ir.binary("sub", left, right), constant("i1", 0))
         case "vavrg":
-            # A half rounds away from 0.
+            # A half is rounded away from 0.
             total = ir.binary("add", left, right)
             carry = ir.cast("zext", ir.compare("icmp sge", total, 0), _WIDE)
             return ir.binary("ashr", ir.binary("add", total, carry), 1)

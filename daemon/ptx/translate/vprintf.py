@@ -1,12 +1,13 @@
-"""Write `vprintf`, the native code behind a kernel's `printf` (CUDA C++ Programming Guide, "Formatted Output").
+"""Writes the code for `vprintf`, which a kernel's `printf` calls (CUDA C++ Programming Guide, "Formatted Output").
 
     i32 print(launch, environment, local, i64 bytes of the local window, i64 format, i64 arguments, ptr bad)
 
-The code writes a record (`printf.py` reads it) of the format and the values that it uses. The values are in a buffer,
-each at the next multiple of its size. Every byte is read only where a kernel's load could read it: an address that may
-not be read is returned in `bad`, with a negative result. Otherwise the result is the number of values.
+The function writes a record with the format and the values that the format uses; `printf.py` reads it. The values are
+in a buffer, each at the next multiple of its size. The function reads only memory that a load of the kernel may read.
+If an address may not be read, it is stored in `bad`, and the result is negative. Otherwise the result is the number of
+values.
 
-`printf`, `assert`, `malloc` and `free`, which CUDA provides and no image defines, are called through this module.
+This module also translates calls of the other functions that CUDA provides: `assert`, `malloc` and `free`.
 """
 
 from collections.abc import Callable
@@ -46,19 +47,19 @@ _WINDOWS = f"ptr %launch, ptr %environment, ptr %local, {_LOCAL}"
 
 
 def print_ir(declarations: set[str]) -> str:
-    """Return the IR of the native code, with the table of the meanings of a format's bytes."""
+    """Return the IR of the function, with a table that gives the meaning of each byte in a format."""
     table = ", ".join(f"i8 {mark}" for mark in MARKS)
     readers = [_reader(size, declarations) for size in (1, 4, 8)]
     return "\n".join([f"@print_marks = internal constant [256 x i8] [{table}]", *readers, _PRINT_IR])
 
 
 def _reader(size: int, declarations: set[str]) -> str:
-    """Write a function that returns a pointer to `size` bytes if a thread may read them, else null."""
+    """Return the IR of a function that returns a pointer to `size` bytes, or null if a thread may not read them."""
     ir = IrWriter(declarations)
     environment, launch = Value("ptr", "%environment"), Value("ptr", "%launch")
     shared = ir.load("ptr", ir.offset(environment, BlockEnvironment.shared.offset), extra=INVARIANT)
     shared_bytes = ir.load("i32", ir.offset(launch, QueuedLaunch.shared_bytes.offset), extra=INVARIANT)
-    # Any of three memories, as for a generic address: global, the local window, the shared window.
+    # As for a generic address, the memory may be global, in the local window, or in the shared window.
     valid = global_is_valid(ir, _ADDRESS, size)
     windows = ((Value("ptr", "%local"), _LOCAL), (shared, ir.cast("zext", shared_bytes, "i64")))
     for base, limit in windows:
@@ -67,7 +68,7 @@ def _reader(size: int, declarations: set[str]) -> str:
     ir.branch_if(valid, "there", "elsewhere")
     ir.block("there")
     ir.ret_value(ir.cast("inttoptr", _ADDRESS, "ptr"))
-    # An ended region reads as zeros here, too.
+    # As for loads, an ended region reads as zeros.
     ir.block("elsewhere")
     ir.ret_value(stand_in(ir, _ADDRESS, size, Access.LOAD))
     return "\n".join([f"define internal ptr @readable{size}({_WINDOWS}, {_ADDRESS}) noinline {{", *ir.lines, "}"])
@@ -75,7 +76,7 @@ def _reader(size: int, declarations: set[str]) -> str:
 
 _GIVEN = f"ptr %launch, ptr %environment, ptr %local, {_LOCAL}"
 
-# `%out` keeps counting beyond a full buffer, so the end of the code knows that the record did not fit.
+# `%out` counts further if the buffer is full, so that the code at the end can detect that the record does not fit.
 _PRINT_IR = f"""
 define internal void @print_byte(ptr %data, ptr %out, i64 %capacity, i8 %byte) {{
   %at = load i64, ptr %out
@@ -273,9 +274,9 @@ SystemCall = Callable[["ThreadTranslator", CallSite], None]
 
 
 def fail_assertion(t: "ThreadTranslator", site: CallSite) -> None:
-    """`__assertfail(message, file, line, function, character size)`: end the kernel with a fault that has the texts."""
+    """Translate `__assertfail(message, file, line, function, character size)`: a fault with these texts."""
     message, file, line, function, _ = _arguments(t, site, (8, 8, 4, 8, 8))
-    # The texts are read when the fault is reported (context.py), so only their addresses are stored.
+    # Store only the addresses of the texts. They are read when the fault is reported (context.py).
     ir = t.ir
     fault = ir.load("ptr", ir.offset(Value("ptr", "%environment"), BlockEnvironment.fault.offset), extra=INVARIANT)
     for number, value in enumerate((message, file, function, ir.cast("zext", line, "i64"))):
@@ -284,34 +285,34 @@ def fail_assertion(t: "ThreadTranslator", site: CallSite) -> None:
 
 
 def print_formatted(t: "ThreadTranslator", site: CallSite) -> None:
-    """`vprintf(format, arguments)`: write a record; gives the number of values printed."""
+    """Translate `vprintf(format, arguments)`, which writes a record and returns the number of values."""
     form, values = _arguments(t, site, (8, 8))
     ir = t.ir
-    # The part gets the printing code only if something prints.
+    # The code for printing is only added to a part if something prints.
     t.callees.prints = True
     bad, local = Value("ptr", "%bad"), constant("i64", t.local_limit)
     arguments = ", ".join(map(str, (*GIVEN[:3], local, form, values, bad)))
     count = ir.value("i32", f"call i32 @{PRINT}({arguments})")
-    # The record may stop at an address that may not be read, which is a fault like a load's.
+    # If an address may not be read, this is a fault like that of a load.
     is_read = ir.compare("icmp sge", count, 0)
     fail_unless(t, is_read, Access.LOAD, Space.GENERIC, ir.load("i64", bad), 1)
     _give_result(t, site, count)
 
 
 def malloc(t: "ThreadTranslator", site: CallSite) -> None:
-    """`malloc`: the address of bytes of the module's heap, 0 if none fits."""
+    """Translate `malloc`, which returns the address of memory in the module's heap, or 0 if there is not enough."""
     (size,) = _arguments(t, site, (8,))
     _give_result(t, site, heap.take(t, size))
 
 
 def free(t: "ThreadTranslator", site: CallSite) -> None:
-    """`free`: nothing for 0, a fault for an address that `malloc` has not returned."""
+    """Translate `free`. It ignores 0; an address that `malloc` has not returned is a fault."""
     (address,) = _arguments(t, site, (8,))
     fail_unless(t, heap.give_back(t, address), Access.NO_ALLOCATION, Space.GENERIC, address, 0)
 
 
 def _give_result(t: "ThreadTranslator", site: CallSite, value: Value) -> None:
-    # An image could declare these functions with any signature; only CUDA's is accepted.
+    # An image may declare these functions with any signature, so accept only CUDA's.
     if [8 * variable.size for variable in site.results] != [int(value.type[1:])]:
         raise t.problem(f"{site.name} is declared with another result than CUDA's")
     result = t.ir.offset(window_base(t, Space.CALL), site.results[0].offset)

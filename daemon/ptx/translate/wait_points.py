@@ -1,7 +1,8 @@
-"""Write the code for a thread's wait for others (PTX ISA sections 9.7.9, 9.7.13 and 10).
+"""Writes the code with which a thread waits for others (PTX ISA sections 9.7.9, 9.7.13 and 10).
 
-`waits.py` finds where threads wait. A wait stores in the thread's frame what native/block.ll needs to know; when the
-thread resumes, the frame contains the results.
+`waits.py` finds the places at which threads wait. Before a wait, the thread describes it in its frame, for
+native/block.ll. When the thread resumes, the frame contains the results. In an exchange, a thread also stores words
+that the other threads of its warp can read afterwards; this code says that it shows them.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,12 @@ from gpulease.daemon.ptx.translate.specials import WARP_THREADS, flat_thread
 from gpulease.daemon.ptx.translate.thread import ThreadTranslator
 from gpulease.daemon.ptx.translate.waits import FRAME
 
-# How many turns of a loop that watches memory a thread makes before it lets the others run: a turn of all threads
-# costs about 20 ns each, so that is below a few per cent; and a thread that waits for many others does not spin for
-# long.
-# about 20 ns each, so that is below a few per cent; and one that waits for many others does not spin for long.
+# Number of iterations of a loop that polls memory after which a thread lets the others run. Suspending a thread costs
+# about 20 ns, which is at most a few per cent of this many iterations. If a thread waits for many others, it does not
+# poll for long.
 TURNS = 1024
 
-# Counts the turns down, from the start whenever the function is entered.
+# Counts the iterations down, from TURNS on whenever the function is entered.
 TURNS_LEFT = Value("ptr", "%turns")
 
 
@@ -36,9 +36,12 @@ def lane(t: ThreadTranslator) -> Value:
 
 
 def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value | None = None) -> tuple[Value, Value]:
-    """Wait at a barrier; returns how many threads came, and how many have the flag set; 0 if nothing uses it."""
+    """Wait at a barrier. Returns the number of threads that arrived, and the number of those with the flag set.
+
+    If the kernel has only barrier 0, no instruction uses these numbers, and both are 0.
+    """
     _stop(t, ThreadState.AT_BARRIER, kind, count, flag)
-    # If 0 is the kernel's only barrier, frames stay short, without results.
+    # Short frames have no results.
     if t.waits.is_short:
         return constant("i32", 0), constant("i32", 0)
     return _result(t, FrameHead.group.offset), _result(t, FrameHead.ballot.offset)
@@ -47,17 +50,17 @@ def wait_at_barrier(t: ThreadTranslator, kind: Value, count: Value, flag: Value 
 def exchange(
     t: ThreadTranslator, mask: Operand, shown: Sequence[Value] = (), flag: Value | None = None
 ) -> tuple[Value, Value]:
-    """Wait for all of a member mask that have not ended; returns the lanes that came, and those with the flag set.
+    """Wait for all members of a mask that have not ended. Returns the lanes that arrived, and those with the flag set.
 
-    They must come to an instruction with the same qualifiers and mask, not necessarily to this one. The words that each
-    lane has shown can be read with `word_of` until the thread waits again.
+    They must arrive at an instruction with the same opcode, modifiers and mask, which need not be this one. The words
+    that each lane has shown can be read with `word_of` until the thread waits again.
     """
     members = t.read(mask, t.WORD)
     # A thread must be in its own mask (section 9.7.13).
     own_flag = t.ir.binary("lshr", members, lane(t))
     own_flag = t.ir.cast("trunc", own_flag, "i1")
     fail_unless(t, own_flag, Access.NO_MEMBER, Space.GENERIC, t.ir.cast("zext", members, "i64"), 0)
-    # The words lie after the frame's head, one slot each.
+    # Store the words after the frame's head, each in one slot.
     for number, word in enumerate(shown):
         t.ir.store(t.ir.resize(word, "i64", signed=False), t.ir.offset(FRAME, HEAD_BYTES + SLOT_BYTES * number))
     _stop(t, ThreadState.IN_EXCHANGE, constant("i32", t.kind_of_exchange()), members, flag)
@@ -65,9 +68,10 @@ def exchange(
 
 
 def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
-    """Wait for all 32 threads of the warp, which must come to an instruction with the same qualifiers (".aligned").
+    """Wait for all 32 threads of the warp, which must arrive at an instruction with the same opcode and modifiers.
 
-    The values that each lane has shown lie packed where `kept_words` says. Faults if a lane has ended or never existed.
+    The values that each lane has shown are then packed at `kept_words`. It is a fault if a lane has ended or does not
+    exist.
     """
     distance = 0
     for value in shown:
@@ -81,31 +85,31 @@ def meet(t: ThreadTranslator, shown: Sequence[Value] = ()) -> None:
 
 
 def gather(t: ThreadTranslator) -> Value:
-    """Wait until no other thread of the warp can run; returns the lanes that are at this instruction."""
+    """Wait until no other thread of the warp can run. Returns the lanes that are at this instruction."""
     _stop(t, ThreadState.IN_GATHERING, constant("i32", t.index), constant("i32", 0), None)
     return _result(t, FrameHead.group.offset)
 
 
 def word_of(t: ThreadTranslator, thread: Value, number: int = 0) -> Value:
-    """Return the word that a lane showed in the exchange just complete; the lane must have been there."""
+    """Return a word that a lane has shown in the last exchange. The lane must have taken part."""
     return t.ir.load("i64", t.ir.offset(kept_words(t, thread), SLOT_BYTES * number))
 
 
 def kept_words(t: ThreadTranslator, thread: Value) -> Value:
-    """Return the address of the words that a lane showed in the exchange just complete."""
-    # Frames of a warp lie side by side, so another lane's is a multiple of the frame size away.
+    """Return the address of the words that a lane has shown in the last exchange."""
+    # The frames of a warp are adjacent, so the distance to another lane's frame is a multiple of the frame size.
     distance = t.ir.resize(t.ir.binary("sub", thread, lane(t)), "i64", signed=True)
     frame = t.ir.offset(FRAME, t.ir.binary("mul", distance, t.frame_size()))
     return t.ir.offset(frame, HEAD_BYTES + SLOT_BYTES * t.waits.words)
 
 
 def own_room(t: ThreadTranslator) -> Value:
-    """Return the address of room for as many words as the thread has shown, until it shows others."""
+    """Return the address of memory for as many words as the thread shows. It is free until the next exchange."""
     return t.ir.offset(FRAME, HEAD_BYTES)
 
 
 def shown_words(t: ThreadTranslator) -> tuple[Value, Value, Value]:
-    """Return the warp's frames, their size, and the offset of the first word shown, for native/block.ll."""
+    """Return the warp's first frame, the size of a frame, and the offset of the shown words, for native/block.ll."""
     stride = t.frame_size()
     offset = t.ir.binary("mul", t.ir.resize(lane(t), "i64", signed=False), stride)
     frames = t.ir.offset(FRAME, t.ir.binary("sub", constant("i64", 0), offset))
@@ -113,12 +117,15 @@ def shown_words(t: ThreadTranslator) -> tuple[Value, Value, Value]:
 
 
 def let_others_run(t: ThreadTranslator) -> None:
-    """Go to the end of the queue of the block's threads."""
+    """Let all other threads of the block that can run do so, then continue."""
     _stop(t, ThreadState.YIELDED, constant("i32", 0), constant("i32", 0), None)
 
 
 def count_turn(t: ThreadTranslator) -> None:
-    """At the end of a loop's turn, let the others run every TURNS turns: they may write what this thread polls."""
+    """At the end of a loop that polls memory, let other threads run after every TURNS iterations.
+
+    They may write the memory that this thread polls.
+    """
     if t.index not in t.waits.yields:
         return
     turns_left = t.ir.binary("sub", t.ir.load("i32", TURNS_LEFT), 1)
@@ -131,7 +138,7 @@ def count_turn(t: ThreadTranslator) -> None:
 
 
 def _stop(t: ThreadTranslator, state: ThreadState, kind: Value, members: Value, flag: Value | None) -> None:
-    # A short frame needs nothing: native/block.ll need not know why the thread waits.
+    # With short frames, all waits are at barrier 0, so no description is needed.
     ir = t.ir
     if not t.waits.is_short:
         line = constant("i32", t.instruction.line if t.instruction else 0)

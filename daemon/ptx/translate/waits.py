@@ -1,7 +1,8 @@
-"""Find where a kernel's threads wait for one another (PTX ISA sections 9.7.9, 9.7.13 and 10).
+"""Finds the places at which a kernel's threads wait for each other (PTX ISA sections 9.7.9, 9.7.13 and 10).
 
-Threads wait at barriers, in exchanges (all of a member mask must come), in gatherings (`activemask`: whoever comes),
-and in loops that watch memory, where a thread lets the others run now and then.
+Threads wait at barriers, in exchanges (until all members of a mask have arrived), in gatherings (`activemask`: until no
+other thread of the warp can run), and in loops that poll memory, where a thread regularly lets the others run. An
+instruction watches memory if it reads or changes memory that other threads may write or poll.
 """
 
 from collections.abc import Sequence, Set
@@ -17,7 +18,8 @@ from gpulease.protocol.fast_dataclass import dataclass
 
 FRAME = Value("ptr", "%frame")
 
-# How many words of 8 bytes each waiting instruction shows to its warp, at most; `mma` also those of later ones.
+# Maximum number of words of 8 bytes that each waiting instruction shows to its warp. `mma` may also show the words of
+# later ones.
 _SHOWN_WORDS = {
     "bar": 0,
     "barrier": 0,
@@ -46,11 +48,11 @@ class Waits:
     """The places where the threads of a kernel wait.
 
     Attributes:
-        sites: The instructions at which a thread may stop.
-        yields: Those of them that branch back in a loop which watches memory.
-        is_short: Whether all waits are at barrier 0, for all threads.
-        words: How many words a thread can show.
-        parks: Whether a thread may yield, so that all of a block's threads may come to do only that.
+        sites: The instructions at which a thread may wait.
+        yields: Those of them that are the branches back in loops that watch memory.
+        is_short: Whether all waits are at barrier 0 for all threads, so that frames have a short head.
+        words: Maximum number of words that a thread shows.
+        parks: Whether a thread may let others run in a loop. Then all threads of a block may wait for another block.
     """
 
     sites: frozenset[int]
@@ -61,18 +63,18 @@ class Waits:
 
     @property
     def head_bytes(self) -> int:
-        """The size of a frame's part before the registers kept."""
+        """The size of the part of a frame before the saved registers."""
         return SHORT_HEAD_BYTES if self.is_short else HEAD_BYTES + 2 * SLOT_BYTES * self.words
 
 
 def watches(i: Instruction) -> bool:
-    """Say whether an instruction reads or changes memory that other threads may write or poll."""
+    """Return whether an instruction watches memory."""
     return i.opcode in _WATCHING or (i.opcode == "ld" and not _WATCHING_LOADS.isdisjoint(i.modifiers))
 
 
 def find_waits(body: Sequence[Instruction], watching_functions: Set[str] = frozenset()) -> Waits:
-    """Find the waits of a kernel that may call functions which watch memory; "" stands for one behind a pointer."""
-    # `yields` are branches; they count as waits because the thread may stop there.
+    """Find the waits of a kernel. `watching_functions`: see `call_graph.watching_functions`."""
+    # `yields` are branches. They count as waits, because the thread may wait there.
     waiting = {index for index, i in enumerate(body) if i.opcode in _SHOWN_WORDS}
     yields = _watching_branches(body, watching_functions)
     is_short = not yields and all(_is_plain_barrier(body[index]) for index in waiting)
@@ -87,8 +89,11 @@ def _is_plain_barrier(i: Instruction) -> bool:
 
 
 def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]) -> set[int]:
-    """Return branches back over something that watches memory: at least one of every cycle through such a thing."""
-    # Prefix sums show for any range whether something in it watches.
+    """Return the branches back over an instruction that watches memory.
+
+    Every cycle that contains such an instruction has at least one of them.
+    """
+    # Prefix sums show for any range whether it contains such an instruction.
     watching_before = [0]
     for i in body:
         site = i.operands[-1] if i.opcode == "call" else None
@@ -96,7 +101,7 @@ def _watching_branches(body: Sequence[Instruction], watching_functions: Set[str]
         watching_before.append(watching_before[-1] + (calls or watches(i)))
     branches = set()
     for index, i in enumerate(body):
-        # For a branch back, the range is from its target to the branch itself.
+        # For a branch back, the range is from its target up to and with the branch.
         for target in i.operands:
             if not isinstance(target, Target) or target.index > index:
                 continue

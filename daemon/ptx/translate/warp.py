@@ -1,8 +1,8 @@
-"""Operations of a warp's threads on one another's values (PTX ISA sections 9.7.9.6 and 9.7.13, ".sync" forms).
+"""Exchanges of values between the threads of a warp (PTX ISA sections 9.7.9.6 and 9.7.13, the forms with ".sync").
 
-A member mask names who takes part; members that have ended or never existed are not waited for. A thread that is not in
-its own mask, and members that never arrive, are faults. The ISA does not define the value of a lane that does not
-exist; it is 0 here.
+The member mask contains the lanes that take part. There is no wait for members that have ended or do not exist. If a
+thread is not in its own mask, or if a member never arrives, this is a fault. The ISA does not define the value of a
+lane that does not exist; here it is 0.
 """
 
 from typing import TYPE_CHECKING
@@ -25,15 +25,15 @@ _MODES = ("up", "down", "bfly", "idx")
 
 @FAMILY.form("shfl.sync.mode.b32", 5, mode=_MODES)
 def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`shfl.sync`: another lane's value (section 9.7.9.6); beyond the segment it is the thread's own."""
+    """Return the value of another lane (section 9.7.9.6), or the thread's own if that lane is out of range."""
     ir = t.ir
     word = t.read(i.operands[1], _WORD)
     source, inside = source_lane(t, m["mode"], t.read(i.operands[2], _WORD), t.read(i.operands[3], _WORD))
-    # Both are needed after the wait, when the operands may no longer be there: they are shown along with the value.
+    # Both are needed after the wait, when the operands may no longer exist. So show them together with the value.
     packed = ir.binary("or", source, ir.binary("shl", ir.cast("zext", inside, "i32"), 5))
     shown = ir.binary("or", ir.binary("shl", ir.cast("zext", packed, "i64"), 32), ir.cast("zext", word, "i64"))
     group, _ = exchange(t, i.operands[4], [shown])
-    # After the wait: the thread's own word has the lane to read, and that lane's word the value.
+    # After the wait, the thread's own word has the lane to read, and that lane's word has the value.
     packed = ir.cast("trunc", ir.binary("lshr", word_of(t, lane(t)), 32), "i32")
     source = ir.binary("and", packed, WARP_THREADS - 1)
     is_there = has_lane(t, group, source)
@@ -45,11 +45,11 @@ def shuffle(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 
 def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value) -> tuple[Value, Value]:
-    """Return the lane to read, and whether it is in range, by the algorithm of section 9.7.9.6."""
+    """Return the lane to read, and whether it is in range, by the algorithm in section 9.7.9.6."""
     ir, own_lane = t.ir, lane(t)
     distance = ir.binary("and", distance, 31)
     clamp = ir.binary("and", limits, 31)
-    # The upper byte of c divides the warp into segments; the lower is the last lane allowed within one.
+    # The second byte of c divides the warp into segments. The first byte limits the lane within a segment.
     segment = ir.binary("and", ir.binary("lshr", limits, 8), 31)
     outside = ir.binary("xor", segment, 31)
     first = ir.binary("and", own_lane, segment)
@@ -72,7 +72,7 @@ def source_lane(t: "ThreadTranslator", mode: str, distance: Value, limits: Value
 
 @FAMILY.form("vote.sync.mode.pred", 3, mode=("all", "any", "uni"))
 def vote(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`vote.sync`: whether a predicate is true for all members, for any, or equal for all (section 9.7.13)."""
+    """Return whether a predicate is true for all members, for any, or equal for all (section 9.7.13)."""
     ir = t.ir
     group, ballot = exchange(t, i.operands[2], flag=t.read(i.operands[1], PREDICATE))
     every, none = ir.compare("icmp eq", ballot, group), ir.compare("icmp eq", ballot, 0)
@@ -82,7 +82,7 @@ def vote(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("vote.sync.ballot.b32", 3)
 def ballot_of(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`vote.sync.ballot`: the members' predicates as a mask."""
+    """Return the predicates of the members as a mask."""
     _, ballot = exchange(t, i.operands[2], flag=t.read(i.operands[1], PREDICATE))
     t.write(i.operands[0], _WORD, ballot)
 
@@ -94,13 +94,13 @@ def warp_barrier(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("activemask.b32", 1)
 def active_mask(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`activemask`: the lanes that arrive here before the rest of the warp can do no more."""
+    """Return the lanes that are at this instruction when no other thread of the warp can run."""
     t.write(i.operands[0], _WORD, gather(t))
 
 
 @FAMILY.form("elect.sync", 2)
 def elect(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`elect.sync`: choose the first of the members."""
+    """Choose the first member. Return its lane, and whether it is the thread's own."""
     group, _ = exchange(t, i.operands[1])
     leader = t.ir.intrinsic("llvm.cttz.i32", "i32", group, TRUE)
     result, predicate = two_results(i.operands[0])
@@ -111,14 +111,14 @@ def elect(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
 
 @FAMILY.form("match.any.sync.type", 3, type=("b32", "b64"))
 def match_any(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`match.any`: the members that have the same value."""
+    """Return the members with the same value as this thread."""
     _, same = _match(t, i, m)
     t.write(i.operands[0], _WORD, same)
 
 
 @FAMILY.form("match.all.sync.type", 3, type=("b32", "b64"))
 def match_all(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`match.all`: all members and true if they have the same value, else 0 and false."""
+    """Return all members and true if they have the same value, otherwise 0 and false."""
     group, same = _match(t, i, m)
     agree = t.ir.compare("icmp eq", group, same)
     result, predicate = two_results(i.operands[0])
@@ -138,12 +138,12 @@ def _match(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> tuple[Value, 
 @FAMILY.form("redux.sync.op.type", 3, op=("add", "min", "max"), type=("u32", "s32"))
 @FAMILY.form("redux.sync.op.type", 3, op=("and", "or", "xor"), type=("b32",))
 def reduce(t: "ThreadTranslator", i: Instruction, m: Modifiers) -> None:
-    """`redux.sync`: the members' values combined (section 9.7.13)."""
+    """Combine the values of the members (section 9.7.13)."""
     scalar, operation = m.scalar(), m["op"]
     if operation in ("min", "max"):
         operation = ("s" if scalar.is_signed else "u") + operation
     group, _ = exchange(t, i.operands[2], [t.read(i.operands[1], scalar)])
-    # The combining runs over the members' frames in native code.
+    # Native code combines the values in the members' frames.
     frames, stride, offset = shown_words(t)
     number = constant("i32", REDUCTIONS.index(operation))
     t.write(i.operands[0], scalar, t.ir.intrinsic(REDUCE_WORDS, "i32", frames, stride, group, offset, number))
@@ -154,5 +154,5 @@ def has_lane(t: "ThreadTranslator", group: Value, lane: Value) -> Value:
 
 
 def two_results(operand: Operand) -> tuple[Operand, Operand | None]:
-    """Split `d|p` into two destinations; `d` alone gives one and None."""
+    """Split `d|p` into two destinations. For `d` alone, the second is None."""
     return (operand.first, operand.second) if isinstance(operand, Pair) else (operand, None)
