@@ -41,7 +41,7 @@ MAX_ORIGINS: Final = 64
 """Maximum number of origins of pages. The server compares the origin of each request with all of them."""
 
 MAX_MODEL_QUEUE: Final = 4096
-"""Upper bound of the setting `pool.max_waiting`. Each waiting request keeps its body, of up to 4 MiB, in memory."""
+"""Upper bound of `max_waiting` in the table `[pool]`. Each waiting request keeps its body, up to 4 MiB, in memory."""
 
 DEFAULT_LISTEN: Final = "tcp:127.0.0.1:8082"
 DEFAULT_WAIT_S: Final = 30.0
