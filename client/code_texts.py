@@ -1,4 +1,4 @@
-"""Recognizes what a program passes as code: PTX, a binary, CUDA C, or by mistake the path of a file."""
+"""Recognises what a program passes as code: PTX, a binary, CUDA C, or by mistake the path of a file."""
 
 import os
 import re

@@ -109,7 +109,7 @@ class TranslatedImage:
     parts: tuple[PartSource, ...]
 
     def to_bytes(self) -> bytes:
-        """Serialize for the cache. Raises OverflowError for a number of over 64 bits."""
+        """Serialise for the cache. Raises OverflowError for a number of over 64 bits."""
         data: bytes = msgpack.packb(astuple(self))
         return data
 

@@ -216,7 +216,7 @@ class DecodeEngine:
             lease: The lease; the caller renews and frees it.
             checkpoint: The model (`open_model`).
             limits: Number of rows, sequences and positions to make room for.
-            packed: Whether quantized weights stay packed if kernels can read them packed.
+            packed: Whether quantised weights stay packed if kernels can read them packed.
             progress: Called with the number of bytes loaded so far and the total number.
 
         Raises ModelRejected, AllocFailed, InvalidRequest for more positions than the model's context, or the errors of

@@ -92,7 +92,7 @@ class ComputedBy:
         model: The model's name: the last part of its path; on a server with several models, its name in requests.
         model_sha256: Digest of its files (`Checkpoint.sha256`).
         kernels_sha256: Digest of the kernels.
-        packed: Whether quantized weights stay packed.
+        packed: Whether quantised weights stay packed.
     """
 
     model: str

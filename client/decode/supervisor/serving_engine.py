@@ -54,7 +54,7 @@ class EngineSpec:
     Attributes:
         checkpoint: The model.
         limits: Number of rows, sequences and positions to make room for.
-        packed: Whether quantized weights stay packed.
+        packed: Whether quantised weights stay packed.
         size_bytes: Size of the lease.
         tenants: The tenants, each with a region.
         prefixes: The shared prefixes, each with a region.

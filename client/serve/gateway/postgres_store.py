@@ -198,7 +198,7 @@ class _NotTrusted(Exception):
 
 
 _RETRIED: Final = (
-    psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialization failure
+    psycopg.OperationalError,  # the connection ended, the server starts or stops, a deadlock, a serialisation failure
     psycopg.InterfaceError,  # the connection was closed earlier
     sql_errors.ReadOnlySqlTransaction,  # the primary has become a standby
     _NotTrusted,

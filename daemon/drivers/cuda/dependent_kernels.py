@@ -1,4 +1,4 @@
-"""Recognize in PTX the kernels that may start while the launch before them ends (PTX ISA, griddepcontrol).
+"""Recognise in PTX the kernels that may start while the launch before them ends (PTX ISA, griddepcontrol).
 
 A kernel that executes griddepcontrol.wait before it touches memory gives the same results if its blocks start while
 the launch before it still runs: they wait at that instruction until that launch is complete and its writes are visible.

@@ -70,7 +70,7 @@ define internal void @{RECORD_FAULT}(ptr %environment, i64 %address, i32 %size, 
 _STAND_IN = "stand_in"
 
 # Returns the substitute for an access in an ended region. It accesses no memory of the kernel and preserves all
-# registers, so LLVM can optimize a loop around the access as if there were no call.
+# registers, so LLVM can optimise a loop around the access as if there were no call.
 STAND_IN_IR = f"""
 define internal preserve_allcc ptr @{_STAND_IN}(ptr %environment, i64 %address, i32 %size, i32 %access)
     noinline cold nounwind noimplicitfloat memory(argmem: readwrite, inaccessiblemem: readwrite) {{

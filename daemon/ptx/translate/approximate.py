@@ -2,7 +2,7 @@
 
 Each is computed in double precision and rounded once, so its error is far below the ISA's bound. The results for zeros,
 infinities and NaN are those in the ISA's tables. The approximations of a GPU differ in the last bits. 2^x is computed
-by arithmetic instead of a call of a library, because LLVM can vectorize arithmetic over the threads of a loop.
+by arithmetic instead of a call of a library, because LLVM can vectorise arithmetic over the threads of a loop.
 """
 
 import math

@@ -68,7 +68,7 @@ class Part:
     """Kernels that are compiled together: a single one, or all that call functions.
 
     Attributes:
-        effort: How much LLVM optimizes the code.
+        effort: How much LLVM optimises the code.
         budget: The lines of IR that the image may still have.
         callees: The functions that the kernels call.
         runners: The name of each kernel's runner in the IR, by kernel.
@@ -270,7 +270,7 @@ class _ImageTranslator:
 
 
 def _fits(sizes: list[tuple[int, int]], most_accesses: int) -> bool:
-    """Return whether a kernel and the functions that it reaches can be optimized in a short time."""
+    """Return whether a kernel and the functions that it reaches can be optimised in a short time."""
     return (
         len(sizes) <= MAX_OPTIMISED_FUNCTIONS
         and max(accesses for accesses, _ in sizes) <= most_accesses

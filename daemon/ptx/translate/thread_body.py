@@ -55,7 +55,7 @@ class BodyTranslator(ThreadTranslator):
                 self.ir.block(f"at{index}")
                 self.carry = None
             elif index % _PIECE == 0:
-                # Without optimization, LLVM's time grows with the square of a block's length.
+                # Without optimisation, LLVM's time grows with the square of a block's length.
                 self.ir.block(self.ir.fresh("piece"))
             self.index, self.instruction = index, instruction
             self._translate_guarded(instruction, form, modifiers)

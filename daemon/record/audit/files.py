@@ -103,7 +103,7 @@ class LastRecords:
 
 
 def last_records(folder: Path, boot: str) -> LastRecords:
-    """Summarize the last TAIL_BYTES of a log. Lines that are not records are skipped. Raises OSError."""
+    """Summarise the last TAIL_BYTES of a log. Lines that are not records are skipped. Raises OSError."""
     kinds: dict[str, RecordKind] = {}
     cut_us = None
     for line in _last_lines(folder):
