@@ -246,8 +246,8 @@ class Recording(LaunchCommands, CopyCommands):
                     f"launch of {kernel!r}: a parameter's name must have at most {MAX_PARAMETER_NAME_BYTES} bytes, "
                     f"not {len(name.encode())}"
                 )
-            # Several arguments may share a name. They must agree, because a launch without a value uses the recorded
-            # one.
+            # Several arguments may share a name. They must agree, because a launch of the graph without
+            # a value for the name uses the recorded one.
             earlier = added.setdefault(name, bound)
             if (earlier.kind, earlier.value) != (bound.kind, bound.value):
                 raise InvalidRequest(

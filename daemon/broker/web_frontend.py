@@ -154,15 +154,16 @@ class WebFrontend:
         """Send a new process its settings, connect it, and send it the first messages."""
         if self._listener is None:
             raise CannotListen("the web page's socket is closed")
-        # Make the control connection here, so that no other process can connect as the page's reader.
+        # Make the control connection here, so that no other process gets the web process's read-only
+        # access.
         own_end, peer_end = socket.socketpair()
         refuse_descriptors(own_end)
         with contextlib.ExitStack() as unconnected:
             unconnected.callback(own_end.close)
             with peer_end:
                 host = self._settings.address.host
-                # Step 1: send the settings with the two sockets. Until the process has them, an error here must close
-                # our end.
+                # Step 1: send the settings with the two sockets. Until our end is connected in step 2, an error must
+                # close it.
                 start = WebStart(
                     hosts=(f"[{host}]" if ":" in host else host, "localhost"),
                     others=tuple(sorted(self._settings.hosts)),

@@ -634,7 +634,7 @@ class WorkerPage:
 
     Attributes:
         word: A view of the revocation word, which is not 0 once the lease is over.
-        guest: The token on which the current operation depends; None for an operation of the tenant itself.
+        guest: The terms of the token on which the current operation depends; None for the tenant's own operations.
         counters: The claims page, by `Counter`.
     """
 
@@ -654,6 +654,7 @@ class WorkerPage:
     @property
     def is_time_limited(self) -> bool:
         """Whether the page has any limit, in force or lapsed."""
+        # The allowance, the queue bound and the latency mask. The other words limit nothing without one of these.
         state = self._state
         return bool(state[_TIME_LIMITS] or state[_TIME_LIMITS + 1] or state[_TIME_LIMITS + 2])
 

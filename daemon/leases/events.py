@@ -1007,7 +1007,7 @@ class ProveRegion:
     """Poll the card until it shows at most `allowed_bytes` for the lease's worker; the answer is `RegionProved`.
 
     Attributes:
-        region_id: The region that released the bytes, or the lease itself after its slice was reduced.
+        region_id: The region that released the bytes; the lease itself after it was parked, or its slice was reduced.
     """
 
     lease_id: int

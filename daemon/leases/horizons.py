@@ -3,7 +3,8 @@
 A lease is claimed if it has a name, or counts against its tenant's quota in the fleet.
 
 1. The node's fleet process moves the deadline forward with each heartbeat that the fleet's store acknowledges. Some
-   time after the deadline has passed, another node may serve the names and use the bytes of the quotas.
+   time after the deadline has passed, another node may serve the names, and the bytes no longer count
+   against the tenants' quotas.
 2. A claimed lease is granted only before the membership deadline. It ends at its own deadline or at the membership
    deadline, whichever comes first. At the latter it ends with ISOLATED, and running kernels get no grace.
 3. Each claimed lease has the membership deadline on its control page, on the clock that keeps running while the host

@@ -246,8 +246,8 @@ class Parking(ParkingViews):
         effects.append(GiveParkMemory(lease.lease_id, host_bytes))
 
     def _prepare_host(self, lease: Lease, effects: list[Effect]) -> None:
-        """Give a session on the card host memory ahead of its park, if some is free."""
-        # Fresh memory takes ten times as long as the copy, so a park is fast only if the memory was prepared.
+        """Hold host memory for a session before it is parked, if enough for its whole slice is free."""
+        # Allocating host memory takes ten times as long as copying into it, so a park is fast only if this is done.
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
         if self._store.parked_host_bytes + needed_bytes <= self._store.limits.park_memory_bytes:
             self._give_host(lease, needed_bytes, effects)

@@ -1,4 +1,4 @@
-"""The driver's files on its node: records of prepared claims, the files for containers, and CDI specifications.
+"""The files of `gpulease-dra` on its node: records of prepared ResourceClaims, containers' files, CDI specifications.
 
 Each claim has a record, a folder with a file for each of its leases, and a specification. Each user has a folder that
 only that user can enter; in it, containers find the daemon's socket. Files are replaced atomically. The record is on
@@ -29,7 +29,7 @@ CDI_VERSION: Final = "0.5.0"
 CDI_KIND: Final = "gpulease.internal/lease"
 
 POD_FOLDER: Final = "/run/gpulease"
-"""Folder in a container with `users/USER/daemon`, where the daemon's socket is, and `leases`."""
+"""Folder in each container. It contains `leases`, and `users/USER/daemon` with the daemon's socket."""
 
 MAX_RECORD_BYTES: Final = 1 << 20
 """Maximum number of bytes of a record that are read. A record of 32 devices has about 10 KiB."""
@@ -56,7 +56,7 @@ class LeasedDevice:
         number: The device's number among the devices of the request.
         pool: The pool's name.
         device: The device's name.
-        share_id: Kubernetes' id of the share.
+        share_id: Kubernetes' id of this share of the device, if several claims share it; else ''.
         user: The user that the containers run as, and the lease's tenant.
         lease_id: The lease, 32 hex digits as in reports; "" for an administrator's access, which has no lease.
         size_bytes: The lease's size.

@@ -84,7 +84,8 @@ def open_warp(opening: VectorWriter) -> None:
     # A warp begins at a multiple of 32. LLVM recognises this only if it is written in this way.
     start = opening.binary("shl", opening.binary("lshr", flat, 5), 5)
     opening.raw(f"%wide.flat = or {opening.whole(start)}, {opening.each('i32').text}")
-    # Step 2: compute whether all lanes are in the same row as the first one.
+    # Step 2: compute whether all lanes are in the same row as the first one. `%given` has a bit for each thread that
+    # exists, so its leading zeros are the lanes beyond the block's last thread.
     absent = opening.intrinsic("llvm.ctlz.i32", "i32", Value("i32", "%given"), constant("i1", 0))
     last = opening.binary("sub", opening.binary("add", first[0], 32), absent)
     in_row = opening.compare("icmp ule", last, width)

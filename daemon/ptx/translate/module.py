@@ -104,7 +104,10 @@ class Part:
         )
 
     def add(self, function: Function, places: dict[str, int]) -> None:
-        """Translate one kernel and the functions that it calls. If this raises ImageRejected, the part is unchanged."""
+        """Translate one kernel and the functions that it calls. If this raises ImageRejected, the part is unchanged.
+
+        `places`: By name, the index of each variable and function in the image's table of addresses.
+        """
         definitions, lines, mark = len(self._definitions), self.lines, self.callees.mark()
         try:
             self._add(function, places)
