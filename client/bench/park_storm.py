@@ -132,6 +132,7 @@ class _Tenant:
     def __init__(self, address: str, driver: str, seed: int, counts: StormCounts, until: float) -> None:
         self._address, self._driver = address, driver
         self._random, self._counts, self._until = random.Random(seed), counts, until
+        self._renewed_s = 0.0
 
     def run(self) -> None:
         while time.monotonic() < self._until:
@@ -141,7 +142,9 @@ class _Tenant:
                 self._counts.did[ending] += 1
             # Record any error and continue, because the storm needs all of its threads.
             except Exception as error:
-                self._counts.surprise(f"{ending}: {type(error).__name__}: {error}")
+                # An expiry much sooner than LEASE_S after a renewal means that the renewal was lost.
+                since_s = time.monotonic() - self._renewed_s
+                self._counts.surprise(f"{ending}, {since_s:.1f} s after a renewal: {type(error).__name__}: {error}")
                 time.sleep(1.0)
 
     def _live(self, ending: str) -> None:
@@ -150,6 +153,7 @@ class _Tenant:
         builder = GpuBuilder(self._address).min_vram(slice_bytes(self._driver)).lease_secs(seconds)
         builder = builder.timeout(PATIENCE_S).parkable(idle_s).exclusivity(GpuExclusivityClass.SHARED)
         lease = _retried(builder.acquire)
+        self._renewed_s = time.monotonic()
         try:
             with contextlib.suppress(*(_ENDED if ending == "expire" else ())):
                 work = _Work(lease, BLOCK_BYTES[self._driver], self._random, self._counts)
@@ -159,6 +163,7 @@ class _Tenant:
                     # On a slow host, the rounds may take longer than the lease lasts.
                     if ending != "expire":
                         _retried(lambda: lease.renew(LEASE_S))
+                        self._renewed_s = time.monotonic()
                     work.round()
                 self._end(ending, lease, work)
         except GpuLeaseError:
