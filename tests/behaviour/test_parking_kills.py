@@ -35,6 +35,7 @@ from helpers.audit_log import check_whole, records
 from helpers.daemon import Faults
 from helpers.lasting import LastingDaemon
 from helpers.leaks import SHARED_FOLDERS
+from helpers.processes import continue_process
 from helpers.stopping_worker import ARRIVE_STEPS, LEAVE_STEPS, PARK_STEPS, RETURN_STEPS, STEPS
 from helpers.waiting import wait_until
 
@@ -95,8 +96,7 @@ class Parked:
                 return
 
     def go_on(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT)
+        continue_process(self.pid)
 
     def is_over(self) -> bool:
         return str(self.row()["state"]) == "torndown"

@@ -1,7 +1,6 @@
 """Contexts that serve their tenant again when the broker is killed or settings change, and their accounting."""
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from helpers import audit_log
 from helpers.daemon import Daemon
 from helpers.kernels import check_main_job, start_endless
 from helpers.lasting import LastingDaemon
-from helpers.processes import is_running, open_files, stop_process
+from helpers.processes import continue_process, is_running, open_files, stop_process
 from helpers.submits import ROOM, check_scaled, running, scaling
 from helpers.waiting import wait_until
 from helpers.working import working
@@ -58,6 +57,7 @@ def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., Lasti
     if is_scrubbed:
         # Stop the broker, so that it does not learn of the scrub's end.
         stop_process(lasting.now.process.pid)
+        # The worker is gone if its scrub took so long that the broker has killed it.
         continue_process(pid)
         wait_until(lambda: pid not in lasting.workers().values() or name_of(pid) == "gpul-warm", "it is scrubbed")
         lasting.kill()
@@ -73,12 +73,6 @@ def test_a_broker_that_is_killed_amid_a_scrub(start_lasting: Callable[..., Lasti
     session.close()
     with lasting.now.builder(8 * MIB).acquire() as other, GpuSession(other) as again:
         check_main_job(again)
-
-
-def continue_process(pid: int) -> None:
-    """Continue a stopped worker. Has no effect if the broker has killed it because its scrub took too long."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
 
 
 def name_of(pid: int) -> str:

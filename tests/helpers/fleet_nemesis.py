@@ -31,7 +31,7 @@ from helpers.fleet_checker import Act, Claim, History, HorizonSet, Served, cappe
 from helpers.fleet_manual import restore_commands
 from helpers.fleet_rig import FLEET_PROCESS, FleetNode
 from helpers.network_namespaces import Network
-from helpers.processes import stop_process
+from helpers.processes import continue_process, stop_process
 from helpers.scaled_clock import ScaledClock
 from helpers.small_disk import SmallDisk
 from helpers.waiting import wait_until
@@ -182,8 +182,7 @@ class FleetScene:
         with contextlib.suppress(ProcessLookupError):
             stop_process(pid)
         yield
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        continue_process(pid)
 
     @contextlib.contextmanager
     def member_killed(self, is_leader: bool) -> Iterator[None]:

@@ -60,6 +60,12 @@ def stop_process(pid: int) -> None:
     wait_until(lambda: _thread_states(pid) <= set("TtZX"), "it is stopped", seen=lambda: _thread_states(pid))
 
 
+def continue_process(pid: int) -> None:
+    """Continue a stopped process. Has no effect if it is gone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
 def _thread_states(pid: int) -> set[str]:
     """Return the states of a process's threads, as proc(5) names them; none if the process is gone."""
     states = set()

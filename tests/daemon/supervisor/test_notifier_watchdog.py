@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpulease.daemon.supervisor.notifier import Notifier, Watchdog, interval_s
-from helpers.processes import process_info
+from helpers.processes import stop_process
 from helpers.service_manager import ServiceManager
-from helpers.waiting import wait_until
 
 
 @pytest.mark.exhaustive
@@ -58,8 +57,7 @@ def test_a_loop_that_goes_round_shows_it_and_one_that_is_stuck_does_not(manager:
     assert manager.process is not None
     pid = manager.process.pid
     manager.wait_for("WATCHDOG=1", times=3)
-    manager.send(signal.SIGSTOP)
-    wait_until(lambda: (info := process_info(pid)) is not None and info.state == "T", "it is stopped")
+    stop_process(pid)
     manager.hear()
     fed = manager.said.count("WATCHDOG=1")
     time.sleep(0.5)
