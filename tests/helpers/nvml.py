@@ -18,15 +18,18 @@ class Cards:
     """
 
     def __init__(self) -> None:
-        count = int(pynvml.nvmlDeviceGetCount())
+        # NVML opens a card at the first call that names it, and keeps it open. So all are opened here: otherwise a test
+        # whose code lists all cards would leave descriptors behind.
+        every = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(int(pynvml.nvmlDeviceGetCount()))]
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        entries = [str(index) for index in range(count)] if named is None else named.split(",")
-        self._handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(entry))
-            if entry.isdecimal()
-            else pynvml.nvmlDeviceGetHandleByUUID(entry)
-            for entry in entries
-        ]
+        self._handles = (
+            every
+            if named is None
+            else [
+                every[int(entry)] if entry.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(entry)
+                for entry in named.split(",")
+            ]
+        )
 
     def uuids(self) -> list[str]:
         """The cards' UUIDs, by index."""
