@@ -375,7 +375,10 @@ class SessionParking:
                 self._finish()
                 self._finish = None
         except LeaseOver:
-            self.outbox.append(ReturnFailedReport(order.number, "the lease has ended"))
+            # This process has only a part of what another one has lent, so it serves nothing, whatever the broker does
+            # with the lease.
+            self.is_misfit = self._is_borrowing
+            self.outbox.append(ReturnFailedReport(order.number, "the lease has ended", self.is_misfit))
         except DriverError as error:
             # The process that lent the bytes still has them, so the session goes back to it, whatever failed here.
             self.is_misfit = isinstance(error, ImageMismatch) or self._is_borrowing

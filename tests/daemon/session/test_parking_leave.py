@@ -11,15 +11,19 @@ from gpulease.daemon.contract.control_page import sealed_memory
 from gpulease.daemon.contract.messages import LeaveOrder, ReturnFailedReport, ReturnOrder
 from gpulease.daemon.drivers.interface import OutOfMemory, PageMove
 from gpulease.daemon.session.image import CantLeave, SessionParts
+from gpulease.daemon.session.operations import LeaseOver
 from gpulease.daemon.session.parking import SessionParking
 
 
 class Card:
     is_full = True
+    is_over = False
 
     def adopt_parked(self, state: bytes, host: memoryview, pages: Sequence[int] = ()) -> None: ...
 
     def unpark(self, poll: Any) -> PageMove:
+        if self.is_over:
+            raise LeaseOver
         if self.is_full:
             raise OutOfMemory("the card is full")
         return PageMove(0, 0, 0)
@@ -46,6 +50,33 @@ def test_a_session_whose_return_failed_keeps_what_it_came_with() -> None:
     with pytest.raises(CantLeave, match="must first return to its card"):
         parking.leave(LeaveOrder(1))
     assert not made
+    parking.close()
+
+
+@pytest.mark.parametrize("lent", [[], None])
+def test_a_process_that_has_a_part_of_a_session_serves_none_of_it_once_the_lease_has_ended(
+    lent: list[int] | None,
+) -> None:
+    """The lease ends during the return: while lent pages are copied, or while the host memory is."""
+    card: Any = Card()
+    card.is_over = True
+    resources: Any = SimpleNamespace(
+        context=card,
+        counters=[0] * 200,
+        is_parked=False,
+        is_in_place=False,
+        check_lease=None,
+        ledger=SimpleNamespace(fixed_bytes=0),
+    )
+    parking = SessionParking(resources, lambda: False, lambda: False, is_parkable=True)
+    image: Any = SimpleNamespace(number=1, context=b"", moved_bytes=0)
+    fd = sealed_memory("gpulease-park", 4096)
+    parking.adopt(1, fd, 4096, image, lambda: None, lent)
+    os.close(fd)
+    parking.bring_back(ReturnOrder(1))
+    report = parking.outbox.pop()
+    assert isinstance(report, ReturnFailedReport)
+    assert (parking.is_misfit, report.is_mismatch) == (lent is not None,) * 2
     parking.close()
 
 
