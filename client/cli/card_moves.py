@@ -1,5 +1,6 @@
 """Moves all sessions of a card to other cards, for `gpulease move --from` and `gpulease drain --device --move`."""
 
+from collections.abc import Collection
 from typing import Final
 
 import click
@@ -78,10 +79,12 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
     number, retries = int(lease["lease_id"], 16), BusyRetries(PATIENCE_S)
     if not lease.get("park"):
         return outcome | {"outcome": "stays", "reason": "it is not parkable"}
+    # A card may have room, and yet not be open to this lease: its tenant may not use it, for example.
+    refused, reason = {uuid}, "no other card has room for it"
     while True:
-        card = _card_with_room(_size_of(lease), uuid, target)
+        card = _card_with_room(_size_of(lease), refused, target)
         if card is None:
-            return outcome | {"outcome": "stays", "reason": "no other card has room for it"}
+            return outcome | {"outcome": "stays", "reason": reason}
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(number, card))
         except ENDED:
@@ -91,15 +94,22 @@ def _leave(lease: Report, uuid: str, target: str | None) -> Report:
             if problem["outcome"] == "stays" and retries.pause():
                 continue
             return outcome | problem
-        except (Unsupported, CapacityExceeded, Denied, Drained, InvalidRequest) as error:
+        except (CapacityExceeded, Denied, Drained) as error:
+            problem = _not_moved(number, uuid, error)
+            if problem["outcome"] != "stays":
+                return outcome | problem
+            refused.add(card)
+            reason = error.message
+            continue
+        except (Unsupported, InvalidRequest) as error:
             return outcome | _not_moved(number, uuid, error)
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
         return outcome | {"outcome": "moved"} | report
 
 
-def _card_with_room(size_bytes: int, uuid: str, target: str | None) -> str | None:
-    """Return the card other than `uuid` with the most room, or `target`. None if it has too little room."""
-    cards = [card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty())) if card["uuid"] != uuid]
+def _card_with_room(size_bytes: int, refused: Collection[str], target: str | None) -> str | None:
+    """Return the card outside `refused` with the most room, or `target`. None if it has too little room."""
+    cards = [card for card in cards_of(ask(Opcode.GET_INVENTORY, Empty())) if card["uuid"] not in refused]
     able = [card for card in cards if card["available_bytes"] >= size_bytes and target in (None, card["uuid"])]
     return max(able, key=lambda card: card["available_bytes"])["uuid"] if able else None
 

@@ -296,10 +296,8 @@ class Admission:
 
     def _usable(self, selected: tuple[CardAccount, ...], tenant: str) -> tuple[CardAccount, ...]:
         """Return the selected cards that the tenant may use."""
-        devices = self._store.limits.tenants.of(tenant).devices
-        if devices is None:
-            return selected
-        return tuple(a for a in selected if any(a.card.answers_to(device) for device in devices))
+        limits = self._store.limits.tenants.of(tenant)
+        return selected if limits.devices is None else tuple(a for a in selected if limits.may_use(a.card))
 
     def _check_devices(
         self,

@@ -498,6 +498,8 @@ class ColdParking:
             return denials.is_there(lease.lease_id, uuid)
         if account.drain_ns is not None:
             return denials.card_is_drained(uuid)
+        if not self._store.limits.tenants.of(lease.tenant).may_use(account.card):
+            return denials.not_its_card(lease.lease_id, lease.tenant, uuid)
         return None if may_take(account, lease) else denials.no_place(lease.lease_id, uuid)
 
     def _end_move(self, lease: Lease, state: ParkState, now_ns: int, effects: list[Effect]) -> None:

@@ -793,6 +793,16 @@ def is_there(lease_id: int, card_uuid: str) -> Denial:
     return invalid(f"Lease {lease_id:032x} is already on card {card_uuid}.", "Name another card.")
 
 
+def not_its_card(lease_id: int, tenant: str, card_uuid: str) -> Denial:
+    """Deny a move to a card that the lease's tenant may not use, whoever requests the move."""
+    return over_tenant_limit(
+        tenant,
+        "devices",
+        f"Lease {lease_id:032x} can't move to card {card_uuid}, which its tenant may not use",
+        "Name another card, or ask the operator.",
+    )
+
+
 def no_place(lease_id: int, card_uuid: str) -> Denial:
     """Deny a move to a card that can't take the lease, even if others make room."""
     return Denial(

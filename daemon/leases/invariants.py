@@ -630,6 +630,10 @@ def _validate_counts(store: LeaseStore) -> None:
     on_cards = sum(len(account.warm) for account in store.accounts)
     if len(store.warm) != on_cards:
         raise InvariantBroken(f"{len(store.warm)} warm contexts, {on_cards} on cards.")
+    left = {(context.left_by, warm_id) for warm_id, context in store.warm.items() if context.left_by}
+    indexed = {(lease_id, warm_id) for lease_id, contexts in store.left_by_lease.items() for warm_id in contexts}
+    if left != indexed or not all(store.left_by_lease.values()):
+        raise InvariantBroken("The workers that sessions have left are indexed wrongly.")
     if by_tenant != store.live_by_tenant:
         raise InvariantBroken("The live leases per tenant are miscounted.")
     if len(store.live) > limits.max_leases and not bool(has_restored):
@@ -658,11 +662,9 @@ def _validate_bytes(store: LeaseStore) -> None:
     has_restored = {lease.tenant for lease in store.live.values() if lease.is_restored} | store.under_earlier_rules
     for lease in store.live.values():
         by_tenant[lease.tenant] += lease.terms.size_bytes
-        devices = store.limits.tenants.of(lease.tenant).devices
         card = store.account_by_uuid[lease.card_uuid].card
         is_older = lease.is_restored or lease.tenant in store.under_earlier_rules
-        may_use = is_older or devices is None or any(card.answers_to(device) for device in devices)
-        if not may_use:
+        if not (is_older or store.limits.tenants.of(lease.tenant).may_use(card)):
             raise InvariantBroken(f"{_name(lease)} is on a card that its tenant may not use.")
     if by_tenant != store.bytes_by_tenant:
         raise InvariantBroken("The live leases' bytes per tenant are miscounted.")

@@ -24,7 +24,8 @@
    order that its record requires. A worker that has already done that answers again.
 """
 
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from gpulease.daemon.leases import denials, events
@@ -76,6 +77,41 @@ PARK_GRANULE_BYTES: Final = 2 << 20
 
 PARK_BURST: Final = 32
 """Number of parks that one card may have at once, before `parks_per_minute` spaces them out."""
+
+
+class ParksTogether:
+    """Parks that are to begin at the same time, and what they leave of the host's memory.
+
+    The sums are computed once, because a plan may have to look at every session of a card.
+
+    Attributes:
+        parks: Number of these parks.
+        host_bytes: Host memory that they take, and that can't be taken from the sessions that have it: all memory of
+            parked sessions, but not what sessions on a card keep for their next park.
+    """
+
+    def __init__(self, store: LeaseStore) -> None:
+        self._store = store
+        self._bytes_by_tenant: Counter[str] = Counter()
+        self._has_parked_bytes = False
+        resident = (lease.park for lease in store.parkable.values() if _is_resident(lease))
+        self.parks = 0
+        self.host_bytes = store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
+
+    def add(self, lease: Lease) -> None:
+        self.parks += 1
+        self.host_bytes += host_bytes_of(lease.terms.size_bytes)
+        self._bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
+
+    def parked_bytes(self, tenant: str) -> int:
+        """Return how many bytes of a tenant's slices are, may be, or are to be in the host's memory."""
+        # Few tenants have a bound, so most plans need no sum.
+        if not self._has_parked_bytes:
+            self._has_parked_bytes = True
+            for lease in self._store.parkable.values():
+                if lease.park is not None and lease.park.is_off:
+                    self._bytes_by_tenant[lease.tenant] += lease.terms.size_bytes
+        return self._bytes_by_tenant[tenant]
 
 
 class ParkingViews:
@@ -154,13 +190,13 @@ class Parking(ParkingViews):
             self._park(lease, ParkCause.OPERATOR, now_ns, effects)
         return denial
 
-    def _check_park(self, lease: Lease, now_ns: int, others: Collection[Lease] = ()) -> Denial | None:
+    def _check_park(self, lease: Lease, now_ns: int, others: "ParksTogether | None" = None) -> Denial | None:
         """Return the denial for a park of a resident session; None if it may be parked now.
 
         Args:
             lease: Its lease.
             now_ns: The time.
-            others: Resident sessions that are to be parked with it.
+            others: The parks that are to begin with this one; None without any.
         """
         if (denial := _check_regions(lease)) is not None:
             return denial
@@ -168,9 +204,10 @@ class Parking(ParkingViews):
             return denials.has_submit(lease.lease_id)
         if lease.resize is not None:
             return denials.is_resizing(lease.lease_id)
-        return self._check_host(lease, others) or self._check_pace(lease, len(others) + 1, now_ns)
+        others = others or ParksTogether(self._store)
+        return self._check_host(lease, others) or self._check_pace(lease, others.parks + 1, now_ns)
 
-    def _check_host(self, lease: Lease, others: Collection[Lease]) -> Denial | None:
+    def _check_host(self, lease: Lease, others: "ParksTogether") -> Denial | None:
         """Return the denial if the host memory, or its tenant's part of it, can't hold a session together with others.
 
         Every park that this table begins must pass this check; these bounds are checked nowhere else.
@@ -179,14 +216,13 @@ class Parking(ParkingViews):
         if not most_bytes:
             return denials.parking_off(lease.lease_id)
         needed_bytes = host_bytes_of(lease.terms.size_bytes)
-        # Leave out the memory that sessions on a card keep for their next park: it can be taken from them.
-        held_bytes = self._fixed_host_bytes() + sum(host_bytes_of(other.terms.size_bytes) for other in others)
-        if held_bytes + needed_bytes > most_bytes:
-            return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - held_bytes)
+        if others.host_bytes + needed_bytes > most_bytes:
+            return denials.no_host_memory(lease.lease_id, needed_bytes, most_bytes - others.host_bytes)
         bound = self._store.limits.tenants.of(lease.tenant).max_parked_bytes
-        tenant_bytes = self._parked_bytes(lease.tenant)
-        tenant_bytes += sum(other.terms.size_bytes for other in others if other.tenant == lease.tenant)
-        if bound is None or tenant_bytes + lease.terms.size_bytes <= bound:
+        if bound is None:
+            return None
+        tenant_bytes = others.parked_bytes(lease.tenant)
+        if tenant_bytes + lease.terms.size_bytes <= bound:
             return None
         return denials.over_tenant_limit(
             lease.tenant,
@@ -231,6 +267,11 @@ class Parking(ParkingViews):
         more_bytes = needed_bytes - (lease.park.host_bytes if lease.park is not None else 0)
         if more_bytes <= 0:
             return
+        if self._store.parked_host_bytes + more_bytes > self._store.limits.park_memory_bytes:
+            self._take_host(lease, more_bytes, effects)
+        self._give_host(lease, needed_bytes, effects)
+
+    def _take_host(self, lease: Lease, more_bytes: int, effects: list[Effect]) -> None:
         keepers = [keeper for keeper in self._store.parkable.values() if keeper is not lease and _is_resident(keeper)]
         # Begin with the session that was used last: the one used least recently is parked next, and would be slow then.
         for other in sorted(keepers, key=_used_ns, reverse=True):
@@ -239,7 +280,6 @@ class Parking(ParkingViews):
             if other.park is not None and other.park.host_bytes:
                 self._store.hold_host(other, 0)
                 effects.append(DropParkMemory(other.lease_id))
-        self._give_host(lease, needed_bytes, effects)
 
     def _give_host(self, lease: Lease, host_bytes: int, effects: list[Effect]) -> None:
         self._store.hold_host(lease, host_bytes)
@@ -571,7 +611,7 @@ class Parking(ParkingViews):
         return any(self._plan(account, account.charge_bytes(terms), now_ns) is not None for account in able)
 
     def update(self, now_ns: int, effects: list[Effect]) -> None:
-        """Park idle sessions for the first waiter of each card. Called after every event if any can be parked."""
+        """Park idle sessions for the first waiter of each card. Called after each event that may allow more parks."""
         if not len(self._store.queue):
             return
         served: set[str] = set()
@@ -603,7 +643,7 @@ class Parking(ParkingViews):
             effects.append(ArmTimer(ParkTimerFired(), self._armed_ns))
 
     def on_park_timer(self) -> None:
-        """Record that the node's timer has fired. `update`, which is called after every event, then checks again."""
+        """Record that the node's timer has fired. `update`, which is called after this event, then checks again."""
         self._armed_ns = None
 
     def _plan(self, account: CardAccount, needed_bytes: int, now_ns: int) -> list[Lease] | None:
@@ -616,18 +656,28 @@ class Parking(ParkingViews):
         if missing_bytes <= 0:
             # No bytes are missing: either enough are on their way, or the waiter waits for its turn and not for room.
             return [] if coming_bytes else None
-        victims: list[Lease] = []
-        resident = sorted((lease for lease in on_card if _is_resident(lease)), key=_used_ns)
-        for lease in resident:
+        victims, together = list[Lease](), ParksTogether(self._store)
+        if self._is_at_most(account, together, now_ns):
+            return None
+        idle = [lease for lease in on_card if _is_resident(lease) and self._parkable_from_ns(lease) <= now_ns]
+        for lease in sorted(idle, key=_used_ns):
             # Check it together with the sessions found so far, because they are parked at the same time.
-            if self._parkable_from_ns(lease) > now_ns or self._check_park(lease, now_ns, victims) is not None:
+            if self._check_park(lease, now_ns, together) is not None:
                 continue
             victims.append(lease)
+            together.add(lease)
             missing_bytes -= lease.terms.size_bytes
             if missing_bytes <= 0:
                 # The card's pace delays the rest.
                 return victims[:PARK_BURST]
+            if self._is_at_most(account, together, now_ns):
+                return None
         return None
+
+    def _is_at_most(self, account: CardAccount, together: "ParksTogether", now_ns: int) -> bool:
+        """Return whether these parks leave no host memory, or the card's pace no park, whichever session is next."""
+        is_full = together.host_bytes + PARK_GRANULE_BYTES > self._store.limits.park_memory_bytes
+        return is_full or self._pace_wait_ns(account.card.uuid, together.parks + 1, now_ns) > 0
 
     def _plan_moves(self, waiter: Waiter, served: set[str], now_ns: int) -> NeedMoves | None:
         """Return the moves with the fewest bytes that make room for an acquire on one of its cards; None without any.
@@ -637,16 +687,17 @@ class Parking(ParkingViews):
         terms = waiter.acquire.terms
         if not self._store.limits.moves_for_need or waiter.returning is not None or terms.exclusivity in ALONE:
             return None
-        arriving, plans = self.cold.arriving(), list[NeedMoves]()
-        for account in waiter.open_candidates():
+        open_candidates = [account for account in waiter.open_candidates() if account.card.uuid not in served]
+        arriving, plans = self.cold.arriving() if open_candidates else {}, list[NeedMoves]()
+        for account in open_candidates:
             uuid = account.card.uuid
             if account.exclusive_leases or not account.has_parkable_room(terms):
                 continue
+            missing_bytes = account.charge_bytes(terms) - account.free_bytes
+            if missing_bytes <= 0:
+                continue
             on_card = [lease for lease in self._store.parkable.values() if lease.card_uuid == uuid]
             leaving = [lease for lease in on_card if lease.park is not None and lease.park.is_leaving]
-            missing_bytes = account.charge_bytes(terms) - account.free_bytes
-            if uuid in served or missing_bytes <= 0:
-                continue
             if leaving and missing_bytes <= sum(lease.terms.size_bytes for lease in leaving):
                 served.add(uuid)
                 return NeedMoves(uuid, ())
@@ -654,18 +705,24 @@ class Parking(ParkingViews):
                 continue
             movable = [lease for lease in on_card if self._may_move(lease, now_ns)]
             targets = [candidate for candidate in self._store.accounts if candidate is not account]
-            moves = plan_moves(movable, missing_bytes, targets, arriving)
-            leases = [] if moves is None else [lease for lease, _ in moves]
-            # Together they must not exceed the host's memory or the card's pace.
-            is_allowed = all(
-                self._check_park(candidate, now_ns, leases[:at]) is None for at, candidate in enumerate(leases)
-            )
-            if moves is not None and is_allowed and len(leases) <= PARK_BURST:
+            rules = self._store.limits.tenants
+            moves = plan_moves(movable, missing_bytes, targets, arriving, rules, PARK_BURST)
+            if moves is not None and self._may_park_all([lease for lease, _ in moves], now_ns):
                 plans.append(NeedMoves(uuid, moves))
         plan = min(plans, key=lambda plan: plan.moved_bytes, default=None)
         if plan is not None:
             served.add(plan.from_uuid)
         return plan
+
+    def _may_park_all(self, leases: Iterable[Lease], now_ns: int) -> bool:
+        """Return whether sessions of one card may be parked now, all at the same time."""
+        together = ParksTogether(self._store)
+        for lease in leases:
+            # Together they must not exceed the host's memory or the card's pace.
+            if self._check_park(lease, now_ns, together) is not None:
+                return False
+            together.add(lease)
+        return True
 
     def _may_move(self, lease: Lease, now_ns: int) -> bool:
         state = lease.park
@@ -743,19 +800,6 @@ class Parking(ParkingViews):
         if lease is None or lease.park is None or lease.state is not LeaseState.ACTIVE:
             return None
         return lease if lease.park.phase is phase and lease.park.number == number else None
-
-    def _off_leases(self) -> Iterator[Lease]:
-        """Yield the leases with bytes that are, or may be, in the host's memory."""
-        return (lease for lease in self._store.parkable.values() if lease.park is not None and lease.park.is_off)
-
-    def _parked_bytes(self, tenant: str) -> int:
-        """Return how many bytes of a tenant's slices are, or may be, in the host's memory."""
-        return sum(lease.terms.size_bytes for lease in self._off_leases() if lease.tenant == tenant)
-
-    def _fixed_host_bytes(self) -> int:
-        """Return the host memory that can't be taken from its sessions: all except what resident sessions keep."""
-        resident = (lease.park for lease in self._store.parkable.values() if _is_resident(lease))
-        return self._store.parked_host_bytes - sum(state.host_bytes for state in resident if state is not None)
 
     def _arm_idle(self, lease: Lease, effects: list[Effect]) -> None:
         if (due_ns := park_due_ns(lease)) is not None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from gpulease.daemon.leases import denials
 from gpulease.daemon.leases.denials import Denial, too_fast
+from gpulease.daemon.leases.devices import Card
 from gpulease.daemon.leases.model import (
     ENDED_REGIONS,
     Cause,
@@ -164,6 +165,10 @@ class TenantLimits:
 
     def with_settings(self, settings: Mapping[str, Any]) -> "TenantLimits":
         return replace(self, **settings)
+
+    def may_use(self, card: Card) -> bool:
+        """Return whether the tenant may have leases on a card."""
+        return self.devices is None or any(card.answers_to(device) for device in self.devices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,16 @@ from gpulease.protocol.time_units import NS_PER_MS
 WORKER_EVENTS: Final = get_args(events.WorkerEvent)
 """Events about one worker, which `LeaseTable` dispatches by the worker's kind."""
 
+_CHANGES_NO_PARKS: Final = (
+    events.RenewRequested,
+    events.SessionsUsed,
+    events.ConnectionsChanged,
+    events.CardPolled,
+    horizon_events.HorizonMoved,
+)
+"""Frequent events after which no session can be parked that could not be parked before, unless they release bytes.
+Whether others can be parked later, when time has passed, is checked by a timer."""
+
 WorkerHandler = Callable[[Any, Any, int, list[Effect]], None]
 
 
@@ -197,6 +207,7 @@ class LeaseTable:
             InvalidTransition: A bug in the core. The event is half handled and the table must no longer be used.
         """
         effects: list[Effect] = []
+        may_park = not isinstance(event, _CHANGES_NO_PARKS)
         # Step 1: handle the event.
         self._handlers[type(event)](event, now_ns, effects)
         while True:
@@ -208,8 +219,10 @@ class LeaseTable:
             # Step 2: offer released bytes to the queue before anything else can take them.
             if self._store.has_freed_room:
                 self._admission.serve_queue(now_ns, effects)
-            # Step 3: park idle sessions to make room for requests that still wait.
-            if self._store.parkable:
+                may_park = True
+            # Step 3: park idle sessions to make room for requests that still wait. To find them takes time for each
+            # session of the node.
+            if may_park and self._store.parkable:
                 self.parking.update(now_ns, effects)
             # Step 4: let the pool use the rest, so that it never competes with leases.
             self._pool.update(now_ns, effects)

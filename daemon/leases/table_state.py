@@ -77,6 +77,7 @@ class LeaseStore:
         cleared: Every lease with a fence that an operator cleared, also after its tombstone was dropped. Its memory was
           never proved free.
         warm: Contexts of the pool, by id.
+        left_by_lease: The workers that the session of a lease has left and that are in the pool, by lease and id.
         renamed: Tenant names that may have belonged to other people. No lease may reuse the contexts that these people
             left.
         recycling: Bounds within which contexts serve their tenant again; None if they never do.
@@ -131,6 +132,7 @@ class LeaseStore:
         self.cleared = RevokedIds()
         # The pool, the submits, and the claims in the fleet.
         self.warm: dict[int, WarmContext] = {}
+        self.left_by_lease: dict[int, dict[int, WarmContext]] = {}
         self.submits: dict[int, Submit] = {}
         self.parkable: dict[int, Lease] = {}
         self.deferred: dict[DeferredGroup, dict[int, DeferredRequest]] = {}
@@ -345,6 +347,8 @@ class LeaseStore:
     def add_warm(self, context: WarmContext) -> None:
         """Enter a context in the pool and charge its card."""
         self.warm[context.warm_id] = context
+        if context.left_by:
+            self.left_by_lease.setdefault(context.left_by, {})[context.warm_id] = context
         self.account_by_uuid[context.card_uuid].warm[context.warm_id] = context
 
     def remove_warm(self, context: WarmContext) -> None:
@@ -352,13 +356,15 @@ class LeaseStore:
         # Its bytes leave the pool's sum here. A lease or a submit that took it over has charged them already.
         del self.warm[context.warm_id]
         del self.account_by_uuid[context.card_uuid].warm[context.warm_id]
+        if context.left_by:
+            del self.left_by_lease[context.left_by][context.warm_id]
+            if not self.left_by_lease[context.left_by]:
+                del self.left_by_lease[context.left_by]
 
     def left_workers(self, lease: Lease) -> tuple[int, ...]:
         """Return the ids of the workers that the session of a lease has left and that may still live."""
-        if lease.park is None:
-            return ()
-        left = (context for context in self.warm.values() if context.left_by == lease.lease_id)
-        return tuple(context.warm_id for context in left if not context.is_worker_gone)
+        left = self.left_by_lease.get(lease.lease_id, {})
+        return tuple(context.warm_id for context in left.values() if not context.is_worker_gone)
 
     def fence(self, lease: Lease, now_ns: int) -> None:
         """Mark a lease FENCED: its bytes could not be proved free, so they stay charged."""

@@ -252,8 +252,8 @@ class WarmPool:
         `is_gone`: Whether its process was reaped.
         """
         self._last_leftover_id += 1
-        context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "")
-        context.is_worker_gone, context.left_by = is_gone, lease.lease_id
+        context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "", lease.lease_id)
+        context.is_worker_gone = is_gone
         effects.append(RenameWorker(lease.lease_id, context.warm_id))
         reason = f"the session of lease {lease.lease_id:032x} has left it"
         self._drop(context, reason, now_ns, effects, after_record=True)
@@ -274,8 +274,8 @@ class WarmPool:
         Then the lease has no worker. `take_held` or `drop_held` ends this.
         """
         self._last_leftover_id += 1
-        context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "")
-        context.state, context.left_by = WarmState.HELD, lease.lease_id
+        context = self._enter_restored(self._last_leftover_id, lease.card_uuid, charge_bytes, "", lease.lease_id)
+        context.state = WarmState.HELD
         # Unlike a dropped context's bytes, these are not released soon, so no acquire may wait for them.
         self._account(lease.card_uuid).stuck_bytes += charge_bytes
         effects.append(RenameWorker(lease.lease_id, context.warm_id))
@@ -395,13 +395,17 @@ class WarmPool:
         effects.append(RefuseWork(context.warm_id, Cause.ABANDONED))
         self._drop(context, f"lease {event.beside_lease_id or event.worker_id:032x} has left it", now_ns, effects)
 
-    def _enter_restored(self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str) -> WarmContext:
+    def _enter_restored(
+        self, warm_id: int, card_uuid: str, charge_bytes: int, reason: str, left_by: int = 0
+    ) -> WarmContext:
         # The worker has this id in the zygote as well, so no other worker may get it.
         if warm_id < FIRST_LEFTOVER_ID:
             self._last_id = max(self._last_id, warm_id)
         else:
             self._last_leftover_id = max(self._last_leftover_id, warm_id)
-        context = WarmContext(warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True)
+        context = WarmContext(
+            warm_id, card_uuid, charge_bytes, 0, WarmState.DROPPING, reason=reason, is_restored=True, left_by=left_by
+        )
         self._store.add_warm(context)
         return context
 

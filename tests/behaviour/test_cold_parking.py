@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from gpulease.client import (
     Busy,
+    Denied,
     Drained,
     GpuBuilder,
     GpuExclusivityClass,
@@ -490,6 +491,26 @@ def test_a_card_is_drained_and_its_sessions_leave_it(node: Daemon, lease: GpuLea
     for words in (["--move"], ["--device", "9"], ["--device", "0", "--cancel", "--move"]):
         assert run(*words)[0] == 2
     GpuBuilder(node.address).min_vram(MIB).device("0").acquire().free()
+
+
+def test_a_card_is_emptied_to_those_that_the_tenant_may_use() -> None:
+    # The card with the most room is not for this tenant.
+    daemon = Daemon(vram=("256MiB", "512MiB", "256MiB"), config=CONFIG + "[tenants.default]\ndevices = [0, 2]\n")
+    try:
+        daemon.wait_until_it_answers()
+        third = cards(daemon.address)[2]["uuid"]
+        with parkable(daemon.address) as lease, GpuSession(lease) as session:
+            buffer = session.mem_alloc(MIB)
+            session.mem_write(buffer, 0, b"weights")
+            with pytest.raises(Denied, match="may not use"):
+                lease.move(1)
+            status, output = run_command(daemon, "move", "--from", "0")
+            assert (status, f"moved to {third}" in output) == (0, True), output
+            status, output = run_command(daemon, "move", "--from", "2", "--device", "1")
+            assert (status, "may not use" in output) == (1, True), output
+            assert bytes(session.mem_read(buffer, 0, 7)) == b"weights"
+    finally:
+        daemon.stop()
 
 
 def test_an_idle_session_makes_room_on_another_card() -> None:

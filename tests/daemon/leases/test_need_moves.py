@@ -1,5 +1,7 @@
 """Moves by need: which sessions leave a card so that an acquire fits, and where they go."""
 
+from dataclasses import replace
+
 from gpulease.daemon.leases import (
     CoreLimits,
     Granted,
@@ -16,6 +18,7 @@ from gpulease.daemon.leases import (
 )
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
 from gpulease.daemon.leases.park_state import ParkState
+from gpulease.daemon.leases.quotas import TenantLimits, TenantRules
 
 from .scenario import Scenario, card, kinds, one
 
@@ -120,3 +123,14 @@ def test_an_operation_during_the_move_goes_with_the_session() -> None:
     s.do(SessionParked(1, number, 60))
     assert s.do(ReturnWanted(1, number)) == []
     assert one(s.do(RegionProved(1)), LeaveSession).carries
+
+
+def test_no_session_is_moved_for_others_to_a_card_that_its_tenant_may_not_use() -> None:
+    rules = TenantRules(by_name={"ann": TenantLimits(devices=("0",))})
+    s = scenario(replace(LIMITS, tenants=rules))
+    s.active(1, 60, park_idle_ms=0, selector="0", tenant="eve")
+    s.active(2, 30, park_idle_ms=0, selector="0")
+    s.at(2)
+    # The smaller one would suffice.
+    assert orders(list(s.acquire(3, 110, tenant="bob", wait_ms=9000, selector="0"))) == [1]
+    assert state_of(s, 1).move is not None

@@ -1,6 +1,9 @@
 """Parking: who may park what, whose bytes are granted to whom, and what a return waits for."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -63,6 +66,7 @@ from gpulease.daemon.leases import (
     SpawnSubmit,
     SpawnWorker,
     SubmitRequested,
+    TenantRulesChanged,
     TimerFired,
     TimerKind,
     WaitTimerFired,
@@ -924,3 +928,91 @@ def test_a_refused_session_is_charged_for_the_code_of_its_last_park() -> None:
     s.do(ReturnWanted(1, number))
     one(s.at(20).do(WaitTimerFired(-1)), RestartWorker)
     assert s.card().held_bytes == 60 + 2 * OVERHEAD
+
+
+# --- many parkable leases ---
+
+
+def calls_of(s: Scenario, event: Event) -> int:
+    """Return the number of Python functions that the table calls for an event."""
+    calls = 0
+
+    def count(frame: FrameType, kind: str, argument: object) -> None:
+        nonlocal calls
+        calls += kind == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        s.table.handle(event, s.now_ns)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def crowded(leases: int, host_bytes: int = 1000 * GRANULE, tenants: TenantRules | None = None) -> Scenario:
+    """A card full of idle parkable leases, and a tenant that waits for half of it, but none can be parked."""
+    limits = CoreLimits(park_memory_bytes=host_bytes, park_stay_ms=0, tenants=tenants or TenantRules())
+    s = Scenario(card(capacity=leases * 30), limits=limits)
+    for lease_id in range(1, leases + 1):
+        s.active(lease_id, park_idle_ms=0)
+    s.at(1).acquire(1000, leases * 15, tenant="bob", wait_ms=60_000)
+    return s
+
+
+def test_the_work_for_a_plan_grows_with_the_leases_and_not_with_their_square() -> None:
+    rules = TenantRules(TenantLimits(max_parked_bytes=0))
+    of_tenants = [calls_of(crowded(leases, tenants=rules), ParkTimerFired()) for leases in (25, 100)]
+    of_full_hosts = [calls_of(crowded(leases, GRANULE), ParkTimerFired()) for leases in (25, 100)]
+    for few, many in (of_tenants, of_full_hosts):
+        assert 2 * few < many < 6 * few
+
+
+def test_a_renewal_plans_no_parks_while_a_tenant_waits() -> None:
+    few, many = (calls_of(crowded(leases, GRANULE), RenewRequested(7, 1, "ann", 10_000)) for leases in (25, 100))
+    assert many == few
+
+
+def test_a_renewal_that_finds_its_lease_expired_lets_the_waiter_have_the_room() -> None:
+    s = scenario()
+    s.active(1, 60, park_idle_ms=0)
+    s.acquire(2, 60, tenant="bob", wait_ms=60_000)
+    assert one(s.at(11).do(RenewRequested(7, 1, "ann", 10_000)), RequestDenied).request == 7
+    assert placed(s.gone(1)) == [(2, "GPU-a")]
+
+
+# --- the cards that a tenant may use ---
+
+
+@pytest.mark.parametrize("is_operator", [False, True], ids=["its tenant", "an operator"])
+@pytest.mark.parametrize("is_cold", [False, True], ids=["resident", "cold"])
+def test_no_session_is_moved_to_a_card_that_its_tenant_may_not_use(*, is_operator: bool, is_cold: bool) -> None:
+    rules = TenantRules(by_name={"ann": TenantLimits(devices=("0", "GPU-c"))})
+    s = Scenario(card(), card(1), card(2), limits=replace(LIMITS, tenants=rules))
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    if is_cold:
+        s.do(MoveRequested(8, 1, "ann", None))
+        number = number_of(s, 1)
+        s.do(SessionParked(1, number, 20))
+        s.do(RegionProved(1))
+        s.do(SessionImaged(1, number, 20))
+    tenant = "root" if is_operator else "ann"
+    denial = denied(s.do(MoveRequested(9, 1, tenant, "1", is_operator)))
+    assert (denial.reason, "(limit devices of tenant 'ann')" in denial.message) == (DenialReason.LIMIT, True)
+    assert s.lease(1).card_uuid == "GPU-a"
+    assert state_of(s, 1).move is None
+    effects = s.do(MoveRequested(10, 1, tenant, "2", is_operator))
+    assert RequestDenied not in kinds(effects)
+
+
+def test_a_tenants_cards_that_change_during_a_move_stop_it() -> None:
+    s = Scenario(card(), card(1), limits=LIMITS)
+    s.active(1, 60, park_idle_ms=0, selector="0")
+    s.do(MoveRequested(9, 1, "ann", "1"))
+    number = number_of(s, 1)
+    s.do(SessionParked(1, number, 20))
+    s.do(RegionProved(1))
+    rules = TenantRules(by_name={"ann": TenantLimits(devices=("0",))})
+    s.do(TenantRulesChanged(rules))
+    assert denied(s.do(SessionImaged(1, number, 20))).reason is DenialReason.LIMIT
+    assert s.lease(1).card_uuid == "GPU-a"
