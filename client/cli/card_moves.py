@@ -5,7 +5,7 @@ from typing import Final
 
 import click
 
-from gpulease.client.cli.session_moves import ENDED, BusyRetries, print_outcomes
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, move_each
 from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.console.tables import seconds_text, size_text
 from gpulease.client.errors import (
@@ -27,24 +27,21 @@ PATIENCE_S: Final = 10.0
 """How long to try to move a session that is busy, in seconds."""
 
 
-def move_sessions(uuid: str, target: str | None = None) -> list[Report]:
+def move_sessions(uuid: str, target: str | None = None, *, as_json: bool) -> None:
     """Move the sessions of a card one after the other, the largest first, because small ones fit into less room.
+
+    Prints a report for each lease of the card, and exits with 1 if any stays (`move_each`).
 
     Args:
         uuid: The card that the sessions leave.
         target: The card to which they go. If None, each goes to the card with the most room.
-
-    Returns:
-        A report for each lease of the card, with its `outcome`, and the `reason` if the session was not moved.
+        as_json: Whether JSON is printed.
     """
     active = sorted((lease for lease in leases_on(uuid) if lease["state"] == "active"), key=_size_of, reverse=True)
-    return [_leave(lease, uuid, target) for lease in active]
-
-
-def print_moves(outcomes: list[Report], uuid: str, *, as_json: bool) -> None:
-    """Print the outcomes of a card's sessions, and exit with 1 if any stays."""
-    print_outcomes(
-        outcomes,
+    move_each(
+        active,
+        lambda lease: {key: lease[key] for key in ("lease_id", "tenant")},
+        lambda lease: _leave(lease, uuid, target),
         {"lease": "lease_id", "tenant": "tenant"},
         _text,
         as_json=as_json,
@@ -74,37 +71,36 @@ def _size_of(lease: Report) -> int:
 
 
 def _leave(lease: Report, uuid: str, target: str | None) -> Report:
-    """Move one session to a card with room, and report it."""
-    outcome = {key: lease[key] for key in ("lease_id", "tenant")}
+    """Move one session to a card with room; return the outcome, and the `reason` if the session was not moved."""
     number, retries = int(lease["lease_id"], 16), BusyRetries(PATIENCE_S)
     if not lease.get("park"):
-        return outcome | {"outcome": "stays", "reason": "it is not parkable"}
+        return {"outcome": "stays", "reason": "it is not parkable"}
     # A card may have room, and yet not be open to this lease: its tenant may not use it, for example.
     refused, reason = {uuid}, "no other card has room for it"
     while True:
         card = _card_with_room(_size_of(lease), refused, target)
         if card is None:
-            return outcome | {"outcome": "stays", "reason": reason}
+            return {"outcome": "stays", "reason": reason}
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(number, card))
         except ENDED:
-            return outcome | {"outcome": "ended"}
+            return {"outcome": "ended"}
         except Busy as error:
             problem = _not_moved(number, uuid, error)
             if problem["outcome"] == "stays" and retries.pause():
                 continue
-            return outcome | problem
+            return problem
         except (CapacityExceeded, Denied, Drained) as error:
             problem = _not_moved(number, uuid, error)
             if problem["outcome"] != "stays":
-                return outcome | problem
+                return problem
             refused.add(card)
             reason = error.message
             continue
         except (Unsupported, InvalidRequest) as error:
-            return outcome | _not_moved(number, uuid, error)
+            return _not_moved(number, uuid, error)
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
-        return outcome | {"outcome": "moved"} | report
+        return {"outcome": "moved"} | report
 
 
 def _card_with_room(size_bytes: int, refused: Collection[str], target: str | None) -> str | None:

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 import click
 from click.core import ParameterSource
 
-from gpulease.client.cli.card_moves import card_uuid_of, move_sessions, print_moves
-from gpulease.client.console.exit_status import EXIT_FAILED
+from gpulease.client.cli.card_moves import card_uuid_of, move_sessions
+from gpulease.client.console.exit_status import EXIT_FAILED, if_interrupted
 from gpulease.client.console.reports import Report, cards_of, leases_of
 from gpulease.client.console.tables import seconds_text, shown
 from gpulease.client.core.lease_request import milliseconds
@@ -83,14 +83,24 @@ def drain(
     if moves and (device is None or wait):
         raise click.UsageError("--move needs --device" if device is None else "--move and --wait can't be combined")
     uuid = None if device is None else card_uuid_of(device, "--device")
-    status = _set_drain(uuid, None if cancel else within_ms)
-    if not (as_json and (wait or moves)):
-        _show(uuid, status, [], as_json)
-    if moves and uuid is not None:
-        # The drained card grants no leases, so no other lease takes the place of a moved one.
-        print_moves(move_sessions(uuid), uuid, as_json=as_json)
-    elif wait:
-        _wait(uuid, status, as_json)
+    status = None
+    with if_interrupted(lambda: _after_interrupt(uuid, is_set=status is not None)):
+        status = _set_drain(uuid, None if cancel else within_ms)
+        if not (as_json and (wait or moves)):
+            _show(uuid, status, [], as_json)
+        if moves and uuid is not None:
+            # The drained card grants no leases, so no other lease takes the place of a moved one.
+            move_sessions(uuid, as_json=as_json)
+        elif wait:
+            _wait(uuid, status, as_json)
+
+
+def _after_interrupt(uuid: str | None, *, is_set: bool) -> str:
+    """Return what an interrupt of the command leaves. `is_set`: Whether the daemon has answered the request."""
+    subject, option = ("The node", "") if uuid is None else (f"Card {uuid}", f" --device {uuid}")
+    if not is_set:
+        return "The daemon may have received the request: see gpulease info."
+    return f"{subject} stays drained: gpulease drain{option} --cancel ends that."
 
 
 def _set_drain(uuid: str | None, within_ms: int | None) -> DrainStatus:

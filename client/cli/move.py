@@ -4,8 +4,9 @@ import json
 
 import click
 
-from gpulease.client.cli.card_moves import card_uuid_of, move_sessions, print_moves
+from gpulease.client.cli.card_moves import card_uuid_of, move_sessions
 from gpulease.client.cli.lease_ids import lease_id_argument
+from gpulease.client.console.exit_status import if_interrupted
 from gpulease.client.console.tables import seconds_text, shown, size_text
 from gpulease.client.core.lease import MoveReport
 from gpulease.client.errors import NotFound
@@ -37,7 +38,7 @@ def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_js
         target = None if device is None else card_uuid_of(device, "--device")
         if uuid == target:
             raise click.UsageError("--from and --device must be different cards")
-        print_moves(move_sessions(uuid, target), uuid, as_json=as_json)
+        move_sessions(uuid, target, as_json=as_json)
     elif lease_id is not None and device is not None:
         _move_one(lease_id, device, as_json)
     else:
@@ -45,8 +46,10 @@ def move(lease_id: LeaseId | None, device: str | None, source: str | None, as_js
 
 
 def _move_one(lease_id: LeaseId, device: str, as_json: bool) -> None:
-    moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, device))
-    way = _way_of(lease_id)
+    note = f"The move of lease {lease_id} may have begun, and then ends without this command: see gpulease leases."
+    with if_interrupted(lambda: note):
+        moved = ask(Opcode.LEASE_MOVE, LeaseMove(lease_id, device))
+        way = _way_of(lease_id)
     if as_json:
         report = {"card_uuid": moved.card_uuid, "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
         click.echo(json.dumps({"lease_id": str(lease_id)} | report | {"last_move": way}))

@@ -1,4 +1,4 @@
-"""Code shared by commands that move several sessions: retries, the list of outcomes, and errors of ended leases."""
+"""Code shared by commands that move several sessions: the loop, its retries and outcomes, errors of ended leases."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ import click
 from gpulease.client.console.exit_status import EXIT_FAILED
 from gpulease.client.console.reports import Report
 from gpulease.client.console.tables import fitted, output_width, shown
-from gpulease.client.errors import LeaseExpired, NotFound, Revoked
+from gpulease.client.errors import GpuLeaseError, LeaseExpired, NotFound, Revoked
 from gpulease.protocol.back_off import back_off_s
 from gpulease.protocol.json_text import indented_json
 
@@ -42,8 +42,17 @@ class BusyRetries:
         return True
 
 
-def print_outcomes(
-    outcomes: Sequence[Report],
+_BEGUN: Final = {
+    "outcome": "interrupted",
+    "reason": "its move may have begun, and then ends without this command",
+}
+_NOT_BEGUN: Final = {"outcome": "stays", "reason": "the command ended before its turn"}
+
+
+def move_each(
+    leases: Sequence[Report],
+    name: Callable[[Report], Report],
+    move: Callable[[Report], Report],
     columns: Mapping[str, str],
     text_of: Callable[[Report], str],
     *,
@@ -51,25 +60,42 @@ def print_outcomes(
     if_none: str,
     if_stays: Callable[[int], str],
 ) -> None:
-    """Print the outcome of each session, and exit with 1 if any stays.
+    """Move sessions one after the other, print the outcome of each, and exit with 1 if any stays.
+
+    If an interrupt or a lost daemon ends the loop, the outcomes are printed as well, and the error is raised again.
 
     Args:
-        outcomes: A report for each session, with its `outcome`: "stays" for those that could not be moved.
+        leases: The leases' reports.
+        name: Returns the part of a report that names a session.
+        move: Moves a session; returns the rest of its report, with its `outcome`: "stays" if it could not be moved.
         columns: The table's headings, and their keys in the reports.
         text_of: Returns an outcome as text, for the last column.
         as_json: Whether the reports are printed instead.
         if_none: The line that is printed if there is no session.
         if_stays: Returns the line under the table that says how many sessions stay.
     """
-    stays = sum(outcome["outcome"] == "stays" for outcome in outcomes)
-    if as_json:
-        click.echo(indented_json(outcomes))
-    elif not outcomes:
-        click.echo(shown(if_none))
-    else:
-        rows = [[*(row[key] for key in columns.values()), text_of(row)] for row in outcomes]
-        click.echo(fitted([*columns, "outcome"], rows, output_width(), texts=tuple(columns), is_text_last=True))
-        if stays:
-            click.echo(shown(if_stays(stays)))
-    if stays:
+    outcomes: list[Report] = []
+
+    def print_outcomes() -> int:
+        stays: int = sum(outcome["outcome"] == "stays" for outcome in outcomes)
+        if as_json:
+            click.echo(indented_json(outcomes))
+        elif not outcomes:
+            click.echo(shown(if_none))
+        else:
+            rows = [[*(row[key] for key in columns.values()), text_of(row)] for row in outcomes]
+            click.echo(fitted([*columns, "outcome"], rows, output_width(), texts=tuple(columns), is_text_last=True))
+            if stays:
+                click.echo(shown(if_stays(stays)))
+        return stays
+
+    try:
+        for lease in leases:
+            outcomes.append(name(lease) | move(lease))
+    except (KeyboardInterrupt, GpuLeaseError):
+        left = leases[len(outcomes) :]
+        outcomes += [name(lease) | (_NOT_BEGUN if place else _BEGUN) for place, lease in enumerate(left)]
+        print_outcomes()
+        raise
+    if print_outcomes():
         sys.exit(EXIT_FAILED)

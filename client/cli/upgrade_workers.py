@@ -1,11 +1,12 @@
 """`gpulease upgrade-workers`: moves sessions out of the workers of an earlier daemon, one after the other."""
 
 import time
+from itertools import count
 
 import click
 
 from gpulease.client.cli.drain import span_option
-from gpulease.client.cli.session_moves import ENDED, BusyRetries, print_outcomes
+from gpulease.client.cli.session_moves import ENDED, BusyRetries, move_each
 from gpulease.client.console.reports import Report, leases_of
 from gpulease.client.errors import (
     Busy,
@@ -37,15 +38,20 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
         for lease in leases_of(ask(Opcode.LEASE_LIST_ACTIVE, Empty()).report)
         if lease.get("earlier_version") and lease["state"] == "active"
     ]
-    outcomes = []
-    for number, lease in enumerate(leases):
-        if number:
+    numbers = count(1)
+
+    def upgrade(lease: Report) -> Report:
+        if (number := next(numbers)) > 1:
             time.sleep(pause_ms / 1000)
-        outcomes.append(_upgrade(lease, patience_ms / 1000))
+        outcome = _upgrade(lease, patience_ms / 1000)
         if not as_json and len(leases) > 1:
-            click.echo(f"{number + 1} of {len(leases)}", err=True)
-    print_outcomes(
-        outcomes,
+            click.echo(f"{number} of {len(leases)}", err=True)
+        return outcome
+
+    move_each(
+        leases,
+        lambda lease: {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]},
+        upgrade,
         {"lease": "lease_id", "tenant": "tenant", "version": "from_version"},
         _text,
         as_json=as_json,
@@ -57,24 +63,23 @@ def upgrade_workers(pause_ms: int, patience_ms: int, as_json: bool) -> None:
 
 
 def _upgrade(lease: Report, patience_s: float) -> Report:
-    """Move one session to another worker, and report it."""
-    outcome = {key: lease[key] for key in ("lease_id", "tenant")} | {"from_version": lease["earlier_version"]}
+    """Move one session to another worker; return the outcome."""
     retries = BusyRetries(patience_s)
     while True:
         try:
             moved = ask(Opcode.LEASE_MOVE, LeaseMove(int(lease["lease_id"], 16), lease["card_uuid"]))
         except ENDED:
-            return outcome | {"outcome": "ended"}
+            return {"outcome": "ended"}
         except Busy as error:
             if retries.pause():
                 continue
-            return outcome | {"outcome": "stays", "reason": error.message}
+            return {"outcome": "stays", "reason": error.message}
         except (Unsupported, CapacityExceeded, Denied) as error:
-            return outcome | {"outcome": "stays", "reason": error.message}
+            return {"outcome": "stays", "reason": error.message}
         except InvalidRequest:
             # The session has left its worker meanwhile, because it was parked cold.
-            return outcome | {"outcome": "upgraded", "moved_bytes": 0, "took_us": 0}
-        return outcome | {"outcome": "upgraded", "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
+            return {"outcome": "upgraded", "moved_bytes": 0, "took_us": 0}
+        return {"outcome": "upgraded", "moved_bytes": moved.moved_bytes, "took_us": moved.took_us}
 
 
 def _text(outcome: Report) -> str:
@@ -84,4 +89,4 @@ def _text(outcome: Report) -> str:
         case "ended":
             return "its lease has ended"
         case _:
-            return f"stays: {outcome['reason']}"
+            return f"{outcome['outcome']}: {outcome['reason']}"

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NoReturn
 
@@ -117,6 +117,22 @@ def die_by_signal(number: signal.Signals) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     sys.exit(128 + number)
+
+
+@contextmanager
+def if_interrupted(note: Callable[[], str]) -> Iterator[None]:
+    """Print a line on stderr if the block is interrupted: what the daemon may still do, or has done.
+
+    `note`: Returns the line, when the interrupt has occurred.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        from gpulease.client.console.tables import shown
+
+        with suppress(OSError):
+            click.echo(f"gpulease: interrupted. {shown(note())}", err=True)
+        raise
 
 
 def interrupt_unwinds() -> None:

@@ -1,6 +1,7 @@
 """Ctrl-C and cancelled awaits: what an interrupted call has made is freed, and the session continues."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,15 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from gpulease.client import GpuBuilder, GpuLease, GpuSession, GpuWaiting, Region, aio
 from gpulease.client.aio import driver as aio_driver
+from gpulease.client.cli.__main__ import main
+from gpulease.client.console import exit_status
 from gpulease.client.sync import driver as sync_driver
-from helpers.daemon import Daemon
+from gpulease.protocol.address import ADDRESS_VARIABLE
+from helpers.daemon import Daemon, running
 from helpers.fleet_directory import Directory
 from helpers.fleet_rig import claims, fleet
 from helpers.interrupt_points import InterruptPoints
 from helpers.kernels import TRANSFORM, scale_args
+from helpers.parking import row
 from helpers.remote import Pki
 from helpers.waiting import PATIENCE_S, wait_until
 
@@ -619,6 +625,73 @@ def test_a_lease_s_block_leaves_no_task_of_a_cancelled_await(
         assert at, "it waited for nothing, so nothing was cancelled"
 
     asyncio.run(main())
+
+
+# --- commands that move sessions ---
+
+MOVING = """
+[limits]
+park_memory = "512MiB"
+park_stay_ms = 0
+parks_per_minute = 6000
+"""
+
+
+@pytest.fixture(scope="module")
+def two_cards() -> Iterator[Daemon]:
+    with running(Daemon(vram=("256MiB", "256MiB"), config=MOVING)) as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("move", "{lease}", "--device", "1"),
+        ("move", "--from", "0", "--json"),
+        ("drain", "--device", "0", "--move", "--within", "1h"),
+        ("drain", "--within", "1h"),
+    ],
+    ids=" ".join,
+)
+def test_an_interrupted_command_reports_what_goes_on_without_it(
+    words: tuple[str, ...], two_cards: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, results = two_cards, list[tuple[int, str]]()
+    # A signal would end this process.
+    monkeypatch.setattr(exit_status, "die_by_signal", lambda number: sys.exit(128 + number))
+    builder = node.builder(SLICE_BYTES).device("0").lease_secs(600).parkable()
+
+    def run(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, words, env={ADDRESS_VARIABLE: node.address, "COLUMNS": "250"})
+        return result.exit_code, result.output
+
+    def grant_again() -> None:
+        for device in ((), ("--device", "0")):
+            assert run("drain", *device, "--cancel")[0] == 0
+
+    with builder.acquire() as lease, GpuSession(lease) as session:
+        first, buffer = row(node.address, lease)["card_uuid"], session.mem_alloc(4)
+        session.mem_write(buffer, 0, b"kept")
+        interrupt = Interrupt(monkeypatch)
+
+        def operation() -> None:
+            results.append(run(*(word.format(lease=lease.lease_id_text) for word in words)))
+
+        for _ in interrupt.walk(operation):
+            status, output = results[-1]
+            assert status == 130, output
+            # A request of the session waits for the end of a move.
+            assert session.mem_read(buffer, 0, 4) == b"kept"
+            wait_until(lambda: row(node.address, lease)["park"]["phase"] == "resident", "no move is in progress")
+            cards = node.inventory().details
+            if any(card.get("drain_left_ms") or card.get("card_drain_left_ms") for card in cards):
+                assert "stays drained" in output or "may have received the request" in output, output
+                grant_again()
+            if row(node.address, lease)["card_uuid"] != first:
+                assert any(words in output for words in ("may have begun", "moved_bytes", "moved to")), output
+                lease.move("0")
+        grant_again()
+        assert any("gpulease: interrupted." in output or '"interrupted"' in output for _, output in results), results
 
 
 # --- frees that nobody sends ---
