@@ -759,6 +759,11 @@ def transfer_on(claims_fd: int) -> Transfer:
         return Transfer.NONE
 
 
+def park_on(claims_fd: int) -> int:
+    """Return the number of the park that a worker reports on its claims page; 0 while its session is not parked."""
+    return _counter(claims_fd, Counter.PARK_NUMBER)
+
+
 def _counter(claims_fd: int, counter: Counter) -> int:
     (value,) = _U64.unpack(os.pread(claims_fd, _U64.size, _U64.size * counter))
     return int(value)

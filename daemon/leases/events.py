@@ -360,12 +360,15 @@ class LeaseRestored:
         has_worker: Whether the worker runs. If not, its parent process has reaped it or will reap it.
         has_session: Whether a client may have attached to the session, according to the control page.
         horizon: Time until which a claimed lease may be served, according to the control page; None if it has none.
+        park_number: Number of the park that its session is in, according to its worker, which may have parked it
+          without a record; 0 if it is not parked.
     """
 
     kept: LeaseRow
     has_worker: bool
     has_session: bool = True
     horizon: Horizon | None = None
+    park_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@
 7. A lease with a submit or a resize in progress is not parked. If kernels do not end within PARK_GRACE_MS, the session
    stays on its card, and the worker reports that.
 8. A session of an earlier table may be parked, parking or returning. It is charged in full, and its worker gets the
-   order that its record requires. A worker that has already done that answers again.
+   order that its record requires. A worker that has already done that answers again. If a park was not recorded, the
+   session returns at once, even if no operation waits for it: requests to the broker may.
 """
 
 from collections import Counter
@@ -423,7 +424,7 @@ class Parking(ParkingViews):
     def _repeat_return(self, lease_id: int, number: int, effects: list[Effect]) -> bool:
         """Order the return again from a worker in a park that an earlier daemon ordered; return False for any other.
 
-        That daemon was killed before the park was recorded, so this daemon gave the return another number.
+        The worker carried out that order only after this daemon had ordered the return, so that has another number.
         """
         lease = self._store.parkable.get(lease_id)
         state = None if lease is None else lease.park
@@ -763,8 +764,11 @@ class Parking(ParkingViews):
             # The session's former worker may have to continue it, so it needs the deadline as well.
             effects.append(SetDeadline(lease.park.held_id, lease.generation, lease.deadline_ns))
 
-    def on_restored(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
-        """Send the worker of an earlier table's lease the order from its record. The lease is charged in full."""
+    def on_restored(self, lease: Lease, park_number: int, now_ns: int, effects: list[Effect]) -> None:
+        """Send the worker of an earlier table's lease the order from its record. The lease is charged in full.
+
+        `park_number`: The number of the park that the worker's session is in; 0 if it is not parked.
+        """
         state = lease.park
         if state is None:
             return
@@ -774,7 +778,8 @@ class Parking(ParkingViews):
             state.cause = ParkCause.ADOPTED
             self._order(lease, state, now_ns, effects)
         else:
-            state.number = now_ns
+            # If the session was parked without a record, its worker obeys only an order with the number of that park.
+            state.number = park_number or now_ns
             self._order_return(lease, state, now_ns, effects)
 
     def end_with_lease(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:

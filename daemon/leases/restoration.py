@@ -85,7 +85,7 @@ class Restoration:
         elif lease.state is LeaseState.ACTIVE and lease.is_worker_gone:
             self._teardown.on_active_worker_lost(lease, "it was gone when the daemon was restarted", now_ns, effects)
         elif lease.state is LeaseState.ACTIVE:
-            self._continue(lease, now_ns, effects)
+            self._continue(lease, event.park_number, now_ns, effects)
 
     def on_worker_found(self, event: events.WorkerFound, now_ns: int, effects: list[Effect]) -> None:
         """Kill a worker of an earlier daemon that belongs to no lease, and hold its bytes until they are proved free.
@@ -139,14 +139,14 @@ class Restoration:
         found = events.WorkerFound(event.submit_id, event.card_uuid, charge_bytes, event.lease_id)
         self._pool.drop_leftover_worker(found, now_ns, effects)
 
-    def _continue(self, lease: Lease, now_ns: int, effects: list[Effect]) -> None:
+    def _continue(self, lease: Lease, park_number: int, now_ns: int, effects: list[Effect]) -> None:
         # Expire it first, because its time continued while no broker served it.
         self._teardown.expire_if_due(lease, now_ns, effects)
         if lease.state is LeaseState.ACTIVE and lease.deadline_ns is not None:
             # Write the page and arm the timers again. The earlier broker's timers died with it.
             effects.append(SetDeadline(lease.lease_id, lease.generation, lease.deadline_ns))
             effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.EXPIRY), lease.deadline_ns))
-            self._teardown.parking.on_restored(lease, now_ns, effects)
+            self._teardown.parking.on_restored(lease, park_number, now_ns, effects)
             if lease.horizon is not None:
                 due_ns = lease.horizon.at_ns
                 effects.append(ArmTimer(TimerFired(lease.lease_id, lease.generation, TimerKind.HORIZON), due_ns))

@@ -48,11 +48,13 @@ class LeftoverWorker:
     Attributes:
         page: The state of its lease's page.
         transfer: What it says about its session; None if that is not known.
+        park_number: The number of the park that its session is in, as it says; 0 without one.
     """
 
     worker: FoundWorker
     page: PageState
     transfer: Transfer | None = Transfer.NONE
+    park_number: int = 0
 
     @property
     def is_alive(self) -> bool:
@@ -159,7 +161,9 @@ def _restore(
         if has_session is not None:
             on_page = on_page._replace(is_cold=not has_session)
         horizon = horizon_on(best.page, clocks) if lease.terms.is_claimed else None
-        restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon)
+        # Numbers of parks are times, so no broker has given one that lies in the future.
+        park_number = best.park_number if best.park_number <= clocks[0] else 0
+        restored = LeaseRestored(on_page, best.is_alive, best.page.has_session, horizon, park_number)
         adoptions.append(Adoption(restored, best.worker))
     return adoptions, others
 
@@ -203,7 +207,7 @@ def _found(worker: FoundWorker) -> LeftoverWorker:
     # The earlier broker has killed this worker, because the session was in the image that the broker kept.
     if transfer is Transfer.LEFT and worker.fds is not None and is_exiting(worker.pid):
         transfer = None
-    return LeftoverWorker(worker, worker.page(), transfer)
+    return LeftoverWorker(worker, worker.page(), transfer, worker.park_number())
 
 
 def _stop_arrivals(left_workers: Sequence[LeftoverWorker]) -> list[LeftoverWorker]:

@@ -13,7 +13,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Final
 
-from gpulease.daemon.contract.control_page import PageState, Transfer, state_of, transfer_on
+from gpulease.daemon.contract.control_page import PageState, Transfer, park_on, state_of, transfer_on
 from gpulease.daemon.contract.message_fields import MalformedMessage, Message, parse_message
 from gpulease.daemon.contract.messages import (
     HANDOVER,
@@ -94,6 +94,10 @@ class FoundWorker:
     def transfer(self) -> Transfer | None:
         """Return its present report about its session; None if it has ended and its zygote does not report that."""
         return self.last_transfer if self.fds is None else transfer_on(self.fds[2])
+
+    def park_number(self) -> int:
+        """Return the number of the park that it reports for its session; 0 if that is not parked, or it has ended."""
+        return 0 if self.fds is None else park_on(self.fds[2])
 
 
 @dataclass(slots=True)

@@ -1,14 +1,16 @@
 """Regions of a parked session: they return with it, except those that end meanwhile."""
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gpulease.client import Busy, GpuExclusivityClass, GpuSession
+from gpulease.client import Busy, GpuExclusivityClass, GpuLeaseError, GpuSession
 from gpulease.client.errors import RegionExpired, RegionFailed, RegionFreed, RegionRevoked
-from helpers.daemon import Daemon, running
+from helpers.daemon import Daemon, Faults, running
 from helpers.kernels import TRANSFORM, floats
 from helpers.lasting import LastingDaemon
 from helpers.region_scene import REGION_BYTES, SLICE_BYTES, N, Scene
@@ -149,3 +151,33 @@ def test_the_next_daemon_finds_parked_regions_and_ends_what_had_ended(lasting: L
         scene.lease.park()
         scene.check(kept, 2)
     lasting.check_idle()
+
+
+def test_the_next_daemon_opens_a_region_in_a_session_whose_park_was_not_recorded(
+    start_lasting: Callable[..., LastingDaemon], tmp_path: Path
+) -> None:
+    """Only the worker knows of the park, and no operation of the session makes it ask for the return."""
+    hang = tmp_path / "hang"
+    constants = {"gpulease.daemon.record.group_commit:MAX_WAIT_S": 600.0}
+    lasting = start_lasting(vram=("200MiB",), config=CONFIG, faults=Faults(constants, hang_commits_while=hang))
+    with parkable_scene(lasting.now) as scene:
+        first = scene.region()
+        hang.write_text("")
+        parking = threading.Thread(target=park, args=(scene,))
+        parking.start()
+        wait_until(lambda: is_parked(scene), "it is parked")
+        lasting.kill()
+        hang.unlink()
+        scene.daemon = lasting.start()
+        parking.join()
+        second = scene.region()
+        assert not is_parked(scene)
+        for region in (first, second):
+            scene.double(region)
+            scene.check(region, 2)
+
+
+def park(scene: Scene) -> None:
+    # The broker is killed before it has replied.
+    with suppress(GpuLeaseError):
+        scene.lease.park()

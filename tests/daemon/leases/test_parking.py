@@ -735,14 +735,32 @@ def test_a_restored_session_is_charged_in_full_until_its_worker_has_shown_where_
     assert snapshot.parked_ns == first.now_ns
 
 
-def test_a_restored_session_whose_park_was_not_on_record_returns_when_it_asks() -> None:
+def test_a_restored_session_whose_park_was_not_on_record_returns_at_once() -> None:
+    first = scenario()
+    first.active(1, 60, park_idle_ms=0, ttl_ms=60_000)
+    first.do(ParkRequested(7, 1, "ann"))
+    old = number_of(first, 1)
+    first.do(SessionParked(1, old, 60))
+    kept = first.table.lease_row(1)
+    assert kept is not None
+    assert kept.parked_ns == 0
+    s = scenario()
+    s.now_ns = first.now_ns + S
+    effects = s.do(LeaseRestored(kept, has_worker=True, has_session=True, park_number=old))
+    assert one(effects, ReturnSession) == ReturnSession(1, old)
+    # A park whose report waited in the worker's channel.
+    assert s.do(SessionParked(1, old, 60)) == []
+    s.do(SessionReturned(1, old, 60))
+    assert (phase(s, 1), s.card().held_bytes) == (ParkPhase.RESIDENT, 70)
+
+
+def test_a_restored_session_that_is_parked_after_that_without_a_record_returns_when_it_asks() -> None:
     first = scenario()
     first.active(1, 60, park_idle_ms=0, ttl_ms=60_000)
     first.do(ParkRequested(7, 1, "ann"))
     old = number_of(first, 1)
     kept = first.table.lease_row(1)
     assert kept is not None
-    assert kept.parked_ns == 0
     s = scenario()
     s.now_ns = first.now_ns + S
     order = one(s.do(LeaseRestored(kept, has_worker=True, has_session=True)), ReturnSession)

@@ -63,6 +63,7 @@ from gpulease.daemon.leases import (
     RegionRestored,
     RegionState,
     RenameWorker,
+    Renewed,
     RenewRequested,
     RequestDenied,
     RequesterGone,
@@ -104,7 +105,7 @@ from gpulease.daemon.leases import (
     parking,
 )
 from gpulease.daemon.leases.need_moves import MOVED_STAY_NS
-from gpulease.daemon.leases.park_state import ParkDepth
+from gpulease.daemon.leases.park_state import ParkDepth, ParkPhase
 from gpulease.protocol.opcodes import Exclusivity
 
 from .disk import LONGEST_TAIL, Disk
@@ -148,7 +149,7 @@ class ModelWorker:
         submit_of: The lease whose submit it runs, in the place of the session, which has allocated nothing.
         submit_bytes: Bytes of that submit.
         of_lease: The lease for which its zygote knows it.
-        is_leased: Its page has a deadline.
+        deadline_ns: The deadline on its page; 0 without one.
         is_in_place: It is parked with its bytes on the card.
         borrows: It is parked, and its bytes are in its former worker.
         ended: The cause on its page, which is written when its lease ends, before anything else.
@@ -172,10 +173,14 @@ class ModelWorker:
     submit_of: int = 0
     submit_bytes: int = 0
     of_lease: int = 0
-    is_leased: bool = False
+    deadline_ns: int = 0
     is_in_place: bool = False
     borrows: bool = False
     ended: Cause | None = None
+
+    @property
+    def is_leased(self) -> bool:
+        return self.deadline_ns > 0
 
     @property
     def is_parked(self) -> bool:
@@ -223,6 +228,7 @@ class Unrecorded:
     Attributes:
         ended: Number of ends of each lease before it.
         records: Parks and returns of each lease before it.
+        promised: The deadline of each lease by the replies before it.
         kills: Workers that it had killed without waiting for the disk.
         growths: Orders to grow that wait for the disk.
         forgotten: Reaped workers that their zygotes forget once it is on the disk.
@@ -230,6 +236,7 @@ class Unrecorded:
 
     ended: dict[int, int]
     records: dict[int, list[type]]
+    promised: dict[int, int]
     kills: list[int] = field(default_factory=list)
     growths: list[tuple[ModelWorker, ResizeSlice]] = field(default_factory=list)
     forgotten: list[ModelWorker] = field(default_factory=list)
@@ -278,6 +285,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.left: set[int] = set()
         self.ended: dict[int, int] = {}
         self.records: dict[int, list[type]] = {}
+        # The deadline of each lease by the last reply to its tenant.
+        self.promised: dict[int, int] = {}
         self.number = 0
         # The card of each lease by the events that report it, and the time of each card's parks.
         self.cards: dict[int, str] = {}
@@ -300,7 +309,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             self.table.validate_charges(before)
         self.disk.saw(event, effects, self.table)
         # What is lost with its rows: nobody was told of it, so the next daemon may report it again.
-        self.tail.append(Unrecorded(dict(self.ended), {one: list(kinds) for one, kinds in self.records.items()}))
+        records = {one: list(kinds) for one, kinds in self.records.items()}
+        self.tail.append(Unrecorded(dict(self.ended), records, dict(self.promised)))
         for effect in effects:
             self.execute(effect)
         while self.posted:
@@ -318,9 +328,9 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 worker.size, worker.of_lease = terms.size_bytes, lease_id
                 self.served_by[lease_id] = worker
                 worker.answers.append(WorkerReady(lease_id))
-            case SetDeadline(worker_id):
+            case SetDeadline(worker_id, deadline_ns=deadline_ns):
                 if worker_id in self.workers:
-                    self.workers[worker_id].is_leased = True
+                    self.workers[worker_id].deadline_ns = deadline_ns
             case RefuseWork(worker_id, cause) | RefuseSubmit(worker_id, cause):
                 if worker_id in self.workers:
                     # A submit that ends alone has no cause.
@@ -384,6 +394,8 @@ class ParkingAnyOrder(RuleBasedStateMachine):
             case ProveRegion():
                 self.proofs = [one for one in self.proofs if one.region_id != effect.region_id] + [effect]
             case LeaseEnded(lease):
+                is_early = lease.cause is Cause.EXPIRED and self.now_ns < self.promised.get(lease.lease_id, 0)
+                assert not is_early, "a lease has expired before its time"
                 self.forget(lease.lease_id)
                 self.images.pop(lease.lease_id, None)
                 self.lent.discard(lease.lease_id)
@@ -394,6 +406,10 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 is_granted = isinstance(effect, Granted)
                 assert not is_granted or self.table.drain_ns_of(lease.card_uuid) is None, "a drained card was granted"
                 self.cards[lease.lease_id] = lease.card_uuid
+                if is_granted and lease.deadline_ns is not None:
+                    self.promised[lease.lease_id] = lease.deadline_ns
+            case Renewed(_, lease) if lease.deadline_ns is not None:
+                self.promised[lease.lease_id] = lease.deadline_ns
             case LeaseParked(lease) | LeaseReturned(lease):
                 self.records.setdefault(lease.lease_id, []).append(type(effect))
         request = getattr(effect, "request", None)
@@ -823,10 +839,11 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         else:
             self.send(FreeRequested(number, region.lease_id, region.tenant))
 
-    @rule(pick=ANY)
-    def renew(self, pick: int) -> None:
-        if (worker := self.some(pick)) is not None and (lease := self.table.get(worker.worker_id)) is not None:
-            self.send(RenewRequested(self.next_number(), lease.lease_id, lease.tenant, 60_000))
+    @rule(pick=ANY, ttl_ms=st.sampled_from([3000, 60_000, 90_000]))
+    def renew(self, pick: int, ttl_ms: int) -> None:
+        lease_ids = [*self.images, *(worker.worker_id for worker in self.workers.values() if worker.size)]
+        if lease_ids and (lease := self.table.get(lease_ids[pick % len(lease_ids)])) is not None:
+            self.send(RenewRequested(self.next_number(), lease.lease_id, lease.tenant, ttl_ms))
 
     @rule(lost=st.sampled_from([0, 0, 1, 1, 2, 4, LONGEST_TAIL]), luck=ANY)
     def broker_is_killed(self, lost: int, luck: int) -> None:
@@ -838,10 +855,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         self.disk.lose_tail(len(tail))
         for seen in tail:
             self.reaped += seen.forgotten
-            self.ended, self.records = seen.ended, seen.records
+            self.ended, self.records, self.promised = seen.ended, seen.records, seen.promised
             for worker, order in seen.growths:
                 worker.orders.remove(order)
         contents = self.disk.read()
+        # The next broker numbers its orders by a later time.
+        self.now_ns += MS
         killed = [self.workers.get(worker_id) for seen in tail for worker_id in seen.kills]
         self.tail.clear()
         self.table = LeaseTable(CARDS.values(), self.limits, self.warm, contents.recovered())
@@ -859,9 +878,12 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                 if own.card == reported.get(kept.lease_id):
                     self.cards[kept.lease_id] = own.card
                 # A broker writes an end on the page before it records it.
+                if kept.state is LeaseState.ACTIVE and kept.deadline_ns is not None:
+                    kept = kept._replace(deadline_ns=max(kept.deadline_ns, own.deadline_ns))
                 if own.ended is not None and kept.state is LeaseState.ACTIVE:
                     kept = kept._replace(state=LeaseState.DRAINING, cause=own.ended)
-            self.send(LeaseRestored(kept, has_worker=own is not None, has_session=True))
+            park = own.park if own is not None and own.is_parked else 0
+            self.send(LeaseRestored(kept, has_worker=own is not None, has_session=True, park_number=park))
             lease = self.table.get(kept.lease_id)
             if own is not None and lease is not None and lease.state is LeaseState.ACTIVE:
                 assert self.served_by[kept.lease_id] is own, "a session continues as it was before"
@@ -1001,6 +1023,19 @@ class ParkingAnyOrder(RuleBasedStateMachine):
                     assert last <= most, f"{last} parks of a card within {(at_ns - since_ns) // MS} ms"
 
     @invariant()
+    def deadlines_outlast_everything(self) -> None:
+        for lease_id, promised_ns in getattr(self, "promised", {}).items():
+            lease = self.table.get(lease_id)
+            if lease is None or lease.state is not LeaseState.ACTIVE or lease.deadline_ns is None:
+                continue
+            assert lease.deadline_ns >= promised_ns, "a reply promised more time"
+            # While no broker runs, the zygote ends the lease by the page of its worker, or of the one set aside.
+            park = self.table._store.live[lease_id].park
+            held_id = park.held_id if park is not None else 0
+            for worker in (self.workers[one] for one in (lease_id, held_id) if one in self.workers):
+                assert worker.deadline_ns in (0, lease.deadline_ns), "a page has another deadline"
+
+    @invariant()
     def records_alternate(self) -> None:
         for lease_id, kinds in getattr(self, "records", {}).items():
             doubled = [kind for kind, after in itertools.pairwise(kinds) if kind is after]
@@ -1010,6 +1045,7 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         parking.PARK_BURST = USUAL_BURST  # type: ignore[misc]
         if not hasattr(self, "workers"):
             return
+        self.check_returns()
         self.send(ShutdownRequested())
         for _ in range(30):
             self.time_passes(1000)
@@ -1020,6 +1056,16 @@ class ParkingAnyOrder(RuleBasedStateMachine):
         assert all(lease.state is LeaseState.FENCED for lease in self.table.snapshots())
         held, _ = self.table.parking.host_bytes()
         assert held == 0 or self.table.snapshots(), f"{held} bytes of the host are left"
+
+    def check_returns(self) -> None:
+        """Check that no session waits for an answer that never comes."""
+        for _ in range(6):
+            self.all_is_done(0, 0)
+            self.kills_happen()
+        for lease_id, park in self.table.parking.snapshots().items():
+            lease = self.table.get(lease_id)
+            is_active = lease is not None and lease.state is LeaseState.ACTIVE
+            assert not is_active or park.phase is not ParkPhase.RETURNING, f"lease {lease_id} returns for ever"
 
 
 FEW = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -1050,6 +1096,21 @@ def test_a_cold_session_may_wait_on_a_card_that_restored_leases_exceed() -> None
         state.park_and_move(pick, card, luck=0)
     state.broker_is_killed(lost=0, luck=0)
     state.park_and_move(404, "1", luck=0)
+    state.teardown()
+
+
+def test_a_session_that_was_parked_without_a_record_serves_a_request_to_the_next_broker() -> None:
+    """The killed broker received the worker's report. No operation of the session makes the worker ask again."""
+    state = ParkingAnyOrder()
+    state.begin(warm=0)
+    state.acquire(tenant="ann", size=250, idle=0, wait_ms=0, is_quick=True)
+    state.park(pick=0, is_operator=False)
+    state.worker_acts(pick=0, luck=0, count=4)
+    state.worker_is_heard(pick=0, count=4)
+    state.broker_is_killed(lost=0, luck=0)
+    state.open_region(pick=0, size=20, ttl_ms=1500)
+    state.all_is_done(pick=0, luck=0)
+    assert not state.open, "the region is not open"
     state.teardown()
 
 

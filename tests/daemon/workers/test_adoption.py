@@ -166,6 +166,14 @@ PARKABLE = KEPT._replace(terms=replace(KEPT.terms, park_idle_ms=0))
 NONE, LEFT, SERVES = Transfer
 
 
+@pytest.mark.parametrize(("said", "number"), [(0, 0), (900, 900), (901, 0)])
+def test_the_park_that_its_session_is_in_is_what_its_worker_says(said: int, number: int) -> None:
+    """The number of a park is a time, so no broker has given one that lies in the future."""
+    worker = replace(left(5), park_number=said)
+    (adoption,) = reconcile([PARKABLE], [worker], {CARD: OVERHEAD}, LATEST_NS, lambda: 1000, (900, 900))
+    assert adoption.event == LeaseRestored(PARKABLE, has_worker=True, park_number=number)
+
+
 @pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize(
     ("workers", "chosen", "has_session"),
