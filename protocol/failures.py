@@ -324,8 +324,9 @@ def lease_end(cause: str, reason: str = "") -> LeaseEnd:
     """
     if cause == "kernel_timeout" and REGION_KEPT in reason:
         return _REGION_KEPT_END
-    unknown = LeaseEnd(Status.SESSION_FAILED, f"the lease ended ({cause})", f"ended ({cause})", _ACQUIRE_OR_REPORT)
-    return LEASE_ENDS.get(cause, unknown)
+    if (known := LEASE_ENDS.get(cause)) is not None:
+        return known
+    return LeaseEnd(Status.SESSION_FAILED, f"the lease ended ({cause})", f"ended ({cause})", _ACQUIRE_OR_REPORT)
 
 
 SESSION_REFUSALS: Final[Mapping[Status, tuple[str, str]]] = MappingProxyType(

@@ -48,6 +48,9 @@ REASON_AT: Final = 2152
 MAX_SHOWN_REASON_BYTES: Final = 512
 """Maximum number of bytes of a reason on the page; a longer one is truncated."""
 
+LEASE_END_BYTES: Final = REASON_AT + MAX_SHOWN_REASON_BYTES
+"""Number of bytes at the start of the page that contain the lease's word, its cause and its reason."""
+
 FLIPPED_AT: Final = 4096
 DEADLINES_AT: Final = 8192
 
@@ -136,13 +139,16 @@ def views_of(page: memoryview) -> WordViews:
 
 
 def cause_of(page: bytes) -> str:
-    """Return the name of the cause for which the lease has ended, on a copy of the page; "" while it lives."""
+    """Return the name of the cause for which the lease has ended; "" while it lives.
+
+    `page` is a copy of the page, or of its first LEASE_END_BYTES.
+    """
     # The broker writes the cause before the word, so it is complete on a page whose lease has ended.
     return page[CAUSE_AT : CAUSE_AT + CAUSE_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
 def reason_of(page: bytes) -> str:
-    """Return an operator's reason for ending the lease, on a copy of the page; "" if there is none."""
+    """Return an operator's reason for ending the lease; "" if there is none. `page` as for `cause_of`."""
     # The length on a broken page may be any number, so bound it.
     (length,) = _U64.unpack_from(page, REASON_LENGTH_AT)
     return page[REASON_AT : REASON_AT + min(length, MAX_SHOWN_REASON_BYTES)].decode(errors="ignore")

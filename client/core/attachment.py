@@ -258,9 +258,15 @@ class Attachment:
 
         The session's `with` block does not raise it again.
         """
-        if (end := self.end_failure) is not None:
-            self.last_raised = end
-            raise error_of(end, operation)
+        if (error := self.end_error_now(operation)) is not None:
+            raise error
+
+    def end_error_now(self, operation: str) -> GpuLeaseError | None:
+        """Return the error that `check_open` raises; None while neither the session nor its lease has ended."""
+        if (end := self.end_failure) is None:
+            return None
+        self.last_raised = end
+        return error_of(end, operation)
 
     @property
     def is_alive(self) -> bool:

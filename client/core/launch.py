@@ -191,6 +191,9 @@ class Launches(LaunchCommands):
                         return number
         except (AttributeError, TypeError, ValueError, OSError, FramingError):
             pass  # a wrong type, the first launch, or the peer is gone: the general way reports it
+        # Raise an end here: a tenant waits for this error, and each function that it passes through takes time.
+        if (ended := attachment.end_error_now("launch")) is not None:
+            raise ended
         try:
             return self._launch_in_full(module, kernel, grid, block, args, arg_sizes, shared_bytes, stream)
         except GpuLeaseError as error:
@@ -207,7 +210,6 @@ class Launches(LaunchCommands):
         shared_bytes: int,
         stream: StreamHandle | None,
     ) -> MaybePending[int]:
-        self._attachment.check_open("launch")
         number, frame = self.frame(module, kernel, grid, block, args, arg_sizes, shared_bytes)
         return self._streams.hand_over(stream, number, frame, "launch")
 

@@ -5,6 +5,7 @@ from typing import Final
 
 from gpulease.protocol.limits import MAX_REGIONS
 from gpulease.protocol.session_words import (
+    LEASE_END_BYTES,
     NUMBER_SHIFT,
     SESSION_WORDS_BYTES,
     RegionWord,
@@ -71,6 +72,6 @@ class SessionWords:
         """The end of the lease, as a LEASE_QUERY reports it; None while it has not ended."""
         if not self.lease[0]:
             return None
-        # Copy the whole page: the cause and the reason were written before the word.
-        page = bytes(self._page)
+        # Copy after the word was read: the cause and the reason were written before it.
+        page = self._page[:LEASE_END_BYTES]
         return {"cause": cause_of(page), "reason": reason_of(page)}
