@@ -531,7 +531,10 @@ async def _measure(source: CardSource, facts: Sequence[CardFacts], workers: Work
         spare = max(0, fact.found_bytes - fact.capacity_bytes)
         sizes = (fact.capacity_bytes, overhead, fact.is_partition, spare, fact.slack_bytes)
         pins = source.driver == "cuda"
-        cards.append(Card(fact.uuid, fact.index, fact.name, *sizes, pins_host_memory=pins, peers=fact.peers))
+        others = source.has_others
+        cards.append(
+            Card(fact.uuid, fact.index, fact.name, *sizes, pins_host_memory=pins, peers=fact.peers, has_others=others)
+        )
         log_event(
             LogEvent.CARD_FOUND,
             index=fact.index,

@@ -368,7 +368,9 @@ class Admission:
     def _no_room(self, event: AcquireRequested, candidates: tuple[CardAccount, ...], waited_ms: int = 0) -> Denial:
         available = placement.available_bytes(candidates, event.terms.contexts)
         # Choose the sentence that shows the tenant whether it is useful to wait.
-        if any(placement.fits_now(account, event.terms) for account in candidates):
+        if not any(account.others.is_known for account in candidates):
+            reason = "the memory of the cards could not be read yet"
+        elif any(placement.fits_now(account, event.terms) for account in candidates):
             reason = "earlier requests wait for the same cards"
         elif available >= event.terms.size_bytes:
             reason = "every card has other leases"

@@ -53,6 +53,8 @@ class Card:
           covers it.
         pins_host_memory: Whether the host memory that a worker prepares for parking needs page tables on the card.
         peers: UUIDs of the cards with memory that this card reads at a high rate, so that sessions move directly.
+        has_others: Whether others than the daemon's workers can hold memory of the card. Then nothing is granted on it
+            before its first poll (`Others`).
 
     Raises:
         ValueError: A number is negative, or the uuid is empty.
@@ -68,6 +70,7 @@ class Card:
     slack_bytes: int = 0
     pins_host_memory: bool = False
     peers: tuple[str, ...] = ()
+    has_others: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.index, self.capacity_bytes, self.overhead_bytes, self.spare_bytes, self.slack_bytes)
@@ -184,7 +187,7 @@ class CardAccount:
         self.awaited_bytes = 0
         self.stuck_bytes = 0
         # Memory that is not held by leases: that of other programs, and that of the pool.
-        self.others = Others(card.spare_bytes, card.slack_bytes)
+        self.others = Others(card.spare_bytes, card.slack_bytes, card.capacity_bytes if card.has_others else 0)
         self.warm: dict[int, WarmContext] = {}
         self.warm_wanted = warm_wanted
         self.awaiting: dict[int, Lease] = {}
@@ -472,21 +475,27 @@ class Others:
        smallest figure of all polls since the process disappeared is booked first, so that none of it can be granted,
        and the worker's bytes are taken as free.
     4. Polled figures are compared with booked bytes within the card's slack, which the reserve of its capacity covers.
+    5. Before the first poll the whole card counts as taken, so that nothing is granted. While no daemon ran, a program
+       may have taken memory. And if broker and zygote were killed together, a worker that a session has left may still
+       hold some, and no record names it.
 
     Attributes:
         unowned: Bytes that belong to no process.
         outside: Bytes of processes that are not workers.
         taken_bytes: Bytes by which the capacity is lower than at the start.
+        is_known: Whether the card was polled, or needs no poll because others can't hold any of its memory.
 
     Args:
         spare_bytes: Bytes that the operator leaves unused; others may hold that much without reducing the capacity.
         slack_bytes: Tolerated difference between polled and booked bytes.
+        unknown_bytes: Bytes that count as taken before the first poll; 0 if others can't hold any of the card's memory.
     """
 
-    __slots__ = ("_is_first", "_polled_ns", "_spare_bytes", "outside", "taken_bytes", "unowned")
+    __slots__ = ("_is_first", "_polled_ns", "_spare_bytes", "is_known", "outside", "taken_bytes", "unowned")
 
-    def __init__(self, spare_bytes: int, slack_bytes: int) -> None:
-        self.taken_bytes = 0
+    def __init__(self, spare_bytes: int, slack_bytes: int, unknown_bytes: int = 0) -> None:
+        self.taken_bytes = unknown_bytes
+        self.is_known = not unknown_bytes
         # Outside bytes can't be a dead worker's, so they are booked at once.
         self.unowned = Growth(slack_bytes)
         self.outside = Growth(slack_bytes, settles=False)
@@ -502,12 +511,17 @@ class Others:
     def poll(self, unowned_bytes: int, outside_bytes: int, polled_ns: int) -> bool:
         """Process one poll of the whole card, and return whether the booked bytes changed.
 
-        A poll from before the last proof is ignored: its figures lack the bytes of a worker that has died since.
+        A poll from before the last proof is ignored, because its figures lack the bytes of a worker that has died
+        since. Only the first poll is not.
         """
         if polled_ns < self._polled_ns:
-            return False
+            if not self._is_first:
+                return False
+            # The proof may have booked more.
+            unowned_bytes = max(unowned_bytes, self.unowned.booked_bytes)
         # The first poll is booked at once: it shows the bytes that others took while no daemon ran.
-        is_first, self._is_first, self._polled_ns = self._is_first, False, polled_ns
+        is_first, self._is_first, self._polled_ns = self._is_first, False, max(polled_ns, self._polled_ns)
+        self.is_known = True
         before = self.unowned.booked_bytes, self.outside.booked_bytes
         self.unowned.poll(unowned_bytes, polled_ns, is_first=is_first)
         self.outside.poll(outside_bytes, polled_ns, is_first=is_first)
@@ -540,6 +554,8 @@ class Others:
         return True
 
     def _sum_up(self) -> None:
+        if not self.is_known:
+            return
         self.taken_bytes = max(0, self.booked_bytes - self._spare_bytes)
 
 

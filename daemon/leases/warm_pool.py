@@ -345,9 +345,12 @@ class WarmPool:
         """Book the memory of the card that others hold, and change the card's capacity by it."""
         account = self._account(event.card_uuid)
         # The capacity changes only if the booked bytes do; most polls change nothing.
-        before_bytes = account.others.booked_bytes
+        before_bytes, was_known = account.others.booked_bytes, account.others.is_known
         if account.others.poll(event.unowned_bytes, event.outside_bytes, event.polled_ns):
             self._change_capacity(account, before_bytes, now_ns, effects)
+        elif not was_known:
+            # From the first poll on, the card can be granted.
+            self._store.has_freed_room = True
 
     def is_shown_free(self, event: events.WorkerUnlisted, now_ns: int, effects: list[Effect]) -> bool:
         """Return whether a reaped worker's bytes are proved free, after booking the bytes that others hold."""

@@ -245,6 +245,12 @@ class LogEvent(Enum):
         WARNING,
         "cards were measured while workers of an earlier daemon still ran: restart to get their full capacity",
     )
+    CARD_UNREAD = LogKind(
+        "card.unread",
+        WARNING,
+        "the card could not be read at the start of the daemon: nothing is granted on it until it can be read",
+        ("card", "reason"),
+    )
     CARD_SHRANK = LogKind(
         "card.shrank",
         INFO,

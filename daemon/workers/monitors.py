@@ -308,7 +308,8 @@ MAX_POLL_DELAY_S: Final = 0.1
 
 
 FIRST_ROUND_TIMEOUT_S: Final = 5.0
-"""Longest time for the poll before the daemon listens. Stops a driver that hangs from keeping tenants from leases."""
+"""Longest time for the poll before the daemon listens. A driver that hangs must not keep tenants from leases that
+continue. On a card that was not read by then, nothing is granted until it is read."""
 
 
 class UnlistedSince:
@@ -468,6 +469,8 @@ class CardWatch:
         self._workers = workers
         self._post = post
         self._rounds = PeriodicTask(self._poll_all, lambda: ROUND_S)
+        # Why each card could not be read, as long as no poll has succeeded.
+        self._unread = dict.fromkeys(card_uuids, f"no answer within {FIRST_ROUND_TIMEOUT_S:g} s")
 
     async def start(self) -> None:
         """Poll now and once a second from then on, on cards where others can hold memory."""
@@ -475,6 +478,8 @@ class CardWatch:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_ROUND_TIMEOUT_S):
                     await self._poll_all()
+            for card_uuid, reason in self._unread.items():
+                log_event(LogEvent.CARD_UNREAD, card=card_uuid, reason=reason)
             self._rounds.start()
 
     async def stop(self) -> None:
@@ -485,8 +490,9 @@ class CardWatch:
             # If a card can't be read now, it is read a second later; its proofs wait until then.
             try:
                 await self._poll(card_uuid)
-            except (CardsUnavailable, MemoryError, RuntimeError):
-                pass
+            except (CardsUnavailable, MemoryError, RuntimeError) as error:
+                if card_uuid in self._unread:
+                    self._unread[card_uuid] = str(error)
             except Exception:
                 # This is a bug of ours. Continue to poll: otherwise memory that others hold would be granted.
                 log_event(LogEvent.DAEMON_FAULT, is_fault=True, doing=f"looking at card {card_uuid}")
@@ -498,6 +504,7 @@ class CardWatch:
         # Add workers that started during the poll.
         own |= self._workers.pids()
         self._workers.on_processes_listed(card_uuid, reading.processes.keys())
+        self._unread.pop(card_uuid, None)
         self._post(CardPolled(card_uuid, reading.unowned_bytes, reading.outside_bytes(own), polled_ns))
 
 

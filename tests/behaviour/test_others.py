@@ -1,6 +1,9 @@
 """Other programs use memory of the card and free it, as an operator and a tenant see it."""
 
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ from gpulease.protocol import Opcode
 from gpulease.protocol.address import ADDRESS_VARIABLE
 from gpulease.protocol.messages import Empty
 from helpers.daemon import Daemon, Faults, running
+from helpers.lasting import LastingDaemon
 from helpers.log_story import records_of
+from helpers.processes import stop_process
 from helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -99,3 +104,37 @@ def test_a_program_that_takes_the_card_is_told_of(daemon: Daemon, others: Path) 
     others.unlink()
     wait_for_figures(daemon, CARD_MIB, 0, 0)
     daemon.builder(100 * MIB).acquire().free()
+
+
+def test_a_killed_nodes_card_is_granted_only_once_it_was_read(tmp_path: Path, others: Path) -> None:
+    """Broker and zygote are killed together, and the card can't be read when the next daemon starts.
+
+    A worker that no record names could still hold its bytes on the card.
+    """
+    unread = tmp_path / "unread"
+    faults = Faults(
+        constants={"gpulease.daemon.workers.monitors:ROUND_S": LOOK_S}, others_in=others, withhold_proof_while=unread
+    )
+    node = LastingDaemon(vram=(f"{CARD_MIB}MiB",))
+    try:
+        first = node.start(faults)
+        first.allowed_trouble.append("the zygote died")
+        first.builder(900 * MIB).acquire()
+        stop_process(first.process.pid)
+        os.kill(node.zygotes()[0], signal.SIGKILL)
+        node.kill()
+        hold(others, 0, 900)
+        unread.touch()
+        again = node.start(faults)
+        again.allowed_trouble.append("nothing is granted on it until it can be read")
+        with pytest.raises(CapacityExceeded, match="could not be read yet"):
+            again.builder(100 * MIB).acquire()
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(again.builder(100 * MIB).timeout(60).acquire)
+            unread.unlink()
+            waiting.result().free()
+        with pytest.raises(CapacityExceeded, match="other leases use the memory"):
+            again.builder(200 * MIB).acquire()
+        assert [card["outside_bytes"] for card in again.inventory().details] == [900 * MIB]
+    finally:
+        node.stop()

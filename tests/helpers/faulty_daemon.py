@@ -41,11 +41,11 @@ def break_things(faults: dict[str, Any]) -> None:
         found = importlib.import_module(module)
         assert hasattr(found, name), place
         setattr(found, name, value)
+    if faults["others_in"] is not None:
+        let_others_in(Path(faults["others_in"]))
     if faults["withhold_proof_while"] is not None:
         for cards in card_sources():
             withhold_proof(cards, Path(faults["withhold_proof_while"]))
-    if faults["others_in"] is not None:
-        let_others_in(Path(faults["others_in"]))
     if faults["names_in"] is not None:
         serve_names(Path(faults["names_in"]))
     if faults["leaks_descriptors"]:

@@ -35,9 +35,11 @@ SLACK: Final = 8
 class Node(Scenario):
     """A card of 110 bytes with contexts of 10; one look found no others."""
 
-    def __init__(self, *, warm: int = 0, spare: int = 0, slack: int = 0, is_looked_at: bool = True) -> None:
+    def __init__(
+        self, *, warm: int = 0, spare: int = 0, slack: int = 0, is_looked_at: bool = True, has_others: bool = False
+    ) -> None:
         super().__init__()
-        card = Card("GPU-a", 0, "Test Card", 110, OVERHEAD, spare_bytes=spare, slack_bytes=slack)
+        card = Card("GPU-a", 0, "Test Card", 110, OVERHEAD, spare_bytes=spare, slack_bytes=slack, has_others=has_others)
         self.table = LeaseTable((card,), CoreLimits(), warm)
         self.fill()
         if is_looked_at:
@@ -278,3 +280,52 @@ def test_a_figure_near_the_slack_is_not_booked_and_released_in_turns(seen: int) 
     growth.poll(SLACK // 2, SETTLE_NS + 2)
     growth.poll(SLACK // 2, 2 * SETTLE_NS + 2)
     assert growth.booked_bytes == 0
+
+
+# --- the first poll ---
+
+
+def test_nothing_is_granted_before_the_first_poll() -> None:
+    s = Node(warm=1, is_looked_at=False, has_others=True)
+    denial = denied(s.acquire(1, 20))
+    assert (denial.reason, "could not be read yet" in denial.message) == (DenialReason.CAPACITY_EXCEEDED, True)
+    assert s.acquire(2, 20, wait_ms=5000) != []
+    assert (s.table.live_ids(), s.card().available_bytes, s.card().warm_contexts) == ((), 0, 0)
+    effects = s.poll(0, 60)
+    assert placed(effects) == [(2, "GPU-a")]
+    assert s.figures == (50, 0, 60)
+    assert denied(s.acquire(3, 20)).reason is DenialReason.CAPACITY_EXCEEDED
+
+
+def test_a_first_poll_that_finds_no_others_changes_no_capacity() -> None:
+    s = Node(is_looked_at=False, has_others=True)
+    s.acquire(2, 100, wait_ms=5000)
+    effects = s.poll(0)
+    assert placed(effects) == [(2, "GPU-a")]
+    assert CapacityChanged not in kinds(effects)
+
+
+def test_a_card_that_others_cant_use_needs_no_poll() -> None:
+    assert placed(Node(is_looked_at=False).acquire(1, 100)) == [(1, "GPU-a")]
+
+
+def test_the_first_poll_counts_even_if_a_proof_overtook_it() -> None:
+    """It was read before the proof of a worker, and arrives after it: the others that it shows are still there."""
+    s = Node(is_looked_at=False)
+    s.active(1, 90)
+    since = s.dead(1)
+    polled_ns = s.now_ns
+    s.at(0.001)
+    assert one(s.unlisted(1, 0, since), LeaseEnded).lease.state is LeaseState.TORNDOWN
+    s.do(CardPolled("GPU-a", 0, 60, polled_ns))
+    assert s.figures == (50, 0, 60)
+    assert denied(s.acquire(2, 50)).reason is DenialReason.CAPACITY_EXCEEDED
+
+
+def test_an_overtaken_first_poll_gives_back_nothing_that_a_proof_has_booked() -> None:
+    s = Node(is_looked_at=False)
+    s.active(1, 60)
+    since = s.dead(1)
+    s.at(SETTLE_S).unlisted(1, 15, since)
+    s.do(CardPolled("GPU-a", 0, 10, since))
+    assert s.figures == (85, 15, 10)

@@ -156,6 +156,19 @@ def test_the_watch_goes_on_after_a_fault_and_tells_of_it(
     assert len(told) == 2, "one of the first look, one of the first round"
 
 
+def test_a_card_that_is_not_read_at_the_start_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        cards = MadeCards([None])
+        watch = CardWatch(cast(CardSource, cards), ["GPU-a"], cast(Workers, MadeWorkers()), lambda event: None)
+        await watch.start()
+        await watch.stop()
+
+    with caplog.at_level("WARNING", "gpulease"):
+        run(story)
+    (told,) = [record for record in caplog.records if record.getMessage() == LogEvent.CARD_UNREAD.value.message]
+    assert told.levelname == "WARNING"
+
+
 def test_pretended_cards_are_not_watched() -> None:
     async def story() -> None:
         posted: list[Event] = []
